@@ -1,0 +1,113 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+# A shim named python3.11 may exist and not run, so each candidate is tried.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# MXNet 2.0.0b1 needs NumPy 1.23, which has no wheels after Python 3.11.
+PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN := .venv/bin
+BIN_MXNET := .venv-mxnet/bin
+# tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
+INSTALL := -e '.[torch,jax,plot,onnx,test,dev]' tensorflow-cpu
+INSTALL_MXNET := -e '.[mxnet,test]'
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+WORKERS ?= 2
+PYTEST_ARGS ?=
+PYTEST := -m pytest $(PYTEST_ARGS)
+XDIST := -n $(WORKERS) --dist worksteal
+MXNET_TESTS ?= tests/arrays tests/engines tests/test_attention.py
+BENCH ?= $(sort $(wildcard bench/[!_]*.py))
+RESULTS := build/test-results
+
+STATIC := lint types contract
+SUITES := unit doctest mxnet
+
+export MPLBACKEND := Agg
+export TF_CPP_MIN_LOG_LEVEL := 3
+export TF_ENABLE_ONEDNN_OPTS := 0
+
+# Every worker would otherwise start a thread per core. The benchmarks keep all their threads.
+$(SUITES) test-full: export OMP_NUM_THREADS := 1
+$(SUITES) test-full: export OPENBLAS_NUM_THREADS := 1
+$(SUITES) test-full: export MKL_NUM_THREADS := 1
+$(SUITES) test-full: export TF_NUM_INTRAOP_THREADS := 1
+$(SUITES) test-full: export TF_NUM_INTEROP_THREADS := 1
+$(SUITES) test-full: export JAX_PLATFORMS := cpu
+
+# $(call apt,packages) installs system packages where we may.
+apt = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); } \
+	|| { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
+
+.PHONY: help env env-mxnet demo test test-full $(STATIC) $(SUITES) bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+env: .venv/.installed ## Make .venv with every extra that the tests use
+env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old NumPy
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "qkv needs Python 3.11 or later" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(call apt,python3-venv)
+	@echo "Installing into .venv; this takes a few minutes"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP_INSTALL) $(INSTALL) -c constraints.txt
+	@touch $@
+
+.venv-mxnet/.installed: pyproject.toml constraints-mxnet.txt
+	@test -n "$(PYTHON_MXNET)" || { echo "MXNet 2.0.0b1 needs Python 3.11" >&2; exit 1; }
+	@$(PYTHON_MXNET) -c 'import ensurepip' 2>/dev/null || $(call apt,python3-venv)
+	@echo "Installing into .venv-mxnet"
+	@$(PYTHON_MXNET) -m venv .venv-mxnet
+	@$(BIN_MXNET)/python $(PIP_INSTALL) $(INSTALL_MXNET) -c constraints-mxnet.txt
+	@# The wheel leaves these to the system. They come with gcc.
+	@if ldd $$(find .venv-mxnet -name libmxnet.so) | grep 'not found'; then \
+		$(call apt,libgomp1 libquadmath0); fi
+	@touch $@
+
+demo: env ## Tell the seeds' stories and write their heatmaps
+	@$(BIN)/python examples/demo.py
+
+test: env env-mxnet ## Run every check below and count
+	@rm -rf $(RESULTS); failed=; \
+	for check in $(STATIC) $(SUITES); do \
+		echo "--- $$check"; \
+		$(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
+	done; \
+	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
+
+lint: env ## Lint and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: env ## Type check
+	@$(BIN)/mypy
+
+contract: env ## Floors: who may import whom
+	@$(BIN)/lint-imports
+
+unit: env ## Unit, property and conformance tests, and README's code
+	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
+
+doctest: env ## Examples in the docstrings
+	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --junitxml=$(RESULTS)/$@.xml
+
+mxnet: env-mxnet ## The battery on MXNet, in its own environment
+	@QKV_TEST_FRAMEWORKS=mxnet $(BIN_MXNET)/python $(PYTEST) $(XDIST) \
+		--junitxml=$(RESULTS)/$@.xml $(MXNET_TESTS)
+
+test-full: env ## The whole product of cases; takes long
+	@$(BIN)/python $(PYTEST) $(XDIST) -m ''
+
+bench: env ## Run every benchmark, one after the other
+	@set -e; for script in $(BENCH); do echo "--- $$script"; $(BIN)/python $$script; done
+
+clean: ## Remove build outputs and caches, not the environments
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null; true

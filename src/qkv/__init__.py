@@ -1,0 +1,45 @@
+"""qkv: attention as a database query, Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ.
+
+>>> import qkv
+>>> qkv.attend([[1.0]], key=[[1.0], [5.0]], value=[[10.0], [50.0]], score="gaussian").round(2)
+array([[10.01]])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from qkv import masks, scores, weightings
+from qkv.attention import attend, explain, scaled_dot_product_attention, weights
+from qkv.errors import QkvError
+
+if TYPE_CHECKING:
+    from qkv import onnx, plot
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QkvError",
+    "attend",
+    "explain",
+    "masks",
+    "onnx",
+    "plot",
+    "scaled_dot_product_attention",
+    "scores",
+    "weightings",
+    "weights",
+]
+
+_LAZY = ("onnx", "plot")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"qkv.{name}")
+    raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,97 @@
+"""One namespace over NumPy, PyTorch, JAX, TensorFlow and MXNet.
+
+An array is known by the module it came from; a framework that the caller has not imported is
+never imported for him. `of(x)` gives the framework of x, with `xp`, the array namespace of the
+standard, and the few verbs that the standard lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.errors import DtypeError, FrameworkError
+from qkv.types import Array
+
+if TYPE_CHECKING:
+    from qkv.arrays.base import Framework
+
+ROOTS = {
+    "numpy": "numpy",
+    "torch": "torch",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "tensorflow": "tensorflow",
+    "mxnet": "mxnet",
+    "array_api_strict": "strict",
+}
+
+
+@cache
+def _name_of_type(kind: type) -> str | None:
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in ROOTS:
+            return ROOTS[root]
+    return None
+
+
+@cache
+def framework(name: str) -> Framework:
+    """The adapter of a framework by name."""
+    return importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK  # type: ignore[no-any-return]
+
+
+def is_array(x: object) -> bool:
+    """Whether x is an array of a known framework (NumPy's scalars are plain numbers)."""
+    return (
+        _name_of_type(type(x)) is not None
+        and hasattr(x, "shape")
+        and hasattr(x, "dtype")
+        and not isinstance(x, np.generic)
+    )
+
+
+def of(x: Array) -> Framework:
+    """The framework an array belongs to.
+
+    >>> of(np.ones(3)).name
+    'numpy'
+    """
+    name = _name_of_type(type(x)) if is_array(x) else None
+    if name is None:
+        raise DtypeError(
+            f"expected an array of {', '.join(sorted(set(ROOTS.values()) - {'strict'}))}, "
+            f"not {type(x).__module__}.{type(x).__qualname__}: convert it first"
+        )
+    return framework(name)
+
+
+def namespace(x: Array) -> Any:
+    """The array namespace of x."""
+    return of(x).xp
+
+
+def common(**arrays: Array) -> Framework:
+    """The one framework of all the named arrays, or an error that names the odd one out."""
+    found = {name: of(x) for name, x in arrays.items() if is_array(x)}
+    first, fw = next(iter(found.items()))
+    for name, other in found.items():
+        if other is not fw:
+            raise FrameworkError(
+                f"{first} is an array of {fw.name} but {name} is one of {other.name}: "
+                f"convert {name} to {fw.name}, one call takes one framework"
+            )
+    return fw
+
+
+def to_numpy(x: Array) -> np.ndarray[Any, Any]:
+    """Any array, or nested lists of numbers, as NumPy: detached, on the host, bfloat16 widened.
+
+    >>> to_numpy([[1.0, 2.0]]).shape
+    (1, 2)
+    """
+    return of(x).to_numpy(x) if is_array(x) else np.asarray(x)

@@ -1,0 +1,241 @@
+"""What qkv asks of a framework beyond the array standard, in the plainest eager form."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import DtypeError, FrameworkError
+from qkv.types import Array, Shape, Span
+
+Plan = list[tuple[Span, list[Span]]]
+"""For each span of queries, the spans of keys that a mask leaves to look at."""
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Framework:
+    """An eager framework of the array standard, without gradients.
+
+    The subclasses replace what their framework does differently, and nothing else.
+    """
+
+    name: str
+    xp: Any
+    gradients = False
+    equal_spans = False
+    """Whether every span must have one size, as a compiled loop needs."""
+
+    # What an array is
+
+    def dtype(self, x: Array) -> str:
+        """The element type by its standard name."""
+        return str(x.dtype).rpartition(".")[2]
+
+    def shape(self, x: Array) -> Shape:
+        return tuple(x.shape)
+
+    def plain(self, x: Array) -> Array:
+        """x as an array of operations (a variable is read)."""
+        return x
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x)
+
+    def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
+        """The elements on the host where that costs no wait, else None."""
+        return self.to_numpy(x)
+
+    def tracing(self, x: Array) -> bool:
+        """Whether x stands for a value that is not there yet."""
+        return False
+
+    def needs_gradient(self, arrays: Iterable[Array]) -> bool:
+        return self.gradients
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """Silence for what is handled: 0/0 of an empty row, the exponential of −∞."""
+        return nullcontext()
+
+    # Making arrays
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if self.dtype(x) == dtype else self.xp.astype(x, getattr(self.xp, dtype))
+
+    def constant(self, data: Any, like: Array, dtype: str) -> Array:
+        """Host data as an array beside `like`."""
+        host = np.asarray(data).tolist()
+        return self.xp.asarray(host, dtype=getattr(self.xp, dtype), device=self.device(like))
+
+    def device(self, x: Array) -> Any:
+        return getattr(x, "device", None)
+
+    def full(self, shape: Shape, value: float, like: Array) -> Array:
+        return self.xp.full(shape, value, dtype=like.dtype, device=self.device(like))
+
+    def positions(self, start: Any, size: int, like: Array) -> Array:
+        """The int32 numbers start … start + size."""
+        steps = self.xp.arange(size, dtype=self.xp.int32, device=self.device(like))
+        return steps + start
+
+    def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
+        """x where live, else the number; `live` None means everywhere."""
+        if live is None:
+            return x
+        return self.xp.where(live, x, self.full((), other, x))
+
+    def detach(self, x: Array) -> Array:
+        """x as a constant: no gradient flows through it."""
+        return x
+
+    def take(self, x: Array, at: Array) -> Array:
+        """x[at], for a vector x and positions of any shape."""
+        flat = self.xp.take(x, self.xp.reshape(at, (-1,)), axis=0)
+        return self.xp.reshape(flat, at.shape)
+
+    # Chance
+
+    def fresh_seed(self, like: Array) -> Any:
+        """A seed that nobody chose."""
+        return int(np.random.default_rng().integers(2**31 - 1))
+
+    def seed_from(self, generator: Any) -> Any:
+        """A seed drawn from a generator of the framework's own."""
+        raise DtypeError(
+            f"seed must be a whole number or a generator of {self.name} or NumPy, not "
+            f"{type(generator).__name__}"
+        )
+
+    # Blocks
+
+    def cut(self, x: Array, span: Span, axis: int) -> Array:
+        """The span of an axis (−1 or −2); an axis of length one is shared by all."""
+        if x.shape[axis] == 1 and span.size != 1:
+            return x
+        piece = slice(span.start, span.start + span.size)
+        return x[..., piece] if axis == -1 else x[..., piece, :]
+
+    def fold(self, step: Callable[[Any, Span], Any], carry: Any, spans: Sequence[Span]) -> Any:
+        """carry ← step(carry, span) over the spans."""
+        for span in spans:
+            carry = step(carry, span)
+        return carry
+
+    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
+        """pool(span, spans of keys) for each span of queries, joined along axis −2."""
+        parts = [pool(rows, cols) for rows, cols in plan]
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(self.xp.concat(list(column), axis=-2) for column in zip(*parts, strict=True))
+
+    def sweep(
+        self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan
+    ) -> Any:
+        """carry ← step(carry, span of queries, spans of keys) over the plan."""
+        for rows, cols in plan:
+            carry = step(carry, rows, cols)
+        return carry
+
+    def accumulator(self, like: Array) -> Any:
+        """A zero of like's shape that `add_at` adds pieces to and `total` turns into an array."""
+        return self.full(self.shape(like), 0.0, like)
+
+    def add_at(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
+        """Add a piece at a span of axis −2 and of axis −1 (None: the whole axis)."""
+        at = [slice(None), slice(None)]
+        for axis, span in ((-2, rows), (-1, cols)):
+            if span is not None and total.shape[axis] != 1:
+                at[axis] = slice(span.start, span.start + span.size)
+        total[(..., *at)] += piece
+        return total
+
+    def total(self, accumulator: Any) -> Array:
+        return accumulator
+
+    # Control
+
+    def when(
+        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
+    ) -> Array:
+        """yes(*args) where the one boolean holds, else no(*args)."""
+        return yes(*args) if bool(condition) else no(*args)
+
+    def until(
+        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
+    ) -> Any:
+        """state ← step(state) until done(state), at most `limit` times."""
+        for _ in range(limit):
+            if bool(done(state)):
+                break
+            state = step(state)
+        return state
+
+    def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The k largest of the last axis and their positions, ties by the lowest position."""
+        order = self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :k]
+        return self.xp.take_along_axis(x, order, axis=-1), order
+
+    # Gradients
+
+    def hoist(
+        self, function: Callable[..., Array], *example: Array
+    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+        """The arrays that a function captured, made into further arguments of it."""
+        return function, ()
+
+    def captures_unseen(self, function: Callable[..., Any]) -> bool:
+        """Whether the function may hold arrays whose gradient `hoist` cannot find."""
+        return False
+
+    def vjp(
+        self, function: Callable[..., Array], *args: Array
+    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+        """function(*args), and the map from the gradient of that to the gradients of args."""
+        raise FrameworkError(f"{self.name} has no gradients")
+
+    def custom(
+        self,
+        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
+        backward: Callable[..., tuple[Array | None, ...]],
+        reference: Callable[..., tuple[Array, ...]],
+        leaves: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        """The outputs of `forward(*leaves) -> (outputs, kept)`, with a gradient of our own.
+
+        `backward(leaves, kept, gradients)` gives one gradient per leaf, None for zero.
+        `reference(*leaves) -> outputs` is the same function in operations that the framework
+        differentiates itself, for derivatives of higher order.
+        """
+        return forward(*leaves)[0]
+
+
+def captured_arrays(function: Callable[..., Any], root: str) -> bool:
+    """Whether a function's closure, defaults, globals or owner hold arrays of a framework."""
+    held: list[Any] = [getattr(function, "__self__", None)]
+    if isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    if inspect.isfunction(function):
+        seen = inspect.getclosurevars(function)
+        held += [*seen.nonlocals.values(), *seen.globals.values()]
+        held += list(function.__defaults__ or ()) + list((function.__kwdefaults__ or {}).values())
+    elif not inspect.ismethod(function):
+        held.append(function)
+    for item in held:
+        inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
+        if inspect.ismodule(item) or inspect.isclass(item):
+            continue
+        if any(_from(root, thing) for thing in (item, *inside)):
+            return True
+    return False
+
+
+def _from(root: str, thing: Any) -> bool:
+    modules = {base.__module__.partition(".")[0] for base in type(thing).__mro__}
+    is_array = root in modules and hasattr(thing, "shape") and hasattr(thing, "dtype")
+    return is_array or hasattr(thing, "trainable_variables") or hasattr(thing, "collect_params")

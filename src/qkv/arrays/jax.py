@@ -1,0 +1,217 @@
+"""JAX: loops are `lax.scan`, so that jit, grad and vmap see through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qkv.arrays.base import Framework, Plan
+from qkv.errors import ArgumentError
+from qkv.types import Array, Span
+
+
+class _Spans(NamedTuple):
+    """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
+
+    start: Array
+    first: Array
+    valid: Array
+    size: int
+    open: bool
+    whole: bool
+    overlap: bool
+
+
+class Jax(Framework):
+    name = "jax"
+    xp = jnp
+    gradients = True
+    equal_spans = True
+
+    def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
+        return None if self.tracing(x) else np.asarray(x)
+
+    def tracing(self, x: Array) -> bool:
+        return isinstance(x, jax.core.Tracer)
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if self.dtype(x) == dtype else jnp.asarray(x).astype(dtype)
+
+    def constant(self, data: Any, like: Array, dtype: str) -> Array:
+        return jnp.asarray(np.asarray(data), dtype=dtype)
+
+    def device(self, x: Array) -> Any:
+        return None
+
+    def detach(self, x: Array) -> Array:
+        return lax.stop_gradient(x)
+
+    def fresh_seed(self, like: Array) -> Any:
+        raise ArgumentError("dropout_p on JAX needs seed=, a whole number or a jax.random key")
+
+    def seed_from(self, generator: Any) -> Any:
+        if not isinstance(generator, jax.Array):
+            return super().seed_from(generator)
+        typed = jnp.issubdtype(generator.dtype, jax.dtypes.prng_key)
+        if typed or generator.dtype == jnp.uint32:
+            return lax.bitcast_convert_type(jax.random.bits(generator, dtype="uint32"), jnp.int32)
+        return generator
+
+    def cut(self, x: Array, span: Span, axis: int) -> Array:
+        if x.shape[axis] == 1 and span.size != 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, span.start, span.size, axis=x.ndim + axis)
+
+    def add_at(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
+        at = [0] * total.ndim
+        for axis, span in ((-2, rows), (-1, cols)):
+            if span is not None and total.shape[axis] != 1:
+                at[axis] = span.start
+        there = lax.dynamic_slice(total, at, piece.shape)
+        return lax.dynamic_update_slice(total, there + piece, at)
+
+    def fold(self, step: Callable[[Any, Span], Any], carry: Any, spans: Any) -> Any:
+        if not isinstance(spans, _Spans):
+            if len(spans) < 2:
+                return super().fold(step, carry, spans)
+            spans = _stack([spans])[0]
+
+        def body(carry: Any, item: tuple[Array, Array, Array]) -> tuple[Any, None]:
+            start, first, valid = item
+            span = Span(start, spans.size, first if spans.overlap else None, spans.open)
+            if spans.whole:
+                return step(carry, span), None
+            return lax.cond(valid, lambda c: step(c, span), lambda c: c, carry), None
+
+        return lax.scan(body, carry, (spans.start, spans.first, spans.valid))[0]
+
+    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
+        if len(plan) == 1:
+            return pool(*plan[0])
+        size, total = plan[0][0].size, plan[-1][0].start + plan[0][0].size
+        parts = lax.map(lambda item: pool(*_unpack(item, plan)), _table(plan))
+        return tuple(_join(part, size, total) for part in parts)
+
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
+        if len(plan) == 1:
+            return step(carry, *plan[0])
+
+        def body(carry: Any, item: Any) -> tuple[Any, None]:
+            return step(carry, *_unpack(item, plan)), None
+
+        return lax.scan(body, carry, _table(plan))[0]
+
+    def when(
+        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
+    ) -> Array:
+        return lax.cond(condition, yes, no, *args)
+
+    def until(
+        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
+    ) -> Any:
+        def unfinished(pair: tuple[Any, Array]) -> Array:
+            return jnp.logical_and(pair[1] < limit, jnp.logical_not(done(pair[0])))
+
+        return lax.while_loop(unfinished, lambda pair: (step(pair[0]), pair[1] + 1), (state, 0))[0]
+
+    def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
+        return tuple(lax.top_k(x, k))  # type: ignore[return-value]
+
+    def hoist(
+        self, function: Callable[..., Array], *example: Array
+    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+        converted, captured = jax.closure_convert(function, *example)
+        return converted, tuple(captured)
+
+    def vjp(
+        self, function: Callable[..., Array], *args: Array
+    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+        return jax.vjp(function, *args)  # type: ignore[return-value]
+
+    def custom(
+        self,
+        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
+        backward: Callable[..., tuple[Array | None, ...]],
+        reference: Callable[..., tuple[Array, ...]],
+        leaves: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        @jax.custom_vjp
+        def function(*leaves: Array) -> tuple[Array, ...]:
+            return forward(*leaves)[0]
+
+        def keep(*leaves: Array) -> Any:
+            outputs, kept = forward(*leaves)
+            return outputs, (leaves, kept)
+
+        def pull(held: Any, gradients: tuple[Array, ...]) -> tuple[Array | None, ...]:
+            return tuple(backward(*held, gradients))
+
+        function.defvjp(keep, pull)
+        return function(*leaves)
+
+
+def _stack(columns: list[list[Span]]) -> list[_Spans]:
+    """Lists of spans as arrays of one length, so that one compiled loop runs each of them."""
+    length = max(len(spans) for spans in columns)
+    flat = [span for spans in columns for span in spans]
+    facts = {
+        "size": flat[0].size,
+        "open": all(span.open for span in flat),
+        "whole": all(len(spans) == length for spans in columns),
+        "overlap": any(span.first is not None for span in flat),
+    }
+    out = []
+    for spans in columns:
+        idle = [0] * (length - len(spans))
+        start = np.array([span.start for span in spans] + idle, np.int32)
+        first = np.array([_first(span) for span in spans] + idle, np.int32)
+        valid = np.array([True] * len(spans) + [False] * len(idle))
+        out.append(_Spans(start, first, valid, **facts))
+    return out
+
+
+def _first(span: Span) -> int:
+    return int(span.start if span.first is None else span.first)
+
+
+def _table(plan: Plan) -> tuple[Any, ...]:
+    """The plan as arrays to scan over, one line a span of queries."""
+    lines = _stack([cols for _, cols in plan]) if any(cols for _, cols in plan) else []
+    return (
+        np.array([rows.start for rows, _ in plan], np.int32),
+        np.array([_first(rows) for rows, _ in plan], np.int32),
+        *(np.stack(column) for column in zip(*(line[:3] for line in lines), strict=True)),
+    )
+
+
+def _unpack(item: Any, plan: Plan) -> tuple[Span, Any]:
+    """One line of the table as spans again."""
+    start, first, *cols = item
+    overlap = any(rows.first is not None for rows, _ in plan)
+    rows = Span(start, plan[0][0].size, first if overlap else None)
+    if not cols:
+        return rows, []
+    spans = _Spans(*cols, *_stack([spans for _, spans in plan])[0][3:])
+    if len(spans.valid.shape) and spans.valid.shape[0] == 1 and spans.whole:
+        first_key = spans.first[0] if spans.overlap else None
+        return rows, [Span(spans.start[0], spans.size, first_key, spans.open)]
+    return rows, spans
+
+
+def _join(part: Array, size: int, total: int) -> Array:
+    """(blocks, …, size, d) as (…, total, d); the last block may overlap the one before."""
+    count = part.shape[0]
+    joined = jnp.moveaxis(part, 0, -3)
+    joined = jnp.reshape(joined, (*joined.shape[:-3], count * size, joined.shape[-1]))
+    fresh = total - (count - 1) * size
+    if fresh == size:
+        return joined
+    return jnp.concat([joined[..., : (count - 1) * size, :], joined[..., -fresh:, :]], axis=-2)
+
+
+FRAMEWORK = Jax()

@@ -1,0 +1,216 @@
+"""TensorFlow, eager and inside `tf.function`: a thin namespace in the standard's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from qkv.arrays.base import Framework, captured_arrays
+from qkv.types import Array, Shape, Span
+
+
+class _Namespace:
+    """The names of the array standard that qkv uses, as TensorFlow spells them."""
+
+    bool, int32, int64 = tf.bool, tf.int32, tf.int64
+    float16, bfloat16, float32, float64 = tf.float16, tf.bfloat16, tf.float32, tf.float64
+    exp, log, sqrt, abs, tanh, pow = tf.exp, tf.math.log, tf.sqrt, tf.abs, tf.tanh, tf.pow
+    maximum, minimum = tf.maximum, tf.minimum
+    isnan = staticmethod(tf.math.is_nan)
+    isfinite = staticmethod(tf.math.is_finite)
+    matmul, reshape, where = tf.matmul, tf.reshape, tf.where
+    matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
+    broadcast_to, expand_dims = tf.broadcast_to, tf.expand_dims
+    logical_and, logical_or, logical_not = tf.logical_and, tf.logical_or, tf.logical_not
+    bitwise_xor = staticmethod(tf.bitwise.bitwise_xor)
+    bitwise_and = staticmethod(tf.bitwise.bitwise_and)
+    floor_divide, remainder = tf.math.floordiv, tf.math.floormod
+
+    @staticmethod
+    def astype(x: Array, dtype: Any) -> Array:
+        return tf.cast(x, dtype)
+
+    @staticmethod
+    def asarray(x: Any, dtype: Any = None, device: Any = None) -> Array:
+        return tf.convert_to_tensor(x, dtype=dtype)
+
+    @staticmethod
+    def full(shape: Shape, value: Any, dtype: Any, device: Any = None) -> Array:
+        return tf.fill(shape, tf.cast(value, dtype))
+
+    @staticmethod
+    def arange(size: Any, dtype: Any, device: Any = None) -> Array:
+        return tf.range(size, dtype=dtype)
+
+    @staticmethod
+    def max(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        return tf.reduce_max(x, axis=axis, keepdims=keepdims)
+
+    @staticmethod
+    def min(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        return tf.reduce_min(x, axis=axis, keepdims=keepdims)
+
+    @staticmethod
+    def sum(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        return tf.reduce_sum(x, axis=axis, keepdims=keepdims)
+
+    @staticmethod
+    def any(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        return tf.reduce_any(x, axis=axis, keepdims=keepdims)
+
+    @staticmethod
+    def all(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+        return tf.reduce_all(x, axis=axis, keepdims=keepdims)
+
+    @staticmethod
+    def concat(arrays: Sequence[Array], axis: int) -> Array:
+        return tf.concat(list(arrays), axis)
+
+    @staticmethod
+    def take(x: Array, at: Array, axis: int) -> Array:
+        return tf.gather(x, at, axis=axis)
+
+    @staticmethod
+    def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
+        return tf.experimental.numpy.take_along_axis(x, indices, axis)
+
+    @staticmethod
+    def argsort(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+        direction = "DESCENDING" if descending else "ASCENDING"
+        return tf.argsort(x, axis=axis, direction=direction, stable=stable)
+
+
+class TensorFlow(Framework):
+    name = "tensorflow"
+    xp = _Namespace
+    gradients = True
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def shape(self, x: Array) -> Shape:
+        return tuple(x.shape)  # a length unknown until the graph runs is None
+
+    def plain(self, x: Array) -> Array:
+        return tf.convert_to_tensor(x)  # a Variable is read once, here
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        x = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x
+        return np.asarray(x.numpy())
+
+    def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
+        return None if self.tracing(x) else self.to_numpy(x)
+
+    def tracing(self, x: Array) -> bool:
+        return not hasattr(x, "numpy")
+
+    def constant(self, data: Any, like: Array, dtype: str) -> Array:
+        return tf.constant(np.asarray(data).tolist(), dtype=getattr(tf, dtype))
+
+    def device(self, x: Array) -> Any:
+        return None
+
+    def fresh_seed(self, like: Array) -> Any:
+        return tf.random.uniform((), maxval=2**31 - 1, dtype=tf.int32)
+
+    def seed_from(self, generator: Any) -> Any:
+        if isinstance(generator, tf.random.Generator):
+            return generator.uniform((), maxval=2**31 - 1, dtype=tf.int32)
+        return generator if tf.is_tensor(generator) else super().seed_from(generator)
+
+    def detach(self, x: Array) -> Array:
+        return tf.stop_gradient(x)
+
+    def accumulator(self, like: Array) -> Any:
+        return _Pieces(self.shape(like), like.dtype)
+
+    def add_at(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
+        total.add(piece, rows, cols)
+        return total
+
+    def total(self, accumulator: Any) -> Array:
+        return accumulator.join()
+
+    def when(
+        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
+    ) -> Array:
+        return tf.cond(condition, lambda: yes(*args), lambda: no(*args))
+
+    def until(
+        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
+    ) -> Any:
+        if not self.tracing(done(state)):
+            return super().until(done, step, state, limit)
+        return tf.while_loop(
+            lambda *s: tf.logical_not(done(s)), lambda *s: step(s), state, maximum_iterations=limit
+        )
+
+    def captures_unseen(self, function: Callable[..., Any]) -> bool:
+        return captured_arrays(function, "tensorflow")
+
+    def vjp(
+        self, function: Callable[..., Array], *args: Array
+    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(args)
+            out = function(*args)
+        return out, lambda gradient: tuple(tape.gradient(out, args, gradient))
+
+    def custom(
+        self,
+        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
+        backward: Callable[..., tuple[Array | None, ...]],
+        reference: Callable[..., tuple[Array, ...]],
+        leaves: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def function(*leaves: Array) -> Any:
+            outputs, kept = forward(*leaves)
+            return outputs, lambda *gradients: list(backward(leaves, kept, gradients))
+
+        out = function(*leaves)
+        return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+class _Pieces:
+    """A sum of pieces at spans of the last two axes: TensorFlow's arrays cannot be written to."""
+
+    def __init__(self, shape: Shape, dtype: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.found: dict[tuple[int, int, int, int], Array] = {}
+
+    def add(self, piece: Array, rows: Span | None, cols: Span | None) -> None:
+        at = (*self._bounds(rows, -2), *self._bounds(cols, -1))
+        self.found[at] = self.found[at] + piece if at in self.found else piece
+
+    def _bounds(self, span: Span | None, axis: int) -> tuple[int, int]:
+        if span is None or self.shape[axis] == 1:
+            return 0, self.shape[axis]
+        return span.start, span.start + span.size
+
+    def join(self) -> Array:
+        def edges(axis: int, low: int) -> list[int]:
+            cuts = {edge for at in self.found for edge in at[low : low + 2]}
+            return sorted(cuts | {0, self.shape[axis]})
+
+        tops, lefts = edges(-2, 0), edges(-1, 2)
+        lines = []
+        for top, bottom in zip(tops, tops[1:], strict=False):
+            cells = [
+                self._cell(top, bottom, left, right)
+                for left, right in zip(lefts, lefts[1:], strict=False)
+            ]
+            lines.append(tf.concat(cells, -1))
+        return tf.concat(lines, -2) if lines else tf.zeros(self.shape, self.dtype)
+
+    def _cell(self, top: int, bottom: int, left: int, right: int) -> Array:
+        found = self.found.get((top, bottom, left, right))
+        if found is None:
+            return tf.zeros((*self.shape[:-2], bottom - top, right - left), self.dtype)
+        return found
+
+
+FRAMEWORK = TensorFlow()

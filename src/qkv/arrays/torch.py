@@ -1,0 +1,142 @@
+"""PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import array_api_compat.torch
+import numpy as np
+import torch
+
+from qkv.arrays.base import Framework
+from qkv.types import Array
+
+
+class Torch(Framework):
+    name = "torch"
+    xp = array_api_compat.torch
+    gradients = True
+
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        x = x.detach().cpu()
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()  # type: ignore[no-any-return]
+
+    def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
+        # Reading a GPU's memory would stall its queue.
+        return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
+
+    def tracing(self, x: Array) -> bool:
+        return torch.compiler.is_compiling()
+
+    def needs_gradient(self, arrays: Iterable[Array]) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+    def constant(self, data: Any, like: Array, dtype: str) -> Array:
+        return torch.as_tensor(np.asarray(data), dtype=getattr(torch, dtype), device=like.device)
+
+    def detach(self, x: Array) -> Array:
+        return x.detach()
+
+    def fresh_seed(self, like: Array) -> Any:
+        return torch.randint(2**31 - 1, ())  # torch.manual_seed governs it
+
+    def seed_from(self, generator: Any) -> Any:
+        if isinstance(generator, torch.Generator):
+            return torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
+        return generator if isinstance(generator, torch.Tensor) else super().seed_from(generator)
+
+    def when(
+        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
+    ) -> Array:
+        # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
+        return no(*args) if self.tracing(condition) else super().when(condition, yes, no, *args)
+
+    def hoist(
+        self, function: Callable[..., Array], *example: Array
+    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
+            found = _graph_leaves(function(*given), given)
+        # The function goes on reading its own tensors: `vjp` asks for their gradients in place.
+        return lambda *args: function(*args[: len(example)]), found
+
+    def vjp(
+        self, function: Callable[..., Array], *args: Array
+    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+        with torch.enable_grad():
+            # A leaf of the caller's graph may also be reached through a closure, so it stays
+            # itself; anything else is cut from its history.
+            args = tuple(
+                x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in args
+            )
+            out = function(*args)
+
+        def pull(gradient: Array) -> tuple[Array | None, ...]:
+            if not out.requires_grad:
+                return (None,) * len(args)
+            return torch.autograd.grad(out, args, gradient, allow_unused=True)
+
+        return out.detach(), pull
+
+    def custom(
+        self,
+        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
+        backward: Callable[..., tuple[Array | None, ...]],
+        reference: Callable[..., tuple[Array, ...]],
+        leaves: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        return _Custom.apply(forward, backward, reference, *leaves)  # type: ignore[no-any-return]
+
+
+class _Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, reference: Any, *leaves: Array) -> Any:
+        outputs, kept = forward(*leaves)
+        ctx.backward_of, ctx.reference, ctx.count = backward, reference, len(leaves)
+        ctx.save_for_backward(*leaves, *kept)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> Any:
+        leaves, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        wanted = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():  # somebody will differentiate this gradient
+            found = iter(_differentiable(ctx.reference, leaves, wanted, gradients))
+            return (None, None, None, *(next(found) if want else None for want in wanted))
+        found = ctx.backward_of(leaves, kept, gradients)
+        return (None, None, None, *found)
+
+
+
+
+def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) -> Any:
+    outputs = reference(*leaves)
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+    return torch.autograd.grad(
+        [y for y, _ in pairs],
+        [x for x, want in zip(leaves, wanted, strict=True) if want],
+        [g for _, g in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+
+
+def _graph_leaves(out: Array, known: Sequence[Array]) -> tuple[Array, ...]:
+    """The tensors that want a gradient and that `out` was made of, less the known ones."""
+    found: dict[int, Array] = {}
+    seen: set[Any] = set()
+    stack = [out.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in known):
+            found[id(leaf)] = leaf
+        stack.extend(parent for parent, _ in node.next_functions)
+    return tuple(found.values())
+
+
+FRAMEWORK = Torch()

@@ -1,0 +1,328 @@
+"""Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: attend, its weights alone, and why it ran as it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from qkv import masks, scores, weightings
+from qkv.arrays import common, is_array, tree
+from qkv.engines import dropout, streaming
+from qkv.engines.call import Call, as_array, build
+from qkv.engines.choose import Choice, Explanation, choose
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError
+from qkv.scores import Score
+from qkv.types import Array
+from qkv.weightings import Hard, Normalized, Weighting
+
+ScoreLike = str | Score | Callable[..., Any]
+WeightingLike = str | Weighting
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    tolerance: float | None = None,
+    engine: str | None = None,
+) -> Any:
+    """Σᵢ α(q, kᵢ) vᵢ for every query q: what the keys that match it have to say.
+
+    query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v), in the query's framework
+    and dtype. Leading axes broadcast; axis −3 is heads, and a key or value with fewer heads is
+    shared among the query's. A query with nothing to attend to gives 0.
+
+    `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
+    (query, key) → (…, n, m). `weighting` turns scores into weights: a name or an object of
+    `qkv.weightings`. `mask` rules keys out: of `qkv.masks`, or a boolean array (True: may attend),
+    or a float array (added to the scores). `dropout_p` drops weights, the same ones for the same
+    `seed` (a number or a generator) on every engine. `tolerance` is the absolute error in a score
+    that an engine may trade for speed. `engine` insists on one; `explain` tells which would run.
+
+    With `return_lse` also log Σ exp(score) (…, n), with `return_weights` also α (…, n, m).
+
+    >>> import numpy as np
+    >>> keys = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> values = np.array([[10.0], [20.0]])
+    >>> attend(np.array([[9.0, 0.0]]), keys, values, weighting="hard")
+    array([[10.]])
+    >>> attend(np.array([[0.0, 0.0]]), keys, values)
+    array([[15.]])
+    """
+    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
+    call = replace(call, wants_lse=_flag("return_lse", return_lse), wants_weights=False)
+    if return_lse and not call.weighting.has_lse:
+        raise CombinationError(
+            f"return_lse asks for the log-sum-exp of a softmax, which {_name(call.weighting)} has "
+            "not: use weighting='softmax' or TopK"
+        )
+    if _flag("return_weights", return_weights):
+        call = replace(call, wants_weights=True)
+    with call.fw.quiet():
+        out, lse, weights = _attend(call, engine)
+        results = [call.fw.astype(out, call.fw.dtype(call.query))]
+        if return_lse:
+            results.append(call.fw.astype(lse[..., 0], call.fw.dtype(call.query)))
+        if return_weights:
+            results.append(call.fw.astype(weights, call.fw.dtype(call.query)))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def weights(
+    query: Array,
+    key: Array,
+    *,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+) -> Array:
+    """α(q, k) for every query and key, (…, n, m): the weights that `attend` would use.
+
+    >>> import numpy as np
+    >>> weights(np.array([[0.0]]), np.array([[0.0], [3.0]]), score="gaussian").round(3)
+    array([[0.989, 0.011]])
+    """
+    call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
+    with call.fw.quiet():
+        return call.fw.astype(_weights(call), call.fw.dtype(call.query))
+
+
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    tolerance: float | None = None,
+    engine: str | None = None,
+) -> Explanation:
+    """Which engine `attend` would run with these arguments, and why not the others.
+
+    >>> import numpy as np
+    >>> x = np.zeros((2, 3))
+    >>> print(explain(x, x, x))
+    engine: dense (the whole matrix at once)
+    call:   ScaledDot(scale=None, softcap=None) → Softmax(temperature=1.0), scores (2, 2), \
+float64 on numpy
+    work:   about 80 FLOP forward, 192 B in and out
+    not native: numpy has no fused attention of its own
+    not streaming: the call holds 4 numbers in all: one block, which dense does at once
+    """
+    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
+    call = replace(call, wants_lse=return_lse, wants_weights=return_weights)
+    choice = choose(call, engine)
+    return Explanation(choice.engine.NAME, choice.refusals, call, choice.engine.describe(call))
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """softmax(QKᵀ · scale + mask) V, with PyTorch's signature and meaning, on every framework.
+
+    query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where
+    a pair takes part; `is_causal` is aligned to the top left; heads are shared only if
+    `enable_gqa`. Unlike in PyTorch, `attn_mask` and `is_causal` may be given together.
+
+    >>> import numpy as np
+    >>> x = np.eye(2)
+    >>> scaled_dot_product_attention(x, x, x, is_causal=True).round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
+    heads = [x.shape[-3] for x in (query, key, value) if len(getattr(x, "shape", ())) > 2]
+    if not enable_gqa and len({size for size in heads if size != 1}) > 1:
+        raise ArgumentError(
+            f"query, key and value have {', '.join(map(str, heads))} heads: pass enable_gqa=True "
+            "to share keys and values among groups of heads"
+        )
+    mask = None if attn_mask is None else masks.array(attn_mask)
+    if is_causal:
+        mask = masks.causal if mask is None else masks.causal & mask
+    return attend(
+        query, key, value, score=scores.ScaledDot(scale), mask=mask, dropout_p=dropout_p
+    )
+
+
+def request(
+    query: Array,
+    key: Array,
+    value: Array | None,
+    score: ScoreLike,
+    weighting: WeightingLike,
+    mask: Any,
+    dropout_p: float,
+    seed: Any,
+    tolerance: float | None,
+) -> Call:
+    """The arguments as one checked record."""
+    score, weighting = scores.resolve(score), weightings.resolve(weighting)
+    rule, bias = masks.resolve(mask)
+    _refuse(score, weighting, bias)
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+        raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
+    p = dropout.check(dropout_p)
+    query = as_array("query", query)
+    fw = _one_framework(query, score, weighting, rule)
+    call = build(
+        query,
+        key,
+        value,
+        score=tree.map_arrays(fw, fw.plain, score),
+        weighting=weighting,
+        rule=rule,
+        bias=bias,
+        dropout=p,
+        tolerance=tolerance,
+    )
+    return replace(call, seed=dropout.seed_array(fw, seed, query)) if p else call
+
+
+def _one_framework(query: Array, score: Score, weighting: Weighting, rule: Any) -> Any:
+    """The query's framework, unless a score or a mask holds an array of another."""
+    for what, record in (("score", score), ("weighting", weighting), ("mask", rule)):
+        for x in _all_arrays(record):
+            common(query=query, **{what: x})
+    return common(query=query)
+
+
+def _all_arrays(record: Any) -> list[Array]:
+    if is_array(record):
+        return [record]
+    if isinstance(record, masks.Mask):
+        return record.arrays()
+    inner = vars(record).values() if hasattr(record, "__dataclass_fields__") else ()
+    return [x for item in inner for x in _all_arrays(item)]
+
+
+def _refuse(score: Score, weighting: Weighting, bias: Array | None) -> None:
+    """Combinations that mean nothing, with what to use instead."""
+    if not weighting.needs_nonnegative:
+        return
+    known = type(score).__module__.startswith("qkv.")
+    is_open = isinstance(score, scores.Modified) or scores.functions_in(score)
+    if known and not is_open and not score.nonnegative:
+        raise CombinationError(
+            f"{_name(weighting)} divides scores by their sum, but {_name(score)} can be negative: "
+            "use weighting='softmax', or a score that cannot (boxcar, triangular, epanechnikov, "
+            "constant, exact)"
+        )
+    if bias is not None:
+        raise CombinationError(
+            f"{_name(weighting)} divides scores by their sum, and a float mask added to them can "
+            "make them negative: pass a boolean mask"
+        )
+
+
+def _name(thing: Any) -> str:
+    return type(thing).__name__
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise DtypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+# Engines compute one weighting. Two weightings are made of several.
+
+
+def _attend(call: Call, engine: str | None) -> tuple[Array, Array | None, Array | None]:
+    fw, weighting = call.fw, call.weighting
+    if isinstance(weighting, Hard) and weighting.straight_through:
+        return _straight_through(call, engine)
+    choice: Choice = choose(call, engine)
+    out, lse, alpha = choice.engine.run(call)
+    if call.wants_weights and alpha is None:
+        alpha = _weights(replace(call, value=None))
+    if isinstance(weighting, Normalized) and weighting.on_empty != "zero":
+        empty, other = _when_empty(call, engine)
+        out = fw.xp.where(empty, other[0], out)
+        alpha = None if alpha is None else fw.xp.where(empty, other[1], alpha)
+    return out, lse, alpha
+
+
+def _weights(call: Call) -> Array:
+    weighting = call.weighting
+    if isinstance(weighting, Hard) and weighting.straight_through:
+        hard = _weights(replace(call, weighting=Hard()))
+        soft = _weights(replace(call, weighting=weightings.Softmax()))
+        return hard + (soft - call.fw.detach(soft))
+    alpha = streaming.weights(call)
+    if isinstance(weighting, Normalized) and weighting.on_empty != "zero":
+        empty, other = _when_empty(call, None)
+        alpha = call.fw.xp.where(empty, other[1], alpha)
+    return alpha
+
+
+def _straight_through(call: Call, engine: str | None) -> tuple[Array, None, Array | None]:
+    """Forward the hard weights; backward, for the scores alone, the softmax's gradient."""
+    detach = call.fw.detach
+    hard, _, alpha = _attend(replace(call, weighting=Hard()), engine)
+    fixed = replace(
+        call, weighting=weightings.Softmax(), value=detach(call.value), wants_weights=False
+    )
+    soft = _attend(fixed, engine)[0]
+    if alpha is not None:
+        alpha = _weights(replace(call, value=None))
+    return hard + (soft - detach(soft)), None, alpha
+
+
+def _when_empty(call: Call, engine: str | None) -> tuple[Array, tuple[Array | None, Array | None]]:
+    """The rows whose weights are all 0 though some key is live, and what they get instead."""
+    fw, wish = call.fw, call.weighting.on_empty  # type: ignore[attr-defined]
+    if wish == "nearest" and not hasattr(call.score, "closeness"):
+        raise CombinationError(
+            f"on_empty='nearest' needs a score with a distance (boxcar, triangular, epanechnikov), "
+            f"not {_name(call.score)}"
+        )
+    ones = fw.full((*fw.shape(call.key)[:-1], 1), 1.0, call.key)
+    plain = replace(call, value=ones, dropout=0.0, seed=None, wants_weights=False)
+    total = _attend(replace(plain, weighting=weightings.Raw()), engine)[0]
+    alive = _attend(replace(plain, weighting=weightings.Average()), engine)[0]
+    empty = fw.xp.logical_and(total == 0, alive > 0)
+    if wish == "raise":
+        if fw.concrete(empty) is None:
+            raise FrameworkError(
+                "on_empty='raise' cannot look at values while they are traced: use 'nan'"
+            )
+        rows = int(fw.concrete(empty).sum())  # type: ignore[union-attr]
+        if rows:
+            raise ArgumentError(
+                f"no key lies within the window of {rows} queries: widen the score, or pass "
+                "Normalized(on_empty='nearest')"
+            )
+        wish = "zero"
+    if wish in ("zero", "nan"):
+        filler = fw.full((), float("nan") if wish == "nan" else 0.0, call.key)
+        return empty, (filler, filler)
+    if wish == "uniform":
+        other = replace(call, weighting=weightings.Average())
+    else:
+        other = replace(call, score=scores.resolve(call.score.closeness), weighting=Hard())  # type: ignore[attr-defined]
+    out = None if call.value is None else _attend(replace(other, wants_weights=False), engine)[0]
+    wants = call.wants_weights or call.value is None
+    return empty, (out, _weights(replace(other, value=None)) if wants else None)

@@ -1,0 +1,98 @@
+"""Which engine runs a call: the first, in order of speed, that gives no reason against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+from qkv.engines import dense, native, streaming
+from qkv.engines.call import Call
+from qkv.errors import EngineError, unknown
+
+ENGINES: tuple[ModuleType, ...] = (native, streaming, dense)
+NAMES = {engine.NAME: engine for engine in ENGINES}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine that runs a call, and the reasons against those asked before it."""
+
+    engine: ModuleType
+    refusals: tuple[tuple[str, str], ...]
+
+
+def choose(call: Call, name: str | None = None) -> Choice:
+    """The engine for a call; a name insists on one, unless that one cannot."""
+    if name is not None:
+        if name not in NAMES:
+            raise unknown("engine", name, NAMES)
+        reason = NAMES[name].cannot(call)
+        if reason:
+            raise EngineError(f"engine {name!r} cannot serve this call: {reason}")
+        return Choice(NAMES[name], ())
+    refusals = []
+    for engine in ENGINES:
+        reason = engine.cannot(call) or engine.declines(call)
+        if not reason:
+            return Choice(engine, tuple(refusals))
+        refusals.append((engine.NAME, reason))
+    raise EngineError("no engine serves this call: " + "; ".join(r for _, r in refusals))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str()` of it is meant to be read."""
+
+    engine: str
+    refusals: tuple[tuple[str, str], ...]
+    call: Call
+    detail: str
+
+    @property
+    def flops(self) -> float | None:
+        """Floating-point operations of the forward pass, as the score and the pooling need."""
+        if not self._known:
+            return None
+        call = self.call
+        pairs = math.prod(call.lead) * call.n * call.m
+        wide = call.fw.shape(call.query)[-1] * 2
+        wide += streaming.footprint(call) * 4 + 4
+        wide += 0 if call.value is None else call.fw.shape(call.value)[-1] * 2
+        return float(pairs * wide)
+
+    @property
+    def bytes(self) -> float | None:
+        """Bytes of the arguments and of the output."""
+        if not self._known:
+            return None
+        call = self.call
+        numbers = sum(math.prod(call.fw.shape(x)) for x in (call.query, call.key, call.value)
+                      if x is not None)
+        width = call.m if call.value is None else call.fw.shape(call.value)[-1]
+        numbers += math.prod(call.lead) * call.n * width
+        size = {"float64": 8, "float32": 4}.get(call.fw.dtype(call.query), 2)
+        return float(numbers * size)
+
+    @property
+    def _known(self) -> bool:
+        shapes = (*self.call.fw.shape(self.call.query), *self.call.fw.shape(self.call.key))
+        return None not in shapes
+
+    def __str__(self) -> str:
+        call = self.call
+        shape = (*call.lead, call.n, call.m)
+        told = f"{call.score} → {call.weighting}, scores {shape}, {call.fw.dtype(call.query)}"
+        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {told} on {call.fw.name}"]
+        if self.flops is not None and self.bytes is not None:
+            work = f"{_unit(self.flops)}FLOP forward, {_unit(self.bytes)}B in and out"
+            lines.append(f"work:   about {work}")
+        lines += [f"not {name}: {reason}" for name, reason in self.refusals]
+        return "\n".join(lines)
+
+
+def _unit(number: float) -> str:
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.0f} "

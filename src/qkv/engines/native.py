@@ -1,0 +1,301 @@
+"""The framework's own fused attention: `torch.nn.functional.scaled_dot_product_attention` and
+`jax.nn.dot_product_attention`, for softmax of dot products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qkv.arrays import is_array, tree
+from qkv.engines import call as calls
+from qkv.engines import dense, streaming
+from qkv.engines.call import Call
+from qkv.masks import causal
+from qkv.scores import Dot, ScaledDot
+from qkv.types import Array, Span
+from qkv.weightings import Softmax
+
+NAME = "native"
+
+ROWS = 128
+"""Queries per call of the kernel where a mask leaves only part of the keys to each."""
+
+
+def cannot(call: Call) -> str | None:
+    if call.fw.name not in ("torch", "jax"):
+        return f"{call.fw.name} has no fused attention of its own"
+    if type(call.score) not in (Dot, ScaledDot):
+        return f"fused kernels know dot products only, not {type(call.score).__name__}"
+    if getattr(call.score, "softcap", None) is not None:
+        return "fused kernels have no softcap"
+    if type(call.weighting) is not Softmax:
+        return f"fused kernels know softmax only, not {type(call.weighting).__name__}"
+    if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
+        return "a learned scale or temperature needs a gradient that the kernel does not give"
+    if call.wants_lse or call.wants_weights:
+        return "fused kernels return neither the weights nor their log-sum-exp"
+    if call.dropout:
+        return "fused kernels draw their own random numbers, so a seed would mean something else"
+    if 0 in (*call.lead, call.n, call.m):
+        return "there is nothing to compute"
+    return _torch_cannot(call) if call.fw.name == "torch" else _jax_cannot(call)
+
+
+def declines(call: Call) -> str | None:
+    if call.fw.name == "jax" and _jax_platform(call) == "cpu":
+        return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
+    return None
+
+
+def describe(call: Call) -> str:
+    if call.fw.name == "jax":
+        return "jax.nn.dot_product_attention"
+    if call.rule is None or call.rule == causal:
+        return "torch's scaled_dot_product_attention"
+    return f"torch's scaled_dot_product_attention, {ROWS} queries at a time"
+
+
+def run(call: Call) -> tuple[Array, None, None]:
+    out = _torch(call) if call.fw.name == "torch" else _jax(call)
+    return out, None, None
+
+
+def scale_of(call: Call) -> float:
+    """The factor on qᵀk, with the softmax's temperature."""
+    scale: Any = 1.0
+    if isinstance(call.score, ScaledDot):
+        width = call.fw.shape(call.query)[-1]
+        scale = 1 / math.sqrt(width or 1) if call.score.scale is None else call.score.scale
+    return float(scale / call.weighting.temperature)  # type: ignore[attr-defined]
+
+
+# PyTorch
+
+
+def _torch_cannot(call: Call) -> str | None:
+    fw = call.fw
+    if call.bias is not None and fw.needs_gradient([call.bias]):
+        return "the kernel gives no gradient for a float mask"
+    # Behind a mask a NaN would be multiplied by 0, and that is NaN. A sum finds it in one pass.
+    if call.rule is not None and not fw.tracing(call.query):
+        total = call.key.detach().sum() + call.value.detach().sum()
+        if not math.isfinite(float(total)):
+            return "a key or a value is not finite, and the kernel would leak it past the mask"
+    return None
+
+
+def _torch(call: Call) -> Array:
+    fw = call.fw
+    tracing = fw.tracing(call.query)
+    whole = call.rule is None or call.rule == causal or tracing
+    attend = _whole if whole else _in_rows
+    leaves = tree.leaves(fw, call)
+    if tracing or not fw.needs_gradient(leaves):
+        return attend(call)[0]
+    held: list[Any] = []
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        import torch
+
+        inner = [x.detach() for x in arrays]
+        if not whole:
+            return (attend(tree.rebuild(fw, call, inner))[0],), ()
+        for x in inner[:3]:
+            x.requires_grad_()
+        with torch.enable_grad():  # the kernel's own graph waits here for the way back
+            out, _ = attend(tree.rebuild(fw, call, inner))
+        held[:] = [out, inner[:3]]
+        return (out.detach(),), ()
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        import torch
+
+        if whole:
+            main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
+        else:
+            main = attend(tree.rebuild(fw, call, [x.detach() for x in arrays]), gradients[0])[1]
+        return (*main, *[None] * (len(arrays) - 3))
+
+    def reference(*arrays: Array) -> tuple[Array, ...]:
+        out = dense.run(tree.rebuild(fw, call, arrays))[0]
+        return (fw.astype(out, fw.dtype(call.query)),)
+
+    return fw.custom(forward, backward, reference, leaves)[0]
+
+
+def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
+    """One call of the kernel."""
+    is_causal = call.rule is not None and call.rule == causal
+    mask = None
+    if call.rule is not None and not is_causal:
+        block = calls.place(call, calls.whole(call.n), calls.whole(call.m))
+        mask = _additive(call, block)
+    return _kernel(call, call.query, call.key, call.value, mask, is_causal), None
+
+
+def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Array] | None]:
+    """A call of the kernel for each span of queries, on the keys that the mask leaves it.
+
+    With the gradient of the output, the gradients of query, key and value.
+    """
+    import torch
+
+    masks: dict[tuple[int, int, int], Array] = {}
+
+    def mask_of(rows: Span, cols: Span) -> Array:
+        # A rule on distances alone looks the same at every place along the diagonal.
+        at = (rows.start - cols.start, rows.size, cols.size)
+        if not call.rule.relative or at not in masks:  # type: ignore[union-attr]
+            masks[at] = _additive(call, calls.place(call, rows, cols))
+        return masks[at]
+
+    outs, totals = [], None
+    if gradient is not None:
+        totals = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
+    for rows, keys in streaming.plan_of(call, min(ROWS, call.n), min(ROWS, call.m)):
+        shape = (*call.lead, rows.size, call.value.shape[-1])
+        if not keys:
+            outs.append(call.query.new_zeros(shape))
+            continue
+        start = keys[0].start
+        cols = Span(start, keys[-1].start + keys[-1].size - start)
+        mask = None if _all_open(keys, cols) else mask_of(rows, cols)
+        spans = (rows, cols, cols)
+        parts = [
+            call.fw.cut(x, span, -2)
+            for x, span in zip((call.query, call.key, call.value), spans, strict=True)
+        ]
+        if totals is None:
+            outs.append(_kernel(call, *parts, mask, False))
+            continue
+        parts = [x.detach().requires_grad_() for x in parts]
+        with torch.enable_grad():
+            out = _kernel(call, *parts, mask, False)
+        found = torch.autograd.grad(out, parts, call.fw.cut(gradient, rows, -2))
+        for total, span, new in zip(totals, spans, found, strict=True):
+            call.fw.add_at(total, new, span, None)
+    return (torch.cat(outs, -2) if totals is None else call.query), totals
+
+
+def _all_open(keys: list[Span], cols: Span) -> bool:
+    return all(span.open for span in keys) and sum(span.size for span in keys) == cols.size
+
+
+def _additive(call: Call, block: Any) -> Array:
+    """The mask of a block as the kernel likes it best: 0 or −∞, or the bias, in the call's dtype."""
+    import torch
+
+    live = calls.live(call, block)
+    mask: Any = torch.zeros((), dtype=call.query.dtype, device=call.query.device)
+    if call.bias is not None:
+        mask = call.fw.cut(call.fw.cut(call.bias, block.rows, -2), block.cols, -1)
+        mask = mask.to(call.query.dtype) / call.weighting.temperature  # type: ignore[attr-defined]
+    return torch.where(live, mask, -math.inf)
+
+
+def _kernel(
+    call: Call, query: Array, key: Array, value: Array, mask: Array | None, is_causal: bool
+) -> Array:
+    """SDPA on (batch, heads, rows, width), the form that its fused kernels take."""
+    import torch
+    from torch.nn.functional import pad
+
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))
+    elif width > query.shape[-1]:
+        query, key = (pad(x, (0, width - query.shape[-1])) for x in (query, key))
+    if key.shape[-3:-2] != value.shape[-3:-2]:
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+    query, key, value = (_four_axes(x, call.lead) for x in (query, key, value))
+    if mask is not None:
+        mask = mask.expand(*call.lead, *mask.shape[-2:])
+        mask = _four_axes(mask, call.lead)
+    with _fastest(query):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale_of(call),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+    return out[..., :width].reshape(*call.lead, out.shape[-2], width)
+
+
+def _four_axes(x: Array, lead: tuple[int, ...]) -> Array:
+    """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    heads = lead[-1] if lead and heads == 1 else heads
+    x = x.expand(*lead[:-1], heads, *x.shape[-2:])
+    x = x.reshape(math.prod(lead[:-1]), *x.shape[-3:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fastest(query: Array) -> Any:
+    """On CUDA, the backends in the order of their measured speed; elsewhere torch knows best."""
+    from contextlib import nullcontext
+
+    if query.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
+
+
+# JAX
+
+
+def _jax_cannot(call: Call) -> str | None:
+    if call.rule is not None and call.rule != causal:
+        return "jax.nn gives a row with nothing to attend to the average, and we give 0"
+    if len(call.lead) > 2:
+        return "jax.nn takes one axis of batches and one of heads"
+    return None
+
+
+def _jax_platform(call: Call) -> str:
+    import jax
+
+    if call.fw.tracing(call.query):
+        return str(jax.default_backend())
+    return str(next(iter(call.query.devices())).platform)
+
+
+def _jax(call: Call) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    def kernel(query: Array, key: Array, value: Array) -> Array:
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+        lead = (1,) * (2 - len(call.lead)) + call.lead
+        parts = (
+            jnp.swapaxes(jnp.broadcast_to(x, (*lead, *x.shape[-2:])), -3, -2)
+            for x in (query, key, value)
+        )
+        out = jax.nn.dot_product_attention(
+            *parts, scale=scale_of(call), is_causal=call.rule is not None
+        )
+        return jnp.reshape(jnp.swapaxes(out, -3, -2), (*call.lead, call.n, value.shape[-1]))
+
+    def careful(query: Array, key: Array, value: Array) -> Array:
+        fresh = tree.rebuild(call.fw, call, [query, key, value])
+        return call.fw.astype(streaming.run(fresh)[0], call.fw.dtype(call.query))
+
+    arrays = (call.query, call.key, call.value)
+    if call.rule is None:
+        return kernel(*arrays)
+    # A NaN behind the mask would be multiplied by 0, and that is NaN.
+    finite = jnp.isfinite(jnp.sum(call.key)) & jnp.isfinite(jnp.sum(call.value))
+    pick: Callable[..., Array] = call.fw.when
+    return pick(finite, kernel, careful, *arrays)

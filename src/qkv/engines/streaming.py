@@ -1,0 +1,400 @@
+"""Attention in blocks: any score and weighting in O(n + m) memory, forward and backward.
+
+Forward, each span of queries folds the blocks of keys into the weighting's state. Backward, the
+blocks are scored again: the weighting gives the gradient of a block's scores from what it kept of
+the row, and the framework's own vjp carries that to the query, the key and every array inside
+the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from qkv.arrays import tree
+from qkv.arrays.base import Plan
+from qkv.engines import call as calls
+from qkv.engines import dense
+from qkv.engines.call import Call
+from qkv.scores import functions_in
+from qkv.types import Array, Span
+from qkv.weightings import State, Weighting
+
+NAME = "streaming"
+
+BLOCK = 2**20
+"""Numbers held at once by a block's scores, or by what a score makes on the way to them."""
+
+SMALL = 2**18
+"""Numbers below which the whole matrix is one block, and dense does it at once."""
+
+
+def cannot(call: Call) -> str | None:
+    fw = call.fw
+    if None in (*fw.shape(call.query), *fw.shape(call.key)):
+        return "a length is unknown until the graph runs, so no blocks can be laid out"
+    if any(fw.captures_unseen(function) for function in functions_in(call.score)):
+        return (
+            f"the score is a function that holds arrays, whose gradient {fw.name} would lose in "
+            "blocks: make them fields of a frozen dataclass with __call__(query, key)"
+        )
+    return None
+
+
+def declines(call: Call) -> str | None:
+    numbers = math.prod(call.lead) * call.n * call.m * footprint(call)
+    if numbers <= SMALL:
+        return f"the call holds {numbers:,} numbers in all: one block, which dense does at once"
+    return None
+
+
+def describe(call: Call) -> str:
+    rows, cols = block_size(call)
+    return f"blocks of {rows} queries × {cols} keys"
+
+
+def footprint(call: Call) -> int:
+    return call.score.footprint(call.fw.shape(call.key)[-1])
+
+
+def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array | None, None]:
+    """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
+    call = call.precise()
+    if 0 in (*call.lead, call.n, call.m):
+        return *dense.run(call)[:2], None  # type: ignore[return-value]
+    fw = call.fw
+    plan = plan_of(call, *(size or block_size(call)))
+    leaves = tree.leaves(fw, call)
+    captured: tuple[Array, ...] = ()
+    score: Callable[..., Array] | None = None
+    if functions_in(call.score) and fw.needs_gradient(leaves + [call.query]):
+        score, captured = hoist(call, plan)
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        given = tree.rebuild(fw, call, arrays[: len(leaves)])
+        return _forward(given, plan, _scorer(given, score, arrays[len(leaves) :]))
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        given = tree.rebuild(fw, call, arrays[: len(leaves)])
+        return _backward(given, plan, score, tuple(arrays[len(leaves) :]), kept, gradients)
+
+    def reference(*arrays: Array) -> tuple[Array, ...]:
+        out, lse, _ = dense.run(tree.rebuild(fw, call, arrays[: len(leaves)]))
+        return (out,) if lse is None else (out, lse)
+
+    everything = [*leaves, *captured]
+    if fw.needs_gradient(everything):
+        outputs = fw.custom(forward, backward, reference, everything)
+    else:
+        outputs = forward(*everything)[0]
+    return outputs[0], outputs[1] if call.wants_lse else None, None
+
+
+def weights(call: Call) -> Array:
+    """The whole weight matrix, some rows at a time, so that nothing larger than it is made."""
+    call = call.precise()
+    fw = call.fw
+    leaves = tree.leaves(fw, call)
+    wide = max(math.prod(call.lead) * call.m * footprint(call), 1)
+    plan: Plan = [(span, []) for span in spans(fw, call.n, max(BLOCK // wide, 1))]
+
+    def some(arrays: Sequence[Array], rows: Span) -> Array:
+        return dense.run(tree.rebuild(fw, call, arrays), rows)[2]
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return fw.rows(lambda rows, _: (some(arrays, rows),), plan), ()
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        floats = [i for i, x in enumerate(arrays) if fw.dtype(x).startswith("float")]
+
+        def step(total: Any, rows: Span, _: Any) -> Any:
+            def part(*chosen: Array) -> Array:
+                full = list(arrays)
+                for i, x in zip(floats, chosen, strict=True):
+                    full[i] = x
+                return some(full, rows)
+
+            _, pull = fw.vjp(part, *(arrays[i] for i in floats))
+            gradient = fw.cut(gradients[0], rows, -2)
+            if rows.first is not None:
+                fresh = fw.positions(rows.start, rows.size, gradient)[:, None] >= rows.first
+                gradient = fw.keep(gradient, fresh)
+            return [
+                old if new is None else old + new
+                for old, new in zip(total, pull(gradient), strict=True)
+            ]
+
+        zeros = [fw.full(fw.shape(arrays[i]), 0.0, arrays[i]) for i in floats]
+        found: list[Array | None] = [None] * len(arrays)
+        for i, total in zip(floats, fw.sweep(step, zeros, plan), strict=True):
+            found[i] = total
+        return tuple(found)
+
+    def reference(*arrays: Array) -> tuple[Array, ...]:
+        return (dense.run(tree.rebuild(fw, call, arrays))[2],)
+
+    if not fw.needs_gradient(leaves):
+        return forward(*leaves)[0][0]
+    return fw.custom(forward, backward, reference, leaves)[0]
+
+
+# Blocks
+
+
+def block_size(call: Call) -> tuple[int, int]:
+    """Queries and keys per block: near a square, within BLOCK numbers for all leading axes."""
+    area = max(BLOCK // max(math.prod(call.lead) * footprint(call), 1), 1)
+    if type(call.weighting).search is not Weighting.search and call.m <= area:
+        return max(min(area // max(call.m, 1), call.n), 1), max(call.m, 1)  # searched in one go
+    side = 2 ** int(math.log2(math.sqrt(area))) if area > 1 else 1
+    rows = max(min(side, 256, call.n), 1)
+    cols = max(min(area // rows, 512 if call.rule is not None else area, call.m), 1)
+    return rows, cols
+
+
+def spans(fw: Any, total: int, size: int) -> list[Span]:
+    size = max(min(size, total), 1)
+    starts = range(0, total, size)
+    if not fw.equal_spans:
+        return [Span(start, min(size, total - start)) for start in starts]
+    return [
+        Span(min(start, total - size), size, start if total % size else None) for start in starts
+    ]
+
+
+def plan_of(call: Call, rows: int, cols: int) -> Plan:
+    """The blocks that the mask leaves, and whether it must be looked at inside them."""
+    keys = spans(call.fw, call.m, cols)
+
+    def left(queries: Span) -> list[Span]:
+        if call.rule is None:
+            return keys
+        found = []
+        for span in keys:
+            verdict = call.rule.verdict(queries, span, call.n, call.m)
+            if verdict is not False:
+                found.append(span._replace(open=verdict is True))
+        return found
+
+    return [(span, left(span)) for span in spans(call.fw, call.n, rows)]
+
+
+Scorer = Callable[[Array, Array, Array | None, Any], Array]
+
+
+class Piece(NamedTuple):
+    """The arrays of one block."""
+
+    block: Any
+    live: Array | None
+    query: Array
+    key: Array
+    bias: Array | None
+
+
+def piece(call: Call, rows: Span, cols: Span) -> Piece:
+    fw = call.fw
+    block = calls.place(call, rows, cols)
+    live = calls.live(call, block)
+    key = calls.clean(call, fw.cut(call.key, cols, -2), live)
+    bias = call.bias
+    if bias is not None:
+        bias = fw.cut(fw.cut(bias, rows, -2), cols, -1)
+    return Piece(block, live, fw.cut(call.query, rows, -2), key, bias)
+
+
+def value_of(call: Call, cols: Span, live: Array | None) -> Array:
+    return calls.clean(call, call.fw.cut(call.value, cols, -2), live)
+
+
+def _scorer(call: Call, hoisted: Any, captured: Sequence[Array]) -> Scorer:
+    if hoisted is None:
+        return lambda q, k, bias, block: calls.scores(call, q, k, bias, block)
+    parameters = _parameters(call)
+    return lambda q, k, bias, block: hoisted(
+        *_arguments(q, k, bias, parameters), *_starts(call, block), *captured
+    )
+
+
+def _parameters(call: Call) -> list[Array]:
+    return tree.leaves(call.fw, (call.score, call.weighting))
+
+
+def _arguments(q: Array, k: Array, bias: Array | None, parameters: Sequence[Array]) -> list[Array]:
+    return [q, k, *([] if bias is None else [bias]), *parameters]
+
+
+def _starts(call: Call, block: Any) -> list[Array]:
+    return [block.q[:1, 0], block.k[0, :1]]
+
+
+def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Array | None]:
+    """The call with its parameters replaced, and the block's arrays, from a flat list."""
+    q, k, *rest = arrays
+    bias = None if call.bias is None else rest.pop(0)
+    score, weighting = tree.rebuild(call.fw, (call.score, call.weighting), rest)
+    return replace(call, score=score, weighting=weighting), q, k, bias
+
+
+def hoist(call: Call, plan: Plan) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+    """The score of a block as a function of arrays alone, with what its functions captured."""
+    rows = plan[0][0]
+    cols = next((cols[0] for _, cols in plan if cols), Span(0, 0))
+    part = piece(call, rows, cols)
+
+    def function(*arrays: Array) -> Array:
+        *given, top, left = arrays
+        changed, q, k, bias = _with(call, given)
+        here_rows = Span(top[0], q.shape[-2])
+        here_cols = Span(left[0], k.shape[-2])
+        return calls.scores(changed, q, k, bias, calls.place(call, here_rows, here_cols))
+
+    example = _arguments(part.query, part.key, part.bias, _parameters(call))
+    return call.fw.hoist(function, *example, *_starts(call, part.block))
+
+
+# Forward
+
+
+def _forward(
+    call: Call, plan: Plan, score: Scorer
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The outputs, and what is kept of each row for the way back."""
+    fw, weighting = call.fw, call.weighting
+    width = fw.shape(call.value)[-1]
+
+    def pooled(rows: Span, keys: Any) -> tuple[Array, ...]:
+        template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
+
+        def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
+            part = piece(call, rows, cols)
+            s = score(part.query, part.key, part.bias, part.block)
+            return s, part.live, part.block.k, part.block
+
+        if isinstance(keys, list) and len(keys) == 1:
+            only = scored(keys[0])  # every pass over the row reads the same block
+
+            def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
+                return only
+
+        def fold(lift: Any, merge: Any, init: Any) -> State:
+            def step(state: State, cols: Span) -> State:
+                return merge(state, lift(*scored(cols)[:3]))
+
+            return fw.fold(step, init(template), keys)  # type: ignore[no-any-return]
+
+        found = weighting.search(fold)
+
+        def step(state: State, cols: Span) -> State:
+            s, live, k, block = scored(cols)
+            value = calls.share_heads(call, value_of(call, cols, live))
+            lifted = weighting.lift(s, live, k, found, value, calls.dropped(call, block))
+            return weighting.merge(state, lifted)
+
+        out, found_all, centre = weighting.finish(
+            fw.fold(step, weighting.init(template, width), keys), found
+        )
+        return out, *found_all, *(() if centre is None else (centre,))
+
+    out, *kept = fw.rows(pooled, plan)
+    outputs = (out, weighting.lse(tuple(kept))) if call.wants_lse else (out,)
+    return outputs, tuple(kept)
+
+
+# Backward
+
+
+def _backward(
+    call: Call,
+    plan: Plan,
+    hoisted: Callable[..., Array] | None,
+    captured: tuple[Array, ...],
+    kept: Sequence[Array],
+    gradients: Sequence[Array],
+) -> tuple[Array | None, ...]:
+    """One gradient for each leaf of the call and each captured array."""
+    fw, weighting = call.fw, call.weighting
+    parameters = [*_parameters(call), *captured]
+
+    def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Sequence[Array | None]]]:
+        def function(*arrays: Array) -> Array:
+            given = arrays[: len(arrays) - len(captured)]
+            if hoisted is not None:
+                caught = arrays[len(given) :]
+                return hoisted(*given, *_starts(call, part.block), *caught)
+            changed, q, k, bias = _with(call, given)
+            return calls.scores(changed, q, k, bias, part.block)
+
+        arguments = _arguments(part.query, part.key, part.bias, parameters)
+        return fw.vjp(function, *arguments)
+
+    def sweep(totals: Any, rows: Span, keys: Any) -> Any:
+        found = tuple(fw.cut(x, rows, -2) for x in kept)
+        along_out = fw.cut(gradients[0], rows, -2)
+        centre = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
+        if weighting.centred:
+            found, middle = found[:-1], found[-1]
+            centre = fw.xp.sum(middle * along_out, axis=-1, keepdims=True)
+        if call.wants_lse:
+            centre = centre - fw.cut(gradients[1], rows, -2)
+
+        def step(totals: Any, cols: Span) -> Any:
+            dq, dk, dv, dbias, dparameters = totals
+            part = piece(call, rows, cols)
+            live, keep = part.live, calls.dropped(call, part.block)
+            if weighting.smooth:
+                s, pull = scores_of(part)
+            else:
+                s = _scorer(call, hoisted, captured)(*part[2:], part.block)
+            weight = weighting.weight(s, live, part.block.k, found)
+            value = value_of(call, cols, live)
+            spread = weight if keep is None else weight * keep
+            gained = fw.xp.matmul(fw.xp.matrix_transpose(spread), along_out)
+            dv = fw.add_at(dv, calls.fold_heads(call, gained, value.shape[:-2]), cols, None)
+            if weighting.smooth:
+                shared = calls.share_heads(call, value)
+                along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
+                along = along if keep is None else along * keep
+                slope = weighting.slope(weight, along, centre, found)
+                new = list(pull(fw.keep(slope, live)))
+                dq = dq if new[0] is None else fw.add_at(dq, new[0], rows, None)
+                dk = dk if new[1] is None else fw.add_at(dk, new[1], cols, None)
+                if call.bias is not None:
+                    dbias = fw.add_at(dbias, new.pop(2), rows, cols)
+                dparameters = [
+                    old if x is None else old + x
+                    for old, x in zip(dparameters, new[2:], strict=True)
+                ]
+            return [dq, dk, dv, dbias, dparameters]
+
+        return fw.fold(step, totals, keys)
+
+    none = fw.full((1, 1), 0.0, call.query)
+    start = [
+        fw.accumulator(call.query),
+        fw.accumulator(call.key),
+        fw.accumulator(call.value),
+        fw.accumulator(none if call.bias is None else call.bias),
+        [fw.full(fw.shape(x), 0.0, x) for x in parameters],
+    ]
+    dq, dk, dv, dbias, dparameters = fw.sweep(sweep, start, plan)
+    return _in_order(call, [fw.total(x) for x in (dq, dk, dv, dbias)], dparameters)
+
+
+def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> tuple[Array | None, ...]:
+    """The gradients in the order of the call's leaves, then those of captured arrays."""
+    fw = call.fw
+    dq, dk, dv, dbias = main
+    inner = len(_parameters(call))
+    score, weighting = (len(tree.leaves(fw, x)) for x in (call.score, call.weighting))
+    out: list[Array | None] = [dq, dk, dv, *parameters[: score + weighting]]
+    out += [None] * len(tree.leaves(fw, call.rule))
+    out += [] if call.bias is None else [dbias]
+    out += [None] * len(tree.leaves(fw, call.seed))
+    return (*out, *parameters[inner:])

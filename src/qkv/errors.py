@@ -1,0 +1,50 @@
+"""What qkv raises: one family, each member also the built-in error a caller would expect."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QkvError(Exception):
+    """The base of every error that qkv raises on purpose."""
+
+
+class ShapeError(QkvError, ValueError):
+    """An array has the wrong shape, or two arrays do not fit each other."""
+
+
+class DtypeError(QkvError, TypeError):
+    """An array has the wrong element type, or an argument is no array at all."""
+
+
+class FrameworkError(QkvError, TypeError):
+    """Arrays of two frameworks met in one call, or the framework lacks what was asked."""
+
+
+class ArgumentError(QkvError, ValueError):
+    """An argument has a value that means nothing here."""
+
+
+class CombinationError(QkvError, ValueError):
+    """Each argument is valid, but together they do not make sense."""
+
+
+class EngineError(QkvError, ValueError):
+    """The engine that was asked for cannot serve the call."""
+
+
+class MissingExtra(QkvError, ImportError):
+    """An optional dependency is not installed."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> ArgumentError:
+    """The error for a name that is in no table, with the nearest valid one.
+
+    >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
+    unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.4)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return ArgumentError(f"unknown {kind} {name!r}:{hint} Known: {', '.join(known)}.")

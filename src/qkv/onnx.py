@@ -1,0 +1,252 @@
+"""The ONNX operator `Attention` (opsets 23, 24 and 25), written as one call of `attend`.
+
+    Y = softmax(cap(scale · Q Kᵀ) + bias) V        cap(s) = softcap · tanh(s / softcap)
+
+`attention` is the operator as a function. `Attention` is the same as a class for
+`onnx.reference.ReferenceEvaluator(model, new_ops=[qkv.onnx.Attention])`; it alone needs onnx.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv import arrays, masks
+from qkv.attention import attend, weights
+from qkv.errors import ArgumentError, MissingExtra, ShapeError
+from qkv.scores import ScaledDot
+
+if TYPE_CHECKING:
+    from qkv.arrays.base import Framework
+    from qkv.types import Array
+
+    Attention: Any
+
+__all__ = ["Attention", "attention"]
+
+PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}
+DOUBLE = 11
+
+
+def attention(
+    Q: Array,
+    K: Array,
+    V: Array,
+    attn_mask: Array | None = None,
+    past_key: Array | None = None,
+    past_value: Array | None = None,
+    nonpad_kv_seqlen: Array | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    left_window_size: int = -1,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int | None = 0,
+    right_window_size: int = -1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Y = softmax(cap(scale · Q Kᵀ) + bias) V, and the other three outputs of ONNX `Attention`.
+
+    Q is (B, Hq, n, d), K (B, Hkv, m, d) and V (B, Hkv, m, dv); or each has its heads flattened,
+    (B, n, Hq·d) and so on, and `q_num_heads` and `kv_num_heads` tell them apart. `past_key` and
+    `past_value` (B, Hkv, past, …) go before K and V. `attn_mask`, boolean or added, broadcasts
+    to (B, Hq, n, past + m); where its last axis is shorter, the keys beyond it are forbidden.
+
+    Query i stands at position p = i + offset: offset is `past`, or `nonpad_kv_seqlen` − n in
+    each batch, or 0. It sees key j if j ≤ p where `is_causal`, and if
+    p − `left_window_size` ≤ j ≤ p + `right_window_size`, where −1 is no bound.
+
+    Returns (Y, present_key, present_value, qk_matmul_output). The last is, by its mode,
+    0: scale · Q Kᵀ; 1: that, capped; 2: that plus bias; 3: its softmax; None: not made.
+    `softmax_precision` is a floor: nothing is summed more coarsely than `attend` does anyway.
+
+    >>> import numpy as np
+    >>> Q, K, V = np.ones((1, 2, 3, 4)), np.ones((1, 1, 3, 4)), np.eye(3).reshape(1, 1, 3, 3)
+    >>> Y, _, _, qk = attention(Q, K, V, is_causal=1, left_window_size=1)
+    >>> Y[0, 0]
+    array([[1. , 0. , 0. ],
+           [0.5, 0.5, 0. ],
+           [0. , 0.5, 0.5]])
+    >>> qk[0, 1, 0]
+    array([2., 2., 2.])
+    """
+    given = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask, "past_key": past_key}
+    given |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
+    fw = arrays.common(**{name: x for name, x in given.items() if x is not None})
+    windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
+    _check(qk_matmul_output_mode, windows, softmax_precision)
+    if (past_key is None) != (past_value is None):
+        lone = "past_key" if past_value is None else "past_value"
+        raise ArgumentError(f"{lone} came alone; past_key and past_value go together")
+    if past_key is not None and nonpad_kv_seqlen is not None:
+        raise ArgumentError(
+            "past_key came with nonpad_kv_seqlen; the one says that the cache is kept outside "
+            "K and V, the other that it is K and V"
+        )
+
+    query = _split(fw, "Q", Q, "q_num_heads", q_num_heads)
+    key = _split(fw, "K", K, "kv_num_heads", kv_num_heads)
+    value = _split(fw, "V", V, "kv_num_heads", kv_num_heads)
+    offset: Any = 0
+    if past_key is not None:
+        offset = fw.shape(past_key)[-2]
+        key = fw.xp.concat([past_key, key], axis=-2)
+        value = fw.xp.concat([past_value, value], axis=-2)
+    elif nonpad_kv_seqlen is not None:
+        offset = nonpad_kv_seqlen - fw.shape(query)[-2]
+    present = key, value
+    m = fw.shape(key)[-2]
+    kinds = {fw.dtype(query), fw.dtype(value)}  # ONNX lets V have a type of its own
+    kinds |= {"float64"} if softmax_precision == DOUBLE else set()
+    if len(kinds) > 1:
+        wide = "float64" if "float64" in kinds else "float32"
+        query, key, value = (fw.astype(x, wide) for x in (query, key, value))
+
+    limits: list[Any] = []
+    if is_causal:
+        limits.append(masks.causal(offset=offset))
+    if max(windows.values()) >= 0:
+        left, right = (None if size < 0 else size for size in windows.values())
+        limits.append(masks.window(left, right, offset=offset))
+    if nonpad_kv_seqlen is not None:
+        limits.append(masks.lengths(nonpad_kv_seqlen))
+    bias = None
+    if attn_mask is not None:
+        if fw.dtype(attn_mask) == "bool":
+            limits.append(masks.array(_pad(fw, attn_mask, m)))
+        else:
+            bias = _pad(fw, fw.xp.astype(attn_mask, query.dtype), m)
+    allowed = reduce(and_, limits) if limits else None
+    mask = reduce(and_, [*limits, masks.array(bias)]) if bias is not None else allowed
+
+    scale = None if scale is None else float(scale)
+    score = ScaledDot(scale=scale, softcap=float(softcap) or None)
+    mode = qk_matmul_output_mode
+    out, qk = attend(query, key, value, score=score, mask=mask, return_weights=mode == 3), None
+    if mode == 3:
+        out, qk = out
+    elif mode is not None:
+        uncapped = ScaledDot(scale=scale)
+        qk = weights(query, key, score=uncapped if mode == 0 else score, weighting="raw")
+    if mode == 2 and bias is not None:
+        qk = qk + bias
+    if mode == 2 and allowed is not None:
+        seen = weights(query, key, weighting="average", mask=allowed) > 0
+        qk = fw.xp.where(seen, qk, fw.full(fw.shape(qk), float("-inf"), qk))
+
+    out = fw.xp.astype(out, Q.dtype)
+    if len(fw.shape(Q)) == 3:
+        out = _join(fw, out)
+    return out, *present, None if qk is None else fw.xp.astype(qk, Q.dtype)
+
+
+def _check(mode: int | None, windows: dict[str, int], precision: int | None) -> None:
+    if mode not in (None, 0, 1, 2, 3):
+        raise ArgumentError(f"qk_matmul_output_mode is {mode}; expected 0, 1, 2 or 3")
+    for name, size in windows.items():
+        if size < -1:
+            raise ArgumentError(f"{name} is {size}; expected a count, or -1 for no bound")
+    if precision is not None and precision not in PRECISIONS:
+        known = ", ".join(f"{number} ({name})" for number, name in PRECISIONS.items())
+        raise ArgumentError(f"softmax_precision is {precision}; expected one of {known}")
+
+
+def _split(fw: Framework, name: str, x: Array, count: str, heads: int | None) -> Array:
+    """(B, n, H·d) or (B, H, n, d) → (B, H, n, d)."""
+    shape = fw.shape(x)
+    if len(shape) == 4:
+        if heads is not None and heads != shape[1]:
+            raise ShapeError(f"{name} has shape {shape}, so {shape[1]} heads, but {count}={heads}")
+        return x
+    if len(shape) != 3:
+        raise ShapeError(
+            f"{name} has shape {shape}; expected (batch, heads, sequence, size) "
+            "or (batch, sequence, heads · size)"
+        )
+    if heads is None:
+        raise ArgumentError(f"{name} has shape {shape}, its heads flattened: it needs {count}")
+    if heads < 1 or shape[2] % heads:
+        raise ShapeError(
+            f"{name} has shape {shape}, whose {shape[2]} do not split into {heads} heads"
+        )
+    columns = fw.xp.matrix_transpose(x)
+    columns = fw.xp.reshape(columns, (shape[0], heads, shape[2] // heads, shape[1]))
+    return fw.xp.matrix_transpose(columns)
+
+
+def _join(fw: Framework, x: Array) -> Array:
+    """(B, H, n, d) → (B, n, H·d)."""
+    batch, heads, n, width = fw.shape(x)
+    columns = fw.xp.reshape(fw.xp.matrix_transpose(x), (batch, heads * width, n))
+    return fw.xp.matrix_transpose(columns)
+
+
+def _pad(fw: Framework, attn_mask: Array, m: int) -> Array:
+    """The mask for m keys; those beyond its last axis are forbidden."""
+    shape = fw.shape(attn_mask)
+    if not 1 <= len(shape) <= 4 or shape[-1] > m:
+        raise ShapeError(
+            f"attn_mask has shape {shape}; expected one that broadcasts to "
+            f"(batch, heads, queries, keys) with at most {m} keys"
+        )
+    if shape[-1] == m:
+        return attn_mask
+    forbid = False if fw.dtype(attn_mask) == "bool" else float("-inf")
+    beyond = fw.full((*shape[:-1], m - shape[-1]), forbid, attn_mask)
+    return fw.xp.concat([attn_mask, beyond], axis=-1)
+
+
+def _operator() -> type:
+    """The operator as onnx's reference evaluator wants it, found by its class's name."""
+    try:
+        from onnx.reference.op_run import OpRun
+    except ImportError as error:
+        message = 'qkv.onnx.Attention needs onnx: pip install "qkv[onnx]"'
+        raise MissingExtra(message) from error
+
+    class Attention(OpRun):  # type: ignore[misc]
+        """ONNX `Attention` on qkv, for `ReferenceEvaluator(model, new_ops=[Attention])`.
+
+        onnx passes `new_ops` on to subgraphs but not to a model's own functions: inline those
+        first, `onnx.inliner.inline_local_functions(model)`.
+        """
+
+        op_domain = ""
+
+        def run(self, *inputs: Any, **context: Any) -> tuple[Any, ...]:
+            outputs = super().run(*inputs, **context)
+            # The evaluator gives what is stored as "" to later nodes for an input left out.
+            return tuple(x if name else None for name, x in zip(self.output, outputs, strict=False))
+
+        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+            wanted = [bool(name) for name in self.output]
+            if not any(wanted[3:]):
+                attributes["qk_matmul_output_mode"] = None
+            if self.run_params["opsets"].get("", 25) == 23:
+                inputs = _broadcast(*inputs)
+            outputs = attention(*inputs, **attributes)
+            return tuple(x for x in outputs[: len(wanted)] if x is not None)
+
+    Attention.__module__, Attention.__qualname__ = __name__, "Attention"
+    return Attention
+
+
+def _broadcast(Q: Array, K: Array, V: Array, *rest: Array | None) -> tuple[Array | None, ...]:
+    """The inputs of opset 23, whose mask of one key stands for all keys: no padding yet."""
+    attn_mask, past_key, *_ = (*rest, None, None)
+    if attn_mask is None or attn_mask.shape[-1:] != (1,):
+        return Q, K, V, *rest
+    m = K.shape[-2] + (0 if past_key is None else past_key.shape[-2])
+    return Q, K, V, np.broadcast_to(attn_mask, (*attn_mask.shape[:-1], m)), *rest[1:]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = _operator()
+    return globals()[name]

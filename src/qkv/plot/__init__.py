@@ -1,0 +1,5 @@
+"""Pictures of attention weights. matplotlib is loaded when the first one is drawn."""
+
+from qkv.plot.heatmaps import heatmaps
+
+__all__ = ["heatmaps"]

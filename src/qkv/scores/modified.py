@@ -1,0 +1,95 @@
+"""Scores written by the caller: a change to a score, or a function of his own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from qkv.arrays import of
+from qkv.errors import DtypeError, ShapeError
+from qkv.scores.base import Score, inner_score
+from qkv.types import Array, Block, Shape, Span
+
+
+@dataclass(frozen=True)
+class Modified(Score):
+    """s = score_mod(score(q, k), b, h, q_idx, kv_idx), FlexAttention's `score_mod`.
+
+    The four positions are integer arrays that broadcast against the scores, so a function that
+    works on scalars works here as long as it uses arithmetic, indexing and `where`.
+
+    >>> import numpy as np
+    >>> from qkv.scores import Dot
+    >>> nearer = Modified(Dot(), lambda s, b, h, q, k: s - abs(q - k))
+    >>> nearer(np.zeros((2, 1)), np.zeros((3, 1)))
+    array([[ 0., -1., -2.],
+           [-1.,  0., -1.]])
+    """
+
+    score: Score
+    score_mod: Callable[[Array, Array, Array, Array, Array], Array]
+
+    def __post_init__(self) -> None:
+        inner_score(self)
+        if not callable(self.score_mod):
+            raise DtypeError(
+                "Modified: score_mod must be a function (score, b, h, q_idx, kv_idx), "
+                f"not {type(self.score_mod).__name__}"
+            )
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        n, m = query.shape[-2], key.shape[-2]
+        fw = of(query)
+        q, k = fw.positions(0, n, query), fw.positions(0, m, query)
+        zero = fw.positions(0, 1, query)[0]
+        rows, cols = Span(0, n), Span(0, m)
+        return self.at(query, key, Block(rows, cols, n, m, q[:, None], k[None, :], zero, zero))
+
+    def at(self, query: Array, key: Array, block: Block) -> Array:
+        """The scores of a block, at the positions it lies at."""
+        s = evaluate(self.score, query, key, block)
+        return self.score_mod(s, block.b, block.h, block.q, block.k)
+
+    def check(self, query: Shape, key: Shape) -> None:
+        self.score.check(query, key)
+
+    def footprint(self, width: int) -> int:
+        return self.score.footprint(width) + 1
+
+
+@dataclass(frozen=True)
+class Function(Score):
+    """s = function(query, key): any function whose every entry depends on its own pair alone."""
+
+    function: Callable[[Array, Array], Array]
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        s = self.function(query, key)
+        shape = tuple(getattr(s, "shape", ()))
+        if shape[-2:] != (query.shape[-2], key.shape[-2]):
+            raise ShapeError(
+                f"score: the function gave shape {shape} for a query {tuple(query.shape)} and a "
+                f"key {tuple(key.shape)}; expected (…, {query.shape[-2]}, {key.shape[-2]})"
+            )
+        return s
+
+    def check(self, query: Shape, key: Shape) -> None:
+        """The function says itself what it can compare."""
+
+    def footprint(self, width: int) -> int:
+        return 2 * max(width, 1)  # it may well compare number by number
+
+
+def evaluate(score: Score, query: Array, key: Array, block: Block) -> Array:
+    """score(query, key), told where the block lies if it asks."""
+    return score.at(query, key, block) if isinstance(score, Modified) else score(query, key)
+
+
+def functions_in(score: Any) -> list[Callable[..., Any]]:
+    """The caller's own functions inside a score: they may hold arrays that no field shows."""
+    if isinstance(score, Function):
+        return [] if dataclasses.is_dataclass(score.function) else [score.function]
+    inner = functions_in(score.score) if hasattr(score, "score") else []
+    return [score.score_mod, *inner] if isinstance(score, Modified) else inner

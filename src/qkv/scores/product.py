@@ -1,0 +1,110 @@
+"""Scores that are products of a query and a key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qkv.arrays import namespace, of
+from qkv.errors import ShapeError
+from qkv.scores.base import Score, array_of, positive
+from qkv.types import Array, Shape
+
+
+def product(query: Array, key: Array) -> Array:
+    """QKᵀ."""
+    xp = namespace(query)
+    return xp.matmul(query, xp.matrix_transpose(key))
+
+
+@dataclass(frozen=True)
+class Dot(Score):
+    """s = qᵀk
+
+    >>> import numpy as np
+    >>> Dot()(np.array([[1.0, 2.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
+    array([[11.,  2.]])
+    """
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return product(query, key)
+
+
+@dataclass(frozen=True)
+class ScaledDot(Score):
+    """s = qᵀk · scale, scale = 1/√d unless given; then softcap · tanh(s / softcap) if asked.
+
+    >>> import numpy as np
+    >>> ScaledDot()(np.array([[1.0, 1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0, 4.0]]))
+    array([[5.]])
+    """
+
+    scale: float | Array | None = None
+    softcap: float | Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None:
+            positive(self, "softcap")
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale
+        s = product(query * scale, key)
+        if self.softcap is None:
+            return s
+        return namespace(s).tanh(s / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True)
+class Cosine(Score):
+    """s = qᵀk / (‖q‖ ‖k‖ τ); 0 where a vector is zero.
+
+    >>> import numpy as np
+    >>> Cosine()(np.array([[3.0, 0.0]]), np.array([[5.0, 0.0], [0.0, 2.0]]))
+    array([[1., 0.]])
+    """
+
+    temperature: float | Array = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "temperature")
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return product(unit(query), unit(key)) / self.temperature
+
+
+def unit(x: Array) -> Array:
+    """x / ‖x‖ along the last axis, and 0 for 0: scaled first, so that no square overflows."""
+    fw = of(x)
+    xp = fw.xp
+    if x.shape[-1] == 0:
+        return x
+    largest = fw.detach(xp.max(xp.abs(x), axis=-1, keepdims=True))
+    some = largest > 0
+    x = x / fw.keep(largest, some, 1.0)
+    square = xp.sum(x * x, axis=-1, keepdims=True)
+    return x / xp.sqrt(fw.keep(square, some, 1.0))
+
+
+@dataclass(frozen=True)
+class Multiplicative(Score):
+    """s = qᵀWk, with w (d_q, d_k).
+
+    >>> import numpy as np
+    >>> Multiplicative(np.array([[0.0, 1.0]]))(np.array([[2.0]]), np.array([[3.0, 4.0]]))
+    array([[8.]])
+    """
+
+    w: Array
+
+    def __post_init__(self) -> None:
+        array_of(self, "w", "d_q", "d_k")
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return product(namespace(query).matmul(query, self.w), key)
+
+    def check(self, query: Shape, key: Shape) -> None:
+        if tuple(self.w.shape[-2:]) != (query[-1], key[-1]):
+            raise ShapeError(
+                f"Multiplicative: w must be (d_q, d_k) = ({query[-1]}, {key[-1]}), "
+                f"not {tuple(self.w.shape)}"
+            )

@@ -1,0 +1,123 @@
+"""Scores that are weights as they are: nonnegative, and 0 beyond a width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qkv.arrays import of
+from qkv.scores.base import Score, pairs, positive
+from qkv.scores.distance import squared_distance
+from qkv.types import Array, Shape
+
+
+@dataclass(frozen=True)
+class Window(Score):
+    """A nonnegative function of r = ‖q − k‖₂ / width."""
+
+    width: float | Array = 1.0
+    nonnegative: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        positive(self, "width")
+
+    def footprint(self, width: int) -> int:
+        return max(width, 1)
+
+    def square(self, query: Array, key: Array) -> Array:
+        """r²"""
+        return squared_distance(query / self.width, key / self.width)
+
+    def closeness(self, query: Array, key: Array) -> Array:
+        """−r², which still ranks the keys where the window is 0."""
+        return self.square(query, key) * -1.0
+
+
+@dataclass(frozen=True)
+class Boxcar(Window):
+    """s = 1 where r ≤ 1, else 0
+
+    >>> import numpy as np
+    >>> Boxcar(2.0)(np.array([[0.0]]), np.array([[2.0], [2.1]]))
+    array([[1., 0.]])
+    """
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        inside = self.square(query, key) <= 1
+        return of(query).astype(inside, of(query).dtype(query))
+
+
+@dataclass(frozen=True)
+class Triangular(Window):
+    """s = max(0, 1 − r)
+
+    >>> import numpy as np
+    >>> Triangular()(np.array([[0.0]]), np.array([[0.25], [2.0]]))
+    array([[0.75, 0.  ]])
+    """
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        fw = of(query)
+        square = self.square(query, key)
+        # The root has no slope at 0, and none is needed beyond 1.
+        inside = fw.xp.logical_and(square > 0, square < 1)
+        r = fw.keep(fw.xp.sqrt(fw.keep(square, inside, 1.0)), inside, 1.0)
+        peak = fw.astype(square == 0, fw.dtype(query))
+        return 1.0 - r + peak
+
+
+@dataclass(frozen=True)
+class Epanechnikov(Window):
+    """s = max(0, 1 − r²)
+
+    >>> import numpy as np
+    >>> Epanechnikov()(np.array([[0.0]]), np.array([[0.5], [2.0]]))
+    array([[0.75, 0.  ]])
+    """
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        fw = of(query)
+        s = 1.0 - self.square(query, key)
+        return fw.keep(s, fw.xp.logical_not(s <= 0))
+
+
+@dataclass(frozen=True)
+class Constant(Score):
+    """s = 1
+
+    >>> import numpy as np
+    >>> Constant()(np.zeros((1, 3)), np.zeros((2, 3)))
+    array([[1., 1.]])
+    """
+
+    nonnegative: ClassVar[bool] = True
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        # Sums of zeros, so that the shape comes out right even where it is not known yet.
+        fw = of(query)
+        rows, cols = (fw.astype(x == x, fw.dtype(x)) * 0.0 for x in (query, key))
+        ones = fw.xp.sum(rows, axis=-1)[..., :, None] + 1.0
+        return ones + fw.xp.sum(cols, axis=-1)[..., None, :]
+
+    def check(self, query: Shape, key: Shape) -> None:
+        """Any two widths do."""
+
+
+@dataclass(frozen=True)
+class Exact(Score):
+    """s = 1 where k = q, else 0: the classical database's own comparison.
+
+    >>> import numpy as np
+    >>> Exact()(np.array([[1.0, 2.0]]), np.array([[1.0, 2.0], [1.0, 3.0]]))
+    array([[1., 0.]])
+    """
+
+    nonnegative: ClassVar[bool] = True
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        fw = of(query)
+        q, k = pairs(query, key)
+        return fw.astype(fw.xp.all(q == k, axis=-1), fw.dtype(query))
+
+    def footprint(self, width: int) -> int:
+        return max(width, 1)

@@ -1,0 +1,165 @@
+"""What a weighting is: scores to weights, whole or in one pass over blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+from qkv.arrays import of
+from qkv.types import Array
+
+State = tuple[Array, ...]
+"""What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
+
+INFINITY = float("inf")
+NOWHERE = 2**31 - 1
+"""The position of no key: behind every other."""
+
+
+class Fold(Protocol):
+    """fold(lift, merge, init): lift each block of the rows' scores, and merge the states."""
+
+    def __call__(
+        self,
+        lift: Callable[[Array, Array | None, Array], State],
+        merge: Callable[[State, State], State],
+        init: Callable[[Array], State],
+    ) -> State: ...
+
+
+class Weighting:
+    """α = weights(scores): (…, n, m) → (…, n, m), each row by itself.
+
+    The same in blocks is a monoid. `lift` turns one block of scores and values into a state,
+    `merge` joins two states, `init` is the state of no keys, and `finish` gives the output.
+    A weighting that must know something of the whole row first finds it by `search`.
+
+    `live` marks the keys a mask leaves (None: all); `keep` is the dropout's factor on each
+    weight (None: no dropout); `k` (1, c) holds the keys' positions.
+    """
+
+    convex: ClassVar[bool] = False
+    """Whether the weights of a row are nonnegative and sum to one."""
+    needs_nonnegative: ClassVar[bool] = False
+    """Whether the scores must not be negative."""
+    sparse: ClassVar[bool] = False
+    """Whether a weight may be 0 by design: that row's value then cannot reach the output."""
+    has_lse: ClassVar[bool] = False
+    """Whether the row has a log-sum-exp."""
+    centred: ClassVar[bool] = False
+    """Whether a weight falls when another of its row rises, so that `slope` needs a centre."""
+    smooth: ClassVar[bool] = True
+    """Whether the weights move with the scores, so that gradients reach them."""
+
+    def __call__(self, scores: Array, live: Array | None = None) -> Array:
+        """The weights of scores (…, n, m); `live` marks the keys that count."""
+        fw = of(scores)
+        with fw.quiet():
+            return self.weights(self.scale(scores), live, fw.positions(0, scores.shape[-1], scores))
+
+    def scale(self, scores: Array) -> Array:
+        """What is done to each score before anything else (a temperature)."""
+        return scores
+
+    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        """α, literally."""
+        raise NotImplementedError("a weighting says how scores become weights")
+
+    def search(self, fold: Fold) -> State:
+        """What must be known of a row before its values are pooled."""
+        return ()
+
+    def init(self, rows: Array, width: int) -> State:
+        """The state of no keys, for rows shaped as `rows` (…, r, 1) and values of this width."""
+        return (of(rows).full((*rows.shape[:-1], width), 0.0, rows),)
+
+    def lift(
+        self,
+        scores: Array,
+        live: Array | None,
+        k: Array,
+        found: State,
+        value: Array,
+        keep: Array | None,
+    ) -> State:
+        """The state of one block."""
+        return (pool(self.weight(scores, live, k, found), value, live, keep, self.sparse),)
+
+    def merge(self, one: State, two: State) -> State:
+        """The state of both."""
+        return (one[0] + two[0],)
+
+    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+        """The output; what `weight` needs to know of the row; and the centre c of `slope`."""
+        return state[0], found, None
+
+    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        """The weights of one block, once the row is known."""
+        raise NotImplementedError
+
+    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+        """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
+        raise NotImplementedError
+
+    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+        """log Σ exp(score) (…, n, 1), literally."""
+        raise NotImplementedError
+
+    def lse(self, found: State) -> Array:
+        """The same, of a row that is known."""
+        raise NotImplementedError
+
+
+def pool(
+    weight: Array, value: Array, live: Array | None, keep: Array | None, sparse: bool = False
+) -> Array:
+    """Σⱼ weightᵢⱼ vⱼ, where a value that is ruled out cannot spoil the sum by being NaN or ∞."""
+    fw = of(weight)
+    xp = fw.xp
+    if sparse:
+        live = weight != 0
+    if keep is not None:
+        weight = weight * keep
+    if live is None:
+        return xp.matmul(weight, value)
+
+    def plain(weight: Array, value: Array, live: Array) -> Array:
+        return xp.matmul(weight, value)
+
+    def careful(weight: Array, value: Array, live: Array) -> Array:
+        finite = xp.isfinite(value)
+        out = xp.matmul(weight, fw.keep(value, finite))
+        counts = fw.astype(xp.logical_not(finite), fw.dtype(value))
+        live = xp.broadcast_to(fw.astype(live, fw.dtype(value)), weight.shape)
+        return fw.keep(out, xp.matmul(live, counts) == 0, float("nan"))
+
+    return fw.when(xp.all(xp.isfinite(value)), plain, careful, weight, value, live)
+
+
+def row_max(scores: Array, live: Array | None) -> Array:
+    """The largest live score of each row (…, n, 1), −∞ where there is none; a constant."""
+    fw = of(scores)
+    scores = fw.detach(fw.keep(scores, live, -INFINITY))
+    if scores.shape[-1] == 0:
+        return fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
+    return fw.xp.max(scores, axis=-1, keepdims=True)
+
+
+def lowest(rows: Array) -> State:
+    """The state of a maximum over nothing."""
+    return (of(rows).full(rows.shape, -INFINITY, rows),)
+
+
+def row_sum(x: Array) -> Array:
+    return of(x).xp.sum(x, axis=-1, keepdims=True)
+
+
+def finite(x: Array, other: float = 0.0) -> Array:
+    """x where it is finite, else the number."""
+    return of(x).keep(x, of(x).xp.isfinite(x), other)
+
+
+def nonzero(x: Array) -> Array:
+    """x, or 1 where it is 0: a divisor."""
+    return of(x).keep(x, x != 0, 1.0)
+

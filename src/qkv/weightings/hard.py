@@ -1,0 +1,81 @@
+"""The classical database query: one row has all the weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qkv.arrays import of
+from qkv.types import Array
+from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, pool, row_max
+
+
+@dataclass(frozen=True)
+class Hard(Weighting):
+    """α = 1 at the largest score of the row, 0 elsewhere; ties by the lowest row.
+
+    The weights are flat in the scores, so no gradient reaches them; with `straight_through`
+    the gradient is that of the softmax in their place.
+
+    >>> import numpy as np
+    >>> Hard()(np.array([[1.0, 3.0, 3.0]]))
+    array([[0., 1., 0.]])
+    """
+
+    straight_through: bool = False
+    convex: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+    smooth: ClassVar[bool] = False
+
+    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        top = row_max(scores, live)
+        return self.weight(scores, live, k, (self.position(scores, live, k, top), top))
+
+    def position(self, scores: Array, live: Array | None, k: Array, top: Array) -> Array:
+        """Where the row's first largest score stands."""
+        fw = of(scores)
+        if scores.shape[-1] == 0:
+            return fw.astype(fw.full(top.shape, 0.0, top), "int32") + NOWHERE
+        is_top = scores == top
+        if live is not None:
+            is_top = fw.xp.logical_and(is_top, live)
+        at = fw.xp.where(is_top, k, fw.astype(k * 0 + NOWHERE, fw.dtype(k)))
+        return fw.xp.min(at, axis=-1, keepdims=True)
+
+    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        fw = of(scores)
+        at, top = found
+        here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype(scores))
+        spoiled = fw.keep(scores * 0.0, fw.xp.isnan(top))  # a live NaN is not hidden
+        return here + (spoiled if live is None else fw.keep(spoiled, live)) + 0.0
+
+    def init(self, rows: Array, width: int) -> State:
+        fw = of(rows)
+        top = fw.full(rows.shape, -INFINITY, rows)
+        at = fw.astype(fw.full(rows.shape, 0.0, rows), "int32") + NOWHERE
+        return top, at, *super().init(rows, width)
+
+    def lift(
+        self,
+        scores: Array,
+        live: Array | None,
+        k: Array,
+        found: State,
+        value: Array,
+        keep: Array | None,
+    ) -> State:
+        top = row_max(scores, live)
+        at = self.position(scores, live, k, top)
+        weight = self.weight(scores, live, k, (at, top))
+        return top, at, pool(weight, value, live, keep, sparse=True)
+
+    def merge(self, one: State, two: State) -> State:
+        xp = of(one[0]).xp
+        ahead = xp.logical_or(two[0] > one[0], xp.isnan(two[0]))
+        tie = xp.logical_and(two[0] == one[0], two[1] < one[1])
+        second = xp.logical_or(ahead, tie)
+        return tuple(xp.where(second, b, a) for a, b in zip(one, two, strict=True))
+
+    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+        top, at, pooled = state
+        return pooled, (at, top), None

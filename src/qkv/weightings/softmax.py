@@ -1,0 +1,185 @@
+"""Weights that are exponentials of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qkv.arrays import of
+from qkv.errors import ArgumentError
+from qkv.types import Array
+from qkv.weightings.base import (
+    INFINITY,
+    NOWHERE,
+    Fold,
+    State,
+    Weighting,
+    finite,
+    nonzero,
+    pool,
+    row_max,
+    row_sum,
+)
+
+
+def exponentials(scores: Array, live: Array | None, top: Array) -> Array:
+    """exp(s − top), 0 where not live."""
+    fw = of(scores)
+    return fw.xp.exp(fw.keep(scores - finite(top), live, -INFINITY))
+
+
+def logarithm(top: Array, total: Array) -> Array:
+    """top + log(total), −∞ where the total is 0."""
+    fw = of(total)
+    return fw.keep(finite(top) + fw.xp.log(nonzero(total)), total != 0, -INFINITY)
+
+
+class Exponential(Weighting):
+    """What softmax and its truncations share: the log-sum-exp λ of the row gives α = exp(s − λ)."""
+
+    convex: ClassVar[bool] = True
+    has_lse: ClassVar[bool] = True
+    centred: ClassVar[bool] = True
+
+    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+        return weight * (along - centre)
+
+    def lse(self, found: State) -> Array:
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Softmax(Exponential):
+    """αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T)
+
+    >>> import numpy as np
+    >>> Softmax()(np.log([[1.0, 2.0, 1.0]])).round(3)
+    array([[0.25, 0.5 , 0.25]])
+    """
+
+    temperature: float | Array = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, int | float) and not 0 < self.temperature < INFINITY:
+            raise ArgumentError(f"Softmax: temperature must be above 0, not {self.temperature!r}")
+
+    def scale(self, scores: Array) -> Array:
+        one = isinstance(self.temperature, int | float) and self.temperature == 1
+        return scores if one else scores / self.temperature
+
+    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        e = exponentials(scores, live, row_max(scores, live))
+        return e / nonzero(row_sum(e))
+
+    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+        top = row_max(scores, live)
+        return logarithm(top, row_sum(exponentials(scores, live, top)))
+
+    def init(self, rows: Array, width: int) -> State:
+        fw = of(rows)
+        top = fw.full(rows.shape, -INFINITY, rows)
+        return top, fw.full(rows.shape, 0.0, rows), *super().init(rows, width)
+
+    def lift(
+        self,
+        scores: Array,
+        live: Array | None,
+        k: Array,
+        found: State,
+        value: Array,
+        keep: Array | None,
+    ) -> State:
+        top = row_max(scores, live)
+        e = exponentials(scores, live, top)
+        return top, row_sum(e), pool(e, value, live, keep)
+
+    def merge(self, one: State, two: State) -> State:
+        xp = of(one[0]).xp
+        top = xp.maximum(one[0], two[0])
+        a, b = xp.exp(one[0] - finite(top)), xp.exp(two[0] - finite(top))
+        return top, one[1] * a + two[1] * b, one[2] * a + two[2] * b
+
+    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+        top, total, pooled = state
+        out = pooled / nonzero(total)
+        return out, (logarithm(top, total),), out
+
+    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        return exponentials(scores, live, found[0])
+
+
+@dataclass(frozen=True)
+class TopK(Exponential):
+    """Softmax over the k largest scores of each row, 0 elsewhere; ties by the lowest row.
+
+    >>> import numpy as np
+    >>> TopK(2)(np.log([[1.0, 5.0, 3.0, 1.0]])).round(3)
+    array([[0.   , 0.625, 0.375, 0.   ]])
+    """
+
+    k: int
+    sparse: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
+
+    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        return Softmax().weights(scores, self.mask(scores, live, k), k)
+
+    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+        return Softmax().lse_of(scores, self.mask(scores, live, k), k)
+
+    def mask(self, scores: Array, live: Array | None, k: Array) -> Array:
+        found = self.search(lambda lift, merge, init: lift(of(scores).detach(scores), live, k))
+        return self.chosen(scores, live, k, found)
+
+    def search(self, fold: Fold) -> State:
+        """The log-sum-exp of the k largest, the smallest of them, and its position."""
+        best, at = fold(self.lift_best, self.merge_best, self.init_best)
+        top = row_max(best, None)
+        total = row_sum(exponentials(best, None, top))
+        return logarithm(top, total), best[..., -1:], at[..., -1:]
+
+    def init_best(self, rows: Array) -> State:
+        fw = of(rows)
+        shape = (*rows.shape[:-1], self.k)
+        at = fw.astype(fw.full(shape, 0.0, rows), "int32") + NOWHERE
+        return fw.full(shape, -INFINITY, rows), at
+
+    def lift_best(self, scores: Array, live: Array | None, k: Array) -> State:
+        fw = of(scores)
+        scores = fw.keep(scores, live, -INFINITY)
+        at = fw.xp.broadcast_to(k, scores.shape)
+        # A block may have fewer than k keys, or none.
+        return self.best(*self.joined((scores, at), self.init_best(scores[..., :1])))
+
+    def joined(self, one: State, two: State) -> State:
+        xp = of(one[0]).xp
+        return tuple(xp.concat(list(pair), axis=-1) for pair in zip(one, two, strict=True))
+
+    def best(self, scores: Array, at: Array) -> State:
+        fw = of(scores)
+        scores, order = fw.stable_top(scores, self.k)
+        return scores, fw.xp.take_along_axis(at, order, axis=-1)
+
+    def merge_best(self, one: State, two: State) -> State:
+        xp = of(one[0]).xp
+        scores, at = self.joined(one, two)
+        # By position first: the sort by score is stable, so ties then go to the lowest row.
+        order = xp.argsort(at, axis=-1, stable=True)
+        scores, at = (xp.take_along_axis(x, order, axis=-1) for x in (scores, at))
+        return self.best(scores, at)
+
+    def chosen(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        xp = of(scores).xp
+        _, least, at = found
+        tie = xp.logical_and(scores == least, k <= at)
+        chosen = xp.logical_or(xp.logical_or(scores > least, tie), xp.isnan(least + scores))
+        return chosen if live is None else xp.logical_and(chosen, live)
+
+    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        return exponentials(scores, self.chosen(scores, live, k, found), found[0])
+
+    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+        return state[0], found, state[0]

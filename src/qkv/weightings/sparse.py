@@ -1,0 +1,170 @@
+"""Weights of the α-entmax family: smooth like softmax, yet exactly 0 for poor matches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from qkv.arrays import of
+from qkv.errors import ArgumentError
+from qkv.types import Array
+from qkv.weightings.base import Fold, State, Weighting, finite, lowest, nonzero, pool, row_max, row_sum
+
+STEPS = 100
+ROOT_EPSILON = {"float32": 3e-5, "float64": 1e-9}
+"""How near τ must be before the two last steps of Newton, each of which squares the error."""
+
+
+@dataclass(frozen=True)
+class Entmax(Weighting):
+    """α = argmax_p pᵀs + H(p) over the simplex, H Tsallis' entropy of order `alpha` in (1, 2].
+
+    The solution is αᵢ = max(0, (alpha − 1) sᵢ − τ)^e with e = 1/(alpha − 1), where the one
+    threshold τ makes the row sum to one. At alpha = 2 it is sparsemax; towards 1, softmax.
+
+    >>> import numpy as np
+    >>> Entmax(1.5)(np.array([[1.0, 1.0, -2.0]]))
+    array([[0.5, 0.5, 0. ]])
+    """
+
+    alpha: float = 1.5
+    convex: ClassVar[bool] = True
+    centred: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
+            raise ArgumentError(f"Entmax: alpha must be a number, not {self.alpha!r}")
+        if not 1 < self.alpha <= 2:
+            raise ArgumentError(
+                f"Entmax: alpha must lie above 1 (softmax) and up to 2 (sparsemax), "
+                f"not {self.alpha!r}"
+            )
+
+    @property
+    def exponent(self) -> float:
+        return 1 / (self.alpha - 1)
+
+    def scale(self, scores: Array) -> Array:
+        return scores if self.alpha == 2 else scores * (self.alpha - 1)
+
+    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        found = self.search(lambda lift, merge, init: lift(scores, live, k))
+        return self.weight(scores, live, k, found)
+
+    def search(self, fold: Fold) -> State:
+        """The row's largest score and, below it, the threshold τ.
+
+        With r = max(0, s − top − τ), ‖r‖ₑ is convex and falls in τ, so Newton's steps on
+        ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. The last two are left to the
+        framework to differentiate: at the root they carry the exact first and second derivative.
+        """
+        (top,) = fold(lambda s, live, k: (row_max(s, live),), _larger, lowest)
+        top = finite(top)
+        fw = of(top)
+        near = ROOT_EPSILON[fw.dtype(top)]
+
+        def step(tau: Array) -> Array:
+            mass, slope = fold(lambda s, live, k: self.moments(s, live, top, tau), _sums, _zeros)
+            return tau + self.newton(mass, slope)
+
+        def settle(state: State) -> State:
+            tau = fw.detach(step(state[0]))
+            return tau, tau - state[0]
+
+        start = fw.full(top.shape, -1.0, top)
+        tau, _ = fw.until(
+            lambda state: fw.xp.all(fw.xp.abs(state[1]) <= near), settle, (start, start), STEPS
+        )
+        return top, step(step(tau))
+
+    def excess(self, scores: Array, live: Array | None, top: Array, tau: Array) -> Array:
+        """r = max(0, s − top − τ)"""
+        fw = of(scores)
+        r = scores - top - tau
+        above = fw.xp.logical_not(r <= 0)  # a NaN is not hidden
+        return fw.keep(r, above if live is None else fw.xp.logical_and(above, live))
+
+    def power(self, r: Array, exponent: float) -> Array:
+        """r^exponent where r > 0, else 0; its slope is finite everywhere."""
+        fw = of(r)
+        if exponent == 0:
+            return fw.astype(r > 0, fw.dtype(r))
+        if exponent == 1:
+            return r
+        if exponent == 2:
+            return r * r
+        return fw.keep(fw.xp.pow(nonzero(r), exponent), r != 0)
+
+    def moments(self, scores: Array, live: Array | None, top: Array, tau: Array) -> State:
+        """Σ rᵉ and Σ rᵉ⁻¹"""
+        r = self.excess(scores, live, top, tau)
+        e = self.exponent
+        return row_sum(self.power(r, e)), row_sum(self.power(r, e - 1))
+
+    def newton(self, mass: Array, slope: Array) -> Array:
+        """The step of τ that solves ‖r‖ₑ = 1 were it linear; 0 for an empty row."""
+        fw = of(mass)
+        size = 1.0 if self.alpha == 2 else fw.xp.pow(nonzero(mass), 1 - 1 / self.exponent)
+        return fw.keep((mass - size) / nonzero(slope), mass != 0)
+
+    def init(self, rows: Array, width: int) -> State:
+        pooled = super().init(rows, width)
+        return *pooled, *pooled, of(rows).full(rows.shape, 0.0, rows)
+
+    def lift(
+        self,
+        scores: Array,
+        live: Array | None,
+        k: Array,
+        found: State,
+        value: Array,
+        keep: Array | None,
+    ) -> State:
+        r = self.excess(scores, live, *found)
+        slope = self.power(r, self.exponent - 1)
+        weight = self.power(r, self.exponent)
+        return (
+            pool(weight, value, live, keep, sparse=True),
+            pool(slope, value, live, keep, sparse=True),
+            row_sum(slope),
+        )
+
+    def merge(self, one: State, two: State) -> State:
+        return _sums(one, two)
+
+    def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
+        out, leaning, slope = state
+        return out, found, leaning / nonzero(slope)
+
+    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+        return self.power(self.excess(scores, live, *found), self.exponent)
+
+    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+        lean = self.power(weight, (self.exponent - 1) / self.exponent)
+        return lean * (along - centre) * self.exponent
+
+
+@dataclass(frozen=True)
+class Sparsemax(Entmax):
+    """α = the point of the simplex nearest to the scores: Entmax(2)
+
+    >>> import numpy as np
+    >>> Sparsemax()(np.array([[0.6, 0.2, -2.0]]))
+    array([[0.7, 0.3, 0. ]])
+    """
+
+    alpha: float = field(default=2, init=False)
+
+
+def _larger(one: State, two: State) -> State:
+    return (of(one[0]).xp.maximum(one[0], two[0]),)
+
+
+def _sums(one: State, two: State) -> State:
+    return tuple(a + b for a, b in zip(one, two, strict=True))
+
+
+def _zeros(rows: Array) -> State:
+    zero = of(rows).full(rows.shape, 0.0, rows)
+    return zero, zero

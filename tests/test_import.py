@@ -1,0 +1,73 @@
+"""`import qkv` loads NumPy and nothing heavier, and shows its public names all the same."""
+
+import json
+import subprocess
+import sys
+import time
+
+import qkv
+
+HEAVY = [
+    "jax",
+    "keras",
+    "matplotlib",
+    "mxnet",
+    "onnx",
+    "pandas",
+    "safetensors",
+    "scipy",
+    "tensorflow",
+    "torch",
+    "typer",
+]
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints; this one has long imported everything."""
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def seconds(code: str) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        python(code)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(3))
+
+
+def test_import_loads_numpy_and_nothing_heavier() -> None:
+    loaded = json.loads(python("import sys, json, qkv; print(json.dumps(list(sys.modules)))"))
+    roots = {name.partition(".")[0] for name in loaded}
+    assert "numpy" in roots
+    assert roots.isdisjoint(HEAVY), sorted(roots.intersection(HEAVY))
+
+
+def test_import_is_silent() -> None:
+    assert python("import warnings; warnings.simplefilter('error'); import qkv") == ""
+
+
+def test_import_is_quick() -> None:
+    # Generous, for a busy machine: the real figure is measured in bench/.
+    assert seconds("import qkv") - seconds("pass") < 1.5
+
+
+def test_dir_lists_the_public_names() -> None:
+    # In a fresh interpreter: here, tests may have loaded what was still lazy.
+    listed = json.loads(python("import json, qkv; print(json.dumps(dir(qkv)))"))
+    assert set(qkv.__all__) <= set(listed)
+    assert {"attend", "weights", "explain", "scaled_dot_product_attention"} <= set(listed)
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(qkv.__all__) == len(set(qkv.__all__))
+    for name in qkv.__all__:
+        getattr(qkv, name)
+
+
+def test_star_import_gives_the_public_names() -> None:
+    namespace: dict[str, object] = {}
+    exec("from qkv import *", namespace)
+    assert set(qkv.__all__) <= namespace.keys()
