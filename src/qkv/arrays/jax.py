@@ -33,6 +33,9 @@ class Jax(Framework):
     gradients = True
     equal_spans = True
 
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x.astype("float32") if self.dtype(x) == "bfloat16" else x)
+
     def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
         return None if self.tracing(x) else np.asarray(x)
 

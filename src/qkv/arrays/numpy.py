@@ -26,6 +26,12 @@ class NumPy(Framework):
     name = "numpy"
     xp = array_api_compat.numpy
 
+    def to_numpy(self, x: Array) -> numpy.ndarray[Any, Any]:
+        return x.astype(numpy.float32) if self.dtype(x) == "bfloat16" else numpy.asarray(x)
+
+    def astype(self, x: Array, dtype: str) -> Array:
+        return x if self.dtype(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
+
     def quiet(self) -> AbstractContextManager[object]:
         return numpy.errstate(all="ignore")
 
