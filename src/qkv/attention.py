@@ -256,8 +256,10 @@ def _attend(call: Call, engine: str | None) -> tuple[Array, Array | None, Array 
         return _straight_through(call, engine)
     choice: Choice = choose(call, engine)
     out, lse, alpha = choice.engine.run(call)
-    if call.wants_weights and alpha is None:
-        alpha = _weights(replace(call, value=None))
+    if not call.wants_weights:
+        alpha = None
+    elif alpha is None:
+        alpha = streaming.weights(replace(call, value=None))
     if isinstance(weighting, Normalized) and weighting.on_empty != "zero":
         empty, other = _when_empty(call, engine)
         out = fw.xp.where(empty, other[0], out)

@@ -115,7 +115,7 @@ class Framework:
 
     def cut(self, x: Array, span: Span, axis: int) -> Array:
         """The span of an axis (−1 or −2); an axis of length one is shared by all."""
-        if x.shape[axis] == 1 and span.size != 1:
+        if x.shape[axis] == 1:
             return x
         piece = slice(span.start, span.start + span.size)
         return x[..., piece] if axis == -1 else x[..., piece, :]

@@ -67,9 +67,7 @@ class Torch(Framework):
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
             # itself; anything else is cut from its history.
-            args = tuple(
-                x if x.is_leaf and x.requires_grad else x.detach().requires_grad_() for x in args
-            )
+            args = tuple(x if _is_leaf(x) else x.detach().requires_grad_() for x in args)
             out = function(*args)
 
         def pull(gradient: Array) -> tuple[Array | None, ...]:
@@ -120,6 +118,11 @@ def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) ->
         create_graph=True,
         allow_unused=True,
     )
+
+
+def _is_leaf(x: Array) -> bool:
+    # A view of a leaf, made without a graph, says that it is one too.
+    return bool(x.is_leaf and x.requires_grad and not x._is_view())
 
 
 def _graph_leaves(out: Array, known: Sequence[Array]) -> tuple[Array, ...]:

@@ -366,7 +366,8 @@ def _backward(
                 dq = dq if new[0] is None else fw.add_at(dq, new[0], rows, None)
                 dk = dk if new[1] is None else fw.add_at(dk, new[1], cols, None)
                 if call.bias is not None:
-                    dbias = fw.add_at(dbias, new.pop(2), rows, cols)
+                    steep = new.pop(2)
+                    dbias = dbias if steep is None else fw.add_at(dbias, steep, rows, cols)
                 dparameters = [
                     old if x is None else old + x
                     for old, x in zip(dparameters, new[2:], strict=True)

@@ -1,0 +1,159 @@
+"""What the batteries run: every score, weighting and mask, with the arrays inside them.
+
+A new score or weighting joins by being listed here; a test fails while one is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkv import masks, scores, weightings
+
+LEAD, N, M, D, DV, HIDDEN = (2, 4), 7, 9, 3, 5, 6
+KV_HEADS = 2
+_rng = np.random.default_rng(7)
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return _rng.normal(size=shape)
+
+
+QUERY, KEY, VALUE = _normal(*LEAD, N, D), _normal(2, KV_HEADS, M, D), _normal(2, KV_HEADS, M, DV)
+ALONG = _normal(*LEAD, N, DV)
+"""The gradient of the output in every test of gradients."""
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A score of the caller's own, with an array among its fields."""
+
+    w: Any
+
+    def __call__(self, query, key):
+        return scores.Dot()(query * self.w, key)
+
+
+def _closure(arrays: Arrays) -> Callable[..., Any]:
+    w = arrays["w"]
+    return lambda query, key: scores.Dot()(query * w, key)
+
+
+SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
+    **{name: ({}, lambda _, name=name: name) for name in scores.NAMES},
+    "boxcar": ({}, lambda _: scores.Boxcar(2.0)),
+    "triangular": ({}, lambda _: scores.Triangular(2.0)),
+    "epanechnikov": ({}, lambda _: scores.Epanechnikov(2.0)),
+    "softcap": ({}, lambda _: scores.ScaledDot(0.7, softcap=1.5)),
+    "learned_scale": ({"scale": np.array(0.7)}, lambda a: scores.ScaledDot(a["scale"])),
+    "learned_cosine": ({"t": np.array(0.6)}, lambda a: scores.Cosine(a["t"])),
+    "learned_gaussian": ({"sigma": np.array(0.8)}, lambda a: scores.Gaussian(a["sigma"])),
+    "learned_laplace": ({"b": np.array(0.8)}, lambda a: scores.Laplace(a["b"])),
+    "learned_window": ({"width": np.array(2.2)}, lambda a: scores.Epanechnikov(a["width"])),
+    "multiplicative": ({"w": _normal(D, D)}, lambda a: scores.Multiplicative(a["w"])),
+    "additive": (
+        {
+            "w_query": _normal(HIDDEN, D),
+            "w_key": _normal(HIDDEN, D),
+            "v": _normal(HIDDEN),
+            "bias": _normal(HIDDEN),
+        },
+        lambda a: scores.Additive(**a),
+    ),
+    "gated": (
+        {"w_query": _normal(D), "w_key": _normal(D), "bias": np.array(0.3)},
+        lambda a: scores.Gated(**a),
+    ),
+    "gated_gaussian": (
+        {"w_query": _normal(D), "w_key": _normal(D)},
+        lambda a: scores.Gated(**a, score=scores.Gaussian(0.9)),
+    ),
+    "modified": (
+        {},
+        lambda _: scores.Modified(
+            scores.Dot(), lambda s, b, h, i, j: s * 0.5 + (i - j + h - b) * 0.25
+        ),
+    ),
+    "own_class": ({"w": _normal(D)}, lambda a: Own(a["w"])),
+    "own_function": ({"w": _normal(D)}, _closure),
+}
+
+WEIGHTINGS: dict[str, weightings.Weighting] = {
+    **{name: kind() for name, kind in weightings.NAMES.items()},
+    "temperature": weightings.Softmax(0.6),
+    "straight_through": weightings.Hard(straight_through=True),
+    "top3": weightings.TopK(3),
+    "top_more_than_all": weightings.TopK(50),
+    "entmax13": weightings.Entmax(1.3),
+    "uniform_if_empty": weightings.Normalized("uniform"),
+    "nearest_if_empty": weightings.Normalized("nearest"),
+}
+
+_ALLOWED = _rng.random((N, M)) > 0.4
+_ALLOWED[2] = False  # one query has nothing to attend to
+_BIAS = np.where(_ALLOWED, _normal(N, M), -np.inf)
+
+MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
+    "none": ({}, lambda _: None),
+    "causal": ({}, lambda _: masks.causal),
+    "bottom_right": ({}, lambda _: masks.causal(align="bottom_right")),
+    "causal_offset": ({}, lambda _: masks.causal(offset=np.array([2, -3]))),
+    "window": ({}, lambda _: masks.window(1)),
+    "one_sided": ({}, lambda _: masks.window(2, 0, align="bottom_right")),
+    "causal_window": ({}, lambda _: masks.causal & masks.window(2)),
+    "dilated": ({}, lambda _: masks.dilated(1, 2) | masks.global_tokens(1)),
+    "strided": ({}, lambda _: ~masks.strided(2)),
+    "blocks": ({}, lambda _: masks.blocks([[1, 0, 1], [0, 1, 1]], 4)),
+    "blocks_per_head": (
+        {},
+        lambda _: masks.blocks(np.arange(4 * 2 * 3).reshape(4, 2, 3) % 3 > 0, 4),
+    ),
+    "lengths": ({}, lambda _: masks.lengths([3, 8])),
+    "documents": ({}, lambda _: masks.documents([0] * 4 + [1] * 3, [0] * 5 + [1] * 4)),
+    "custom": ({}, lambda _: masks.custom(lambda b, h, i, j: (i + j + h) % 2 == 0)),
+    "boolean": ({"mask": _ALLOWED}, lambda a: a["mask"]),
+    "float": ({"mask": _BIAS}, lambda a: a["mask"]),
+    "float_per_head": ({"mask": _normal(4, 1, M)}, lambda a: masks.causal & a["mask"]),
+}
+
+SHAPES_NOT_ASKED = ("uniform_if_empty", "nearest_if_empty")
+
+
+def sensible(score: str, weighting: str, mask: str) -> bool:
+    """Whether the three go together; the refusals have tests of their own."""
+    built = scores.resolve(SCORES[score][1](SCORES[score][0]))
+    how = WEIGHTINGS[weighting]
+    if how.needs_nonnegative and (not built.nonnegative or mask.startswith("float")):
+        return False
+    return weighting != "nearest_if_empty" or hasattr(built, "closeness")
+
+
+def product() -> list[tuple[str, str, str]]:
+    """Every score × weighting × mask that makes sense."""
+    return [c for c in itertools.product(SCORES, WEIGHTINGS, MASKS) if sensible(*c)]
+
+
+def covering() -> list[tuple[str, str, str]]:
+    """A part of the product in which every sensible pair of two of the three occurs."""
+
+    def pairs(case: tuple[str, str, str]) -> set[tuple[int, str, str]]:
+        a, b, c = case
+        return {(0, a, b), (1, a, c), (2, b, c)}
+
+    cases = product()
+    np.random.default_rng(3).shuffle(cases)
+    cases = [tuple(case) for case in cases]
+    left = set().union(*(pairs(case) for case in cases))
+    chosen = []
+    for least in (3, 2, 1):
+        for case in cases:
+            if len(pairs(case) & left) >= least:
+                left -= pairs(case)
+                chosen.append(case)
+    return chosen
