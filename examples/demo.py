@@ -25,6 +25,8 @@ from qkv import masks, scores, weightings
 
 Save = Callable[[str, Any], None]
 
+INK, PALE = "#333333", "#bbbbbb"
+
 # 1. Six names: the database that everybody knows, then one that forgives.
 
 FIRST_NAMES = {
@@ -55,13 +57,18 @@ def names(save: Save) -> None:
     keys, queries = letter_vectors(last, alphabet), letter_vectors(asked, alphabet)
     values = np.eye(len(first))  # one axis per first name, so an answer says how much of each
 
+    def ask(name: str, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+        query = queries[[asked.index(name)]]
+        answer, alpha = qkv.attend(query, keys, values, return_weights=True, **how)
+        return answer[0], alpha[0]
+
     heading("1. Six names")
     say("D = " + ", ".join(f"{k} → {v}" for k, v in FIRST_NAMES.items()))
     say("A name is the set of its neighbouring letters; a value is a one-hot vector.")
 
     exact: dict[str, Any] = {"score": "exact", "weighting": "normalized"}
     for name in ("Li", "Lee"):
-        answer, alpha = ask(name, asked, queries, keys, values, **exact)
+        answer, alpha = ask(name, **exact)
         say(f"\nq = {name}, exact match: α = {'  '.join(f'{x:.0f}' for x in alpha)}")
         if alpha.any():
             say(f"  answer: {first[int(answer.argmax())]}")
@@ -69,7 +76,7 @@ def names(save: Save) -> None:
             say("  answer: nothing. Every weight is 0: no such key.")
 
     near: dict[str, Any] = {"score": scores.Cosine(temperature=0.1)}
-    answer, alpha = ask("Lee", asked, queries, keys, values, **near)
+    answer, alpha = ask("Lee", **near)
     say("\nq = Lee, approximate match: cosine of the letters, softmax")
     for name, value, weight in zip(last, first, alpha, strict=True):
         say(f"  {name:8} {value:8} {bar(weight)}")
@@ -84,18 +91,12 @@ def names(save: Save) -> None:
         figsize=(3.4, 4.4),
         xticks=last,
         yticks=asked,
+        cmap=reds(),
         annotate=True,
     )
+    for panel in figure.axes[:2]:
+        panel.axhline(len(last) - 0.5, color=INK, linewidth=0.8)  # below it, names not in D
     save("names", figure)
-
-
-def ask(
-    name: str, asked: list[str], queries: np.ndarray, keys: np.ndarray, values: np.ndarray, **how: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """The answer to one query, and the weights that made it."""
-    query = queries[[asked.index(name)]]
-    answer, alpha = qkv.attend(query, keys, values, return_weights=True, **how)
-    return answer[0], alpha[0]
 
 
 # 2. GPA → salary: every row speaks, the near ones louder.
@@ -106,7 +107,7 @@ BANDWIDTH = 0.15
 
 def salary_table() -> tuple[np.ndarray, np.ndarray]:
     """Fourteen invented engineers: grade point averages, starting salaries in thousands."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(420)
     gpa = np.sort(rng.uniform(2.4, 4.0, 14)).round(2)
     salary = 62 + 14 * (gpa - 2.4) ** 1.5 + rng.normal(0, 4, gpa.size)
     return gpa, salary.round(1)
@@ -144,16 +145,18 @@ def salary(save: Save) -> None:
     ]
     for name, what, how in cases:
         out, alpha = answer(**how)
-        used = f"{np.count_nonzero(alpha):2} rows, Σα = {alpha.sum():.2f}"
-        say(f"  {name:8} {what:13} {used}   {out:5.1f} k")
+        say(
+            f"  {name:8} {what:13} rows used: {np.count_nonzero(alpha):2}   "
+            f"Σα = {alpha.sum():.2f}   {out:6.1f} k"
+        )
     say("  Only weights that sum to 1 give a salary: the cone gives a sum of them.")
     save("salary", salary_figure(gpa, pay))
 
 
 def salary_figure(gpa: np.ndarray, pay: np.ndarray) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    ink, pale = "#333333", "#bbbbbb"
     grid = np.linspace(2.35, 4.05, 400)[:, None]
     keys, values = gpa[:, None], pay[:, None]
 
@@ -161,48 +164,48 @@ def salary_figure(gpa: np.ndarray, pay: np.ndarray) -> Any:
     left, right = figure.subplots(1, 2, sharey=True)
 
     score = scores.Gaussian(BANDWIDTH)
-    out, alpha = qkv.attend(
-        np.array([[QUERY]]), keys, values, score=score, return_weights=True
-    )
+    out, alpha = qkv.attend(np.array([[QUERY]]), keys, values, score=score, return_weights=True)
     curve = qkv.attend(grid, keys, values, score=score)
-    left.axvline(QUERY, color=pale, lw=0.8, zorder=0)
-    left.plot(grid, curve, color=ink, lw=1.2, zorder=1)
+    left.axvline(QUERY, color=PALE, lw=0.8, zorder=0)
+    left.plot(grid, curve, color=INK, lw=1.2, zorder=1)
     dots = left.scatter(
-        gpa, pay, c=alpha[0], s=30 + 500 * alpha[0], cmap="Reds", vmin=0, ec=ink, lw=0.6, zorder=2
+        gpa, pay, c=alpha[0], s=30 + 500 * alpha[0], cmap="Reds", vmin=0, ec=INK, lw=0.6, zorder=2
     )
-    left.plot(QUERY, out[0, 0], "D", color="white", mec=ink, ms=6, zorder=3)
+    left.plot(QUERY, out[0, 0], "D", color="white", mec=INK, ms=6, zorder=3)
     left.annotate(
-        f"{out[0, 0]:.1f} k",
+        f"answer: {out[0, 0]:.1f} k",
         (QUERY, out[0, 0]),
-        xytext=(-8, 8),
+        xytext=(-90, 52),
         textcoords="offset points",
-        ha="right",
-        color=ink,
+        arrowprops={"arrowstyle": "-", "lw": 0.6, "color": INK, "shrinkB": 4},
         fontsize=9,
+        color=INK,
     )
-    left.set_title(f"q = {QUERY}: who is listened to", fontsize=10, color=ink)
-    left.set_ylabel("starting salary, thousands", fontsize=9, color=ink)
-    colours = figure.colorbar(dots, ax=left, label="weight", aspect=30, pad=0.02)
+    left.set_title(f"q = {QUERY}: who is listened to", fontsize=10, color=INK)
+    left.set_ylabel("starting salary, thousands", fontsize=9, color=INK)
+    colours = figure.colorbar(dots, ax=left, aspect=40, pad=0.02)
+    colours.set_label("weight", fontsize=9, color=INK)
     colours.outline.set_visible(False)
+    colours.locator = MaxNLocator(5, steps=[1, 2, 5, 10])
 
     lines: list[tuple[str, str, dict[str, Any]]] = [
         ("hard: the nearest row", "#fcae91", {"score": score, "weighting": "hard"}),
         ("σ = 0.05", "#fb6a4a", {"score": scores.Gaussian(0.05)}),
         ("σ = 0.15", "#cb181d", {"score": scores.Gaussian(0.15)}),
         ("σ = 0.5", "#67000d", {"score": scores.Gaussian(0.5)}),
-        ("average of all rows", pale, {"weighting": "average"}),
+        ("average of all rows", PALE, {"weighting": "average"}),
     ]
-    right.scatter(gpa, pay, s=18, color="white", ec=ink, lw=0.6, zorder=3)
+    right.scatter(gpa, pay, s=18, color="white", ec=INK, lw=0.6, zorder=3)
     for label, colour, how in lines:
         right.plot(grid, qkv.attend(grid, keys, values, **how), color=colour, lw=1.4, label=label)
-    right.set_title("one table, five answers", fontsize=10, color=ink)
-    right.legend(frameon=False, fontsize=8, labelcolor=ink)
+    right.set_title("one table, five answers", fontsize=10, color=INK)
+    right.legend(frameon=False, fontsize=8, labelcolor=INK)
     for panel in (left, right):
-        panel.set_xlabel("GPA", fontsize=9, color=ink)
+        panel.set_xlabel("GPA", fontsize=9, color=INK)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[:].set(linewidth=0.6, color=pale)
+        panel.spines[:].set(linewidth=0.6, color=PALE)
     for panel in (left, right, colours.ax):
-        panel.tick_params(labelsize=8, labelcolor=ink, color=pale, length=2)
+        panel.tick_params(labelsize=8, labelcolor=INK, color=PALE, length=2)
     return figure
 
 
@@ -270,6 +273,7 @@ def sentence(save: Save) -> None:
         figsize=(4.4, 4.4),
         xticks=words,
         yticks=words,
+        cmap=reds(),
     )
     save("sentence", figure)
 
@@ -292,10 +296,7 @@ def closed_curve(rng: np.random.Generator, width: int) -> Callable[[np.ndarray],
 
 def grid(save: Save) -> None:
     """Queries go along a random curve at an even pace; keys go along it too, now fast, now slow."""
-    import matplotlib
-    from matplotlib.colors import ListedColormap
-
-    rng = np.random.default_rng(6)
+    rng = np.random.default_rng(2)
     width, hidden = 4, 8
     at = closed_curve(rng, width)
     t = np.linspace(0, 1, 64)
@@ -305,10 +306,10 @@ def grid(save: Save) -> None:
     w = np.tile(rng.normal(size=(hidden, width)), (2, 1))
     side = np.repeat([1.0, -1.0], hidden)
     rows: list[tuple[str, str, qkv.scores.Score]] = [
-        ("scaled dot", r"$q^\top k\,/\sqrt{d}$", scores.ScaledDot(scale=1.2)),
-        ("Gaussian", r"$-\Vert q-k\Vert^2/2\sigma^2$", scores.Gaussian(0.5)),
-        ("additive", r"$v^\top\tanh(W_1q+W_2k+b)$", scores.Additive(w, -w, 1.3 * side, side)),
-        ("gated", r"$\sigma(W_g[q;k])\,q^\top k$", scores.Gated(*2 * rng.normal(size=(2, width)))),
+        ("dot", r"$q \cdot k$", scores.Dot()),
+        ("Gaussian", r"$-\Vert q-k\Vert^2 \,/\, 2\sigma^2$", scores.Gaussian(0.5)),
+        ("additive", r"$v \cdot \tanh(W_1q + W_2k + b)$", scores.Additive(w, -w, 1.3 * side, side)),
+        ("gated", r"$\sigma(W_g[q;k]) \; q \cdot k$", scores.Gated(*rng.normal(size=(2, width)))),
     ]
     columns: list[tuple[str, dict[str, Any]]] = [
         ("softmax", {"weighting": "softmax"}),
@@ -320,15 +321,13 @@ def grid(save: Save) -> None:
     panels = [
         [qkv.weights(query, key, score=score, **how) for _, how in columns] for _, _, score in rows
     ]
-    # Reds, but nothing is white, and small weights are drawn apart.
-    shades = matplotlib.colormaps["Reds"](np.linspace(0, 1, 255) ** 0.5)
     figure = qkv.plot.heatmaps(
         panels,
         xlabel="",
         ylabel="",
         titles=[name for name, _ in columns],
         figsize=(1.7, 1.7),
-        cmap=ListedColormap(np.vstack([np.ones(4), shades])),
+        cmap=reds(),
     )
     *cells, _ = figure.axes
     for panel in cells:
@@ -354,6 +353,15 @@ def bar(weight: float, width: int = 32) -> str:
     eighths = round(weight * width * 8)
     drawn = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]
     return f"{weight:.3f} {drawn}".rstrip() if weight else "0"
+
+
+def reds() -> Any:
+    """The map "Reds", but 0 is white and small weights are told apart."""
+    import matplotlib
+    from matplotlib.colors import ListedColormap
+
+    shades = matplotlib.colormaps["Reds"](np.linspace(0, 1, 255) ** 0.5)
+    return ListedColormap(np.vstack([np.ones(4), shades]))
 
 
 def write(figure: Any, path: Path) -> None:
@@ -382,6 +390,7 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=STORIES, help="tell one story and draw its picture")
     options = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")  # not every terminal can print a bar
     written: list[Path] = []
 
     def save(name: str, figure: Any) -> None:

@@ -496,6 +496,33 @@ def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
 
 
 @dataclass(frozen=True)
+class _Hoisted(Mask):
+    """A rule whose functions held arrays, with those arrays among its fields."""
+
+    function: Callable[..., Array]
+    captured: tuple[Array, ...]
+
+    def allowed(self, block: Block) -> Array | None:
+        return self.function(block.q[:1, 0], block.k[0, :1], *self.captured)
+
+
+def hoisted(rule: Mask, block: Block, place: Any) -> Mask:
+    """The rule of such a block as a function of arrays alone; `place(rows, cols)` is a Block."""
+
+    def function(top: Array, left: Array) -> Array:
+        rows, cols = Span(top[0], block.rows.size), Span(left[0], block.cols.size)
+        return rule.allowed(place(rows, cols))
+
+    return _Hoisted(*of(block.q).hoist(function, block.q[:1, 0], block.k[0, :1]))
+
+
+def has_functions(rule: Any) -> bool:
+    """Whether a rule holds a function of the caller's, which may hold arrays that no field shows."""
+    inner = (getattr(rule, name, None) for name in ("one", "two"))
+    return isinstance(rule, _Custom) or any(has_functions(x) for x in inner if x is not None)
+
+
+@dataclass(frozen=True)
 class _Array(Mask):
     """A boolean or a float array that broadcasts to the scores."""
 

@@ -8,7 +8,6 @@ standard, and the few verbs that the standard lacks.
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,19 +29,23 @@ ROOTS = {
 }
 
 
-@cache
+# Plain dictionaries, which torch.compile can read; a functools.cache it can not.
+_NAMES: dict[type, str | None] = {}
+_FRAMEWORKS: dict[str, Framework] = {}
+
+
 def _name_of_type(kind: type) -> str | None:
-    for base in kind.__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in ROOTS:
-            return ROOTS[root]
-    return None
+    if kind not in _NAMES:
+        roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+        _NAMES[kind] = next((ROOTS[root] for root in roots if root in ROOTS), None)
+    return _NAMES[kind]
 
 
-@cache
 def framework(name: str) -> Framework:
     """The adapter of a framework by name."""
-    return importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK  # type: ignore[no-any-return]
+    if name not in _FRAMEWORKS:
+        _FRAMEWORKS[name] = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
+    return _FRAMEWORKS[name]
 
 
 def is_array(x: object) -> bool:

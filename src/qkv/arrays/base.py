@@ -40,6 +40,10 @@ class Framework:
     def shape(self, x: Array) -> Shape:
         return tuple(x.shape)
 
+    def length(self, x: Array, axis: int) -> Any:
+        """The length of an axis, as a number or, where only a run will tell, as an array."""
+        return x.shape[axis]
+
     def plain(self, x: Array) -> Array:
         """x as an array of operations (a variable is read)."""
         return x
@@ -185,7 +189,7 @@ class Framework:
     def hoist(
         self, function: Callable[..., Array], *example: Array
     ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
-        """The arrays that a function captured, made into further arguments of it."""
+        """function(*example, *captured): the arrays it held, made into further arguments."""
         return function, ()
 
     def captures_unseen(self, function: Callable[..., Any]) -> bool:

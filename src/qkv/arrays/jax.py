@@ -71,10 +71,10 @@ class Jax(Framework):
         return lax.dynamic_slice_in_dim(x, span.start, span.size, axis=x.ndim + axis)
 
     def add_at(self, total: Any, piece: Array, rows: Span | None, cols: Span | None) -> Any:
-        at = [0] * total.ndim
+        at = [jnp.int32(0)] * total.ndim
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and total.shape[axis] != 1:
-                at[axis] = span.start
+                at[axis] = jnp.int32(span.start)
         there = lax.dynamic_slice(total, at, piece.shape)
         return lax.dynamic_update_slice(total, there + piece, at)
 
@@ -128,8 +128,14 @@ class Jax(Framework):
     def hoist(
         self, function: Callable[..., Array], *example: Array
     ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
-        converted, captured = jax.closure_convert(function, *example)
-        return converted, tuple(captured)
+        # jax.closure_convert would leave whole numbers behind, and vmap may have made them.
+        traced = jax.make_jaxpr(function)(*example)
+
+        def converted(*args: Array) -> Array:
+            given, captured = args[: len(example)], args[len(example) :]
+            return jax.core.eval_jaxpr(traced.jaxpr, captured, *given)[0]
+
+        return converted, tuple(traced.consts)
 
     def vjp(
         self, function: Callable[..., Array], *args: Array

@@ -42,7 +42,8 @@ class _Namespace:
 
     @staticmethod
     def astype(x: Array, dtype: Any) -> Array:
-        return x.astype(dtype)
+        # The gradient of a cast from booleans would be booleans, and MXNet dies of that.
+        return (x.detach() if x.dtype == numpy.bool_ else x).astype(dtype)
 
     @staticmethod
     def asarray(x: Any, dtype: Any = None, device: Any = None) -> Array:

@@ -94,6 +94,10 @@ class TensorFlow(Framework):
     def shape(self, x: Array) -> Shape:
         return tuple(x.shape)  # a length unknown until the graph runs is None
 
+    def length(self, x: Array, axis: int) -> Any:
+        known = x.shape[axis]
+        return tf.shape(x)[axis] if known is None else known
+
     def plain(self, x: Array) -> Array:
         return tf.convert_to_tensor(x)  # a Variable is read once, here
 

@@ -73,7 +73,10 @@ class Torch(Framework):
         def pull(gradient: Array) -> tuple[Array | None, ...]:
             if not out.requires_grad:
                 return (None,) * len(args)
-            return torch.autograd.grad(out, args, gradient, allow_unused=True)
+            # The graph behind a captured tensor serves every block.
+            return torch.autograd.grad(
+                out, args, gradient, allow_unused=True, retain_graph=True
+            )
 
         return out.detach(), pull
 

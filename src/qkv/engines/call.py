@@ -138,8 +138,12 @@ def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape
     return tuple(joined)
 
 
-def whole(size: int) -> Span:
-    return Span(0, size)
+def all_rows(call: Call) -> Span:
+    return Span(0, call.fw.length(call.query, -2))
+
+
+def all_cols(call: Call) -> Span:
+    return Span(0, call.fw.length(call.key, -2))
 
 
 def place(call: Call, rows: Span, cols: Span) -> Block:
@@ -154,7 +158,8 @@ def place(call: Call, rows: Span, cols: Span) -> Block:
     if len(lead) > 1 and None not in lead:
         count = int(np.prod(lead[:-1]))
         b = fw.xp.reshape(fw.positions(0, count, call.query), (*lead[:-1], 1, 1, 1))
-    return Block(rows, cols, call.n, call.m, q, k, b, h, len(lead))
+    n, m = fw.length(call.query, -2), fw.length(call.key, -2)
+    return Block(rows, cols, n, m, q, k, b, h, len(lead))
 
 
 def live(call: Call, block: Block) -> Array | None:
@@ -185,13 +190,13 @@ def clean(call: Call, rows: Array, alive: Array | None) -> Array:
     if alive is None:
         return rows
     fw = call.fw
-    seen = fw.xp.any(alive, axis=-2)  # (…, c), over the lead or less
-    shape = fw.shape(rows)
-    seen = fw.xp.broadcast_to(seen, (*call.lead, shape[-2])) if len(seen.shape) > 1 else seen
-    if len(seen.shape) > 1:
-        counts = fold_heads(call, fw.astype(seen, fw.dtype(rows))[..., None], shape[:-2])
-        return fw.keep(rows, counts > 0)
-    return fw.keep(rows, seen[:, None])
+    seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1), over the lead or less
+    lead = fw.shape(rows)[:-2]
+    if len(seen.shape) > 2 and lead != call.lead:
+        seen = fw.astype(seen, fw.dtype(rows))
+        seen = fw.xp.broadcast_to(seen, (*call.lead, *seen.shape[-2:]))
+        seen = fold_heads(call, seen, lead) > 0
+    return fw.keep(rows, seen)
 
 
 def share_heads(call: Call, x: Array) -> Array:

@@ -25,7 +25,7 @@ def describe(call: Call) -> str:
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, its log-sum-exp and its weights, for some rows or all."""
     call = call.precise()
-    block = calls.place(call, rows or calls.whole(call.n), calls.whole(call.m))
+    block = calls.place(call, rows or calls.all_rows(call), calls.all_cols(call))
     live = calls.live(call, block)
     query = call.fw.cut(call.query, block.rows, -2)
     key = calls.clean(call, call.key, live)

@@ -131,7 +131,7 @@ def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
     is_causal = call.rule is not None and call.rule == causal
     mask = None
     if call.rule is not None and not is_causal:
-        block = calls.place(call, calls.whole(call.n), calls.whole(call.m))
+        block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
         mask = _additive(call, block)
     return _kernel(call, call.query, call.key, call.value, mask, is_causal), None
 

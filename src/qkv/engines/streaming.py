@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from qkv import masks, scores
 from qkv.arrays import tree
 from qkv.arrays.base import Plan
 from qkv.engines import call as calls
@@ -66,32 +67,48 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         return *dense.run(call)[:2], None  # type: ignore[return-value]
     fw = call.fw
     plan = plan_of(call, *(size or block_size(call)))
+    if not any(keys for _, keys in plan):
+        return *dense.run(call)[:2], None  # type: ignore[return-value]
+    call = hoist(call, plan)
     leaves = tree.leaves(fw, call)
-    captured: tuple[Array, ...] = ()
-    score: Callable[..., Array] | None = None
-    if functions_in(call.score) and fw.needs_gradient(leaves + [call.query]):
-        score, captured = hoist(call, plan)
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        given = tree.rebuild(fw, call, arrays[: len(leaves)])
-        return _forward(given, plan, _scorer(given, score, arrays[len(leaves) :]))
+        return _forward(tree.rebuild(fw, call, arrays), plan)
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array | None, ...]:
-        given = tree.rebuild(fw, call, arrays[: len(leaves)])
-        return _backward(given, plan, score, tuple(arrays[len(leaves) :]), kept, gradients)
+        return _backward(tree.rebuild(fw, call, arrays), plan, kept, gradients)
 
     def reference(*arrays: Array) -> tuple[Array, ...]:
-        out, lse, _ = dense.run(tree.rebuild(fw, call, arrays[: len(leaves)]))
+        out, lse, _ = dense.run(tree.rebuild(fw, call, arrays))
         return (out,) if lse is None else (out, lse)
 
-    everything = [*leaves, *captured]
-    if fw.needs_gradient(everything):
-        outputs = fw.custom(forward, backward, reference, everything)
+    if fw.needs_gradient(leaves):
+        outputs = fw.custom(forward, backward, reference, leaves)
     else:
-        outputs = forward(*everything)[0]
+        outputs = forward(*leaves)[0]
     return outputs[0], outputs[1] if call.wants_lse else None, None
+
+
+def hoist(call: Call, plan: Plan) -> Call:
+    """The call with the arrays that the caller's functions hold among its leaves."""
+    in_score, in_rule = functions_in(call.score), masks.has_functions(call.rule)
+    if not in_score and not in_rule:
+        return call
+    rows, cols = next((rows, keys[0]) for rows, keys in plan if keys)
+
+    def place(rows: Span, cols: Span) -> Any:
+        return calls.place(call, rows, cols)
+
+    part = piece(call, rows, cols)
+    score, rule = call.score, call.rule
+    if in_score:
+        key = calls.share_heads(call, part.key)
+        score = scores.hoisted(score, part.query, key, part.block, place)
+    if in_rule and rule is not None:
+        rule = masks.hoisted(rule, part.block, place)
+    return replace(call, score=score, rule=rule)
 
 
 def weights(call: Call) -> Array:
@@ -185,9 +202,6 @@ def plan_of(call: Call, rows: int, cols: int) -> Plan:
     return [(span, left(span)) for span in spans(call.fw, call.n, rows)]
 
 
-Scorer = Callable[[Array, Array, Array | None, Any], Array]
-
-
 class Piece(NamedTuple):
     """The arrays of one block."""
 
@@ -213,25 +227,12 @@ def value_of(call: Call, cols: Span, live: Array | None) -> Array:
     return calls.clean(call, call.fw.cut(call.value, cols, -2), live)
 
 
-def _scorer(call: Call, hoisted: Any, captured: Sequence[Array]) -> Scorer:
-    if hoisted is None:
-        return lambda q, k, bias, block: calls.scores(call, q, k, bias, block)
-    parameters = _parameters(call)
-    return lambda q, k, bias, block: hoisted(
-        *_arguments(q, k, bias, parameters), *_starts(call, block), *captured
-    )
-
-
 def _parameters(call: Call) -> list[Array]:
     return tree.leaves(call.fw, (call.score, call.weighting))
 
 
 def _arguments(q: Array, k: Array, bias: Array | None, parameters: Sequence[Array]) -> list[Array]:
     return [q, k, *([] if bias is None else [bias]), *parameters]
-
-
-def _starts(call: Call, block: Any) -> list[Array]:
-    return [block.q[:1, 0], block.k[0, :1]]
 
 
 def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Array | None]:
@@ -242,29 +243,10 @@ def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Arra
     return replace(call, score=score, weighting=weighting), q, k, bias
 
 
-def hoist(call: Call, plan: Plan) -> tuple[Callable[..., Array], tuple[Array, ...]]:
-    """The score of a block as a function of arrays alone, with what its functions captured."""
-    rows = plan[0][0]
-    cols = next((cols[0] for _, cols in plan if cols), Span(0, 0))
-    part = piece(call, rows, cols)
-
-    def function(*arrays: Array) -> Array:
-        *given, top, left = arrays
-        changed, q, k, bias = _with(call, given)
-        here_rows = Span(top[0], q.shape[-2])
-        here_cols = Span(left[0], k.shape[-2])
-        return calls.scores(changed, q, k, bias, calls.place(call, here_rows, here_cols))
-
-    example = _arguments(part.query, part.key, part.bias, _parameters(call))
-    return call.fw.hoist(function, *example, *_starts(call, part.block))
-
-
 # Forward
 
 
-def _forward(
-    call: Call, plan: Plan, score: Scorer
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The outputs, and what is kept of each row for the way back."""
     fw, weighting = call.fw, call.weighting
     width = fw.shape(call.value)[-1]
@@ -274,7 +256,7 @@ def _forward(
 
         def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
             part = piece(call, rows, cols)
-            s = score(part.query, part.key, part.bias, part.block)
+            s = calls.scores(call, part.query, part.key, part.bias, part.block)
             return s, part.live, part.block.k, part.block
 
         if isinstance(keys, list) and len(keys) == 1:
@@ -311,24 +293,15 @@ def _forward(
 
 
 def _backward(
-    call: Call,
-    plan: Plan,
-    hoisted: Callable[..., Array] | None,
-    captured: tuple[Array, ...],
-    kept: Sequence[Array],
-    gradients: Sequence[Array],
+    call: Call, plan: Plan, kept: Sequence[Array], gradients: Sequence[Array]
 ) -> tuple[Array | None, ...]:
-    """One gradient for each leaf of the call and each captured array."""
+    """One gradient for each leaf of the call."""
     fw, weighting = call.fw, call.weighting
-    parameters = [*_parameters(call), *captured]
+    parameters = _parameters(call)
 
     def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Sequence[Array | None]]]:
         def function(*arrays: Array) -> Array:
-            given = arrays[: len(arrays) - len(captured)]
-            if hoisted is not None:
-                caught = arrays[len(given) :]
-                return hoisted(*given, *_starts(call, part.block), *caught)
-            changed, q, k, bias = _with(call, given)
+            changed, q, k, bias = _with(call, arrays)
             return calls.scores(changed, q, k, bias, part.block)
 
         arguments = _arguments(part.query, part.key, part.bias, parameters)
@@ -351,7 +324,7 @@ def _backward(
             if weighting.smooth:
                 s, pull = scores_of(part)
             else:
-                s = _scorer(call, hoisted, captured)(*part[2:], part.block)
+                s = calls.scores(call, *part[2:], part.block)
             weight = weighting.weight(s, live, part.block.k, found)
             value = value_of(call, cols, live)
             spread = weight if keep is None else weight * keep
@@ -389,13 +362,9 @@ def _backward(
 
 
 def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> tuple[Array | None, ...]:
-    """The gradients in the order of the call's leaves, then those of captured arrays."""
-    fw = call.fw
+    """The gradients in the order of the call's leaves; positions and seeds have none."""
     dq, dk, dv, dbias = main
-    inner = len(_parameters(call))
-    score, weighting = (len(tree.leaves(fw, x)) for x in (call.score, call.weighting))
-    out: list[Array | None] = [dq, dk, dv, *parameters[: score + weighting]]
-    out += [None] * len(tree.leaves(fw, call.rule))
+    out: list[Array | None] = [dq, dk, dv, *parameters]
+    out += [None] * len(tree.leaves(call.fw, call.rule))
     out += [] if call.bias is None else [dbias]
-    out += [None] * len(tree.leaves(fw, call.seed))
-    return (*out, *parameters[inner:])
+    return (*out, *[None] * len(tree.leaves(call.fw, call.seed)))

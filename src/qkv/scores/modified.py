@@ -82,9 +82,32 @@ class Function(Score):
         return 2 * max(width, 1)  # it may well compare number by number
 
 
+@dataclass(frozen=True)
+class Hoisted(Score):
+    """A score whose functions held arrays, with those arrays among its fields."""
+
+    function: Callable[..., Array]
+    captured: tuple[Array, ...]
+
+    def at(self, query: Array, key: Array, block: Block) -> Array:
+        return self.function(query, key, block.q[:1, 0], block.k[0, :1], *self.captured)
+
+
+def hoisted(score: Score, query: Array, key: Array, block: Block, place: Any) -> Score:
+    """The score of such a block as a function of arrays alone; `place(rows, cols)` is a Block."""
+
+    def function(query: Array, key: Array, top: Array, left: Array) -> Array:
+        rows, cols = Span(top[0], query.shape[-2]), Span(left[0], key.shape[-2])
+        return evaluate(score, query, key, place(rows, cols))
+
+    example = (query, key, block.q[:1, 0], block.k[0, :1])
+    return Hoisted(*of(query).hoist(function, *example))
+
+
 def evaluate(score: Score, query: Array, key: Array, block: Block) -> Array:
     """score(query, key), told where the block lies if it asks."""
-    return score.at(query, key, block) if isinstance(score, Modified) else score(query, key)
+    asks = isinstance(score, Modified | Hoisted)
+    return score.at(query, key, block) if asks else score(query, key)  # type: ignore[attr-defined]
 
 
 def functions_in(score: Any) -> list[Callable[..., Any]]:

@@ -130,8 +130,9 @@ def pool(
         finite = xp.isfinite(value)
         out = xp.matmul(weight, fw.keep(value, finite))
         counts = fw.astype(xp.logical_not(finite), fw.dtype(value))
-        live = xp.broadcast_to(fw.astype(live, fw.dtype(value)), weight.shape)
-        return fw.keep(out, xp.matmul(live, counts) == 0, float("nan"))
+        live = xp.logical_or(live, xp.isnan(weight))  # in the shape of the weights
+        spoiled = xp.matmul(fw.astype(live, fw.dtype(value)), counts) != 0
+        return fw.keep(out, xp.logical_not(spoiled), float("nan"))
 
     return fw.when(xp.all(xp.isfinite(value)), plain, careful, weight, value, live)
 

@@ -1,0 +1,264 @@
+"""Derivatives as the frameworks check them: gradcheck, second order, jit, vmap, tf.function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.arrays import to_numpy
+from tests.cases import SCORES, WEIGHTINGS
+
+N, M, D, DV = 3, 5, 2, 2
+rng = np.random.default_rng(11)
+QUERY, KEY, VALUE = rng.normal(size=(N, D)), rng.normal(size=(M, D)), rng.normal(size=(M, DV))
+W = {
+    "multiplicative": lambda xp: scores.Multiplicative(xp(rng_w(D, D))),
+    "additive": lambda xp: scores.Additive(xp(rng_w(3, D)), xp(rng_w(3, D, seed=1)), xp(rng_w(3))),
+    "gated": lambda xp: scores.Gated(xp(rng_w(D)), xp(rng_w(D, seed=1))),
+}
+
+
+def rng_w(*shape, seed=0):
+    return np.random.default_rng(seed + len(shape)).normal(size=shape)
+
+
+SMOOTH = [
+    *((name, "softmax") for name in ("dot", "scaled_dot", "cosine", "gaussian", "laplace", *W)),
+    ("softcap", "softmax"),
+    ("modified", "softmax"),
+    *(("triangular", name) for name in ("normalized", "raw")),
+    ("epanechnikov", "normalized"),
+    *(
+        ("dot", name)
+        for name in WEIGHTINGS
+        if WEIGHTINGS[name].smooth and not WEIGHTINGS[name].needs_nonnegative
+    ),
+]
+
+
+def score_of(name, xp):
+    return W[name](xp) if name in W else SCORES[name][1]({})
+
+
+@pytest.fixture(params=["dense", "streaming"])
+def engine(request, monkeypatch):
+    from qkv.engines import streaming
+
+    monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
+    return request.param
+
+
+def torch_call(score, weighting, engine, with_lse=False):
+    torch = pytest.importorskip("torch")
+    from qkv.arrays import framework, tree
+
+    fw = framework("torch")
+    built = scores.resolve(score_of(score, torch.tensor))
+    inside = tree.leaves(fw, built)
+    main = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+
+    def function(query, key, value, *arrays):
+        how = {
+            "score": tree.rebuild(fw, built, arrays),
+            "weighting": WEIGHTINGS[weighting],
+            "mask": masks.causal(align="bottom_right"),
+        }
+        return qkv.attend(query, key, value, **how, engine=engine, return_lse=with_lse)
+
+    return function, [x.clone().requires_grad_() for x in (*main, *inside)]
+
+
+@pytest.mark.parametrize(("score", "weighting"), SMOOTH)
+def test_gradcheck(score, weighting, engine):
+    torch = pytest.importorskip("torch")
+    assert torch.autograd.gradcheck(*torch_call(score, weighting, engine))
+
+
+@pytest.mark.parametrize(("score", "weighting"), SMOOTH)
+def test_gradgradcheck(score, weighting, engine):
+    torch = pytest.importorskip("torch")
+    assert torch.autograd.gradgradcheck(*torch_call(score, weighting, engine))
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "top3"])
+def test_the_log_sum_exp_has_gradients(weighting, engine):
+    torch = pytest.importorskip("torch")
+    call = torch_call("dot", weighting, engine, with_lse=True)
+    assert torch.autograd.gradcheck(*call)
+    assert torch.autograd.gradgradcheck(*call)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.window(1)], ids=str)
+def test_the_native_kernel_has_two_derivatives(mask):
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
+
+    def function(*arrays):
+        return qkv.attend(*arrays, mask=mask, engine="native")
+
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+@pytest.mark.parametrize(
+    ("score", "weighting"),
+    [
+        ("gaussian", "softmax"),
+        ("additive", "softmax"),
+        ("dot", "sparsemax"),
+        ("dot", "entmax15"),
+        ("dot", "top3"),
+        ("dot", "sigmoid"),
+        ("epanechnikov", "normalized"),
+    ],
+)
+def test_jax_has_two_derivatives(score, weighting, engine):
+    """The Hessian by jax.hessian and by grad of grad, against finite differences of the gradient."""
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_enable_x64", True)
+    built = score_of(score, jax.numpy.asarray)
+    value = jax.numpy.asarray(VALUE)
+
+    def loss(query, key):
+        out = qkv.attend(
+            query, key, value, score=built, weighting=WEIGHTINGS[weighting], engine=engine
+        )
+        return (out * out).sum()
+
+    query, key = jax.numpy.asarray(QUERY), jax.numpy.asarray(KEY)
+    hessian = jax.hessian(loss)(query, key)
+    along = np.random.default_rng(2).normal(size=QUERY.shape)
+    slope = jax.jit(jax.grad(loss))
+    step = 1e-5
+    want = (slope(query + step * along, key) - slope(query - step * along, key)) / (2 * step)
+    got = np.tensordot(hessian, along, axes=2)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    reverse = jax.grad(lambda q: (slope(q, key) * along).sum())(query)
+    np.testing.assert_allclose(reverse, want, atol=1e-5)
+
+
+def test_jax_transforms_agree(engine):
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_enable_x64", True)
+    jnp = jax.numpy
+    queries = jnp.asarray(rng.normal(size=(4, N, D)))
+    valid = jnp.asarray([5, 3, 1, 0])
+    key, value, w = jnp.asarray(KEY), jnp.asarray(VALUE), jnp.asarray([0.7])
+
+    def one(query, count, w):
+        score = scores.Gaussian(w)
+        mask = masks.custom(lambda b, h, i, j: j < count)
+        return qkv.attend(query, key, value, score=score, mask=mask, engine=engine)
+
+    plain = jnp.stack([one(q, c, w) for q, c in zip(queries, valid, strict=True)])
+    mapped = jax.vmap(one, in_axes=(0, 0, None))
+    np.testing.assert_allclose(jax.jit(mapped)(queries, valid, w), plain, atol=1e-12)
+
+    def total(w, run):
+        return run(queries, valid, w).sum()
+
+    compiled = jax.jit(jax.grad(lambda w: total(w, mapped)))(w)
+    looped = jax.grad(
+        lambda w: total(w, lambda q, c, w: jnp.stack([one(*x, w) for x in zip(q, c, strict=True)]))
+    )(w)
+    np.testing.assert_allclose(compiled, looped, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "entmax15", "hard", "normalized"])
+def test_tensorflow_graphs_agree(weighting, engine):
+    tf = pytest.importorskip("tensorflow")
+    score = "epanechnikov" if weighting == "normalized" else "dot"
+    how = {"score": score, "weighting": weighting, "mask": masks.causal, "engine": engine}
+    arrays = [tf.constant(x) for x in (QUERY, KEY, VALUE)]
+
+    def function(*arrays):
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            loss = tf.reduce_sum(qkv.attend(*arrays, **how) ** 2)
+        return loss, tape.gradient(loss, arrays, unconnected_gradients="zero")
+
+    want, got = function(*arrays), tf.function(function)(*arrays)
+    np.testing.assert_allclose(got[0], want[0], atol=1e-12)
+    for a, b in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_tensorflow_serves_a_batch_of_unknown_size():
+    tf = pytest.importorskip("tensorflow")
+    spec = tf.TensorSpec((None, None, D), tf.float64)
+    batch = [tf.constant(np.stack([x, 2 * x])) for x in (QUERY, KEY, VALUE)]
+
+    @tf.function(input_signature=[spec, spec, spec])
+    def function(query, key, value):
+        return qkv.attend(query, key, value, score="gaussian", mask=masks.causal)
+
+    want = qkv.attend(*batch, score="gaussian", mask=masks.causal)
+    np.testing.assert_allclose(function(*batch), want, atol=1e-12)
+
+
+def test_a_module_as_a_score_learns_on_torch(engine):
+    """What a function captured receives its gradient too, in blocks as in the whole."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    layer = torch.nn.Bilinear(D, D, 1).double()
+
+    def score(query, key):
+        n, m = query.shape[-2], key.shape[-2]
+        q, k = query[:, None, :].expand(n, m, D), key[None, :, :].expand(n, m, D)
+        return layer(q.contiguous(), k.contiguous())[..., 0]
+
+    arrays = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    found = {}
+    for name in (engine, "dense"):
+        layer.zero_grad()
+        qkv.attend(*arrays, score=score, engine=name).square().sum().backward()
+        found[name] = [p.grad.clone() for p in layer.parameters()]
+        assert found[name][0].abs().sum() > 0
+    for a, b in zip(found[engine], found["dense"], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_tensorflow_function_that_holds_a_variable_falls_to_dense():
+    tf = pytest.importorskip("tensorflow")
+    w = tf.Variable(0.5, dtype=tf.float64)
+    arrays = [tf.constant(np.repeat(x, 400, axis=0)) for x in (QUERY, KEY, VALUE)]
+
+    def score(query, key):
+        return scores.Dot()(query * w, key)
+
+    told = qkv.explain(*arrays, score=score)
+    assert told.engine == "dense"
+    assert "holds arrays" in str(told)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(qkv.attend(*arrays, score=score) ** 2)
+    assert abs(float(tape.gradient(loss, w))) > 0
+
+
+def test_torch_compiles_the_native_path():
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(x, dtype=torch.float32) for x in (QUERY, KEY, VALUE)]
+    compiled = torch.compile(lambda q, k, v: qkv.attend(q, k, v), backend="eager")
+    torch.testing.assert_close(compiled(*arrays), qkv.attend(*arrays, engine="dense"))
+
+
+def test_learned_temperature(engine):
+    torch = pytest.importorskip("torch")
+    t = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    arrays = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    assert torch.autograd.gradcheck(
+        lambda t: qkv.attend(*arrays, weighting=weightings.Softmax(t), engine=engine), [t]
+    )
+
+
+def test_weights_have_gradients_in_rows(monkeypatch):
+    """α itself, made some rows at a time, differentiates as the whole does."""
+    torch = pytest.importorskip("torch")
+    from qkv.engines import streaming
+
+    monkeypatch.setattr(streaming, "BLOCK", 2 * M)
+    given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY)]
+    assert torch.autograd.gradcheck(lambda q, k: qkv.weights(q, k, weighting="entmax15"), given)
+    assert torch.autograd.gradgradcheck(lambda q, k: qkv.weights(q, k), given)
+    assert to_numpy(qkv.weights(*given)).sum() == pytest.approx(N)
