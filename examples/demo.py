@@ -408,5 +408,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (OSError, qkv.QkvError) as error:
+    except ModuleNotFoundError as error:
+        sys.exit(f'demo: {error}. The pictures need matplotlib: pip install "qkv[plot]"')
+    except OSError as error:
         sys.exit(f"demo: {error}")

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -146,6 +147,9 @@ WEIGHTINGS: dict[str, Any] = {
     "entmax": weightings.Entmax(1.5),
 }
 FEW = ("softmax", "top 2", "sparsemax")
+SPARSE = ("hard", "top 2", "sparsemax", "entmax")
+BOUNDED = tuple(name for name in WEIGHTINGS if name not in ("normalized", "raw"))
+"""Those whose weights stay small though the scores do not."""
 
 
 def score_of(weighting: str) -> Any:
@@ -158,19 +162,30 @@ def engines(framework: str, weighting: str = "softmax") -> list[str]:
     return out + ["native"] * (framework == "torch" and weighting == "softmax")
 
 
-def cases(few: tuple[str, ...] = FEW, every: tuple[str, ...] = tuple(WEIGHTINGS)) -> Any:
-    """framework × engine × weighting: all where that is quick, a few elsewhere."""
-    table = [
-        (framework, engine, weighting)
-        for framework in FRAMEWORKS
-        for weighting in (every if framework in QUICK else few)
-        for engine in engines(framework, weighting)
-    ]
-    return pytest.mark.parametrize(("framework", "engine", "weighting"), table)
+def cases(
+    few: tuple[str, ...] = FEW, every: tuple[str, ...] = tuple(WEIGHTINGS), **extra: Any
+) -> Any:
+    """framework × engine × weighting × one more: all where that is quick, a few elsewhere.
+
+    JAX compiles each case anew, so one of them stands for it in the short run.
+    """
+    more = next(iter(extra.values()), [None])
+    table = []
+    for framework in FRAMEWORKS:
+        weights = every if framework in QUICK else few
+        short = ("blocks", weights[0], more[0])
+        for weighting, one in itertools.product(weights, more):
+            for engine in engines(framework, weighting):
+                slow = framework == "jax" and (engine, weighting, one) != short
+                case = (framework, engine, weighting, one)[: 3 + len(extra)]
+                table.append(pytest.param(*case, marks=[pytest.mark.full] * slow))
+    return pytest.mark.parametrize(("framework", "engine", "weighting", *extra), table)
 
 
 each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
-each_engine = cases(few=("softmax",), every=("softmax",))
+quick = pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name in QUICK])
+SOFTMAX = {"few": ("softmax",), "every": ("softmax",)}
+each_engine = cases(**SOFTMAX)
 
 
 def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> list[Any]:
@@ -189,6 +204,9 @@ def everything(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> li
         out, found = qkv.attend(q, k, v, engine=engine, return_lse=True, **given)
         return [out, alpha, found]
     return [qkv.attend(q, k, v, engine=engine, **given), alpha]
+
+
+# The kernel of torch refuses what is not finite, so there engine=None takes the next.
 
 
 def attend(engine: str | None, q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -340,8 +358,7 @@ def test_a_row_without_keys(kit: Kit, engine: str, weighting: str) -> None:
     check_dead(kit, engine, weighting, kit(LIVE), LIVE)
 
 
-@each_engine
-@pytest.mark.parametrize("kind", ["float", "both", "lengths", "length 0", "custom", "far window"])
+@cases(**SOFTMAX, kind=["float", "both", "lengths", "length 0", "custom", "far window"])
 def test_a_row_without_keys_by_each_mask(kit: Kit, engine: str, weighting: str, kind: str) -> None:
     check_dead(kit, engine, weighting, *dead_masks(kit)[kind])
 
@@ -367,7 +384,8 @@ def test_a_query_of_nan_without_keys(kit: Kit, engine: str, weighting: str) -> N
     clean = np.where(DEAD[:, None], 0.0, q)
     q[1], q[3] = NAN, INF
     options = {"score": score_of(weighting), "weighting": weighting, "mask": kit(LIVE)}
-    pull = kit.pull(lambda *x: everything(engine, *x, **options))
+    through = None if engine == "native" else engine
+    pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*map(kit, (q, k, v)))
     others, wanted = pull(*map(kit, (clean, k, v)))
     close(outputs[0], removed(clean, k, v, LIVE, score_of(weighting), weighting))
@@ -407,7 +425,6 @@ def check_hidden(kit: Kit, engine: str, weighting: str, kind: str, score: Any = 
     mask, live = hiding_masks(kit)[kind]
     score = score_of(weighting) if score is None else score
     options = {"score": score, "weighting": weighting, "mask": mask}
-    # The kernel says that it would leak, so another engine runs.
     through = None if engine == "native" else engine
     pull = kit.pull(lambda *x: everything(through, *x, **options))
     outputs, gradients = pull(*(kit(x[None]) for x in bad))
@@ -420,14 +437,12 @@ def check_hidden(kit: Kit, engine: str, weighting: str, kind: str, score: Any = 
         assert not gradient[0, 4:].any()
 
 
-@cases()
-@pytest.mark.parametrize("kind", ["causal", "boolean"])
+@cases(kind=["causal", "boolean"])
 def test_nan_behind_a_mask(kit: Kit, engine: str, weighting: str, kind: str) -> None:
     check_hidden(kit, engine, weighting, kind)
 
 
-@each_engine
-@pytest.mark.parametrize("kind", ["lengths", "float", "window", "combined"])
+@cases(**SOFTMAX, kind=["lengths", "float", "window", "combined"])
 def test_nan_behind_each_mask(kit: Kit, engine: str, weighting: str, kind: str) -> None:
     check_hidden(kit, engine, weighting, kind)
 
@@ -450,15 +465,14 @@ def every_score(kit: Kit) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name in QUICK])
+@quick
 @pytest.mark.parametrize("engine", ["dense", "blocks"])
 @pytest.mark.parametrize("score", every_score(lambda x: x))  # type: ignore[arg-type]
 def test_nan_behind_a_mask_for_each_score(kit: Kit, engine: str, score: str) -> None:
     check_hidden(kit, engine, "softmax", "causal", every_score(kit)[score])
 
 
-@cases()
-@pytest.mark.parametrize("causal", [False, True])
+@cases(causal=[False, True])
 def test_nan_shows_where_it_is_live_and_only_there(
     kit: Kit, engine: str, weighting: str, causal: bool
 ) -> None:
@@ -469,14 +483,14 @@ def test_nan_shows_where_it_is_live_and_only_there(
     score = scores.Epanechnikov(60.0) if weighting == "normalized" else scores.Dot()
     options = {"score": score, "weighting": weighting, "mask": masks.causal if causal else None}
     live = np.tri(N, M, dtype=bool) if causal else np.ones((N, M), bool)
-    # Behind a mask the kernel would leak, and says so: another engine runs.
-    through = None if engine == "native" and causal else engine
+    through = None if engine == "native" else engine
+    run = kit.pull(lambda *x: [attend(through, *x, **options)])
     want = removed(q, k, v, live, score, weighting)
     hidden = ~live[:, 2]
     for which, bad in ((1, NAN), (2, NAN), (2, INF)):
         arrays = [x.copy() for x in (q, k, v)]
         arrays[which][2, 0] = bad
-        out = to_numpy(attend(through, *map(kit, arrays), **options))
+        out = run(*map(kit, arrays))[0][0]
         close(out[hidden], want[hidden])
         if (which, weighting) == (1, "average"):  # it does not look at keys
             close(out, want)
@@ -487,12 +501,12 @@ def test_nan_shows_where_it_is_live_and_only_there(
             close(out[:, 1:], want[:, 1:])
     spoiled = q.copy()
     spoiled[1, 1] = NAN
-    out = to_numpy(attend(through, kit(spoiled), kit(k), kit(v), **options))
+    out = run(kit(spoiled), kit(k), kit(v))[0][0]
     close(out[[0, 2, 3]], want[[0, 2, 3]])
     assert weighting == "average" or np.isnan(out[1]).all()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@each_framework
 @pytest.mark.parametrize("name", ["boxcar", "triangular", "epanechnikov"])
 @pytest.mark.parametrize("weighting", ["raw", "normalized"])
 def test_a_window_does_not_hide_a_nan(kit: Kit, name: str, weighting: str) -> None:
@@ -501,8 +515,7 @@ def test_a_window_does_not_hide_a_nan(kit: Kit, name: str, weighting: str) -> No
     assert np.isnan(to_numpy(out)).all()
 
 
-@cases(few=("hard", "top 2", "sparsemax"), every=("hard", "top 2", "sparsemax", "entmax"))
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@cases(few=("hard", "sparsemax"), every=SPARSE, bad=[NAN, INF, -INF])
 def test_a_value_of_weight_zero_does_not_show(
     kit: Kit, engine: str, weighting: str, bad: float
 ) -> None:
@@ -524,46 +537,38 @@ def test_a_value_outside_the_window_does_not_show(kit: Kit, engine: str, weighti
 # Sizes of numbers
 
 
-@cases(few=("softmax", "sparsemax"))
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("width", [1, 2])
-def test_scores_of_1e30(kit: Kit, engine: str, weighting: str, sign: float, width: int) -> None:
-    """Scores 1e30, −1e30, 1e30 and 0, and all of them negated; the second number of each is 0."""
-    if weighting in ("normalized", "raw"):
-        pytest.skip("divides by, or is, the scores themselves")
-    q, k = (np.zeros((rows, width)) for rows in (1, 4))
-    q[0, 0], k[:, 0] = sign * 1e15, [1e15, -1e15, 1e15, 0.0]
+@cases(few=("softmax", "sparsemax"), every=BOUNDED, width=[1, 2])
+def test_scores_of_1e30(kit: Kit, engine: str, weighting: str, width: int) -> None:
+    """Scores 1e30, −1e30, 1e30 and 0, and all of them negated."""
     v = np.array([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0], [13.0, 17.0]])
-    top = [0, 2] if sign > 0 else [1]
-    want = {
-        "hard": v[top[0]],
-        "average": v.mean(0),
-        "sigmoid": v[top].sum(0) + v[3] / 2,
-        "top 2": v[top].mean(0),
-    }.get(weighting, v[top].mean(0))
     pull = kit.pull(lambda *x: everything(engine, *x, weighting=weighting))
-    (out, _, *lse), gradients = pull(*map(kit, (q, k, v)))
-    close(out, [want])
-    for found in lse:
-        close(found / 1e30, [1.0])
-    finite(gradients)
-    if gradients:
+    q, k = (np.zeros((rows, width)) for rows in (1, 4))
+    for sign, top in ((1, [0, 2]), (-1, [1])):
+        q[0, 0], k[:, 0] = sign * 1e15, [1e15, -1e15, 1e15, 0.0]
         one_hot = np.eye(4)[top].sum(0)
         alpha = {
             "hard": np.eye(4)[top[0]],
             "average": np.full(4, 0.25),
-            "sigmoid": one_hot + [0, 0, 0, 0.5],
+            "sigmoid": one_hot + np.eye(4)[3] / 2,
         }.get(weighting, one_hot / len(top))
-        close(gradients[2], np.outer(alpha, slope((1, 2))))
-    same = attend(engine, kit(q), kit(np.repeat(k[1:2], 3, 0)), kit(v[:3]), weighting=weighting)
-    alike = {"hard": v[0], "top 2": v[:2].mean(0)}.get(weighting, v[:3].mean(0))
-    if weighting == "sigmoid":
-        alike = v[:3].sum(0) * (sign < 0)
-    close(same, [alike])
+        (out, weights, *lse), gradients = pull(*map(kit, (q, k, v)))
+        close(weights, [alpha])
+        close(out, [alpha @ v])
+        for found in lse:
+            close(found / 1e30, [1.0])
+        finite(gradients)
+        if gradients and engine != "native":  # torch's kernel keeps the log-sum-exp alone
+            close(gradients[2], np.outer(alpha, slope((1, 2))))
+        k[:, 0] = -1e15
+        alpha = {
+            "hard": np.eye(4)[0],
+            "top 2": np.array([0.5, 0.5, 0, 0]),
+            "sigmoid": np.full(4, float(sign < 0)),
+        }.get(weighting, np.full(4, 0.25))
+        close(pull(*map(kit, (q, k, v)))[0][0], [alpha @ v])
 
 
-@each_engine
-@pytest.mark.parametrize("low", [-1e9, -1e30, float(np.finfo("float32").min)])
+@cases(**SOFTMAX, low=[-1e9, -1e30, float(np.finfo("float32").min)])
 def test_a_large_negative_mask_is_a_number(
     kit: Kit, engine: str, weighting: str, low: float
 ) -> None:
@@ -593,8 +598,7 @@ def test_subnormal_numbers(kit: Kit, engine: str, weighting: str) -> None:
         close(qkv.weights(kit(q), kit(k), score=halves, weighting="normalized"), [[0.5, 0.5]])
 
 
-@each_engine
-@pytest.mark.parametrize("scale", [1.0, 0.01])
+@cases(**SOFTMAX, scale=[1.0, 0.01])
 def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale: float) -> None:
     """qᵀk reaches 1.1e6, and float16 ends at 65,504."""
     rng = np.random.default_rng(9)
@@ -612,8 +616,7 @@ def test_float16_does_not_overflow(kit: Kit, engine: str, weighting: str, scale:
     close(alpha, qkv.weights(*exact[:2], score=scores.ScaledDot(scale)), 2e-3)
 
 
-@cases(few=FEW)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@cases(few=FEW, dtype=["bfloat16", "float16"])
 def test_sixteen_bits(kit: Kit, engine: str, weighting: str, dtype: str) -> None:
     """As good as the 16-bit numbers themselves: sums run in float32."""
     if dtype == "bfloat16":
@@ -678,7 +681,7 @@ def strange_views(framework: str) -> Iterator[tuple[str, Callable[[np.ndarray], 
         yield "part", lambda x: torch.tensor(np.pad(x, ((1, 2), (3, 1))))[1:-2, 3:-1]
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name in QUICK])
+@quick
 @pytest.mark.parametrize("weighting", ["softmax", "top 2", "sparsemax"])
 def test_the_layout_of_memory_changes_nothing(kit: Kit, weighting: str) -> None:
     arrays = data(11)
@@ -690,18 +693,13 @@ def test_the_layout_of_memory_changes_nothing(kit: Kit, weighting: str) -> None:
             out = attend(engine, *strange, **options)
             np.testing.assert_allclose(to_numpy(out), want, 1e-12, 1e-12, err_msg=name)
         if kit.name == "torch":
-            got, want_slopes = (
-                kit.pull(lambda *x, e=e: everything(e, *x, **options))(*group)[1]
-                for e, group in (
-                    ("blocks", strange),
-                    ("dense", [kit(x, "float64") for x in arrays]),
-                )
-            )
-            for one, two in zip(got, want_slopes, strict=True):
+            pull = kit.pull(lambda *x: everything("blocks", *x, **options))
+            own = [kit(x, "float64") for x in arrays]
+            for one, two in zip(pull(*strange)[1], pull(*own)[1], strict=True):
                 close(one, two, 1e-10)
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name in QUICK])
+@quick
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "sparsemax"])
 def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
     """Stride 0: one query for all batches, one key for all rows, one value for all."""
@@ -735,7 +733,7 @@ def test_arrays_that_share_their_numbers(kit: Kit, weighting: str) -> None:
                 close(one, two, 1e-10)
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name in QUICK])
+@quick
 @pytest.mark.parametrize("weighting", ["softmax", "hard", "top 2", "sparsemax"])
 def test_a_million_keys(kit: Kit, weighting: str) -> None:
     rng = np.random.default_rng(13)
@@ -760,10 +758,8 @@ def test_a_million_keys(kit: Kit, weighting: str) -> None:
     if kit.name == "numpy":
         assert qkv.explain(*arrays, **kind).engine == "streaming"
     elif weighting == "softmax":
-        dv = kit.gradients(
-            lambda v: qkv.attend(*arrays[:2], v, engine="streaming", **kind), arrays[2]
-        )
-        close(dv[0][:, 0] * m, alpha / alpha.sum() * m, 1e-3)
+        pull = kit.pull(lambda *x: [qkv.attend(*x, engine="streaming", **kind)])
+        close(pull(*arrays)[1][2] * m, np.outer(alpha / alpha.sum() * m, slope((1, 2))), 1e-3)
 
 
 # Manners
@@ -789,7 +785,7 @@ def test_no_warning_leaks(
     capfd.readouterr()
     with warnings.catch_warnings(record=True) as leaked:
         warnings.simplefilter("always")
-        for arrays, mask in nasty(kit):
+        for arrays, mask in list(nasty(kit))[:: 3 if kit.name == "jax" else 1]:
             if weighting == "normalized" and masks.resolve(mask)[1] is not None:
                 continue
             kit.pull(lambda *x, m=mask: everything(through, *x, mask=m, **options))(*arrays)
@@ -799,6 +795,8 @@ def test_no_warning_leaks(
 
 @cases(few=("softmax", "sparsemax"))
 def test_inputs_are_never_written_to(kit: Kit, engine: str, weighting: str) -> None:
+    if kit.name in ("jax", "tensorflow"):
+        pytest.skip("its arrays cannot be written to")
     given = data(15)
     arrays = [kit(x) for x in given]
     mask = kit(LIVE)

@@ -420,8 +420,10 @@ def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
 BLOCKS = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 5), (50, 2), (2, 50), (50, 50)]
 
 
-def random_mask(rng: np.random.Generator, n: int, m: int, float_too: bool = True) -> Any:
-    live = rng.random((n, m)) < rng.choice([0.2, 0.7])
+def random_mask(
+    rng: np.random.Generator, n: int, m: int, float_too: bool = True, make: Any = np.asarray
+) -> Any:
+    live = make(rng.random((n, m)) < rng.choice([0.2, 0.7]))
     kinds = [
         None,
         live,
@@ -435,7 +437,7 @@ def random_mask(rng: np.random.Generator, n: int, m: int, float_too: bool = True
         masks.blocks(rng.random((3, 3)) < 0.6, 4),
     ]
     if float_too:
-        bias = np.where(live, rng.normal(size=(n, m)), -np.inf)
+        bias = make(np.where(live, rng.normal(size=(n, m)), -np.inf))
         kinds += [bias, masks.window(2) & bias]
     return kinds[rng.integers(len(kinds))]
 
@@ -500,8 +502,7 @@ def test_native_is_dense_for_every_mask(score: str, seed: int, n: int, m: int, l
     rng = np.random.default_rng(seed)
     arrays = [torch.tensor(x, requires_grad=True) for x in database(rng, n, m, (2, 2))]
     allowed = rng.random((n, m)) < live
-    rule = random_mask(rng, n, m, float_too=False)
-    rule = torch.tensor(rule) if isinstance(rule, np.ndarray) else rule
+    rule = random_mask(rng, n, m, float_too=False, make=torch.tensor)
     bias = torch.tensor(np.where(allowed, rng.normal(size=(n, m)) * 2, -np.inf))
     along = torch.tensor(rows(rng, 2, 2, n, DV))
     for mask in (rule, bias, bias if rule is None else masks.array(rule) & bias):
@@ -785,13 +786,15 @@ def mask_and_rule(rng: np.random.Generator, n: int, m: int, lead: tuple[int, int
         (masks.array(full), lambda b, h, i, j, n, m: full[b, h, i, j]),
         (masks.array(by_key), lambda b, h, i, j, n, m: by_key[b, 0, 0, j]),
         (masks.window(left, None), lambda b, h, i, j, n, m: i - left <= j <= i + left),
+        (masks.window(math.inf, right), lambda b, h, i, j, n, m: j <= i + right),
+        (masks.window(left, math.inf), lambda b, h, i, j, n, m: i - left <= j),
         (masks.array(bias), lambda b, h, i, j, n, m: bias[i, j] > -np.inf),
     ]
     return table
 
 
 KINDS = len(mask_and_rule(np.random.default_rng(0), 2, 2, (1, 1)))
-BOOLEAN = KINDS - 2  # the last is a float mask, which combines by & alone
+BOOLEAN = KINDS - 1  # the last is a float mask, which combines by & alone
 
 
 def check_mask(mask: Any, want: np.ndarray, rng: np.random.Generator, looks: int = 12) -> None:

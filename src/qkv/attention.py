@@ -119,8 +119,7 @@ def explain(
     >>> x = np.zeros((2, 3))
     >>> print(explain(x, x, x))
     engine: dense (the whole matrix at once)
-    call:   ScaledDot(scale=None, softcap=None) → Softmax(temperature=1.0), scores (2, 2), \
-float64 on numpy
+    call:   ScaledDot() → Softmax(temperature=1.0), scores (2, 2), float64 on numpy
     work:   about 80 FLOP forward, 192 B in and out
     not native: numpy has no fused attention of its own
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
@@ -140,12 +139,15 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    seed: Any = None,
 ) -> Array:
     """softmax(QKᵀ · scale + mask) V, with PyTorch's signature and meaning, on every framework.
 
     query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where
     a pair takes part; `is_causal` is aligned to the top left; heads are shared only if
-    `enable_gqa`. Unlike in PyTorch, `attn_mask` and `is_causal` may be given together.
+    `enable_gqa`. Beyond PyTorch: `attn_mask` and `is_causal` may be given together, and dropout
+    takes a `seed`, which JAX needs.
 
     >>> import numpy as np
     >>> x = np.eye(2)
@@ -162,9 +164,8 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else masks.array(attn_mask)
     if is_causal:
         mask = masks.causal if mask is None else masks.causal & mask
-    return attend(
-        query, key, value, score=scores.ScaledDot(scale), mask=mask, dropout_p=dropout_p
-    )
+    score = scores.ScaledDot(scale)
+    return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
 
 def request(
@@ -185,7 +186,8 @@ def request(
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
         raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
     p = dropout.check(dropout_p)
-    query = as_array("query", query)
+    like = next((x for x in (query, key, value) if is_array(x)), None)
+    query = as_array("query", query, like)
     fw = _one_framework(query, score, weighting, rule)
     call = build(
         query,
@@ -223,8 +225,7 @@ def _refuse(score: Score, weighting: Weighting, bias: Array | None) -> None:
     if not weighting.needs_nonnegative:
         return
     known = type(score).__module__.startswith("qkv.")
-    is_open = isinstance(score, scores.Modified) or scores.functions_in(score)
-    if known and not is_open and not score.nonnegative:
+    if known and not scores.is_open(score) and not score.nonnegative:
         raise CombinationError(
             f"{_name(weighting)} divides scores by their sum, but {_name(score)} can be negative: "
             "use weighting='softmax', or a score that cannot (boxcar, triangular, epanechnikov, "
@@ -245,6 +246,12 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise DtypeError(f"{name} must be True or False, not {value!r}")
     return value
+
+
+# TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
+# a graph here is written for one already.
+for _function in (attend, weights, explain, scaled_dot_product_attention):
+    _function.autograph_info__ = None  # type: ignore[attr-defined]
 
 
 # Engines compute one weighting. Two weightings are made of several.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Real
 
 
 class QkvError(Exception):
@@ -36,6 +37,16 @@ class EngineError(QkvError, ValueError):
 
 class MissingExtra(QkvError, ImportError):
     """An optional dependency is not installed."""
+
+
+def positive(owner: object, name: str) -> None:
+    """Refuse a field that is not a number above zero; one that is learned is its owner's care."""
+    value, kind = getattr(owner, name), type(owner).__name__
+    if isinstance(value, Real) and not isinstance(value, bool):
+        if not 0 < float(value) < float("inf"):
+            raise ArgumentError(f"{kind}: {name} must be above 0, not {value!r}")
+    elif not hasattr(value, "dtype"):
+        raise DtypeError(f"{kind}: {name} must be a number, not {value!r}")
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ArgumentError:

@@ -77,7 +77,7 @@ class Mask:
         return _Not(_boolean(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Both(Mask):
     one: Mask
     two: Mask
@@ -88,6 +88,9 @@ class _Both(Mask):
 
     def arrays(self) -> list[Array]:
         return self.one.arrays() + self.two.arrays()
+
+    def __repr__(self) -> str:
+        return f"{_grouped(self.one)} & {_grouped(self.two)}"
 
     def allowed(self, block: Block) -> Array | None:
         a, b = self.one.allowed(block), self.two.allowed(block)
@@ -106,7 +109,7 @@ class _Both(Mask):
         self.two.check(lead, n, m)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Either(Mask):
     one: Mask
     two: Mask
@@ -117,6 +120,9 @@ class _Either(Mask):
 
     def arrays(self) -> list[Array]:
         return self.one.arrays() + self.two.arrays()
+
+    def __repr__(self) -> str:
+        return f"{_grouped(self.one)} | {_grouped(self.two)}"
 
     def allowed(self, block: Block) -> Array | None:
         a, b = self.one.allowed(block), self.two.allowed(block)
@@ -133,7 +139,7 @@ class _Either(Mask):
         self.two.check(lead, n, m)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Not(Mask):
     one: Mask
 
@@ -143,6 +149,9 @@ class _Not(Mask):
 
     def arrays(self) -> list[Array]:
         return self.one.arrays()
+
+    def __repr__(self) -> str:
+        return f"~{_grouped(self.one)}"
 
     def allowed(self, block: Block) -> Array | None:
         a = self.one.allowed(block)
@@ -158,7 +167,7 @@ class _Not(Mask):
         self.one.check(lead, n, m)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Band(Mask):
     """Keys from i − left to i + right (None: no bound), i the query's position among the keys."""
 
@@ -176,6 +185,15 @@ class _Band(Mask):
     @property
     def relative(self) -> bool:
         return self.offset is None or isinstance(self.offset, int)
+
+    def placed(self) -> str:
+        """How the positions are aligned, as its arguments."""
+        told = [] if self.align == "top_left" else [f"align={self.align!r}"]
+        return ", ".join(told + ([] if self.offset is None else [f"offset={self.offset!r}"]))
+
+    def __repr__(self) -> str:
+        bounds = [str(float("inf") if x is None else x) for x in (self.left, self.right)]
+        return f"window({', '.join([*bounds, *filter(None, [self.placed()])])})"
 
     def shift(self, block: Block) -> Any:
         """How far the queries' positions lie behind the keys'."""
@@ -222,7 +240,7 @@ class _Band(Mask):
             _check_rows("causal: offset", self.offset, lead, n, None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Causal(_Band):
     left: int | None = None
     right: int | None = 0
@@ -236,8 +254,7 @@ class _Causal(_Band):
         return _Causal(align=align, offset=offset)
 
     def __repr__(self) -> str:
-        plain = self.align == "top_left" and self.offset is None
-        return "causal" if plain else f"causal(align={self.align!r}, offset={self.offset!r})"
+        return "causal" + (f"({self.placed()})" if self.placed() else "")
 
 
 causal = _Causal()
@@ -251,23 +268,23 @@ array([[1. , 0. ],
 
 
 def window(
-    left: int | None, right: int | None = -1, align: str = "top_left", offset: Any = None
+    left: float, right: float | None = None, align: str = "top_left", offset: Any = None
 ) -> Mask:
-    """Keys from i − left to i + right; right is left where not given, None is no bound.
+    """Keys from i − left to i + right; right is left where not given, and ∞ is no bound.
 
     Positions are aligned as for `causal`.
 
-    >>> window(2)
-    _Band(left=2, right=2, align='top_left', offset=None)
+    >>> window(2) & window(float("inf"), 0)
+    window(2, 2) & window(inf, 0)
     """
-    right = left if right == -1 else right
+    right = left if right is None else right
+    bounds: list[int | None] = []
     for name, value in (("left", left), ("right", right)):
-        if value is not None:
-            _whole("window", name, value, 0)
-    return _Band(left, right, align, offset)
+        bounds.append(None if value == float("inf") else _whole("window", name, value, 0))
+    return _Band(*bounds, align, offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Positions(Mask):
     """A rule on positions alone, with a name to show."""
 
@@ -330,7 +347,7 @@ def global_tokens(count: int) -> Mask:
     """The first `count` positions see every key and are seen by every query.
 
     >>> global_tokens(1) | window(64)
-    _Either(one=global_tokens(1), two=_Band(left=64, right=64, align='top_left', offset=None))
+    global_tokens(1) | window(64, 64)
     """
     _whole("global_tokens", "count", count, 0)
 
@@ -347,10 +364,13 @@ def global_tokens(count: int) -> Mask:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Blocks(Mask):
     layout: np.ndarray[Any, Any]
     size: tuple[int, int]
+
+    def __repr__(self) -> str:
+        return f"blocks({self.layout.shape}, {self.size})"
 
     def allowed(self, block: Block) -> Array | None:
         fw = of(block.q)
@@ -403,9 +423,12 @@ def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
     return _Blocks(host.astype(bool), pair)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Lengths(Mask):
     valid: Any
+
+    def __repr__(self) -> str:
+        return f"lengths of shape {tuple(self.valid.shape)}"
 
     def allowed(self, block: Block) -> Array | None:
         return block.k < _per_row(self.valid, block)[..., None]
@@ -428,15 +451,18 @@ def lengths(valid: Any) -> Mask:
     B is the first axis of the query.
 
     >>> lengths([3, 5])
-    _Lengths(valid=array([3, 5]))
+    lengths of shape (2,)
     """
     return _Lengths(_integers("masks.lengths: valid", valid))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Documents(Mask):
     query_ids: Any
     key_ids: Any
+
+    def __repr__(self) -> str:
+        return f"documents of shape {tuple(self.query_ids.shape)}"
 
     def allowed(self, block: Block) -> Array | None:
         q = _per_position(self.query_ids, block.rows, block)
@@ -471,9 +497,12 @@ def documents(ids: Any, key_ids: Any = None) -> Mask:
     return _Documents(ids, key_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Custom(Mask):
     mask_mod: Callable[[Array, Array, Array, Array], Array]
+
+    def __repr__(self) -> str:
+        return f"custom({getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def allowed(self, block: Block) -> Array | None:
         return self.mask_mod(block.b, block.h, block.q, block.k)
@@ -503,17 +532,16 @@ class _Hoisted(Mask):
     captured: tuple[Array, ...]
 
     def allowed(self, block: Block) -> Array | None:
-        return self.function(block.q[:1, 0], block.k[0, :1], *self.captured)
+        return self.function(block.q[:, 0], block.k[0, :], *self.captured)
 
 
 def hoisted(rule: Mask, block: Block, place: Any) -> Mask:
     """The rule of such a block as a function of arrays alone; `place(rows, cols)` is a Block."""
 
-    def function(top: Array, left: Array) -> Array:
-        rows, cols = Span(top[0], block.rows.size), Span(left[0], block.cols.size)
-        return rule.allowed(place(rows, cols))
+    def function(q: Array, k: Array) -> Array:
+        return rule.allowed(place(Span(q[0], q.shape[0]), Span(k[0], k.shape[0])))
 
-    return _Hoisted(*of(block.q).hoist(function, block.q[:1, 0], block.k[0, :1]))
+    return _Hoisted(*of(block.q).hoist(function, block.q[:, 0], block.k[0, :]))
 
 
 def has_functions(rule: Any) -> bool:
@@ -522,11 +550,15 @@ def has_functions(rule: Any) -> bool:
     return isinstance(rule, _Custom) or any(has_functions(x) for x in inner if x is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Array(Mask):
     """A boolean or a float array that broadcasts to the scores."""
 
     values: Array
+
+    def __repr__(self) -> str:
+        kind = "float" if self.is_bias else "boolean"
+        return f"{kind} array {tuple(self.values.shape)}"
 
     @property
     def is_bias(self) -> bool:
@@ -571,8 +603,8 @@ def array(values: Any) -> Mask:
         values = np.asarray(values)
     if not is_array(values):
         raise DtypeError(
-            f"mask must be a mask of qkv.masks, or a boolean or float array, not "
-            f"{type(values).__name__}"
+            "mask must be a mask of qkv.masks, or a boolean or float array, not "
+            + ("a function: wrap it as masks.custom(f)" if callable(values) else str(type(values)))
         )
     fw = of(values)
     if fw.dtype(values) != "bool" and "float" not in fw.dtype(values):
@@ -602,6 +634,10 @@ def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
     return rule, bias
 
 
+def _grouped(mask: Mask) -> str:
+    return f"({mask!r})" if isinstance(mask, _Both | _Either) else repr(mask)
+
+
 def _split(mask: Mask) -> tuple[list[Mask], list[_Array]]:
     if isinstance(mask, _Both):
         one, two = _split(mask.one), _split(mask.two)
@@ -619,11 +655,12 @@ def _boolean(mask: Mask) -> Mask:
     return mask
 
 
-def _whole(owner: str, name: str, value: Any, least: int) -> None:
+def _whole(owner: str, name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise DtypeError(f"masks.{owner}: {name} must be a whole number, not {value!r}")
     if value < least:
         raise ArgumentError(f"masks.{owner}: {name} must be at least {least}, not {value}")
+    return int(value)
 
 
 def _integers(what: str, values: Any) -> Any:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ def attention(
     if is_causal:
         limits.append(masks.causal(offset=offset))
     if max(windows.values()) >= 0:
-        left, right = (None if size < 0 else size for size in windows.values())
+        left, right = (math.inf if size < 0 else size for size in windows.values())
         limits.append(masks.window(left, right, offset=offset))
     if nonpad_kv_seqlen is not None:
         limits.append(masks.lengths(nonpad_kv_seqlen))

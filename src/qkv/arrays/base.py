@@ -102,6 +102,14 @@ class Framework:
         flat = self.xp.take(x, self.xp.reshape(at, (-1,)), axis=0)
         return self.xp.reshape(flat, at.shape)
 
+    def inner(self, query: Array, key: Array) -> Array:
+        """QKᵀ"""
+        return self.xp.matmul(query, self.xp.matrix_transpose(key))
+
+    def settle(self, x: Array) -> Array:
+        """x rounded as it stands: a compiler must not fuse it with what reads it."""
+        return x
+
     # Chance
 
     def fresh_seed(self, like: Array) -> Any:
@@ -111,7 +119,7 @@ class Framework:
     def seed_from(self, generator: Any) -> Any:
         """A seed drawn from a generator of the framework's own."""
         raise DtypeError(
-            f"seed must be a whole number or a generator of {self.name} or NumPy, not "
+            f"seed must be a whole number or a random generator of {self.name}'s, not "
             f"{type(generator).__name__}"
         )
 
@@ -185,6 +193,10 @@ class Framework:
         return self.xp.take_along_axis(x, order, axis=-1), order
 
     # Gradients
+
+    def inert(self, x: Array) -> Array:
+        """x, where no result depends on it, so that its gradient is 0."""
+        return x
 
     def hoist(
         self, function: Callable[..., Array], *example: Array

@@ -54,6 +54,16 @@ class Jax(Framework):
     def detach(self, x: Array) -> Array:
         return lax.stop_gradient(x)
 
+    def inner(self, query: Array, key: Array) -> Array:
+        if query.shape[-1] == 1 == key.shape[-1]:
+            # XLA would make a plain product of it and fuse that with s − top into one
+            # multiply-add, which keeps digits that top has lost.
+            query, key = (jnp.concat([x, jnp.zeros_like(x)], axis=-1) for x in (query, key))
+        return super().inner(query, key)
+
+    def settle(self, x: Array) -> Array:
+        return lax.optimization_barrier(x)
+
     def fresh_seed(self, like: Array) -> Any:
         raise ArgumentError("dropout_p on JAX needs seed=, a whole number or a jax.random key")
 

@@ -7,11 +7,29 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy
-from mxnet import autograd, util
+from mxnet import autograd, gluon, util
 from mxnet import np as mnp
+from mxnet.base import MXNetError
 
 from qkv.arrays.base import Framework, captured_arrays
-from qkv.types import Array, Shape
+from qkv.errors import FrameworkError
+from qkv.types import Array
+
+
+def _flat(function: Callable[..., Array]) -> Any:
+    """A function of whole numbers or booleans, which has no slope.
+
+    MXNet would record it all the same, and dies of a gradient that is an array of booleans.
+    """
+
+    def call(*args: Any, **options: Any) -> Array:
+        return function(*(_constant(x) for x in args), **options)
+
+    return staticmethod(call)
+
+
+def _constant(x: Any) -> Any:
+    return x.detach() if isinstance(x, mnp.ndarray) else x
 
 
 class _Namespace:
@@ -20,42 +38,27 @@ class _Namespace:
     bool, int32, int64 = numpy.bool_, numpy.int32, numpy.int64
     float16, float32, float64 = numpy.float16, numpy.float32, numpy.float64
     exp, log, sqrt, abs, tanh, pow = mnp.exp, mnp.log, mnp.sqrt, mnp.abs, mnp.tanh, mnp.power
-    maximum, minimum, where = mnp.maximum, mnp.minimum, mnp.where
-    isnan, isfinite = mnp.isnan, mnp.isfinite
-    matmul, reshape, broadcast_to = mnp.matmul, mnp.reshape, mnp.broadcast_to
-    logical_and, logical_or, logical_not = mnp.logical_and, mnp.logical_or, mnp.logical_not
-    bitwise_xor, bitwise_and = mnp.bitwise_xor, mnp.bitwise_and
-    floor_divide, remainder = mnp.floor_divide, mnp.remainder
+    maximum, minimum, matmul, sum = mnp.maximum, mnp.minimum, mnp.matmul, mnp.sum
     max, min, expand_dims = mnp.max, mnp.min, mnp.expand_dims
+    reshape, broadcast_to = mnp.reshape, mnp.broadcast_to
+    isnan, isfinite, any, all = map(_flat, (mnp.isnan, mnp.isfinite, mnp.any, mnp.all))
+    logical_and, logical_or = _flat(mnp.logical_and), _flat(mnp.logical_or)
+    logical_not = _flat(mnp.logical_not)
+    bitwise_xor, bitwise_and = _flat(mnp.bitwise_xor), _flat(mnp.bitwise_and)
+    floor_divide, remainder = _flat(mnp.floor_divide), _flat(mnp.remainder)
+    asarray, full, arange = mnp.array, mnp.full, mnp.arange
 
     @staticmethod
-    def sum(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
-        return mnp.sum(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def any(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
-        return mnp.any(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def all(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
-        return mnp.all(x, axis=axis, keepdims=keepdims)
+    def where(condition: Array, x: Array, y: Array) -> Array:
+        shape = numpy.broadcast_shapes(condition.shape, x.shape, y.shape)
+        if 0 in shape:  # mx.np.where dies of an empty array
+            return mnp.broadcast_to(x + y, shape)
+        return mnp.where(condition.detach(), x, y)
 
     @staticmethod
     def astype(x: Array, dtype: Any) -> Array:
-        # The gradient of a cast from booleans would be booleans, and MXNet dies of that.
-        return (x.detach() if x.dtype == numpy.bool_ else x).astype(dtype)
-
-    @staticmethod
-    def asarray(x: Any, dtype: Any = None, device: Any = None) -> Array:
-        return mnp.array(x, dtype=dtype, ctx=device)
-
-    @staticmethod
-    def full(shape: Shape, value: Any, dtype: Any, device: Any = None) -> Array:
-        return mnp.full(shape, value, dtype=dtype, ctx=device)
-
-    @staticmethod
-    def arange(size: int, dtype: Any, device: Any = None) -> Array:
-        return mnp.arange(size, dtype=dtype, ctx=device)
+        smooth = all(numpy.issubdtype(kind, numpy.floating) for kind in (x.dtype, dtype))
+        return (x if smooth else x.detach()).astype(dtype)
 
     @staticmethod
     def matrix_transpose(x: Array) -> Array:
@@ -68,22 +71,23 @@ class _Namespace:
     @staticmethod
     def take(x: Array, at: Array, axis: int) -> Array:
         if x.dtype == numpy.bool_:  # mx.np.take knows no booleans
-            return mnp.take(x.astype("int32"), at, axis=axis) != 0
+            return mnp.take(x.detach().astype("int32"), at, axis=axis) != 0
         return mnp.take(x, at, axis=axis)
 
     @staticmethod
     def take_along_axis(x: Array, indices: Array, axis: int) -> Array:
         # mx.np has no take_along_axis with a gradient: one flat gather does it.
         width = x.shape[-1]
-        lines = mnp.arange(x.size // (width or 1), dtype="int64").reshape((*x.shape[:-1], 1))
-        return mnp.take(x.reshape(-1), lines * width + indices.astype("int64"))
+        lines = mnp.arange(x.size // (width or 1), dtype="int64", device=x.device)
+        at = lines.reshape((*x.shape[:-1], 1)) * width + indices.astype("int64")
+        return mnp.take(x.reshape(-1), at)
 
     @staticmethod
     def argsort(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
         # MXNet's sort is not stable, and positions carry no gradient: NumPy finds them.
         host = x.asnumpy()
         order = numpy.argsort(-host if descending else host, axis=axis, kind="stable")
-        return mnp.array(order, dtype="int64", ctx=x.ctx)
+        return mnp.array(order, dtype="int64", device=x.device)
 
 
 class MXNet(Framework):
@@ -91,17 +95,23 @@ class MXNet(Framework):
     xp = _Namespace
     gradients = True
 
+    def plain(self, x: Array) -> Array:
+        if isinstance(x, gluon.Parameter):
+            return x.data()
+        if not isinstance(x, mnp.ndarray):
+            raise FrameworkError(
+                "qkv takes MXNet's mx.np arrays: turn the mx.nd array x into x.as_np_ndarray()"
+            )
+        return x
+
     def to_numpy(self, x: Array) -> numpy.ndarray[Any, Any]:
         return x.asnumpy()  # type: ignore[no-any-return]
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
-        return bool(autograd.is_recording())
+        return bool(autograd.is_recording()) and any(_recorded(x) for x in arrays)
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
-        return mnp.array(numpy.asarray(data), dtype=dtype, ctx=like.ctx)
-
-    def device(self, x: Array) -> Any:
-        return x.ctx
+        return mnp.array(numpy.asarray(data), dtype=dtype, device=like.device)
 
     def fresh_seed(self, like: Array) -> Any:
         return int(mnp.random.randint(0, 2**31 - 1))  # mx.random.seed governs it
@@ -117,6 +127,12 @@ class MXNet(Framework):
     def detach(self, x: Array) -> Array:
         return x.detach()
 
+    def inert(self, x: Array) -> Array:
+        # Behind an operation whose result is empty, MXNet's gradients are whatever memory held.
+        if not (_floating(x) and self.needs_gradient([x])):
+            return x
+        return self.custom(lambda x: ((x,), ()), lambda *_: (None,), lambda x: (x,), [x])[0]
+
     def captures_unseen(self, function: Callable[..., Any]) -> bool:
         return captured_arrays(function, "mxnet")
 
@@ -125,13 +141,16 @@ class MXNet(Framework):
     ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
         args = tuple(x.detach() for x in args)
         for x in args:
-            x.attach_grad()
+            if _floating(x):
+                x.attach_grad()
         with autograd.record():
             out = function(*args)
 
         def pull(gradient: Array) -> tuple[Array | None, ...]:
-            out.backward(gradient)
-            return tuple(x.grad for x in args)
+            if not _recorded(out):
+                return (None,) * len(args)
+            out.backward(gradient)  # autograd.grad gives arrays of another class on this thread
+            return tuple(x.grad if _floating(x) else None for x in args)
 
         return out.detach(), pull
 
@@ -144,9 +163,30 @@ class MXNet(Framework):
     ) -> tuple[Array, ...]:
         # mx.autograd.Function drops every gradient behind the first input that wants none, so
         # all floating inputs go in as one vector, and the others stay outside.
-        floating = [i for i, x in enumerate(leaves) if self.dtype(x).startswith("float")]
-        packed = mnp.concatenate([leaves[i].reshape(-1) for i in floating])
-        return _function(self, forward, backward, leaves, floating)(packed)  # type: ignore[no-any-return]
+        floating = [i for i, x in enumerate(leaves) if _floating(x)]
+        packed = _pack([leaves[i] for i in floating])
+        out = _function(self, forward, backward, leaves, floating)(packed)
+        return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+def _floating(x: Array) -> bool:
+    return bool(numpy.issubdtype(x.dtype, numpy.floating))
+
+
+def _recorded(x: Array) -> bool:
+    """Whether x is, or was made of, an array that wants a gradient."""
+    try:
+        autograd.get_symbol(x)
+    except MXNetError:
+        return False
+    return True
+
+
+def _pack(arrays: Sequence[Array]) -> Array:
+    """The numbers of all arrays as one vector, with a 0 behind: it must not be empty."""
+    widest = max((x.dtype for x in arrays), key=lambda dtype: dtype.itemsize)
+    parts = [x.reshape(-1).astype(widest, copy=False) for x in arrays]
+    return mnp.concatenate([*parts, mnp.zeros(1, dtype=widest, device=arrays[0].device)])
 
 
 def _function(
@@ -157,7 +197,8 @@ def _function(
     def unpack(packed: Array) -> list[Array]:
         out = [x.detach() for x in leaves]
         for i, start, end in zip(floating, [0, *ends[:-1]], ends, strict=True):
-            out[i] = packed[start:end].reshape(leaves[i].shape)
+            part = packed[start:end].reshape(leaves[i].shape)
+            out[i] = part.astype(leaves[i].dtype, copy=False)
         return out
 
     class Function(autograd.Function):  # type: ignore[misc]
@@ -169,19 +210,10 @@ def _function(
         def backward(self, *gradients: Array) -> Any:
             with fw.quiet():
                 found = backward(self.leaves, self.kept, gradients)
-                parts = [
-                    mnp.zeros(leaves[i].size, dtype=leaves[i].dtype, ctx=leaves[i].ctx)
-                    if found[i] is None
-                    else found[i].reshape(-1)
-                    for i in floating
-                ]
-                return mnp.concatenate(parts)
+                pairs = [(leaves[i], found[i]) for i in floating]
+                return _pack([mnp.zeros_like(x) if g is None else g for x, g in pairs])
 
-    def call(packed: Array) -> tuple[Array, ...]:
-        out = Function()(packed)
-        return tuple(out) if isinstance(out, list | tuple) else (out,)
-
-    return call
+    return Function()
 
 
 FRAMEWORK = MXNet()

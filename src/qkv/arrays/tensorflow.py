@@ -172,11 +172,56 @@ class TensorFlow(Framework):
     ) -> tuple[Array, ...]:
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def function(*leaves: Array) -> Any:
-            outputs, kept = forward(*leaves)
-            return outputs, lambda *gradients: list(backward(leaves, kept, gradients))
+            # A tape outside would record every block, and hold them all.
+            outputs, kept = forward(*map(tf.stop_gradient, leaves))
+            return outputs, lambda *gradients: _slopes(
+                backward, reference, leaves, kept, gradients
+            )
 
         out = function(*leaves)
         return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+def _slopes(
+    backward: Any,
+    reference: Any,
+    leaves: Sequence[Array],
+    kept: Sequence[Array],
+    gradients: Sequence[Array],
+) -> list[Array | None]:
+    """The gradients of the leaves, which can be differentiated in their turn."""
+    count = len(leaves)
+    smooth = [i for i, x in enumerate(leaves) if x.dtype.is_floating]
+    unconnected = tf.UnconnectedGradients.ZERO
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def slopes(*arrays: Array) -> Any:
+        fixed = [tf.stop_gradient(x) for x in arrays]
+        found = backward(fixed[:count], kept, fixed[count:])
+        found = [tf.zeros_like(leaves[i]) if found[i] is None else found[i] for i in smooth]
+
+        def again(*along: Array) -> list[Array]:
+            with tf.GradientTape() as outer:
+                outer.watch(arrays)
+                with tf.GradientTape() as inner:
+                    inner.watch(arrays)
+                    outputs = reference(*arrays[:count])
+                first = inner.gradient(
+                    outputs,
+                    [arrays[i] for i in smooth],
+                    list(arrays[count:]),
+                    unconnected_gradients=unconnected,
+                )
+            return list(
+                outer.gradient(first, arrays, list(along), unconnected_gradients=unconnected)
+            )
+
+        return found, again
+
+    out: list[Array | None] = [None] * count
+    for i, slope in zip(smooth, slopes(*leaves, *gradients), strict=True):
+        out[i] = slope
+    return out
 
 
 class _Pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import array_api_compat.torch
@@ -87,28 +88,35 @@ class Torch(Framework):
         reference: Callable[..., tuple[Array, ...]],
         leaves: Sequence[Array],
     ) -> tuple[Array, ...]:
-        return _Custom.apply(forward, backward, reference, *leaves)  # type: ignore[no-any-return]
+        made = SimpleNamespace(count=0)  # how many of the results are outputs
+        out = _Custom.apply(forward, backward, reference, made, *leaves)
+        return tuple(out[: made.count])
 
 
 class _Custom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, reference: Any, *leaves: Array) -> Any:
+    def forward(forward: Any, backward: Any, reference: Any, made: Any, *leaves: Array) -> Any:
         outputs, kept = forward(*leaves)
-        ctx.backward_of, ctx.reference, ctx.count = backward, reference, len(leaves)
+        made.count = len(outputs)
+        # One array may be both; as two results, only the first of them has a gradient.
+        return *outputs, *(x.detach() if any(x is y for y in outputs) else x for x in kept)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pull, ctx.reference, made, *leaves = inputs[1:]
+        ctx.count, ctx.made = len(leaves), made.count
+        kept = output[ctx.made :]
+        ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(*leaves, *kept)
-        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> Any:
         leaves, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        wanted = ctx.needs_input_grad[3:]
+        gradients, wanted = gradients[: ctx.made], ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # somebody will differentiate this gradient
             found = iter(_differentiable(ctx.reference, leaves, wanted, gradients))
-            return (None, None, None, *(next(found) if want else None for want in wanted))
-        found = ctx.backward_of(leaves, kept, gradients)
-        return (None, None, None, *found)
-
-
+            return (None,) * 4 + tuple(next(found) if want else None for want in wanted)
+        return (None,) * 4 + tuple(ctx.pull(leaves, kept, gradients))
 
 
 def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) -> Any:

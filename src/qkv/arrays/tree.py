@@ -46,6 +46,23 @@ def map_arrays(fw: Framework, function: Callable[[Array], Array], record: T) -> 
     return _map(fw, function, record)  # type: ignore[no-any-return]
 
 
+def brief(record: Any) -> str:
+    """The record as one would write it, with the shapes of its arrays in place of their numbers.
+
+    >>> import numpy as np
+    >>> from qkv.scores import Multiplicative
+    >>> brief(Multiplicative(np.ones((2, 3))))
+    'Multiplicative(w=(2, 3))'
+    """
+    if is_array(record):
+        return str(tuple(record.shape))
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return getattr(record, "__name__", None) or repr(record)
+    fields = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
+    told = ", ".join(f"{name}={brief(value)}" for name, value in fields if value is not None)
+    return f"{type(record).__name__}({told})"
+
+
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
     if is_array(record):
         return function(record) if of(record) is fw else record

@@ -68,7 +68,8 @@ class Call:
 def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     """A call whose shapes and dtypes fit, with the query broadcast to the full leading shape."""
     given = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    given = {name: as_array(name, x) for name, x in given.items()}
+    like = next((x for x in given.values() if arrays.is_array(x)), None)
+    given = {name: as_array(name, x, like) for name, x in given.items()}
     fw = arrays.common(**given)
     dtypes = {name: fw.dtype(x) for name, x in given.items()}
     for name, dtype in dtypes.items():
@@ -81,7 +82,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         if len(shape) < 2:
             raise ShapeError(
                 f"{name} must have at least two axes (…, rows, width), not shape {shape}; "
-                f"a single vector is {name}[None, :]"
+                f"one row is {name}[None, :], one column {name}[:, None]"
             )
     if value is not None and _differ(shapes["key"][-2], shapes["value"][-2]):
         raise ShapeError(
@@ -93,6 +94,10 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         lead = _join_leads(lead, shapes[name][:-2], shapes["query"], name, shapes[name])
     rest["score"].check(shapes["query"], shapes["key"])
     query, key, value = (given.get(name) for name in ("query", "key", "value"))
+    if 0 in (*lead, shapes["query"][-2], shapes["key"][-2]):
+        parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))
+        parts = map_arrays(fw, fw.inert, parts)
+        query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
     if lead != shapes["query"][:-2]:
         query = fw.xp.broadcast_to(query, (*lead, *shapes["query"][-2:]))
     call = Call(query, key, value, **rest)
@@ -101,13 +106,14 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     return call
 
 
-def as_array(name: str, x: Any) -> Array:
-    """x, where nested lists of numbers become NumPy's floats."""
+def as_array(name: str, x: Any, like: Array | None = None) -> Array:
+    """x, where nested lists of numbers become floats like those beside them, or NumPy's."""
     if isinstance(x, list | tuple):
         try:
-            return np.asarray(x, dtype=float)
+            host = np.asarray(x, dtype=float)
         except (TypeError, ValueError) as error:
             raise DtypeError(f"{name} is no rectangle of numbers: {error}") from None
+        return host if like is None else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
     if not arrays.is_array(x):
         raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}")
     return arrays.of(x).plain(x)
@@ -151,8 +157,7 @@ def place(call: Call, rows: Span, cols: Span) -> Block:
     fw, lead = call.fw, call.lead
     q = fw.positions(rows.start, rows.size, call.query)[:, None]
     k = fw.positions(cols.start, cols.size, call.query)[None, :]
-    zero = fw.positions(0, 1, call.query)[0]
-    b = h = zero
+    b = h = fw.positions(0, 1, call.query)[:, None]
     if lead and None not in lead:
         h = fw.positions(0, lead[-1], call.query)[:, None, None]
     if len(lead) > 1 and None not in lead:
@@ -179,7 +184,7 @@ def scores(call: Call, query: Array, key: Array, bias: Array | None, block: Bloc
     s = evaluate(call.score, query, share_heads(call, key), block)
     if bias is not None:
         s = s + call.fw.keep(bias, bias > -float("inf"))
-    return call.weighting.scale(s)
+    return call.fw.settle(call.weighting.scale(s))
 
 
 def clean(call: Call, rows: Array, alive: Array | None) -> Array:
@@ -197,6 +202,13 @@ def clean(call: Call, rows: Array, alive: Array | None) -> Array:
         seen = fw.xp.broadcast_to(seen, (*call.lead, *seen.shape[-2:]))
         seen = fold_heads(call, seen, lead) > 0
     return fw.keep(rows, seen)
+
+
+def clean_queries(call: Call, query: Array, alive: Array | None) -> Array:
+    """Queries (…, r, d) with 0 in the rows that may look at no key of the block, likewise."""
+    if alive is None:
+        return query
+    return call.fw.keep(query, call.fw.xp.any(alive, axis=-1)[..., None])
 
 
 def share_heads(call: Call, x: Array) -> Array:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from types import ModuleType
 
+from qkv.arrays.tree import brief
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
 from qkv.errors import EngineError, unknown
@@ -51,15 +52,17 @@ class Explanation:
 
     @property
     def flops(self) -> float | None:
-        """Floating-point operations of the forward pass, as the score and the pooling need."""
+        """Floating-point operations of the forward pass, in the blocks that the mask leaves."""
         if not self._known:
             return None
         call = self.call
-        pairs = math.prod(call.lead) * call.n * call.m
-        wide = call.fw.shape(call.query)[-1] * 2
-        wide += streaming.footprint(call) * 4 + 4
+        pairs = call.n * call.m
+        if call.rule is not None:
+            plan = streaming.plan_of(call, *streaming.block_size(call))
+            pairs = sum(rows.size * span.size for rows, keys in plan for span in keys)
+        wide = call.fw.shape(call.query)[-1] * 2 + streaming.footprint(call) * 4 + 4
         wide += 0 if call.value is None else call.fw.shape(call.value)[-1] * 2
-        return float(pairs * wide)
+        return float(math.prod(call.lead) * pairs * wide)
 
     @property
     def bytes(self) -> float | None:
@@ -67,8 +70,8 @@ class Explanation:
         if not self._known:
             return None
         call = self.call
-        numbers = sum(math.prod(call.fw.shape(x)) for x in (call.query, call.key, call.value)
-                      if x is not None)
+        given = [x for x in (call.query, call.key, call.value) if x is not None]
+        numbers = sum(math.prod(call.fw.shape(x)) for x in given)
         width = call.m if call.value is None else call.fw.shape(call.value)[-1]
         numbers += math.prod(call.lead) * call.n * width
         size = {"float64": 8, "float32": 4}.get(call.fw.dtype(call.query), 2)
@@ -82,8 +85,10 @@ class Explanation:
     def __str__(self) -> str:
         call = self.call
         shape = (*call.lead, call.n, call.m)
-        told = f"{call.score} → {call.weighting}, scores {shape}, {call.fw.dtype(call.query)}"
-        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {told} on {call.fw.name}"]
+        told = f"{brief(call.score)} → {brief(call.weighting)}"
+        told += "" if call.rule is None else f" under {call.rule}"
+        told += f", scores {shape}, {call.fw.dtype(call.query)} on {call.fw.name}"
+        lines = [f"engine: {self.engine} ({self.detail})", f"call:   {told}"]
         if self.flops is not None and self.bytes is not None:
             work = f"{_unit(self.flops)}FLOP forward, {_unit(self.bytes)}B in and out"
             lines.append(f"work:   about {work}")

@@ -27,7 +27,7 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     call = call.precise()
     block = calls.place(call, rows or calls.all_rows(call), calls.all_cols(call))
     live = calls.live(call, block)
-    query = call.fw.cut(call.query, block.rows, -2)
+    query = calls.clean_queries(call, call.fw.cut(call.query, block.rows, -2), live)
     key = calls.clean(call, call.key, live)
     bias = None if call.bias is None else call.fw.cut(call.bias, block.rows, -2)
 

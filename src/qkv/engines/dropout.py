@@ -6,6 +6,7 @@ out the same in every engine, framework and block size.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,12 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
         x = _mix(xp.bitwise_xor(x, block.h))
         x = _mix(xp.bitwise_xor(x, block.q))
         x = _mix(xp.bitwise_xor(x, block.k))
-        kept = xp.bitwise_and(x, BITS) >= int(p * (BITS + 1))
+        kept = xp.bitwise_and(x, BITS) >= min(int(p * (BITS + 1)), BITS)
         return fw.astype(kept, fw.dtype(like)) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def check(p: Any) -> float:
-    if isinstance(p, bool) or not isinstance(p, int | float):
+    if isinstance(p, bool) or not isinstance(p, Real):
         raise DtypeError(f"dropout_p must be a number from 0 to 1, not {p!r}")
     if not 0 <= p <= 1:
         raise ArgumentError(f"dropout_p must lie between 0 and 1, not {p!r}")
@@ -57,7 +58,7 @@ def check(p: Any) -> float:
 
 
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
-    """A seed or a generator of the framework or of NumPy, as one int32 array of shape ()."""
+    """A seed or a generator of the framework or of NumPy, as one int32 array (1, 1)."""
     if seed is None:
         seed = fw.fresh_seed(like)
     elif isinstance(seed, np.random.Generator):
@@ -65,5 +66,5 @@ def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
     elif not isinstance(seed, int | np.integer):
         seed = fw.seed_from(seed)
     if is_array(seed):
-        return fw.astype(fw.xp.reshape(seed, ()), "int32")
-    return fw.constant(_signed(int(seed) & 0xFFFFFFFF), like, "int32")
+        return fw.astype(fw.xp.reshape(seed, (1, 1)), "int32")
+    return fw.constant([[_signed(int(seed) & 0xFFFFFFFF)]], like, "int32")

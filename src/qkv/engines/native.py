@@ -77,11 +77,16 @@ def _torch_cannot(call: Call) -> str | None:
     fw = call.fw
     if call.bias is not None and fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
-    # Behind a mask a NaN would be multiplied by 0, and that is NaN. A sum finds it in one pass.
-    if call.rule is not None and not fw.tracing(call.query):
-        total = call.key.detach().sum() + call.value.detach().sum()
-        if not math.isfinite(float(total)):
-            return "a key or a value is not finite, and the kernel would leak it past the mask"
+    # Behind a mask the kernel multiplies a NaN by 0, and that is NaN; on a CPU it takes a row
+    # with a NaN for an empty one. A sum finds either in one pass.
+    on_cpu = call.query.device.type == "cpu"
+    if (on_cpu or call.rule is not None) and not fw.tracing(call.query):
+        import torch
+
+        wide = torch.promote_types(call.query.dtype, torch.float32)
+        parts = (call.query, call.key, call.value)
+        if not math.isfinite(sum(float(x.detach().sum(dtype=wide)) for x in parts)):
+            return "an argument is not finite, which the kernel would hide, or leak past a mask"
     return None
 
 
@@ -162,7 +167,7 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
             continue
         start = keys[0].start
         cols = Span(start, keys[-1].start + keys[-1].size - start)
-        mask = None if _all_open(keys, cols) else mask_of(rows, cols)
+        mask = None if call.bias is None and _all_open(keys, cols) else mask_of(rows, cols)
         spans = (rows, cols, cols)
         parts = [
             call.fw.cut(x, span, -2)

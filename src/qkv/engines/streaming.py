@@ -114,6 +114,8 @@ def hoist(call: Call, plan: Plan) -> Call:
 def weights(call: Call) -> Array:
     """The whole weight matrix, some rows at a time, so that nothing larger than it is made."""
     call = call.precise()
+    if call.n == 0 or cannot(call):
+        return dense.run(call)[2]
     fw = call.fw
     leaves = tree.leaves(fw, call)
     wide = max(math.prod(call.lead) * call.m * footprint(call), 1)
@@ -220,7 +222,8 @@ def piece(call: Call, rows: Span, cols: Span) -> Piece:
     bias = call.bias
     if bias is not None:
         bias = fw.cut(fw.cut(bias, rows, -2), cols, -1)
-    return Piece(block, live, fw.cut(call.query, rows, -2), key, bias)
+    query = calls.clean_queries(call, fw.cut(call.query, rows, -2), live)
+    return Piece(block, live, query, key, bias)
 
 
 def value_of(call: Call, cols: Span, live: Array | None) -> Array:

@@ -11,7 +11,7 @@ from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
 from qkv.scores.gated import Gated
-from qkv.scores.modified import Function, Modified, evaluate, functions_in, hoisted
+from qkv.scores.modified import Function, Modified, evaluate, functions_in, hoisted, is_open
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
 
@@ -51,6 +51,7 @@ __all__ = [
     "evaluate",
     "functions_in",
     "hoisted",
+    "is_open",
     "resolve",
 ]
 

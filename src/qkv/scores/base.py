@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from qkv.arrays import is_array
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import DtypeError, ShapeError
 from qkv.types import Array, Shape
 
 
@@ -37,17 +37,6 @@ def same_width(score: Score, query: Shape, key: Shape) -> None:
             f"{type(score).__name__} compares vectors of one width: query has {query[-1]} "
             f"numbers a row and key {key[-1]}. Multiplicative and Additive take two widths."
         )
-
-
-def positive(owner: Any, name: str) -> None:
-    """Refuse a field that is not a number above zero (a learned one is the caller's to keep so)."""
-    value = getattr(owner, name)
-    if is_array(value):
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DtypeError(f"{type(owner).__name__}: {name} must be a number, not {value!r}")
-    if not value > 0 or value == float("inf"):
-        raise ArgumentError(f"{type(owner).__name__}: {name} must be above 0, not {value!r}")
 
 
 def array_of(owner: Any, name: str, *axes: str) -> Shape:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qkv.arrays import namespace
-from qkv.scores.base import Score, pairs, positive
+from qkv.errors import positive
+from qkv.scores.base import Score, pairs
 from qkv.types import Array
 
 

@@ -43,14 +43,15 @@ class Modified(Score):
         n, m = query.shape[-2], key.shape[-2]
         fw = of(query)
         q, k = fw.positions(0, n, query), fw.positions(0, m, query)
-        zero = fw.positions(0, 1, query)[0]
+        zero = fw.positions(0, 1, query)[:, None]
         rows, cols = Span(0, n), Span(0, m)
         return self.at(query, key, Block(rows, cols, n, m, q[:, None], k[None, :], zero, zero))
 
     def at(self, query: Array, key: Array, block: Block) -> Array:
         """The scores of a block, at the positions it lies at."""
         s = evaluate(self.score, query, key, block)
-        return self.score_mod(s, block.b, block.h, block.q, block.k)
+        out = self.score_mod(s, block.b, block.h, block.q, block.k)
+        return of(s).astype(out, of(s).dtype(s))  # whole numbers times 0.5 are float64 for some
 
     def check(self, query: Shape, key: Shape) -> None:
         self.score.check(query, key)
@@ -108,6 +109,12 @@ def evaluate(score: Score, query: Array, key: Array, block: Block) -> Array:
     """score(query, key), told where the block lies if it asks."""
     asks = isinstance(score, Modified | Hoisted)
     return score.at(query, key, block) if asks else score(query, key)  # type: ignore[attr-defined]
+
+
+def is_open(score: Score) -> bool:
+    """Whether the caller's own code decides what the scores are."""
+    inner = getattr(score, "score", None)
+    return isinstance(score, Function | Modified) or (inner is not None and is_open(inner))
 
 
 def functions_in(score: Any) -> list[Callable[..., Any]]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
-from qkv.arrays import namespace, of
-from qkv.errors import ShapeError
-from qkv.scores.base import Score, array_of, positive
+from qkv.arrays import is_array, namespace, of
+from qkv.errors import DtypeError, ShapeError, positive
+from qkv.scores.base import Score, array_of
 from qkv.types import Array, Shape
 
 
 def product(query: Array, key: Array) -> Array:
     """QKᵀ."""
-    xp = namespace(query)
-    return xp.matmul(query, xp.matrix_transpose(key))
+    return of(query).inner(query, key)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class ScaledDot(Score):
     def __post_init__(self) -> None:
         if self.softcap is not None:
             positive(self, "softcap")
+        if not (self.scale is None or isinstance(self.scale, Real) or is_array(self.scale)):
+            raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
         scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale

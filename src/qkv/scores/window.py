@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import of
-from qkv.scores.base import Score, pairs, positive
+from qkv.errors import positive
+from qkv.scores.base import Score, pairs
 from qkv.scores.distance import squared_distance
 from qkv.types import Array, Shape
 
@@ -28,8 +29,19 @@ class Window(Score):
         """r²"""
         return squared_distance(query / self.width, key / self.width)
 
-    def closeness(self, query: Array, key: Array) -> Array:
-        """−r², which still ranks the keys where the window is 0."""
+    @property
+    def closeness(self) -> Score:
+        """The score −r², which still ranks the keys where the window is 0."""
+        return Closeness(self.width)
+
+
+@dataclass(frozen=True)
+class Closeness(Window):
+    """s = −r²"""
+
+    nonnegative: ClassVar[bool] = False
+
+    def __call__(self, query: Array, key: Array) -> Array:
         return self.square(query, key) * -1.0
 
 
@@ -43,8 +55,10 @@ class Boxcar(Window):
     """
 
     def __call__(self, query: Array, key: Array) -> Array:
-        inside = self.square(query, key) <= 1
-        return of(query).astype(inside, of(query).dtype(query))
+        fw = of(query)
+        square = fw.detach(self.square(query, key))
+        # A NaN is neither inside nor outside, and is not hidden.
+        return fw.xp.where(fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype(query)))
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,9 @@ class Triangular(Window):
         square = self.square(query, key)
         # The root has no slope at 0, and none is needed beyond 1.
         inside = fw.xp.logical_and(square > 0, square < 1)
-        r = fw.keep(fw.xp.sqrt(fw.keep(square, inside, 1.0)), inside, 1.0)
-        peak = fw.astype(square == 0, fw.dtype(query))
-        return 1.0 - r + peak
+        inside = fw.xp.logical_or(inside, fw.xp.isnan(square))
+        r = fw.xp.sqrt(fw.keep(square, inside, 1.0))
+        return 1.0 - r + fw.astype(square == 0, fw.dtype(query))
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,8 @@ class Constant(Score):
 @dataclass(frozen=True)
 class Exact(Score):
     """s = 1 where k = q, else 0: the classical database's own comparison.
+
+    Under "normalized" a query that is no key gives 0; under "hard", the first row.
 
     >>> import numpy as np
     >>> Exact()(np.array([[1.0, 2.0]]), np.array([[1.0, 2.0], [1.0, 3.0]]))

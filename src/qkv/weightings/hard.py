@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import of
+from qkv.errors import DtypeError
 from qkv.types import Array
 from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, pool, row_max
 
@@ -23,9 +24,16 @@ class Hard(Weighting):
     """
 
     straight_through: bool = False
+
     convex: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     smooth: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.straight_through, bool):
+            raise DtypeError(
+                f"Hard: straight_through must be True or False, not {self.straight_through!r}"
+            )
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         top = row_max(scores, live)

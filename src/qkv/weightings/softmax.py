@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import ClassVar
 
 from qkv.arrays import of
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, positive
 from qkv.types import Array
 from qkv.weightings.base import (
     INFINITY,
@@ -35,7 +36,11 @@ def logarithm(top: Array, total: Array) -> Array:
 
 
 class Exponential(Weighting):
-    """What softmax and its truncations share: the log-sum-exp λ of the row gives α = exp(s − λ)."""
+    """What softmax and its truncations share: α = exp(s − top) / total.
+
+    The row's `top` and `total` are kept apart: at 1e8 their log-sum-exp has no digits left for
+    the total.
+    """
 
     convex: ClassVar[bool] = True
     has_lse: ClassVar[bool] = True
@@ -45,7 +50,7 @@ class Exponential(Weighting):
         return weight * (along - centre)
 
     def lse(self, found: State) -> Array:
-        return found[0]
+        return logarithm(found[0], found[1])
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,10 @@ class Softmax(Exponential):
     temperature: float | Array = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, int | float) and not 0 < self.temperature < INFINITY:
-            raise ArgumentError(f"Softmax: temperature must be above 0, not {self.temperature!r}")
+        positive(self, "temperature")
 
     def scale(self, scores: Array) -> Array:
-        one = isinstance(self.temperature, int | float) and self.temperature == 1
+        one = isinstance(self.temperature, Real) and self.temperature == 1
         return scores if one else scores / self.temperature
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
@@ -102,10 +106,10 @@ class Softmax(Exponential):
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         top, total, pooled = state
         out = pooled / nonzero(total)
-        return out, (logarithm(top, total),), out
+        return out, (top, total), out
 
     def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
-        return exponentials(scores, live, found[0])
+        return exponentials(scores, live, found[0]) / nonzero(found[1])
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class TopK(Exponential):
     sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+        if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
             raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
@@ -135,11 +139,11 @@ class TopK(Exponential):
         return self.chosen(scores, live, k, found)
 
     def search(self, fold: Fold) -> State:
-        """The log-sum-exp of the k largest, the smallest of them, and its position."""
+        """The largest score, the total of the k largest, the smallest of them, and its position."""
         best, at = fold(self.lift_best, self.merge_best, self.init_best)
         top = row_max(best, None)
         total = row_sum(exponentials(best, None, top))
-        return logarithm(top, total), best[..., -1:], at[..., -1:]
+        return top, total, best[..., -1:], at[..., -1:]
 
     def init_best(self, rows: Array) -> State:
         fw = of(rows)
@@ -173,13 +177,14 @@ class TopK(Exponential):
 
     def chosen(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
         xp = of(scores).xp
-        _, least, at = found
+        _, _, least, at = found
         tie = xp.logical_and(scores == least, k <= at)
         chosen = xp.logical_or(xp.logical_or(scores > least, tie), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)
 
     def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
-        return exponentials(scores, self.chosen(scores, live, k, found), found[0])
+        e = exponentials(scores, self.chosen(scores, live, k, found), found[0])
+        return e / nonzero(found[1])
 
     def finish(self, state: State, found: State) -> tuple[Array, State, Array | None]:
         return state[0], found, state[0]
