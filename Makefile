@@ -20,7 +20,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
-MXNET_TESTS ?= tests/arrays tests/engines tests/test_attention.py
+MXNET_TESTS ?= tests/engines/test_battery.py tests/test_edges.py
 BENCH ?= $(sort $(wildcard bench/[!_]*.py))
 RESULTS := build/test-results
 
@@ -103,7 +103,7 @@ mxnet: env-mxnet ## The battery on MXNet, in its own environment
 		--junitxml=$(RESULTS)/$@.xml $(MXNET_TESTS)
 
 test-full: env ## The whole product of cases; takes long
-	@$(BIN)/python $(PYTEST) $(XDIST) -m ''
+	@QKV_FULL=1 $(BIN)/python $(PYTEST) $(XDIST)
 
 bench: env ## Run every benchmark, one after the other
 	@set -e; for script in $(BENCH); do echo "--- $$script"; $(BIN)/python $$script; done

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from qkv import masks, scores, weightings
+from qkv.arrays import of
 
 LEAD, N, M, D, DV, HIDDEN = (2, 4), 7, 9, 3, 5, 6
 KV_HEADS = 2
@@ -43,6 +44,11 @@ class Own:
 def _closure(arrays: Arrays) -> Callable[..., Any]:
     w = arrays["w"]
     return lambda query, key: scores.Dot()(query * w, key)
+
+
+def _nearer(s, b, h, i, j):
+    fw = of(s)  # some frameworks add no whole numbers to floats
+    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype(s)) * 0.25
 
 
 SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
@@ -76,9 +82,7 @@ SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     ),
     "modified": (
         {},
-        lambda _: scores.Modified(
-            scores.Dot(), lambda s, b, h, i, j: s * 0.5 + (i - j + h - b) * 0.25
-        ),
+        lambda _: scores.Modified(scores.Dot(), _nearer),
     ),
     "own_class": ({"w": _normal(D)}, lambda a: Own(a["w"])),
     "own_function": ({"w": _normal(D)}, _closure),
@@ -121,9 +125,6 @@ MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     "float": ({"mask": _BIAS}, lambda a: a["mask"]),
     "float_per_head": ({"mask": _normal(4, 1, M)}, lambda a: masks.causal & a["mask"]),
 }
-
-SHAPES_NOT_ASKED = ("uniform_if_empty", "nearest_if_empty")
-
 
 def sensible(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""

@@ -68,12 +68,12 @@ def attend(
     if _flag("return_weights", return_weights):
         call = replace(call, wants_weights=True)
     with call.fw.quiet():
-        out, lse, weights = _attend(call, engine)
+        out, lse, alpha = _attend(call, engine)
         results = [call.fw.astype(out, call.fw.dtype(call.query))]
-        if return_lse:
+        if lse is not None:
             results.append(call.fw.astype(lse[..., 0], call.fw.dtype(call.query)))
-        if return_weights:
-            results.append(call.fw.astype(weights, call.fw.dtype(call.query)))
+        if alpha is not None:
+            results.append(call.fw.astype(alpha, call.fw.dtype(call.query)))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -189,6 +189,9 @@ def request(
     like = next((x for x in (query, key, value) if is_array(x)), None)
     query = as_array("query", query, like)
     fw = _one_framework(query, score, weighting, rule)
+    _one_dtype(fw, query, score=score, weighting=weighting)
+    if bias is not None:
+        bias = fw.astype(bias, "float64" if fw.dtype(query) == "float64" else "float32")
     call = build(
         query,
         key,
@@ -209,6 +212,17 @@ def _one_framework(query: Array, score: Score, weighting: Weighting, rule: Any) 
         for x in _all_arrays(record):
             common(query=query, **{what: x})
     return common(query=query)
+
+
+def _one_dtype(fw: Any, query: Array, **records: Any) -> None:
+    """Refuse a learned array of another precision than the query's."""
+    for what, record in records.items():
+        for x in tree.leaves(fw, record):
+            if "float" in fw.dtype(x) and fw.dtype(x) != fw.dtype(query):
+                raise DtypeError(
+                    f"query is {fw.dtype(query)} but an array {tuple(x.shape)} of the {what} is "
+                    f"{fw.dtype(x)}: cast one of them"
+                )
 
 
 def _all_arrays(record: Any) -> list[Array]:
@@ -251,7 +265,7 @@ def _flag(name: str, value: Any) -> bool:
 # TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
 # a graph here is written for one already.
 for _function in (attend, weights, explain, scaled_dot_product_attention):
-    _function.autograph_info__ = None  # type: ignore[attr-defined]
+    setattr(_function, "autograph_info__", None)  # noqa: B010
 
 
 # Engines compute one weighting. Two weightings are made of several.

@@ -178,9 +178,7 @@ class _Band(Mask):
 
     def __post_init__(self) -> None:
         if self.align not in ("top_left", "bottom_right"):
-            raise ArgumentError(
-                f"align must be 'top_left' or 'bottom_right', not {self.align!r}"
-            )
+            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {self.align!r}")
 
     @property
     def relative(self) -> bool:
@@ -278,10 +276,11 @@ def window(
     window(2, 2) & window(inf, 0)
     """
     right = left if right is None else right
-    bounds: list[int | None] = []
-    for name, value in (("left", left), ("right", right)):
-        bounds.append(None if value == float("inf") else _whole("window", name, value, 0))
-    return _Band(*bounds, align, offset)
+    low, high = (
+        None if value == float("inf") else _whole("window", name, value, 0)
+        for name, value in (("left", left), ("right", right))
+    )
+    return _Band(low, high, align, offset)
 
 
 @dataclass(frozen=True, repr=False)
@@ -334,9 +333,7 @@ def strided(step: int) -> Mask:
     strided(4)
     """
     _whole("strided", "step", step, 1)
-    return _Positions(
-        f"strided({step})", lambda block, xp: _on_step(block, step), by_distance=True
-    )
+    return _Positions(f"strided({step})", lambda block, xp: _on_step(block, step), by_distance=True)
 
 
 def _on_step(block: Block, step: int) -> Array:
@@ -545,7 +542,7 @@ def hoisted(rule: Mask, block: Block, place: Any) -> Mask:
 
 
 def has_functions(rule: Any) -> bool:
-    """Whether a rule holds a function of the caller's, which may hold arrays that no field shows."""
+    """Whether a rule holds a function of the caller's, and maybe arrays that no field shows."""
     inner = (getattr(rule, name, None) for name in ("one", "two"))
     return isinstance(rule, _Custom) or any(has_functions(x) for x in inner if x is not None)
 

@@ -20,11 +20,15 @@ from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 COVERING = cases.covering()
 FULL = bool(os.environ.get("QKV_FULL"))
-SPARSELY = {} if FULL else {"jax": 8, "strict": 4, "tensorflow": 2}  # one case in so many: each takes its time
+SPARSELY = (
+    {} if FULL else {"jax": 8, "strict": 4, "tensorflow": 3, "mxnet": 3}
+)  # one case in so many: each takes its time
 
 frameworks = pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
 differentiating = pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
-combinations = pytest.mark.parametrize(("score", "weighting", "mask"), cases.product() if FULL else COVERING)
+combinations = pytest.mark.parametrize(
+    ("score", "weighting", "mask"), cases.product() if FULL else COVERING
+)
 
 
 def leaves(score: str, mask: str) -> dict[str, np.ndarray]:

@@ -115,7 +115,7 @@ def test_the_native_kernel_has_two_derivatives(mask):
     ],
 )
 def test_jax_has_two_derivatives(score, weighting, engine):
-    """The Hessian by jax.hessian and by grad of grad, against finite differences of the gradient."""
+    """The Hessian forwards and backwards, against finite differences of the gradient."""
     jax = pytest.importorskip("jax")
     jax.config.update("jax_enable_x64", True)
     built = score_of(score, jax.numpy.asarray)

@@ -93,6 +93,23 @@ class Framework:
             return x
         return self.xp.where(live, x, self.full((), other, x))
 
+    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
+        """exp(x − top), 0 where not live."""
+        return self.xp.exp(self.keep(x - top, live, -float("inf")))
+
+    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+        """max(0, x − top − tau), 0 where not live; a NaN is not hidden."""
+        x = x - top - tau
+        over = self.xp.logical_not(x <= 0)
+        return self.keep(x, over if live is None else self.xp.logical_and(over, live))
+
+    def side_by_side(self, x: Array, mask: Array) -> Array | None:
+        """The entries of each row where the mask holds, then −∞ up to the longest row's length.
+
+        None where the shape of a result must not hang on values.
+        """
+        return None
+
     def detach(self, x: Array) -> Array:
         """x as a constant: no gradient flows through it."""
         return x
@@ -145,9 +162,7 @@ class Framework:
             return parts[0]
         return tuple(self.xp.concat(list(column), axis=-2) for column in zip(*parts, strict=True))
 
-    def sweep(
-        self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan
-    ) -> Any:
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
         """carry ← step(carry, span of queries, spans of keys) over the plan."""
         for rows, cols in plan:
             carry = step(carry, rows, cols)

@@ -178,7 +178,7 @@ def _stack(columns: list[list[Span]]) -> list[_Spans]:
     """Lists of spans as arrays of one length, so that one compiled loop runs each of them."""
     length = max(len(spans) for spans in columns)
     flat = [span for spans in columns for span in spans]
-    facts = {
+    facts: dict[str, Any] = {
         "size": flat[0].size,
         "open": all(span.open for span in flat),
         "whole": all(len(spans) == length for spans in columns),
@@ -215,7 +215,7 @@ def _unpack(item: Any, plan: Plan) -> tuple[Span, Any]:
     rows = Span(start, plan[0][0].size, first if overlap else None)
     if not cols:
         return rows, []
-    spans = _Spans(*cols, *_stack([spans for _, spans in plan])[0][3:])
+    spans = _Spans(*cols, *_stack([spans for _, spans in plan])[0][3:])  # type: ignore[call-arg]
     if len(spans.valid.shape) and spans.valid.shape[0] == 1 and spans.whole:
         first_key = spans.first[0] if spans.overlap else None
         return rows, [Span(spans.start[0], spans.size, first_key, spans.open)]

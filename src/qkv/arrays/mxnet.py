@@ -83,7 +83,7 @@ class _Namespace:
         return mnp.take(x.reshape(-1), at)
 
     @staticmethod
-    def argsort(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
         # MXNet's sort is not stable, and positions carry no gradient: NumPy finds them.
         host = x.asnumpy()
         order = numpy.argsort(-host if descending else host, axis=axis, kind="stable")

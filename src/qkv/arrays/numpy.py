@@ -22,6 +22,18 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores or 1, thread_name_prefix="qkv")
 
 
+def _one_blas_thread() -> AbstractContextManager[object]:
+    """Each of our threads multiplies by itself: two pools of threads would wait for each other."""
+    from threadpoolctl import ThreadpoolController
+
+    if not _controller:
+        _controller.append(ThreadpoolController())
+    return _controller[0].limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
+
+
+_controller: list[Any] = []
+
+
 class NumPy(Framework):
     name = "numpy"
     xp = array_api_compat.numpy
@@ -40,13 +52,42 @@ class NumPy(Framework):
             with self.quiet():
                 return pool(*item)
 
-        if len(plan) == 1:
-            return quietly(plan[0])
-        parts = list(_workers().map(quietly, plan))
+        if len(plan) == 1 or _workers()._max_workers == 1:
+            parts = [quietly(item) for item in plan]
+        else:
+            with _one_blas_thread():
+                parts = list(_workers().map(quietly, plan))
+        if len(parts) == 1:
+            return parts[0]
         return tuple(numpy.concatenate(column, axis=-2) for column in zip(*parts, strict=True))
+
+    # The same as in base, without its temporaries.
+
+    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
+        x = x - top
+        numpy.exp(x, out=x)
+        return x if live is None else _zero_unless(x, live)
+
+    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+        x = x - top
+        x -= tau
+        numpy.maximum(x, 0, out=x)
+        return x if live is None else _zero_unless(x, live)
+
+    def side_by_side(self, x: Array, mask: Array) -> Array | None:
+        counts = numpy.count_nonzero(mask, axis=-1)[..., None]
+        width = int(counts.max(initial=0))
+        out = numpy.full((*x.shape[:-1], width), -numpy.inf, x.dtype)
+        out[numpy.arange(width) < counts] = x[mask]
+        return out
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)
+
+
+def _zero_unless(x: Array, live: Array) -> Array:
+    numpy.copyto(x, 0, where=~live)
+    return x
 
 
 FRAMEWORK = NumPy()

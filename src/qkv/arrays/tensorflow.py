@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,23 +47,23 @@ class _Namespace:
         return tf.range(size, dtype=dtype)
 
     @staticmethod
-    def max(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+    def max(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
         return tf.reduce_max(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
-    def min(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+    def min(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
         return tf.reduce_min(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
-    def sum(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+    def sum(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
         return tf.reduce_sum(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
-    def any(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+    def any(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
         return tf.reduce_any(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
-    def all(x: Array, axis: Any = None, keepdims: bool = False) -> Array:
+    def all(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
         return tf.reduce_all(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
@@ -78,7 +79,7 @@ class _Namespace:
         return tf.experimental.numpy.take_along_axis(x, indices, axis)
 
     @staticmethod
-    def argsort(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+    def argsort(x: Array, axis: int = -1, descending: Any = False, stable: Any = True) -> Array:
         direction = "DESCENDING" if descending else "ASCENDING"
         return tf.argsort(x, axis=axis, direction=direction, stable=stable)
 
@@ -174,9 +175,7 @@ class TensorFlow(Framework):
         def function(*leaves: Array) -> Any:
             # A tape outside would record every block, and hold them all.
             outputs, kept = forward(*map(tf.stop_gradient, leaves))
-            return outputs, lambda *gradients: _slopes(
-                backward, reference, leaves, kept, gradients
-            )
+            return outputs, lambda *gradients: _slopes(backward, reference, leaves, kept, gradients)
 
         out = function(*leaves)
         return tuple(out) if isinstance(out, list | tuple) else (out,)
@@ -247,10 +246,9 @@ class _Pieces:
 
         tops, lefts = edges(-2, 0), edges(-1, 2)
         lines = []
-        for top, bottom in zip(tops, tops[1:], strict=False):
+        for top, bottom in itertools.pairwise(tops):
             cells = [
-                self._cell(top, bottom, left, right)
-                for left, right in zip(lefts, lefts[1:], strict=False)
+                self._cell(top, bottom, left, right) for left, right in itertools.pairwise(lefts)
             ]
             lines.append(tf.concat(cells, -1))
         return tf.concat(lines, -2) if lines else tf.zeros(self.shape, self.dtype)

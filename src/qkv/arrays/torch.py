@@ -10,6 +10,7 @@ import array_api_compat.torch
 import numpy as np
 import torch
 
+from qkv.arrays import framework
 from qkv.arrays.base import Framework
 from qkv.types import Array
 
@@ -38,6 +39,31 @@ class Torch(Framework):
 
     def detach(self, x: Array) -> Array:
         return x.detach()
+
+    # The same as in base, without its temporaries, where no graph holds them.
+
+    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
+        if self.needs_gradient((x, top)):
+            return super().exp_below(x, top, live)
+        x = (x - top).exp_()
+        return x if live is None else x.masked_fill_(~live, 0)
+
+    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+        if self.needs_gradient((x, top, tau)):
+            return super().above(x, top, tau, live)
+        x = (x - top).sub_(tau).clamp_(min=0)
+        return x if live is None else x.masked_fill_(~live, 0)
+
+    def side_by_side(self, x: Array, mask: Array) -> Array | None:
+        if self.tracing(x):
+            return None
+        if x.device.type == "cpu":  # NumPy picks by a mask several times faster
+            return torch.from_numpy(framework("numpy").side_by_side(x.numpy(), mask.numpy()))
+        counts = mask.sum(-1, keepdim=True)
+        width = int(counts.max()) if counts.numel() else 0
+        out = x.new_full((*x.shape[:-1], width), -torch.inf)
+        out[torch.arange(width, device=x.device) < counts] = x[mask]
+        return out
 
     def fresh_seed(self, like: Array) -> Any:
         return torch.randint(2**31 - 1, ())  # torch.manual_seed governs it
@@ -75,9 +101,7 @@ class Torch(Framework):
             if not out.requires_grad:
                 return (None,) * len(args)
             # The graph behind a captured tensor serves every block.
-            return torch.autograd.grad(
-                out, args, gradient, allow_unused=True, retain_graph=True
-            )
+            return torch.autograd.grad(out, args, gradient, allow_unused=True, retain_graph=True)
 
         return out.detach(), pull
 

@@ -113,7 +113,11 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
             host = np.asarray(x, dtype=float)
         except (TypeError, ValueError) as error:
             raise DtypeError(f"{name} is no rectangle of numbers: {error}") from None
-        return host if like is None else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
+        return (
+            host
+            if like is None
+            else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
+        )
     if not arrays.is_array(x):
         raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}")
     return arrays.of(x).plain(x)
@@ -244,4 +248,3 @@ def dropped(call: Call, block: Block) -> Array | None:
     if not call.dropout:
         return None
     return keep_factor(call.query, call.dropout, call.seed, block)
-

@@ -32,7 +32,7 @@ def choose(call: Call, name: str | None = None) -> Choice:
         if reason:
             raise EngineError(f"engine {name!r} cannot serve this call: {reason}")
         return Choice(NAMES[name], ())
-    refusals = []
+    refusals: list[tuple[str, str]] = []
     for engine in ENGINES:
         reason = engine.cannot(call) or engine.declines(call)
         if not reason:

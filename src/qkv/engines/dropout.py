@@ -52,7 +52,7 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
 def check(p: Any) -> float:
     if isinstance(p, bool) or not isinstance(p, Real):
         raise DtypeError(f"dropout_p must be a number from 0 to 1, not {p!r}")
-    if not 0 <= p <= 1:
+    if not 0 <= float(p) <= 1:
         raise ArgumentError(f"dropout_p must lie between 0 and 1, not {p!r}")
     return float(p)
 

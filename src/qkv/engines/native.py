@@ -84,7 +84,7 @@ def _torch_cannot(call: Call) -> str | None:
         import torch
 
         wide = torch.promote_types(call.query.dtype, torch.float32)
-        parts = (call.query, call.key, call.value)
+        parts: list[Any] = [call.query, call.key, call.value]
         if not math.isfinite(sum(float(x.detach().sum(dtype=wide)) for x in parts)):
             return "an argument is not finite, which the kernel would hide, or leak past a mask"
     return None
@@ -138,7 +138,7 @@ def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
     if call.rule is not None and not is_causal:
         block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
         mask = _additive(call, block)
-    return _kernel(call, call.query, call.key, call.value, mask, is_causal), None
+    return _kernel(call, (call.query, call.key, call.value), mask, is_causal), None
 
 
 def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Array] | None]:
@@ -149,6 +149,7 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
     import torch
 
     masks: dict[tuple[int, int, int], Array] = {}
+    value: Any = call.value
 
     def mask_of(rows: Span, cols: Span) -> Array:
         # A rule on distances alone looks the same at every place along the diagonal.
@@ -161,7 +162,7 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
     if gradient is not None:
         totals = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
     for rows, keys in streaming.plan_of(call, min(ROWS, call.n), min(ROWS, call.m)):
-        shape = (*call.lead, rows.size, call.value.shape[-1])
+        shape = (*call.lead, rows.size, value.shape[-1])
         if not keys:
             outs.append(call.query.new_zeros(shape))
             continue
@@ -174,11 +175,11 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
             for x, span in zip((call.query, call.key, call.value), spans, strict=True)
         ]
         if totals is None:
-            outs.append(_kernel(call, *parts, mask, False))
+            outs.append(_kernel(call, parts, mask, False))
             continue
         parts = [x.detach().requires_grad_() for x in parts]
         with torch.enable_grad():
-            out = _kernel(call, *parts, mask, False)
+            out = _kernel(call, parts, mask, False)
         found = torch.autograd.grad(out, parts, call.fw.cut(gradient, rows, -2))
         for total, span, new in zip(totals, spans, found, strict=True):
             call.fw.add_at(total, new, span, None)
@@ -190,7 +191,7 @@ def _all_open(keys: list[Span], cols: Span) -> bool:
 
 
 def _additive(call: Call, block: Any) -> Array:
-    """The mask of a block as the kernel likes it best: 0 or −∞, or the bias, in the call's dtype."""
+    """The mask of a block as the kernel likes it best: numbers to add, −∞ to rule out."""
     import torch
 
     live = calls.live(call, block)
@@ -201,13 +202,12 @@ def _additive(call: Call, block: Any) -> Array:
     return torch.where(live, mask, -math.inf)
 
 
-def _kernel(
-    call: Call, query: Array, key: Array, value: Array, mask: Array | None, is_causal: bool
-) -> Array:
+def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, is_causal: bool) -> Array:
     """SDPA on (batch, heads, rows, width), the form that its fused kernels take."""
     import torch
     from torch.nn.functional import pad
 
+    query, key, value = parts
     width = value.shape[-1]
     if width < query.shape[-1]:
         value = pad(value, (0, query.shape[-1] - width))

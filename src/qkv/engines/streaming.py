@@ -25,7 +25,7 @@ from qkv.weightings import State, Weighting
 
 NAME = "streaming"
 
-BLOCK = 2**20
+BLOCK = 2**21
 """Numbers held at once by a block's scores, or by what a score makes on the way to them."""
 
 SMALL = 2**18
@@ -64,11 +64,11 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
     call = call.precise()
     if 0 in (*call.lead, call.n, call.m):
-        return *dense.run(call)[:2], None  # type: ignore[return-value]
+        return *dense.run(call)[:2], None
     fw = call.fw
     plan = plan_of(call, *(size or block_size(call)))
     if not any(keys for _, keys in plan):
-        return *dense.run(call)[:2], None  # type: ignore[return-value]
+        return *dense.run(call)[:2], None
     call = hoist(call, plan)
     leaves = tree.leaves(fw, call)
 
@@ -268,11 +268,11 @@ def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ..
             def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
                 return only
 
-        def fold(lift: Any, merge: Any, init: Any) -> State:
-            def step(state: State, cols: Span) -> State:
+        def fold(lift: Any, merge: Any, init: Any) -> Any:
+            def step(state: State, cols: Span) -> Any:
                 return merge(state, lift(*scored(cols)[:3]))
 
-            return fw.fold(step, init(template), keys)  # type: ignore[no-any-return]
+            return fw.fold(step, init(template), keys)
 
         found = weighting.search(fold)
 

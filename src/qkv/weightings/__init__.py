@@ -56,6 +56,4 @@ def resolve(weighting: str | Weighting) -> Weighting:
     if isinstance(weighting, type) and issubclass(weighting, Weighting):
         name = weighting.__name__
         raise DtypeError(f"weighting is the class {name}: build it, {name}(…)")
-    raise DtypeError(
-        f"weighting must be a name or a weighting, not {type(weighting).__name__}"
-    )
+    raise DtypeError(f"weighting must be a name or a weighting, not {type(weighting).__name__}")

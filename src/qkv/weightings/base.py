@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from qkv.arrays import of
-from qkv.types import Array
+from qkv.types import Array, Span
 
 State = tuple[Array, ...]
 """What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
 
 INFINITY = float("inf")
+CACHED = 2**18
 NOWHERE = 2**31 - 1
 """The position of no key: behind every other."""
 
@@ -54,8 +55,20 @@ class Weighting:
     def __call__(self, scores: Array, live: Array | None = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
+        n, m = scores.shape[-2:]
+        if fw.equal_spans or n * m <= CACHED or fw.needs_gradient([scores]):
+            plan: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]
+        else:  # in pieces that stay in the cache
+            size = max(CACHED // m, 1)
+            plan = [(Span(i, min(size, n - i)), []) for i in range(0, n, size)]
+
+        def some(rows: Span, _: object) -> State:
+            part = None if live is None else fw.cut(live, rows, -2)
+            s = self.scale(fw.cut(scores, rows, -2))
+            return (self.weights(s, part, fw.positions(0, m, scores)),)
+
         with fw.quiet():
-            return self.weights(self.scale(scores), live, fw.positions(0, scores.shape[-1], scores))
+            return fw.rows(some, plan)[0]
 
     def scale(self, scores: Array) -> Array:
         """What is done to each score before anything else (a temperature)."""
@@ -163,4 +176,3 @@ def finite(x: Array, other: float = 0.0) -> Array:
 def nonzero(x: Array) -> Array:
     """x, or 1 where it is 0: a divisor."""
     return of(x).keep(x, x != 0, 1.0)
-

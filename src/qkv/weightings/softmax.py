@@ -25,8 +25,7 @@ from qkv.weightings.base import (
 
 def exponentials(scores: Array, live: Array | None, top: Array) -> Array:
     """exp(s − top), 0 where not live."""
-    fw = of(scores)
-    return fw.xp.exp(fw.keep(scores - finite(top), live, -INFINITY))
+    return of(scores).exp_below(scores, finite(top), live)
 
 
 def logarithm(top: Array, total: Array) -> Array:

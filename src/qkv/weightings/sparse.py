@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from qkv.arrays import of
 from qkv.errors import ArgumentError
 from qkv.types import Array
-from qkv.weightings.base import Fold, State, Weighting, finite, lowest, nonzero, pool, row_max, row_sum
+from qkv.weightings.base import (
+    Fold,
+    State,
+    Weighting,
+    finite,
+    lowest,
+    nonzero,
+    pool,
+    row_max,
+    row_sum,
+)
 
 STEPS = 100
-ROOT_EPSILON = {"float32": 3e-5, "float64": 1e-9}
-"""How near τ must be before the two last steps of Newton, each of which squares the error."""
+EPSILON = {"float32": 1e-6, "float64": 1e-14}
+"""The last step of Newton for τ in (−1, 0)."""
 
 
 @dataclass(frozen=True)
@@ -49,41 +59,65 @@ class Entmax(Weighting):
         return scores if self.alpha == 2 else scores * (self.alpha - 1)
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
-        found = self.search(lambda lift, merge, init: lift(scores, live, k))
-        return self.weight(scores, live, k, found)
+        def fold(lift: Any, merge: Any, init: Any) -> Any:
+            return lift(scores, live, k)
+
+        top, tau = self.search(fold)
+        if of(scores).needs_gradient([scores]):
+            tau = self.polish(fold, top, tau)
+        return self.weight(scores, live, k, (top, tau))
 
     def search(self, fold: Fold) -> State:
         """The row's largest score and, below it, the threshold τ.
 
         With r = max(0, s − top − τ), ‖r‖ₑ is convex and falls in τ, so Newton's steps on
-        ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. The last two are left to the
-        framework to differentiate: at the root they carry the exact first and second derivative.
+        ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. What lies below τ at the start
+        never counts again: where the rest may be set aside, the steps look at nothing else.
         """
         (top,) = fold(lambda s, live, k: (row_max(s, live),), _larger, lowest)
         top = finite(top)
         fw = of(top)
-        near = ROOT_EPSILON[fw.dtype(top)]
 
-        def step(tau: Array) -> Array:
-            mass, slope = fold(lambda s, live, k: self.moments(s, live, top, tau), _sums, _zeros)
-            return tau + self.newton(mass, slope)
+        def candidates(s: Array, live: Array | None, k: Array) -> State:
+            s = fw.detach(s)
+            near = s > top - 1.0
+            chosen = near if live is None else fw.xp.logical_and(near, live)
+            return (fw.side_by_side(s, chosen),)
+
+        if fw.side_by_side(top, top > 0) is None:
+            tau = self.solve(fold, top)
+            return top, self.polish(fold, top, tau)
+        (kept,) = fold(candidates, _beside, _nothing)
+        return top, self.solve(lambda lift, merge, init: lift(kept, None, kept), top)
+
+    def solve(self, fold: Fold, top: Array) -> Array:
+        fw = of(top)
+        near = EPSILON[fw.dtype(top)]
 
         def settle(state: State) -> State:
-            tau = fw.detach(step(state[0]))
+            tau = fw.detach(self.step(fold, top, state[0]))
             return tau, tau - state[0]
 
         start = fw.full(top.shape, -1.0, top)
-        tau, _ = fw.until(
+        return fw.until(
             lambda state: fw.xp.all(fw.xp.abs(state[1]) <= near), settle, (start, start), STEPS
-        )
-        return top, step(step(tau))
+        )[0]
+
+    def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
+        """Two more steps, for the framework to differentiate.
+
+        τ is constant where they start, yet each doubles the order to which it is right: so they
+        carry the exact first and second derivative of the root.
+        """
+        return self.step(fold, top, self.step(fold, top, of(tau).detach(tau)))
+
+    def step(self, fold: Fold, top: Array, tau: Array) -> Array:
+        mass, slope = fold(lambda s, live, k: self.moments(s, live, top, tau), _sums, _zeros)
+        return tau + self.newton(mass, slope)
 
     def excess(self, scores: Array, live: Array | None, top: Array, tau: Array) -> Array:
         """r = max(0, s − top − τ)"""
-        fw = of(scores)
-        r = scores - top - tau
-        above = fw.xp.logical_not(r <= 0)  # a NaN is not hidden
-        return fw.keep(r, above if live is None else fw.xp.logical_and(above, live))
+        return of(scores).above(scores, top, tau, live)
 
     def power(self, r: Array, exponent: float) -> Array:
         """r^exponent where r > 0, else 0; its slope is finite everywhere."""
@@ -163,6 +197,14 @@ def _larger(one: State, two: State) -> State:
 
 def _sums(one: State, two: State) -> State:
     return tuple(a + b for a, b in zip(one, two, strict=True))
+
+
+def _beside(one: State, two: State) -> State:
+    return (of(one[0]).xp.concat([one[0], two[0]], axis=-1),)
+
+
+def _nothing(rows: Array) -> State:
+    return (rows[..., :0],)
 
 
 def _zeros(rows: Array) -> State:
