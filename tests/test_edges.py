@@ -22,6 +22,7 @@ from qkv.attention import request
 from qkv.engines import streaming
 
 FRAMEWORKS = os.environ.get("QKV_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(",")
+FULL = bool(os.environ.get("QKV_FULL"))
 QUICK = ("numpy", "torch")
 """Where a case costs so little that every weighting and engine can be tried."""
 
@@ -167,7 +168,7 @@ def cases(
 ) -> Any:
     """framework × engine × weighting × one more: all where that is quick, a few elsewhere.
 
-    JAX compiles each case anew, so one of them stands for it in the short run.
+    JAX compiles each case anew, so one of them stands for it unless all are asked for.
     """
     more = next(iter(extra.values()), [None])
     table = []
@@ -176,9 +177,8 @@ def cases(
         short = ("blocks", weights[0], more[0])
         for weighting, one in itertools.product(weights, more):
             for engine in engines(framework, weighting):
-                slow = framework == "jax" and (engine, weighting, one) != short
-                case = (framework, engine, weighting, one)[: 3 + len(extra)]
-                table.append(pytest.param(*case, marks=[pytest.mark.full] * slow))
+                if framework != "jax" or FULL or (engine, weighting, one) == short:
+                    table.append((framework, engine, weighting, one)[: 3 + len(extra)])
     return pytest.mark.parametrize(("framework", "engine", "weighting", *extra), table)
 
 

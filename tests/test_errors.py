@@ -148,6 +148,28 @@ FRAMEWORKS: list[Case] = [
         r"query is float64.*key is float32",
     ),
     (
+        "torch: a parameter of another precision",
+        lambda: attend(
+            *map(tensor, (Q, K, V)), score=scores.Multiplicative(tensor(one(3, 3)).float())
+        ),
+        DtypeError,
+        r"query is float64.*\(3, 3\).*score.*float32",
+    ),
+    (
+        "NumPy: a parameter of another precision",
+        lambda: attend(score=scores.Gated(one(3, dtype="float32"), one(3))),
+        DtypeError,
+        r"query is float64.*\(3,\).*score.*float32",
+    ),
+    (
+        "torch: a parameter of integers",
+        lambda: attend(
+            *map(tensor, (Q, K, V)), score=scores.Multiplicative(tensor([[1, 0, 0]] * 3))
+        ),
+        DtypeError,
+        r"(score|Multiplicative).*int64",
+    ),
+    (
         "JAX: dropout without a seed",
         lambda: attend(*map(load("jax.numpy").asarray, (Q, K, V)), dropout_p=0.5),
         ArgumentError,
@@ -637,24 +659,14 @@ def test_each_framework_says_the_same(framework: str) -> None:
             call()
 
 
-def test_numbers_are_read_in_the_precision_of_the_query() -> None:
-    """No error: lists, and the arrays inside a score or a mask, become what the query is."""
+def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
+    """No error: nested lists of numbers and a float mask become what the query is."""
     q, k, v = (tensor(x) for x in np.random.default_rng(0).normal(size=(3, 5, 5)))
-    w = tensor(np.random.default_rng(1).normal(size=(5, 5))).float()
-    whole = (w * 3).round().long()
-    table = [
-        ({}, {}, (k.tolist(), v)),
-        ({"score": scores.Multiplicative(w)}, {"score": scores.Multiplicative(w.double())}, (k, v)),
-        (
-            {"score": scores.Multiplicative(whole)},
-            {"score": scores.Multiplicative(whole.double())},
-            (k, v),
-        ),
-        ({"mask": w}, {"mask": w.double()}, (k, v)),
-    ]
-    for given, meant, rest in table:
+    bias = tensor(np.random.default_rng(1).normal(size=(5, 5))).float()
+    table = [((k.tolist(), v), None, None), ((k, v), bias, bias.double())]
+    for rest, given, meant in table:
+        want = qkv.attend(q, k, v, engine="dense", mask=meant)
         for engine in (None, "dense", "streaming"):
-            got = qkv.attend(q, *rest, engine=engine, **given)
-            want = qkv.attend(q, k, v, engine="dense", **meant)
+            got = qkv.attend(q, *rest, engine=engine, mask=given)
             assert got.dtype == want.dtype
             np.testing.assert_allclose(got, want, 1e-10, 1e-10)

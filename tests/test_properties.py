@@ -575,6 +575,71 @@ def test_the_log_sum_exp(seed: int, n: int, m: int) -> None:
     close(qkv.attend(q, k, v, return_lse=True, **options)[1], np.array(want))
 
 
+# Weightings with a second face
+
+
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@some(8)
+@given(seed=SEEDS, n=LENGTHS, m=LENGTHS)
+def test_straight_through_is_hard_forward_and_soft_backward(
+    engine: str, seed: int, n: int, m: int
+) -> None:
+    torch = load("torch")
+    rng = np.random.default_rng(seed)
+    arrays = [torch.tensor(x, requires_grad=True) for x in database(rng, n, m)]
+    along, mask = torch.tensor(rows(rng, n, DV)), torch.tensor(rng.random((n, m)) < 0.7)
+    found = {}
+    for name, weighting in {
+        "hard": weightings.Hard(),
+        "soft": weightings.Softmax(),
+        "both": weightings.Hard(straight_through=True),
+    }.items():
+        options = {"score": "gaussian", "weighting": weighting, "mask": mask, "engine": engine}
+        out, alpha = qkv.attend(*arrays, return_weights=True, **options)
+        pulled = [
+            torch.autograd.grad(
+                y, arrays, g, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for y, g in ((out, along), (alpha, along @ arrays[2].detach().T))
+        ]
+        found[name] = (out, alpha, *pulled)
+    for at in (0, 1):
+        close(found["both"][at], found["hard"][at])
+    for at in (2, 3):
+        dq, dk, dv = found["both"][at]
+        close(dq, found["soft"][at][0])
+        close(dk, found["soft"][at][1])
+        close(dv, found["hard"][at][2])
+
+
+@pytest.mark.parametrize("score", ["boxcar", "triangular", "epanechnikov"])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_normalized_when_every_weight_is_zero(framework: str, score: str) -> None:
+    """Query 0 has a key in its window, query 1 has none, query 2 may not look at all."""
+    make = np.asarray if framework == "numpy" else load("torch").tensor
+    q, k, v = (make(np.array(x)[:, None]) for x in ([0.0, 5.0, 5.0], [0.0, 3.0, 9.0], [1.0, 2, 4]))
+    mask = make(np.array([[True] * 3, [True, True, False], [False] * 3]))
+    nan = math.nan
+    for wish, answer, alpha in (
+        ("zero", 0.0, [0.0, 0.0]),
+        ("nan", nan, [nan, nan]),
+        ("uniform", 1.5, [0.5, 0.5]),
+        ("nearest", 2.0, [0.0, 1.0]),
+    ):
+        for engine in ("dense", "streaming"):
+            out, found = qkv.attend(
+                *(q, k, v),
+                score=score,
+                weighting=weightings.Normalized(wish),
+                mask=mask,
+                engine=engine,
+                return_weights=True,
+            )
+            close(out, [[1.0], [answer], [0.0]])
+            close(found[:, :2], [[1.0, 0.0], alpha, [0.0, 0.0]])
+            assert wish == "nan" or not to_numpy(found)[:, 2].any()
+
+
 # Sparse weightings
 
 

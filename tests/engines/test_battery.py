@@ -21,7 +21,7 @@ from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
 COVERING = cases.covering()
 FULL = bool(os.environ.get("QKV_FULL"))
 SPARSELY = (
-    {} if FULL else {"jax": 8, "strict": 4, "tensorflow": 3, "mxnet": 3}
+    {} if FULL else {"jax": 16, "strict": 4, "tensorflow": 4, "mxnet": 4}
 )  # one case in so many: each takes its time
 
 frameworks = pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)

@@ -103,12 +103,28 @@ class Framework:
         over = self.xp.logical_not(x <= 0)
         return self.keep(x, over if live is None else self.xp.logical_and(over, live))
 
-    def side_by_side(self, x: Array, mask: Array) -> Array | None:
-        """The entries of each row where the mask holds, then −∞ up to the longest row's length.
-
-        None where the shape of a result must not hang on values.
-        """
+    def lend(self, x: Array) -> Array | None:
+        """x as NumPy's array over the same memory, where it is there and wants no gradient."""
         return None
+
+    def take_back(self, x: Array) -> Array:
+        """NumPy's array as the framework's own, over the same memory."""
+        return x
+
+    def picks(self, x: Array) -> bool:
+        """Whether `pick` works here: a compiled shape must not hang on values."""
+        return False
+
+    def pick(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
+        """x − top where the mask holds, each row's side by side, then −∞ up to the longest row.
+
+        Beside it, where `put` will find what was picked.
+        """
+        raise NotImplementedError
+
+    def put(self, picked: Array, at: Any) -> Array:
+        """What was picked, where it stood, among zeros."""
+        raise NotImplementedError
 
     def detach(self, x: Array) -> Array:
         """x as a constant: no gradient flows through it."""

@@ -52,14 +52,22 @@ class NumPy(Framework):
             with self.quiet():
                 return pool(*item)
 
-        if len(plan) == 1 or _workers()._max_workers == 1:
-            parts = [quietly(item) for item in plan]
-        else:
-            with _one_blas_thread():
-                parts = list(_workers().map(quietly, plan))
-        if len(parts) == 1:
-            return parts[0]
-        return tuple(numpy.concatenate(column, axis=-2) for column in zip(*parts, strict=True))
+        if len(plan) == 1:
+            return quietly(plan[0])
+        with _one_blas_thread():
+            first = quietly(plan[0])
+            total = sum(span.size for span, _ in plan)
+            outs = tuple(numpy.empty((*x.shape[:-2], total, x.shape[-1]), x.dtype) for x in first)
+
+            def fill(item: tuple[Span, list[Span]]) -> None:
+                at = slice(item[0].start, item[0].start + item[0].size)
+                parts = first if item is plan[0] else quietly(item)
+                for out, part in zip(outs, parts, strict=True):
+                    out[..., at, :] = part
+
+            for _ in _workers().map(fill, plan):
+                pass
+        return outs
 
     # The same as in base, without its temporaries.
 
@@ -74,11 +82,25 @@ class NumPy(Framework):
         numpy.maximum(x, 0, out=x)
         return x if live is None else _zero_unless(x, live)
 
-    def side_by_side(self, x: Array, mask: Array) -> Array | None:
-        counts = numpy.count_nonzero(mask, axis=-1)[..., None]
+    def picks(self, x: Array) -> bool:
+        return True
+
+    def pick(self, x: Array, mask: Array, top: Array) -> tuple[Array, Any]:
+        found = numpy.flatnonzero(mask)
+        rows = mask.size // (mask.shape[-1] or 1)
+        counts = numpy.bincount(found // (mask.shape[-1] or 1), minlength=rows)
         width = int(counts.max(initial=0))
-        out = numpy.full((*x.shape[:-1], width), -numpy.inf, x.dtype)
-        out[numpy.arange(width) < counts] = x[mask]
+        filled = numpy.arange(width) < counts[:, None]
+        out = numpy.full((rows, width), -numpy.inf, x.dtype)
+        out[filled] = numpy.broadcast_to(x, mask.shape).reshape(-1)[found]
+        out = out.reshape(*mask.shape[:-1], width)
+        out -= top
+        return out, (found, filled, mask.shape)
+
+    def put(self, picked: Array, at: Any) -> Array:
+        found, filled, shape = at
+        out = numpy.zeros(shape, picked.dtype)
+        out.reshape(-1)[found] = picked.reshape(filled.shape)[filled]
         return out
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:

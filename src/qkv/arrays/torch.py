@@ -10,7 +10,6 @@ import array_api_compat.torch
 import numpy as np
 import torch
 
-from qkv.arrays import framework
 from qkv.arrays.base import Framework
 from qkv.types import Array
 
@@ -54,16 +53,12 @@ class Torch(Framework):
         x = (x - top).sub_(tau).clamp_(min=0)
         return x if live is None else x.masked_fill_(~live, 0)
 
-    def side_by_side(self, x: Array, mask: Array) -> Array | None:
-        if self.tracing(x):
-            return None
-        if x.device.type == "cpu":  # NumPy picks by a mask several times faster
-            return torch.from_numpy(framework("numpy").side_by_side(x.numpy(), mask.numpy()))
-        counts = mask.sum(-1, keepdim=True)
-        width = int(counts.max()) if counts.numel() else 0
-        out = x.new_full((*x.shape[:-1], width), -torch.inf)
-        out[torch.arange(width, device=x.device) < counts] = x[mask]
-        return out
+    def lend(self, x: Array) -> Array | None:
+        free = x.device.type == "cpu" and not self.tracing(x) and not self.needs_gradient([x])
+        return x.detach().numpy() if free and x.dtype != torch.bfloat16 else None
+
+    def take_back(self, x: Array) -> Array:
+        return torch.from_numpy(x)
 
     def fresh_seed(self, like: Array) -> Any:
         return torch.randint(2**31 - 1, ())  # torch.manual_seed governs it

@@ -55,6 +55,9 @@ class Weighting:
     def __call__(self, scores: Array, live: Array | None = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
+        lent = fw.lend(scores) if type(self).search is not Weighting.search else None
+        if lent is not None:
+            return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]
         if fw.equal_spans or n * m <= CACHED or fw.needs_gradient([scores]):
             plan: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]

@@ -59,13 +59,21 @@ class Entmax(Weighting):
         return scores if self.alpha == 2 else scores * (self.alpha - 1)
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        fw = of(scores)
+        if fw.picks(scores):
+            top = finite(row_max(scores, live))
+            chosen = self.chosen(scores, live, top)
+            kept, at = fw.pick(scores, chosen, top)
+            return fw.put(self.weight(kept, None, k, (0.0, self.threshold(kept))), at)
+        lent = fw.lend(scores)
+        if lent is not None:  # NumPy picks by a mask several times faster than others can
+            allowed = None if live is None else fw.lend(live)
+            return fw.take_back(self.weights(lent, allowed, k))
+
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
 
-        top, tau = self.search(fold)
-        if of(scores).needs_gradient([scores]):
-            tau = self.polish(fold, top, tau)
-        return self.weight(scores, live, k, (top, tau))
+        return self.weight(scores, live, k, self.search(fold))
 
     def search(self, fold: Fold) -> State:
         """The row's largest score and, below it, the threshold τ.
@@ -80,15 +88,22 @@ class Entmax(Weighting):
 
         def candidates(s: Array, live: Array | None, k: Array) -> State:
             s = fw.detach(s)
-            near = s > top - 1.0
-            chosen = near if live is None else fw.xp.logical_and(near, live)
-            return (fw.side_by_side(s, chosen),)
+            return (fw.pick(s, self.chosen(s, live, top), top)[0],)
 
-        if fw.side_by_side(top, top > 0) is None:
-            tau = self.solve(fold, top)
-            return top, self.polish(fold, top, tau)
-        (kept,) = fold(candidates, _beside, _nothing)
-        return top, self.solve(lambda lift, merge, init: lift(kept, None, kept), top)
+        if not fw.picks(top):
+            return top, self.polish(fold, top, self.solve(fold, top))
+        return top, self.threshold(*fold(candidates, _beside, _nothing))
+
+    def chosen(self, scores: Array, live: Array | None, top: Array) -> Array:
+        """What lies above τ = −1 at the start; a NaN is not hidden."""
+        xp = of(scores).xp
+        near = xp.logical_not(scores < top - 1.0)
+        return near if live is None else xp.logical_and(near, live)
+
+    def threshold(self, kept: Array) -> Array:
+        """τ of the scores that were set aside, measured from their top."""
+        zero = of(kept).full((*kept.shape[:-1], 1), 0.0, kept)
+        return self.solve(lambda lift, merge, init: lift(kept, None, kept), zero)
 
     def solve(self, fold: Fold, top: Array) -> Array:
         fw = of(top)
@@ -100,7 +115,10 @@ class Entmax(Weighting):
 
         start = fw.full(top.shape, -1.0, top)
         return fw.until(
-            lambda state: fw.xp.all(fw.xp.abs(state[1]) <= near), settle, (start, start), STEPS
+            lambda state: fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near)),
+            settle,
+            (start, start),
+            STEPS,
         )[0]
 
     def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
@@ -200,11 +218,11 @@ def _sums(one: State, two: State) -> State:
 
 
 def _beside(one: State, two: State) -> State:
-    return (of(one[0]).xp.concat([one[0], two[0]], axis=-1),)
+    return two if not one else (of(one[0]).xp.concat([one[0], two[0]], axis=-1),)
 
 
 def _nothing(rows: Array) -> State:
-    return (rows[..., :0],)
+    return ()
 
 
 def _zeros(rows: Array) -> State:
