@@ -126,6 +126,7 @@ MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     "float_per_head": ({"mask": _normal(4, 1, M)}, lambda a: masks.causal & a["mask"]),
 }
 
+
 def sensible(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""
     built = scores.resolve(SCORES[score][1](SCORES[score][0]))

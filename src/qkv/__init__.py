@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qkv import masks, scores, weightings
-from qkv.attention import attend, explain, scaled_dot_product_attention, weights
-from qkv.errors import QkvError
-
 if TYPE_CHECKING:
-    from qkv import onnx, plot
+    from qkv import masks, onnx, plot, scores, weightings
+    from qkv.attention import attend, explain, scaled_dot_product_attention, weights
+    from qkv.errors import QkvError
 
 __version__ = "0.1.0"
 
@@ -32,11 +30,21 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("onnx", "plot")
+_HOMES = {
+    "QkvError": "errors",
+    "attend": "attention",
+    "explain": "attention",
+    "scaled_dot_product_attention": "attention",
+    "weights": "attention",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in __all__ or name in ("arrays", "attention", "engines", "errors", "types"):
         return importlib.import_module(f"qkv.{name}")
     raise AttributeError(f"module 'qkv' has no attribute {name!r}")
 

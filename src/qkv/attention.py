@@ -58,6 +58,8 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
+    if value is None:
+        raise DtypeError("value must be an array, not None: `weights` needs none")
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = replace(call, wants_lse=_flag("return_lse", return_lse), wants_weights=False)
     if return_lse and not call.weighting.has_lse:
@@ -218,7 +220,8 @@ def _one_dtype(fw: Any, query: Array, **records: Any) -> None:
     """Refuse a learned array of another precision than the query's."""
     for what, record in records.items():
         for x in tree.leaves(fw, record):
-            if "float" in fw.dtype(x) and fw.dtype(x) != fw.dtype(query):
+            learned = "float" in fw.dtype(x) or not scores.is_open(record)
+            if learned and fw.dtype(x) != fw.dtype(query):
                 raise DtypeError(
                     f"query is {fw.dtype(query)} but an array {tuple(x.shape)} of the {what} is "
                     f"{fw.dtype(x)}: cast one of them"

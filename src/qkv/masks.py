@@ -54,6 +54,10 @@ class Mask:
         """What holds for the whole block, as far as it is known without looking at each pair."""
         return None
 
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        """Keys outside start … end are ruled out for all these queries."""
+        return 0, m
+
     def check(self, lead: Shape, n: int, m: int) -> None:
         """Raise where the mask does not fit scores of shape (*lead, n, m)."""
 
@@ -98,6 +102,10 @@ class _Both(Mask):
             return b if a is None else a
         return of(a).xp.logical_and(a, b)
 
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+        return max(a, c), min(b, d)
+
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
         if a is False or b is False:
@@ -127,6 +135,10 @@ class _Either(Mask):
     def allowed(self, block: Block) -> Array | None:
         a, b = self.one.allowed(block), self.two.allowed(block)
         return None if a is None or b is None else of(a).xp.logical_or(a, b)
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+        return min(a, c), max(b, d)
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
@@ -179,6 +191,8 @@ class _Band(Mask):
     def __post_init__(self) -> None:
         if self.align not in ("top_left", "bottom_right"):
             raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {self.align!r}")
+        if self.offset is not None and not isinstance(self.offset, int):
+            object.__setattr__(self, "offset", _integers("offset", self.offset))
 
     @property
     def relative(self) -> bool:
@@ -212,14 +226,26 @@ class _Band(Mask):
             out = near if out is None else xp.logical_and(out, near)
         return out
 
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+    def shifts(self, n: int, m: int) -> tuple[int, int] | None:
+        """The least and the largest shift, where they are known."""
         if self.offset is None:
-            low = high = m - n if self.align == "bottom_right" else 0
-        else:
-            host = _host(self.offset)
-            if host is None:
-                return None
-            low, high = (int(host.min()), int(host.max())) if host.size else (0, 0)
+            return (m - n, m - n) if self.align == "bottom_right" else (0, 0)
+        host = _host(self.offset)
+        return None if host is None or not host.size else (int(host.min()), int(host.max()))
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        shifts = self.shifts(n, m)
+        if shifts is None:
+            return 0, m
+        start = 0 if self.left is None else rows.start + shifts[0] - self.left
+        end = m if self.right is None else rows.start + rows.size + shifts[1] + self.right
+        return min(max(start, 0), m), max(min(end, m), 0)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        shifts = self.shifts(n, m)
+        if shifts is None:
+            return None
+        low, high = shifts
         top, bottom = rows.start, rows.start + rows.size - 1
         start, end = cols.start, cols.start + cols.size - 1
         inside = True
@@ -414,10 +440,12 @@ def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
         raise DtypeError("masks.blocks: layout must be known outside jit: pass a NumPy array")
     if host.ndim not in (2, 3):
         raise ShapeError(f"masks.blocks: layout must have 2 or 3 axes, not shape {host.shape}")
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(pair) != 2:
+        raise ShapeError(f"masks.blocks: size is one number or a pair, not {size!r}")
     for side in pair:
         _whole("blocks", "size", side, 1)
-    return _Blocks(host.astype(bool), pair)  # type: ignore[arg-type]
+    return _Blocks(host.astype(bool), pair)
 
 
 @dataclass(frozen=True, repr=False)
@@ -429,6 +457,10 @@ class _Lengths(Mask):
 
     def allowed(self, block: Block) -> Array | None:
         return block.k < _per_row(self.valid, block)[..., None]
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        host = _host(self.valid)
+        return (0, m) if host is None or not host.size else (0, min(int(host.max()), m))
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         host = _host(self.valid)
@@ -502,7 +534,19 @@ class _Custom(Mask):
         return f"custom({getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def allowed(self, block: Block) -> Array | None:
-        return self.mask_mod(block.b, block.h, block.q, block.k)
+        out = self.mask_mod(block.b, block.h, block.q, block.k)
+        fw = of(block.q)
+        if not is_array(out) or of(out) is not fw or fw.dtype(out) != "bool":
+            kind = fw.dtype(out) if is_array(out) else type(out).__name__
+            raise DtypeError(f"masks.custom: mask_mod must give booleans of {fw.name}, not {kind}")
+        shape, due = fw.shape(out), (block.rows.size, block.cols.size)
+        near = zip(shape[::-1], due[::-1], strict=False)
+        if len(shape) > block.axes + 2 or any(a not in (1, b, None) for a, b in near):
+            raise ShapeError(
+                f"masks.custom: mask_mod gave shape {shape}, which does not broadcast to "
+                f"(…, {due[0]}, {due[1]})"
+            )
+        return out
 
 
 def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:

@@ -30,6 +30,8 @@ class Framework:
     gradients = False
     equal_spans = False
     """Whether every span must have one size, as a compiled loop needs."""
+    on_grid = False
+    """Whether spans must not overlap from one row of blocks to the next."""
 
     # What an array is
 
@@ -93,8 +95,8 @@ class Framework:
             return x
         return self.xp.where(live, x, self.full((), other, x))
 
-    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
-        """exp(x − top), 0 where not live."""
+    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
+        """exp(x − top), 0 where not live; `spend` says that x may be overwritten."""
         return self.xp.exp(self.keep(x - top, live, -float("inf")))
 
     def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:

@@ -31,7 +31,7 @@ class Jax(Framework):
     name = "jax"
     xp = jnp
     gradients = True
-    equal_spans = True
+    equal_spans = on_grid = True
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x.astype("float32") if self.dtype(x) == "bfloat16" else x)

@@ -71,8 +71,8 @@ class NumPy(Framework):
 
     # The same as in base, without its temporaries.
 
-    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
-        x = x - top
+    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
+        x = numpy.subtract(x, top, out=x if spend else None)
         numpy.exp(x, out=x)
         return x if live is None else _zero_unless(x, live)
 

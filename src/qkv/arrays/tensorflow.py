@@ -87,7 +87,7 @@ class _Namespace:
 class TensorFlow(Framework):
     name = "tensorflow"
     xp = _Namespace
-    gradients = True
+    gradients = on_grid = True
 
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)

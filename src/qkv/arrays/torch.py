@@ -41,10 +41,10 @@ class Torch(Framework):
 
     # The same as in base, without its temporaries, where no graph holds them.
 
-    def exp_below(self, x: Array, top: Array, live: Array | None) -> Array:
+    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
         if self.needs_gradient((x, top)):
             return super().exp_below(x, top, live)
-        x = (x - top).exp_()
+        x = (x.sub_(top) if spend else x - top).exp_()
         return x if live is None else x.masked_fill_(~live, 0)
 
     def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:

@@ -26,7 +26,7 @@ class Choice:
 def choose(call: Call, name: str | None = None) -> Choice:
     """The engine for a call; a name insists on one, unless that one cannot."""
     if name is not None:
-        if name not in NAMES:
+        if not isinstance(name, str) or name not in NAMES:
             raise unknown("engine", name, NAMES)
         reason = NAMES[name].cannot(call)
         if reason:

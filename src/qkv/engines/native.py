@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qkv.arrays import is_array, tree
@@ -18,7 +19,7 @@ from qkv.weightings import Softmax
 
 NAME = "native"
 
-ROWS = 128
+ROWS = 96
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
 
 
@@ -142,52 +143,110 @@ def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
 
 
 def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Array] | None]:
-    """A call of the kernel for each span of queries, on the keys that the mask leaves it.
+    """The kernel on each span of queries and the keys that the mask leaves it.
 
-    With the gradient of the output, the gradients of query, key and value.
+    With the gradient of the output, the gradients of query, key and value instead.
     """
     import torch
 
-    masks: dict[tuple[int, int, int], Array] = {}
     value: Any = call.value
-
-    def mask_of(rows: Span, cols: Span) -> Array:
-        # A rule on distances alone looks the same at every place along the diagonal.
-        at = (rows.start - cols.start, rows.size, cols.size)
-        if not call.rule.relative or at not in masks:  # type: ignore[union-attr]
-            masks[at] = _additive(call, calls.place(call, rows, cols))
-        return masks[at]
-
-    outs, totals = [], None
+    outs: list[Array] = []
+    totals = None
     if gradient is not None:
-        totals = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
-    for rows, keys in streaming.plan_of(call, min(ROWS, call.n), min(ROWS, call.m)):
-        shape = (*call.lead, rows.size, value.shape[-1])
-        if not keys:
-            outs.append(call.query.new_zeros(shape))
+        totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
+    start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
+    wide = call.m if end - start < call.m else ROWS  # keys within reach, or to be picked out
+    plan = streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
+    for group in _alike(call, plan):
+        rows, runs = group[0]
+        rows = Span(rows.start, sum(span.size for span, _ in group))
+        if not runs:
+            outs.append(call.query.new_zeros((*call.lead, rows.size, value.shape[-1])))
             continue
-        start = keys[0].start
-        cols = Span(start, keys[-1].start + keys[-1].size - start)
-        mask = None if call.bias is None and _all_open(keys, cols) else mask_of(rows, cols)
-        spans = (rows, cols, cols)
-        parts = [
-            call.fw.cut(x, span, -2)
-            for x, span in zip((call.query, call.key, call.value), spans, strict=True)
-        ]
+        runs = [*runs[:-1], _reach(runs[-1], group[-1][1][-1])]
+        parts = [call.fw.cut(call.query, rows, -2), _gather(call.key, runs), _gather(value, runs)]
         if totals is None:
-            outs.append(_kernel(call, parts, mask, False))
+            outs.append(_kernel_of(call, group, parts))
             continue
         parts = [x.detach().requires_grad_() for x in parts]
         with torch.enable_grad():
-            out = _kernel(call, parts, mask, False)
+            out = _kernel_of(call, group, parts)
         found = torch.autograd.grad(out, parts, call.fw.cut(gradient, rows, -2))
-        for total, span, new in zip(totals, spans, found, strict=True):
-            call.fw.add_at(total, new, span, None)
+        call.fw.add_at(totals[0], found[0], rows, None)
+        for total, new in zip(totals[1:], found[1:], strict=True):
+            at = 0
+            for run in runs:
+                call.fw.add_at(total, new[..., at : at + run.size, :], run, None)
+                at += run.size
     return (torch.cat(outs, -2) if totals is None else call.query), totals
 
 
-def _all_open(keys: list[Span], cols: Span) -> bool:
-    return all(span.open for span in keys) and sum(span.size for span in keys) == cols.size
+Group = list[tuple[Span, list[Span]]]
+
+
+def _alike(call: Call, plan: Any) -> list[Group]:
+    """The plan in groups that one call of the kernel serves.
+
+    A rule on distances alone looks the same at every place along the diagonal: there, neighbours
+    with one run of keys of the same size go together.
+    """
+    groups: list[Group] = []
+    for rows, keys in plan:
+        runs = _runs(keys)
+        if groups and call.rule.relative and call.bias is None:  # type: ignore[union-attr]
+            (last_rows, last_runs), step = groups[-1][-1], rows.size
+            if len(runs) == len(last_runs) == 1 and last_rows.size == step:
+                moved = last_runs[0]._replace(start=last_runs[0].start + step)
+                if runs[0] == moved:
+                    groups[-1].append((rows, runs))
+                    continue
+        groups.append([(rows, runs)])
+    return groups
+
+
+def _reach(first: Span, last: Span) -> Span:
+    return Span(first.start, last.start + last.size - first.start, open=first.open)
+
+
+def _kernel_of(call: Call, group: Group, parts: list[Array]) -> Array:
+    """The kernel on one span of queries, or on several at once as one more axis of the batch."""
+    import torch
+
+    rows, runs = group[0]
+    mask = None
+    if call.bias is not None or not all(run.open for run in runs):
+        blocks = [_additive(call, calls.place(call, rows, run)) for run in runs]
+        mask = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+    if len(group) == 1:
+        return _kernel(call, parts, mask, False)
+    count, size, wide = len(group), rows.size, runs[0].size
+    query, key, value = parts
+    lead = (*call.lead, count)
+    query = query.reshape(*lead, size, query.shape[-1])
+    key, value = (
+        calls.share_heads(call, x).unfold(-2, wide, size).transpose(-1, -2) for x in (key, value)
+    )
+    parts = [query, key, value]
+    return _kernel(replace(call, query=query), parts, mask, False).flatten(-3, -2)
+
+
+def _runs(keys: list[Span]) -> list[Span]:
+    """The spans with neighbours joined."""
+    runs = keys[:1]
+    for span in keys[1:]:
+        last = runs[-1]
+        if last.start + last.size == span.start:
+            runs[-1] = Span(last.start, last.size + span.size, open=last.open and span.open)
+        else:
+            runs.append(span)
+    return runs
+
+
+def _gather(x: Array, runs: list[Span]) -> Array:
+    import torch
+
+    parts = [x[..., run.start : run.start + run.size, :] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 def _additive(call: Call, block: Any) -> Array:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qkv import masks, scores
 from qkv.arrays import tree
-from qkv.arrays.base import Plan
+from qkv.arrays.base import Framework, Plan
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
@@ -173,29 +173,35 @@ def block_size(call: Call) -> tuple[int, int]:
         return max(min(area // max(call.m, 1), call.n), 1), max(call.m, 1)  # searched in one go
     side = 2 ** int(math.log2(math.sqrt(area))) if area > 1 else 1
     rows = max(min(side, 256, call.n), 1)
-    cols = max(min(area // rows, 512 if call.rule is not None else area, call.m), 1)
-    return rows, cols
+    if call.rule is not None:
+        # No more queries at once than share most of their keys.
+        start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)
+        rows = min(rows, max(end - start, 64))
+    return rows, max(min(area // rows, call.m), 1)
 
 
-def spans(fw: Any, total: int, size: int) -> list[Span]:
-    size = max(min(size, total), 1)
-    starts = range(0, total, size)
+def spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:
+    size = max(min(size, total - start), 1)
+    starts = range(start, total, size)
     if not fw.equal_spans:
-        return [Span(start, min(size, total - start)) for start in starts]
-    return [
-        Span(min(start, total - size), size, start if total % size else None) for start in starts
-    ]
+        return [Span(at, min(size, total - at)) for at in starts]
+    return [Span(min(at, total - size), size, at if total % size else None) for at in starts]
 
 
 def plan_of(call: Call, rows: int, cols: int) -> Plan:
     """The blocks that the mask leaves, and whether it must be looked at inside them."""
-    keys = spans(call.fw, call.m, cols)
+    grid = spans(call.fw, call.m, cols)
 
     def left(queries: Span) -> list[Span]:
         if call.rule is None:
-            return keys
+            return grid
+        start, end = call.rule.extent(queries, call.n, call.m)
+        if call.fw.on_grid:
+            near = [span for span in grid if span.start < end and start < span.start + span.size]
+        else:
+            near = spans(call.fw, end, cols, start)
         found = []
-        for span in keys:
+        for span in near:
             verdict = call.rule.verdict(queries, span, call.n, call.m)
             if verdict is not False:
                 found.append(span._replace(open=verdict is True))

@@ -40,7 +40,7 @@ def same_width(score: Score, query: Shape, key: Shape) -> None:
 
 
 def array_of(owner: Any, name: str, *axes: str) -> Shape:
-    """The shape of an array field, refused unless it has these axes at its end."""
+    """The shape of an array field, refused unless it has these axes."""
     value = getattr(owner, name)
     if not is_array(value):
         raise DtypeError(
@@ -48,7 +48,7 @@ def array_of(owner: Any, name: str, *axes: str) -> Shape:
             f"not {type(value).__name__}"
         )
     shape = tuple(value.shape)
-    if len(shape) < len(axes):
+    if len(shape) != len(axes):
         raise ShapeError(
             f"{type(owner).__name__}: {name} must be ({', '.join(axes)}), not of shape {shape}"
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.arrays import of
+from qkv.arrays import is_array, of
 from qkv.errors import DtypeError, ShapeError
 from qkv.scores.base import Score, inner_score
 from qkv.types import Array, Block, Shape, Span
@@ -51,6 +51,7 @@ class Modified(Score):
         """The scores of a block, at the positions it lies at."""
         s = evaluate(self.score, query, key, block)
         out = self.score_mod(s, block.b, block.h, block.q, block.k)
+        out = checked("score_mod", out, query, key)
         return of(s).astype(out, of(s).dtype(s))  # whole numbers times 0.5 are float64 for some
 
     def check(self, query: Shape, key: Shape) -> None:
@@ -67,20 +68,29 @@ class Function(Score):
     function: Callable[[Array, Array], Array]
 
     def __call__(self, query: Array, key: Array) -> Array:
-        s = self.function(query, key)
-        shape = tuple(getattr(s, "shape", ()))
-        if shape[-2:] != (query.shape[-2], key.shape[-2]):
-            raise ShapeError(
-                f"score: the function gave shape {shape} for a query {tuple(query.shape)} and a "
-                f"key {tuple(key.shape)}; expected (…, {query.shape[-2]}, {key.shape[-2]})"
-            )
-        return s
+        return checked("score: the function", self.function(query, key), query, key)
 
     def check(self, query: Shape, key: Shape) -> None:
         """The function says itself what it can compare."""
 
     def footprint(self, width: int) -> int:
         return 2 * max(width, 1)  # it may well compare number by number
+
+
+def checked(who: str, s: Any, query: Array, key: Array) -> Array:
+    """What a function of the caller's gave, if those are the scores of the pairs."""
+    fw = of(query)
+    if not is_array(s) or of(s) is not fw:
+        raise DtypeError(f"{who} gave {type(s).__name__}, where an array of {fw.name} was due")
+    shape, due = fw.shape(s), (*fw.shape(query)[:-1], fw.shape(key)[-2])
+    lead = zip(shape[-3::-1], due[-3::-1], strict=False)
+    fits = shape[-2:] == due[-2:] and len(shape) <= max(len(due), len(fw.shape(key)))
+    if None not in (*shape, *due) and not (fits and all(a in (1, b) or b == 1 for a, b in lead)):
+        raise ShapeError(
+            f"{who} gave shape {shape} for a query {fw.shape(query)} and a key {fw.shape(key)}; "
+            f"expected {due}"
+        )
+    return s + 0.0  # the array may be the caller's own, and blocks are overwritten
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ def evaluate(score: Score, query: Array, key: Array, block: Block) -> Array:
     return score.at(query, key, block) if asks else score(query, key)  # type: ignore[attr-defined]
 
 
-def is_open(score: Score) -> bool:
+def is_open(score: Any) -> bool:
     """Whether the caller's own code decides what the scores are."""
     inner = getattr(score, "score", None)
     return isinstance(score, Function | Modified) or (inner is not None and is_open(inner))

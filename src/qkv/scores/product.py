@@ -45,8 +45,10 @@ class ScaledDot(Score):
     def __post_init__(self) -> None:
         if self.softcap is not None:
             positive(self, "softcap")
-        if not (self.scale is None or isinstance(self.scale, Real) or is_array(self.scale)):
-            raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
+        if self.scale is None or is_array(self.scale):
+            return
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise DtypeError(f"ScaledDot: scale must be a finite number, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
         scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale

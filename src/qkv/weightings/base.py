@@ -12,7 +12,8 @@ State = tuple[Array, ...]
 """What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
 
 INFINITY = float("inf")
-CACHED = 2**18
+CACHED = 2**20
+"""Numbers of a piece that its passes find in the cache."""
 NOWHERE = 2**31 - 1
 """The position of no key: behind every other."""
 
@@ -98,7 +99,7 @@ class Weighting:
         value: Array,
         keep: Array | None,
     ) -> State:
-        """The state of one block."""
+        """The state of one block, whose scores may be overwritten."""
         return (pool(self.weight(scores, live, k, found), value, live, keep, self.sparse),)
 
     def merge(self, one: State, two: State) -> State:

@@ -23,9 +23,9 @@ from qkv.weightings.base import (
 )
 
 
-def exponentials(scores: Array, live: Array | None, top: Array) -> Array:
+def exponentials(scores: Array, live: Array | None, top: Array, spend: bool = False) -> Array:
     """exp(s − top), 0 where not live."""
-    return of(scores).exp_below(scores, finite(top), live)
+    return of(scores).exp_below(scores, finite(top), live, spend)
 
 
 def logarithm(top: Array, total: Array) -> Array:
@@ -93,7 +93,7 @@ class Softmax(Exponential):
         keep: Array | None,
     ) -> State:
         top = row_max(scores, live)
-        e = exponentials(scores, live, top)
+        e = exponentials(scores, live, top, spend=True)
         return top, row_sum(e), pool(e, value, live, keep)
 
     def merge(self, one: State, two: State) -> State:

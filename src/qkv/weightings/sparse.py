@@ -21,6 +21,7 @@ from qkv.weightings.base import (
 )
 
 STEPS = 100
+SOME = 32
 EPSILON = {"float32": 1e-6, "float64": 1e-14}
 """The last step of Newton for τ in (−1, 0)."""
 
@@ -61,10 +62,9 @@ class Entmax(Weighting):
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         fw = of(scores)
         if fw.picks(scores):
-            top = finite(row_max(scores, live))
-            chosen = self.chosen(scores, live, top)
-            kept, at = fw.pick(scores, chosen, top)
-            return fw.put(self.weight(kept, None, k, (0.0, self.threshold(kept))), at)
+            top, start = self.first_look(scores, live)
+            kept, at = fw.pick(scores, self.chosen(scores, live, top, start), top)
+            return fw.put(self.weight(kept, None, k, (0.0, self.threshold(kept, start))), at)
         lent = fw.lend(scores)
         if lent is not None:  # NumPy picks by a mask several times faster than others can
             allowed = None if live is None else fw.lend(live)
@@ -88,24 +88,47 @@ class Entmax(Weighting):
 
         def candidates(s: Array, live: Array | None, k: Array) -> State:
             s = fw.detach(s)
-            return (fw.pick(s, self.chosen(s, live, top), top)[0],)
+            return (fw.pick(s, self.chosen(s, live, top, -1.0), top)[0],)
 
         if not fw.picks(top):
             return top, self.polish(fold, top, self.solve(fold, top))
-        return top, self.threshold(*fold(candidates, _beside, _nothing))
+        (kept,) = fold(candidates, _beside, _nothing)
+        return top, self.threshold(kept, fw.full(top.shape, -1.0, top))
 
-    def chosen(self, scores: Array, live: Array | None, top: Array) -> Array:
-        """What lies above τ = −1 at the start; a NaN is not hidden."""
+    def first_look(self, scores: Array, live: Array | None) -> State:
+        """The row's largest score, and a τ below the root: the root of some of the scores.
+
+        Those are the larger of two by two of two by two …, so that few are below the root.
+        """
+        fw = of(scores)
+        top = finite(row_max(scores, live))
+        start = fw.full(top.shape, -1.0, top)
+        if live is not None or scores.shape[-1] < 4 * SOME:
+            return top, start
+        some = scores
+        while (half := some.shape[-1] // 2) >= SOME:
+            some = fw.xp.maximum(some[..., :half], some[..., half : 2 * half])
+        some = some - top
+        tau = self.solve(lambda lift, merge, init: lift(some, None, some), top * 0.0)
+        return top, fw.keep(tau, tau > -1, -1.0)
+
+    def chosen(self, scores: Array, live: Array | None, top: Array, start: Array) -> Array:
+        """What lies above the τ of the start; a NaN is not hidden."""
         xp = of(scores).xp
-        near = xp.logical_not(scores < top - 1.0)
+        near = xp.logical_not(scores < top + start)
         return near if live is None else xp.logical_and(near, live)
 
-    def threshold(self, kept: Array) -> Array:
+    def threshold(self, kept: Array, start: Array) -> Array:
         """τ of the scores that were set aside, measured from their top."""
-        zero = of(kept).full((*kept.shape[:-1], 1), 0.0, kept)
-        return self.solve(lambda lift, merge, init: lift(kept, None, kept), zero)
+        fw = of(kept)
+        zero = fw.full((*kept.shape[:-1], 1), 0.0, kept)
 
-    def solve(self, fold: Fold, top: Array) -> Array:
+        def fold(lift: Any, merge: Any, init: Any) -> Any:
+            return lift(kept, None, kept)
+
+        return self.solve(fold, zero, start)
+
+    def solve(self, fold: Fold, top: Array, start: Array | None = None) -> Array:
         fw = of(top)
         near = EPSILON[fw.dtype(top)]
 
@@ -113,11 +136,12 @@ class Entmax(Weighting):
             tau = fw.detach(self.step(fold, top, state[0]))
             return tau, tau - state[0]
 
-        start = fw.full(top.shape, -1.0, top)
+        start = fw.full(top.shape, -1.0, top) if start is None else start
+        far = fw.full(top.shape, 1.0, top)
         return fw.until(
             lambda state: fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near)),
             settle,
-            (start, start),
+            (start, far),
             STEPS,
         )[0]
 
@@ -218,11 +242,11 @@ def _sums(one: State, two: State) -> State:
 
 
 def _beside(one: State, two: State) -> State:
-    return two if not one else (of(one[0]).xp.concat([one[0], two[0]], axis=-1),)
+    return (of(one[0]).xp.concat([one[0], two[0]], axis=-1),)
 
 
 def _nothing(rows: Array) -> State:
-    return ()
+    return (rows[..., :0],)
 
 
 def _zeros(rows: Array) -> State:
