@@ -41,7 +41,6 @@ def seconds(code: str) -> float:
 def test_import_loads_numpy_and_nothing_heavier() -> None:
     loaded = json.loads(python("import sys, json, qkv; print(json.dumps(list(sys.modules)))"))
     roots = {name.partition(".")[0] for name in loaded}
-    assert "numpy" in roots
     assert roots.isdisjoint(HEAVY), sorted(roots.intersection(HEAVY))
 
 

@@ -371,7 +371,9 @@ def test_merge_is_associative(name: str, ties: bool, seed: int) -> None:
 
         found = weighting.search(fold)
         states = [
-            weighting.lift(s[:, part], cut(live, part), k[:, part], found, v[part], cut(keep, part))
+            weighting.lift(
+                s[:, part].copy(), cut(live, part), k[:, part], found, v[part], cut(keep, part)
+            )
             for part in parts
         ]
         return found, random_tree(rng, states, weighting.merge)
@@ -407,7 +409,7 @@ def test_the_state_of_no_keys_is_the_identity(name: str, seed: int) -> None:
 
     with np.errstate(all="ignore"):
         found = weighting.search(fold)
-        state = weighting.lift(s, live, k, found, v, keep)
+        state = weighting.lift(s.copy(), live, k, found, v, keep)
         laws.append((weighting.merge, weighting.init(s[:, :1], DV), state))
         for merge, empty, full in laws:
             for got in (merge(empty, full), merge(full, empty)):

@@ -59,7 +59,7 @@ def attend(
     array([[15.]])
     """
     if value is None:
-        raise DtypeError("value must be an array, not None: `weights` needs none")
+        raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = replace(call, wants_lse=_flag("return_lse", return_lse), wants_weights=False)
     if return_lse and not call.weighting.has_lse:

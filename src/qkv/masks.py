@@ -544,7 +544,7 @@ class _Custom(Mask):
         if len(shape) > block.axes + 2 or any(a not in (1, b, None) for a, b in near):
             raise ShapeError(
                 f"masks.custom: mask_mod gave shape {shape}, which does not broadcast to "
-                f"(…, {due[0]}, {due[1]})"
+                f"the scores' {due}"
             )
         return out
 
@@ -707,7 +707,8 @@ def _whole(owner: str, name: str, value: Any, least: int) -> int:
 def _integers(what: str, values: Any) -> Any:
     values = values if is_array(values) else np.asarray(values)
     if "int" not in of(values).dtype(values):
-        raise DtypeError(f"{what} must be whole numbers, not {of(values).dtype(values)}")
+        told = values if values.ndim == 0 else of(values).dtype(values)
+        raise DtypeError(f"{what} must be whole numbers, not {told}")
     return values
 
 

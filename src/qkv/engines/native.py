@@ -258,7 +258,7 @@ def _additive(call: Call, block: Any) -> Array:
     if call.bias is not None:
         mask = call.fw.cut(call.fw.cut(call.bias, block.rows, -2), block.cols, -1)
         mask = mask.to(call.query.dtype) / call.weighting.temperature  # type: ignore[attr-defined]
-    return torch.where(live, mask, -math.inf)
+    return mask if live is None else torch.where(live, mask, -math.inf)
 
 
 def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, is_causal: bool) -> Array:

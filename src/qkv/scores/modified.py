@@ -80,9 +80,11 @@ class Function(Score):
 def checked(who: str, s: Any, query: Array, key: Array) -> Array:
     """What a function of the caller's gave, if those are the scores of the pairs."""
     fw = of(query)
+    due = (*fw.shape(query)[:-1], fw.shape(key)[-2])
     if not is_array(s) or of(s) is not fw:
-        raise DtypeError(f"{who} gave {type(s).__name__}, where an array of {fw.name} was due")
-    shape, due = fw.shape(s), (*fw.shape(query)[:-1], fw.shape(key)[-2])
+        kind = f"an array of {of(s).name}" if is_array(s) else type(s).__name__
+        raise DtypeError(f"{who} gave {kind}; expected an array of {fw.name} of shape {due}")
+    shape = fw.shape(s)
     lead = zip(shape[-3::-1], due[-3::-1], strict=False)
     fits = shape[-2:] == due[-2:] and len(shape) <= max(len(due), len(fw.shape(key)))
     if None not in (*shape, *due) and not (fits and all(a in (1, b) or b == 1 for a, b in lead)):

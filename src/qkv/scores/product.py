@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from qkv.arrays import is_array, namespace, of
-from qkv.errors import DtypeError, ShapeError, positive
+from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
 from qkv.scores.base import Score, array_of
 from qkv.types import Array, Shape
 
@@ -47,8 +47,10 @@ class ScaledDot(Score):
             positive(self, "softcap")
         if self.scale is None or is_array(self.scale):
             return
-        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
-            raise DtypeError(f"ScaledDot: scale must be a finite number, not {self.scale!r}")
+        if not isinstance(self.scale, Real):
+            raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
+        if not math.isfinite(self.scale):
+            raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
         scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale

@@ -55,7 +55,7 @@ class Hard(Weighting):
         at, top = found
         here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype(scores))
         spoiled = fw.keep(scores * 0.0, fw.xp.isnan(top))  # a live NaN is not hidden
-        return here + (spoiled if live is None else fw.keep(spoiled, live)) + 0.0
+        return fw.keep(here + spoiled, live)
 
     def init(self, rows: Array, width: int) -> State:
         fw = of(rows)
