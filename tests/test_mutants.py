@@ -1,0 +1,287 @@
+"""Do the tests fail when they should? Each formula is broken in one place, and must be caught.
+
+Every operator, comparison and number in the arithmetic of `scores/` and `weightings/` is changed,
+one at a time; the checks below, against the plain formulas, must then fail. The checks also run
+on the code as it is, where they must pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkv import weightings
+from tests import formulas
+
+pytest.importorskip("torch")  # not in the environment of MXNet: once is enough
+
+rng = np.random.default_rng(5)
+N, M, D, DV, HIDDEN = 4, 6, 3, 2, 5
+QUERY, KEY, VALUE = rng.normal(size=(N, D)), rng.normal(size=(M, D)), rng.normal(size=(M, DV))
+QUERY[1] = KEY[2]  # one exact match
+LIVE = rng.random((N, M)) > 0.3
+LIVE[3] = False
+
+SCORES = {
+    "product": {
+        "Dot": {},
+        "ScaledDot": {"scale": 0.7, "softcap": 1.5},
+        "Cosine": {"temperature": 0.6},
+        "Multiplicative": {"w": rng.normal(size=(D, D))},
+    },
+    "distance": {"Gaussian": {"bandwidth": 0.8}, "Laplace": {"bandwidth": 0.8}},
+    "window": {
+        **{name: {"width": 2.0} for name in ("Boxcar", "Triangular", "Epanechnikov", "Closeness")},
+        "Constant": {},
+        "Exact": {},
+    },
+    "additive": {
+        "Additive": {
+            "w_query": rng.normal(size=(HIDDEN, D)),
+            "w_key": rng.normal(size=(HIDDEN, D)),
+            "v": rng.normal(size=HIDDEN),
+            "bias": rng.normal(size=HIDDEN),
+        }
+    },
+    "gated": {"Gated": {"w_query": rng.normal(size=D), "w_key": rng.normal(size=D), "bias": 0.3}},
+}
+WEIGHTINGS = {
+    "softmax": {"Softmax": {"temperature": 0.7}, "TopK": {"k": 2}},
+    "hard": {"Hard": {}},
+    "average": {"Average": {}},
+    "normalized": {"Normalized": {}, "Raw": {}, "Sigmoid": {}},
+    "sparse": {"Entmax": {"alpha": 1.4}, "Sparsemax": {}},
+}
+ALSO = {"Entmax": [{"alpha": 1.5}]}
+SKIPPED = {"__post_init__", "check", "footprint", "exponent", "first_look", "solve"}
+"""Not arithmetic of the result: arguments, block sizes, and how fast a root is found."""
+
+EQUIVALENT = {
+    "product": {"2.0"},  # what a zero vector is divided by
+    "distance": {"xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0"},  # · −1 is / −1
+    "window": {
+        "self.square(query, key) / -1.0",
+        "s < 0",  # max(0, 0)
+        "ones - fw.xp.sum(cols, axis=-1)[..., None, :]",  # zeros, there for their shape
+        "x != x",
+    },
+    "softmax": {
+        "fw.astype(fw.full(shape, 0.0, rows), 'int32') - NOWHERE",  # where no key has a score
+        "1.0",
+        "least - scores",  # NaN either way
+        "k < at",
+    },
+    "hard": {
+        "fw.astype(fw.full(top.shape, 0.0, top), 'int32') - NOWHERE",  # of no keys at all
+        "fw.astype(fw.full(rows.shape, 0.0, rows), 'int32') - NOWHERE",
+        "1.0",
+        "here - spoiled",  # NaN either way
+        "k / 0 + NOWHERE",
+        "two[1] >= one[1]",  # blocks come in order here; test_properties shuffles them
+    },
+    "average": {  # any constant, over its sum
+        "fw.astype(scores == scores, fw.dtype(scores)) * 0.0 - 1.0",
+        "2.0",
+        "1.0",
+        "scores != scores",
+    },
+    "sparse": {
+        "1.0",  # the sums of frameworks that cannot pick; the battery runs those
+        "2.0",  # a start further below the root
+        "tau + state[0]",  # when to stop
+    },
+}
+"""Changes that change no result, or none that this file's NumPy can reach."""
+
+
+def check_score(cls, name, settings):
+    want = [[formulas.SCORES[name](q, k, **settings) for k in KEY] for q in QUERY]
+    np.testing.assert_allclose(cls(**settings)(QUERY, KEY), want, rtol=1e-9, atol=1e-12)
+    if name == "ScaledDot":
+        plain = cls()(QUERY, KEY)
+        np.testing.assert_allclose(plain, QUERY @ KEY.T / np.sqrt(D), rtol=1e-9)
+    if name in ("Boxcar", "Triangular", "Epanechnikov"):
+        edge = cls(2.0)(np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]]))[0]
+        np.testing.assert_array_equal(edge, [float(name == "Boxcar"), 1.0, np.nan])
+    if name == "Cosine":
+        huge = cls(**settings)(QUERY * 1e200, KEY)
+        np.testing.assert_allclose(huge, want, rtol=1e-9)
+        assert (cls()(np.zeros((1, D)), KEY) == 0).all()
+
+
+def check_weighting(cls, name, settings):
+    how = cls(**settings)
+    with np.errstate(all="ignore"):
+        for raw in (KEY_SCORES, np.round(KEY_SCORES)):  # the second has ties
+            scores = np.abs(raw) if how.needs_nonnegative else raw
+            for live in (LIVE, np.ones_like(LIVE)):
+                _check_rows(how, name, settings, scores, live)
+        out, found, _ = how.finish(how.init(np.zeros((N, 1)), DV), how.search(_no_blocks))
+        assert (out == 0).all()
+        assert not how.has_lse or (how.lse(found) == -np.inf).all()
+        if name != "Average":
+            _check_nan(how, np.abs(KEY_SCORES))
+
+
+def _no_blocks(lift, merge, init):
+    return init(np.zeros((N, 1)))
+
+
+def _check_nan(how, scores):
+    """A NaN shows in its own row, and only there."""
+    scores[1, 2] = np.nan
+    k, live = np.arange(M)[None, :], np.ones_like(LIVE)
+    alpha = how.weights(scores, live, k)
+    assert not np.isinf(alpha).any()
+    spoiled = np.isnan(alpha).any(-1)
+    in_blocks = np.isnan(_in_blocks(how, scores, live, k)[0]).any(-1)
+    for found in (spoiled, in_blocks):
+        np.testing.assert_array_equal(found, [False, True, False, False])
+
+
+KEY_SCORES = rng.normal(size=(N, M)) * 2
+
+
+def _check_rows(how, name, settings, scores, live):
+    want = formulas.weights(name, scores, live, **settings)
+    s, k = how.scale(scores), np.arange(M)[None, :]
+    np.testing.assert_allclose(how.weights(s, live, k), want, atol=1e-8)
+    out, found, centre = _in_blocks(how, s, live, k)
+    np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
+    alpha = how.weight(s, live, k, found)
+    np.testing.assert_allclose(alpha, want, atol=1e-8)
+    if how.has_lse:
+        kept = np.where(want > 0, s, -np.inf)
+        largest = np.where(live.any(-1), kept.max(-1), 0)
+        lse = np.log(np.exp(kept - largest[:, None]).sum(-1)) + largest
+        np.testing.assert_allclose(how.lse(found)[:, 0], lse, atol=1e-8)
+        np.testing.assert_allclose(how.lse_of(s, live, k)[:, 0], lse, atol=1e-8)
+    if how.smooth and len(np.unique(scores)) == scores.size:
+        _check_slope(how, s, live, k, alpha, found, centre)
+
+
+def _in_blocks(how, s, live, k):
+    parts = [slice(0, 2), slice(2, 3), slice(3, M)]
+
+    def fold(lift, merge, init):
+        state = init(np.zeros((N, 1)))
+        for part in parts:
+            state = merge(state, lift(s[:, part].copy(), live[:, part], k[:, part]))
+        return state
+
+    found = how.search(fold)
+    state = how.init(np.zeros((N, 1)), DV)
+    for part in parts:
+        lifted = how.lift(s[:, part].copy(), live[:, part], k[:, part], found, VALUE[part], None)
+        state = how.merge(state, lifted)
+    return how.finish(state, found)
+
+
+def _check_slope(how, s, live, k, alpha, found, centre):
+    along_out = np.linspace(-1, 2, N * DV).reshape(N, DV)
+    pull = 0.0 if centre is None else (centre * along_out).sum(-1, keepdims=True)
+    got = np.where(live, how.slope(alpha, along_out @ VALUE.T, pull, found), 0)
+    want, step = np.zeros_like(s), 1e-6
+    for at in np.ndindex(s.shape):
+        moved = [np.array(s), np.array(s)]
+        moved[0][at] += step
+        moved[1][at] -= step
+        ahead, behind = (((how.weights(x, live, k) @ VALUE) * along_out).sum() for x in moved)
+        want[at] = (ahead - behind) / (2 * step)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+SWAPS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.Gt: ast.LtE,
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Lt,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
+
+
+def sites(tree):
+    """What can be broken: (node, what to do to it), in the order of the file."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef) or function.name in SKIPPED:
+            continue
+        told = {id(x) for node in ast.walk(function) for x in _words(node)}
+        for node in ast.walk(function):
+            if id(node) in told:
+                continue
+            if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+                yield node, "op"
+            elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+                yield node, "ops"
+            elif isinstance(node, ast.Constant) and isinstance(node.value, float):
+                yield node, "value"
+
+
+def _words(node):
+    """Annotations (`Array | None`) and subscripts are not arithmetic."""
+    inside = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+    if isinstance(node, ast.Subscript):
+        inside.append(node.slice)
+    return [x for part in inside if part is not None for x in ast.walk(part)]
+
+
+def mutants(package, module):
+    """(what was changed, the module so changed)"""
+    path = importlib.import_module(f"qkv.{package}.{module}").__file__
+    source = Path(path).read_text()
+    for i in range(len(list(sites(ast.parse(source))))):
+        tree = ast.parse(source)
+        node, what = list(sites(tree))[i]
+        if what == "op":
+            node.op = SWAPS[type(node.op)]()
+        elif what == "ops":
+            node.ops = [SWAPS[type(node.ops[0])]()]
+        else:
+            node.value = node.value + 1.0 if abs(node.value) != float("inf") else 0.0
+        changed = types.ModuleType(f"qkv.{package}.{module}")
+        sys.modules["qkv_mutant"] = changed  # a dataclass looks its module up
+        changed.__name__ = "qkv_mutant"
+        exec(compile(ast.fix_missing_locations(tree), path, "exec"), changed.__dict__)
+        yield f"line {node.lineno}: {ast.unparse(node)}", changed
+
+
+TABLE = [("scores", module, names, check_score) for module, names in SCORES.items()] + [
+    ("weightings", module, names, check_weighting) for module, names in WEIGHTINGS.items()
+]
+
+
+@pytest.mark.parametrize(("package", "module", "names", "check"), TABLE, ids=lambda x: str(x)[:20])
+def test_every_mutant_is_caught(package, module, names, check):
+    def check_all(of):
+        for name, settings in names.items():
+            for case in (settings, *ALSO.get(name, ())):
+                check(getattr(of, name), name, case)
+
+    check_all(importlib.import_module(f"qkv.{package}.{module}"))
+    caught, survivors = 0, []
+    for told, changed in mutants(package, module):
+        try:
+            check_all(changed)
+        except Exception:
+            caught += 1
+        else:
+            survivors.append(told)
+    unknown = [x for x in survivors if x.partition(": ")[2] not in EQUIVALENT.get(module, ())]
+    assert caught
+    assert not unknown, f"{len(unknown)} changes went unnoticed"
+
+
+def test_every_weighting_is_checked():
+    checked = {name for names in WEIGHTINGS.values() for name in names}
+    assert {kind.__name__ for kind in weightings.NAMES.values()} | {"TopK"} == checked
