@@ -34,10 +34,14 @@ _NAMES: dict[type, str | None] = {}
 _FRAMEWORKS: dict[str, Framework] = {}
 
 
-def _name_of_type(kind: type) -> str | None:
+def _name(x: object) -> str | None:
+    """The framework of an array, None for anything else; NumPy's scalars are plain numbers."""
+    kind = type(x)
     if kind not in _NAMES:
         roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
-        _NAMES[kind] = next((ROOTS[root] for root in roots if root in ROOTS), None)
+        name = next((ROOTS[root] for root in roots if root in ROOTS), None)
+        shaped = hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
+        _NAMES[kind] = name if shaped else None
     return _NAMES[kind]
 
 
@@ -49,13 +53,8 @@ def framework(name: str) -> Framework:
 
 
 def is_array(x: object) -> bool:
-    """Whether x is an array of a known framework (NumPy's scalars are plain numbers)."""
-    return (
-        _name_of_type(type(x)) is not None
-        and hasattr(x, "shape")
-        and hasattr(x, "dtype")
-        and not isinstance(x, np.generic)
-    )
+    """Whether x is an array of a known framework."""
+    return _name(x) is not None
 
 
 def of(x: Array) -> Framework:
@@ -64,7 +63,7 @@ def of(x: Array) -> Framework:
     >>> of(np.ones(3)).name
     'numpy'
     """
-    name = _name_of_type(type(x)) if is_array(x) else None
+    name = _name(x)
     if name is None:
         raise DtypeError(
             f"expected an array of {', '.join(sorted(set(ROOTS.values()) - {'strict'}))}, "
