@@ -90,7 +90,26 @@ def test_the_log_sum_exp_has_gradients(weighting, engine):
     assert torch.autograd.gradgradcheck(*call)
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal, masks.window(1)], ids=str)
+NATIVE = [
+    None,
+    masks.causal,
+    masks.window(1),
+    masks.causal(align="bottom_right"),
+    masks.window(0) | masks.global_tokens(1),
+    masks.causal(offset=1),
+]
+
+
+def test_each_sequence_may_have_its_own_offset():
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(np.stack([x, 2 * x])) for x in (QUERY, KEY, VALUE)]
+    mask = masks.causal(offset=np.array([1, -1]))
+    torch.testing.assert_close(
+        qkv.attend(*arrays, mask=mask), qkv.attend(*arrays, mask=mask, engine="dense")
+    )
+
+
+@pytest.mark.parametrize("mask", NATIVE, ids=str)
 def test_the_native_kernel_has_two_derivatives(mask):
     torch = pytest.importorskip("torch")
     given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]

@@ -122,11 +122,11 @@ class Framework:
 
         Beside it, where `put` will find what was picked.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not pick")
 
     def put(self, picked: Array, at: Any) -> Array:
         """What was picked, where it stood, among zeros."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} does not pick")
 
     def detach(self, x: Array) -> Array:
         """x as a constant: no gradient flows through it."""

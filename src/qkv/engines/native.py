@@ -12,7 +12,7 @@ from qkv.arrays import is_array, tree
 from qkv.engines import call as calls
 from qkv.engines import dense, streaming
 from qkv.engines.call import Call
-from qkv.masks import causal
+from qkv.masks import is_causal
 from qkv.scores import Dot, ScaledDot
 from qkv.types import Array, Span
 from qkv.weightings import Softmax
@@ -52,7 +52,7 @@ def declines(call: Call) -> str | None:
 def describe(call: Call) -> str:
     if call.fw.name == "jax":
         return "jax.nn.dot_product_attention"
-    if call.rule is None or call.rule == causal:
+    if call.rule is None or is_causal(call.rule):
         return "torch's scaled_dot_product_attention"
     return f"torch's scaled_dot_product_attention, {ROWS} queries at a time"
 
@@ -94,7 +94,7 @@ def _torch_cannot(call: Call) -> str | None:
 def _torch(call: Call) -> Array:
     fw = call.fw
     tracing = fw.tracing(call.query)
-    whole = call.rule is None or call.rule == causal or tracing
+    whole = call.rule is None or is_causal(call.rule) or tracing
     attend = _whole if whole else _in_rows
     leaves = tree.leaves(fw, call)
     if tracing or not fw.needs_gradient(leaves):
@@ -134,12 +134,12 @@ def _torch(call: Call) -> Array:
 
 def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
     """One call of the kernel."""
-    is_causal = call.rule is not None and call.rule == causal
+    plain = is_causal(call.rule)
     mask = None
-    if call.rule is not None and not is_causal:
+    if call.rule is not None and not plain:
         block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
         mask = _additive(call, block)
-    return _kernel(call, (call.query, call.key, call.value), mask, is_causal), None
+    return _kernel(call, (call.query, call.key, call.value), mask, plain), None
 
 
 def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Array] | None]:
@@ -284,7 +284,7 @@ def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, is_causal: b
             key,
             value,
             attn_mask=mask,
-            is_causal=is_causal,
+            is_causal=plain_causal,
             scale=scale_of(call),
             enable_gqa=key.shape[1] != query.shape[1],
         )
@@ -321,7 +321,7 @@ def _fastest(query: Array) -> Any:
 
 
 def _jax_cannot(call: Call) -> str | None:
-    if call.rule is not None and call.rule != causal:
+    if call.rule is not None and not is_causal(call.rule):
         return "jax.nn gives a row with nothing to attend to the average, and we give 0"
     if len(call.lead) > 2:
         return "jax.nn takes one axis of batches and one of heads"

@@ -112,19 +112,19 @@ class Weighting:
 
     def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this")
 
     def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
         """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this")
 
     def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
         """log Σ exp(score) (…, n, 1), literally."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this")
 
     def lse(self, found: State) -> Array:
         """The same, of a row that is known."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this")
 
 
 def pool(

@@ -1,0 +1,29 @@
+"""Which keys a query may look at. Masks combine by `&`, `|` and `~`.
+
+`causal`, `window`, `dilated`, `strided`, `global_tokens`, `blocks`, `lengths`, `documents` and
+`custom` are rules on positions; `array` holds a boolean array (True: may attend) or a float array
+(added to the scores, −∞ rules out). What a rule excludes for a whole block is not computed.
+"""
+
+from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
+from qkv.masks.base import Mask, array, resolve
+from qkv.masks.custom import custom, has_functions, hoisted
+from qkv.masks.sequences import blocks, documents, lengths
+
+__all__ = [
+    "Mask",
+    "array",
+    "blocks",
+    "causal",
+    "custom",
+    "dilated",
+    "documents",
+    "global_tokens",
+    "has_functions",
+    "hoisted",
+    "is_causal",
+    "lengths",
+    "resolve",
+    "strided",
+    "window",
+]

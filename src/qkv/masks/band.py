@@ -1,0 +1,226 @@
+"""Masks by the distance between a query and a key, and by where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from qkv.arrays import of
+from qkv.errors import ArgumentError
+from qkv.masks.base import Mask, Verdict
+from qkv.masks.rows import check_rows, on_host, per_row, whole_number, whole_numbers
+from qkv.types import Array, Block, Shape, Span
+
+
+@dataclass(frozen=True, repr=False)
+class Band(Mask):
+    """Keys from i − left to i + right (None: no bound), i the query's position among the keys."""
+
+    left: int | None
+    right: int | None
+    align: str = "top_left"
+    offset: Any = None
+
+    def __post_init__(self) -> None:
+        if self.align not in ("top_left", "bottom_right"):
+            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {self.align!r}")
+        if self.offset is not None and not isinstance(self.offset, int):
+            object.__setattr__(self, "offset", whole_numbers("offset", self.offset))
+
+    @property
+    def relative(self) -> bool:
+        return self.offset is None or isinstance(self.offset, int)
+
+    def placed(self) -> str:
+        """How the positions are aligned, as its arguments."""
+        told = [] if self.align == "top_left" else [f"align={self.align!r}"]
+        return ", ".join(told + ([] if self.offset is None else [f"offset={self.offset!r}"]))
+
+    def __repr__(self) -> str:
+        bounds = [str(float("inf") if x is None else x) for x in (self.left, self.right)]
+        return f"window({', '.join([*bounds, *filter(None, [self.placed()])])})"
+
+    def shift(self, block: Block) -> Any:
+        """How far the queries' positions lie behind the keys'."""
+        if self.offset is None:
+            return block.m - block.n if self.align == "bottom_right" else 0
+        if isinstance(self.offset, int):
+            return self.offset
+        return per_row(self.offset, block)[..., None]
+
+    def allowed(self, block: Block) -> Array | None:
+        xp = of(block.q).xp
+        at = block.q + self.shift(block)
+        out = None
+        if self.right is not None:
+            out = block.k <= at + self.right
+        if self.left is not None:
+            near = block.k >= at - self.left
+            out = near if out is None else xp.logical_and(out, near)
+        return out
+
+    def shifts(self, n: int, m: int) -> tuple[int, int] | None:
+        """The least and the largest shift, where they are known."""
+        if self.offset is None:
+            return (m - n, m - n) if self.align == "bottom_right" else (0, 0)
+        host = on_host(self.offset)
+        return None if host is None or not host.size else (int(host.min()), int(host.max()))
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        shifts = self.shifts(n, m)
+        if shifts is None:
+            return 0, m
+        start = 0 if self.left is None else rows.start + shifts[0] - self.left
+        end = m if self.right is None else rows.start + rows.size + shifts[1] + self.right
+        return min(max(start, 0), m), max(min(end, m), 0)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        shifts = self.shifts(n, m)
+        if shifts is None:
+            return None
+        low, high = shifts
+        top, bottom = rows.start, rows.start + rows.size - 1
+        start, end = cols.start, cols.start + cols.size - 1
+        inside = True
+        if self.right is not None:
+            if start > bottom + high + self.right:
+                return False
+            inside = inside and end <= top + low + self.right
+        if self.left is not None:
+            if end < top + low - self.left:
+                return False
+            inside = inside and start >= bottom + high - self.left
+        return True if inside else None
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        if self.offset is not None and not isinstance(self.offset, int):
+            check_rows("causal: offset", self.offset, lead, n, None)
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(Band):
+    left: int | None = None
+    right: int | None = 0
+
+    def __call__(self, align: str = "top_left", offset: Any = None) -> Mask:
+        """The same rule aligned otherwise: key j may be seen by query i where j ≤ i + offset.
+
+        "top_left" is offset 0, "bottom_right" is m − n, so that the last query sees every key.
+        An integer array (B,) gives each sequence of the batch its own.
+        """
+        return Causal(align=align, offset=offset)
+
+    def __repr__(self) -> str:
+        return "causal" + (f"({self.placed()})" if self.placed() else "")
+
+
+def is_causal(rule: Mask | None) -> bool:
+    """Whether a rule is plain `causal`, the one that fused kernels know."""
+    return isinstance(rule, Causal) and rule.align == "top_left" and rule.offset is None
+
+
+causal = Causal()
+"""Key j may be seen by query i where j ≤ i.
+
+>>> import qkv
+>>> qkv.weights([[0.0], [0.0]], [[0.0], [0.0]], mask=causal)
+array([[1. , 0. ],
+       [0.5, 0.5]])
+"""
+
+
+def window(
+    left: float, right: float | None = None, align: str = "top_left", offset: Any = None
+) -> Mask:
+    """Keys from i − left to i + right; right is left where not given, and ∞ is no bound.
+
+    Positions are aligned as for `causal`.
+
+    >>> window(2) & window(float("inf"), 0)
+    window(2, 2) & window(inf, 0)
+    """
+    right = left if right is None else right
+    low, high = (
+        None if value == float("inf") else whole_number("window", name, value, 0)
+        for name, value in (("left", left), ("right", right))
+    )
+    return Band(low, high, align, offset)
+
+
+@dataclass(frozen=True, repr=False)
+class Positions(Mask):
+    """A rule on positions alone, with a name to show."""
+
+    name: str
+    rule: Callable[[Block, Any], Array]
+    judge: Callable[[Span, Span], Verdict] = lambda rows, cols: None
+    by_distance: bool = False
+
+    @property
+    def relative(self) -> bool:
+        return self.by_distance
+
+    def allowed(self, block: Block) -> Array | None:
+        return self.rule(block, of(block.q).xp)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        return self.judge(rows, cols)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def dilated(window: int, step: int) -> Mask:
+    """Every step-th key to either side of the query, `window` of them.
+
+    >>> dilated(2, 3)  # i − 6, i − 3, i, i + 3, i + 6
+    dilated(2, 3)
+    """
+    whole_number("dilated", "window", window, 0)
+    whole_number("dilated", "step", step, 1)
+    reach = Band(window * step, window * step)
+
+    def rule(block: Block, xp: Any) -> Array:
+        return xp.logical_and(reach.allowed(block), _on_step(block, step))
+
+    def judge(rows: Span, cols: Span) -> Verdict:
+        verdict = reach.verdict(rows, cols, 0, 0)
+        return verdict if verdict is False or step == 1 else None
+
+    return Positions(f"dilated({window}, {step})", rule, judge, by_distance=True)
+
+
+def strided(step: int) -> Mask:
+    """The keys whose distance from the query is a multiple of step.
+
+    >>> strided(4)
+    strided(4)
+    """
+    whole_number("strided", "step", step, 1)
+    return Positions(f"strided({step})", lambda block, xp: _on_step(block, step), by_distance=True)
+
+
+def _on_step(block: Block, step: int) -> Array:
+    return of(block.q).xp.remainder(block.q - block.k, step) == 0
+
+
+def global_tokens(count: int) -> Mask:
+    """The first `count` positions see every key and are seen by every query.
+
+    >>> global_tokens(1) | window(64)
+    global_tokens(1) | window(64, 64)
+    """
+    whole_number("global_tokens", "count", count, 0)
+
+    def judge(rows: Span, cols: Span) -> Verdict:
+        if rows.start >= count and cols.start >= count:
+            return False
+        inside = rows.start + rows.size <= count or cols.start + cols.size <= count
+        return True if inside else None
+
+    return Positions(
+        f"global_tokens({count})",
+        lambda block, xp: xp.logical_or(block.q < count, block.k < count),
+        judge,
+    )

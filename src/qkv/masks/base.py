@@ -1,0 +1,264 @@
+"""What a mask is, how masks combine, and arrays as masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import is_array, of
+from qkv.errors import DtypeError, ShapeError
+from qkv.masks.rows import on_host
+from qkv.types import Array, Block, Shape, Span
+
+Verdict = bool | None
+"""Of a whole block: True, all may be attended to; False, nothing may; None, it depends."""
+
+
+class Mask:
+    """A rule that says, for a block of positions, which pairs may attend."""
+
+    __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer
+
+    @property
+    def relative(self) -> bool:
+        """Whether the rule sees the distance of a pair alone, not where it lies."""
+        return False
+
+    def allowed(self, block: Block) -> Array | None:
+        """A boolean array that broadcasts against (…, r, c), or None for all."""
+        raise NotImplementedError("a mask says which pairs may attend")
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        """What holds for the whole block, as far as it is known without looking at each pair."""
+        return None
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        """Keys outside start … end are ruled out for all these queries."""
+        return 0, m
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        """Raise where the mask does not fit scores of shape (*lead, n, m)."""
+
+    def arrays(self) -> list[Array]:
+        """The arrays that must be of the call's own framework."""
+        return []
+
+    def __and__(self, other: Any) -> Mask:
+        return Both(self, array(other))
+
+    def __rand__(self, other: Any) -> Mask:
+        return Both(array(other), self)
+
+    def __or__(self, other: Any) -> Mask:
+        return Either(_boolean(self), _boolean(array(other)))
+
+    def __ror__(self, other: Any) -> Mask:
+        return Either(_boolean(array(other)), _boolean(self))
+
+    def __invert__(self) -> Mask:
+        return Not(_boolean(self))
+
+
+@dataclass(frozen=True, repr=False)
+class Both(Mask):
+    one: Mask
+    two: Mask
+
+    @property
+    def relative(self) -> bool:
+        return self.one.relative and self.two.relative
+
+    def arrays(self) -> list[Array]:
+        return self.one.arrays() + self.two.arrays()
+
+    def __repr__(self) -> str:
+        return f"{_grouped(self.one)} & {_grouped(self.two)}"
+
+    def allowed(self, block: Block) -> Array | None:
+        a, b = self.one.allowed(block), self.two.allowed(block)
+        if a is None or b is None:
+            return b if a is None else a
+        return of(a).xp.logical_and(a, b)
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+        return max(a, c), min(b, d)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
+        if a is False or b is False:
+            return False
+        return True if a and b else None
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        self.one.check(lead, n, m)
+        self.two.check(lead, n, m)
+
+
+@dataclass(frozen=True, repr=False)
+class Either(Mask):
+    one: Mask
+    two: Mask
+
+    @property
+    def relative(self) -> bool:
+        return self.one.relative and self.two.relative
+
+    def arrays(self) -> list[Array]:
+        return self.one.arrays() + self.two.arrays()
+
+    def __repr__(self) -> str:
+        return f"{_grouped(self.one)} | {_grouped(self.two)}"
+
+    def allowed(self, block: Block) -> Array | None:
+        a, b = self.one.allowed(block), self.two.allowed(block)
+        return None if a is None or b is None else of(a).xp.logical_or(a, b)
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        (a, b), (c, d) = (x.extent(rows, n, m) for x in (self.one, self.two))
+        return min(a, c), max(b, d)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        a, b = (x.verdict(rows, cols, n, m) for x in (self.one, self.two))
+        if a or b:
+            return True
+        return False if a is False and b is False else None
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        self.one.check(lead, n, m)
+        self.two.check(lead, n, m)
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Mask):
+    one: Mask
+
+    @property
+    def relative(self) -> bool:
+        return self.one.relative
+
+    def arrays(self) -> list[Array]:
+        return self.one.arrays()
+
+    def __repr__(self) -> str:
+        return f"~{_grouped(self.one)}"
+
+    def allowed(self, block: Block) -> Array | None:
+        a = self.one.allowed(block)
+        if a is None:
+            return (block.q - block.q != 0) | (block.k - block.k != 0)
+        return of(a).xp.logical_not(a)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        a = self.one.verdict(rows, cols, n, m)
+        return None if a is None else not a
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        self.one.check(lead, n, m)
+
+
+@dataclass(frozen=True, repr=False)
+class Values(Mask):
+    """A boolean or a float array that broadcasts to the scores."""
+
+    values: Array
+
+    def __repr__(self) -> str:
+        kind = "float" if self.is_bias else "boolean"
+        return f"{kind} array {tuple(self.values.shape)}"
+
+    @property
+    def is_bias(self) -> bool:
+        return of(self.values).dtype(self.values) != "bool"
+
+    def arrays(self) -> list[Array]:
+        return [self.values]
+
+    def allowed(self, block: Block) -> Array | None:
+        part = self.part(block)
+        return part > -float("inf") if self.is_bias else part
+
+    def part(self, block: Block) -> Array:
+        fw = of(self.values)
+        return fw.cut(fw.cut(self.values, block.rows, -2), block.cols, -1)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        host = on_host(self.values)
+        if host is None:
+            return None
+        for axis, span in ((-2, rows), (-1, cols)):
+            if host.shape[axis] != 1:
+                host = np.take(host, range(span.start, span.start + span.size), axis=axis)
+        live = host > -np.inf if self.is_bias else host
+        return False if not live.any() else (True if live.all() else None)
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        shape, full = tuple(self.values.shape), (*lead, n, m)
+        fits = len(shape) <= len(full) and all(
+            a in (1, b) or a is None or b is None
+            for a, b in zip(shape[::-1], full[::-1], strict=False)
+        )
+        if not fits:
+            raise ShapeError(f"mask: an array of shape {shape} does not broadcast to {full}")
+
+
+def array(values: Any) -> Mask:
+    """A boolean array (True: may attend), or a float array (added; −∞ rules out), as a mask."""
+    if isinstance(values, Mask):
+        return values
+    if isinstance(values, list | tuple):
+        values = np.asarray(values)
+    if not is_array(values):
+        raise DtypeError(
+            "mask must be a mask of qkv.masks, or a boolean or float array, not "
+            + ("a function: wrap it as masks.custom(f)" if callable(values) else str(type(values)))
+        )
+    fw = of(values)
+    if fw.dtype(values) != "bool" and "float" not in fw.dtype(values):
+        raise DtypeError(
+            f"mask is an array of {fw.dtype(values)}: pass booleans (True: may attend) or floats "
+            "(added to the scores), so that 0 and 1 cannot be misread"
+        )
+    values = fw.plain(values)
+    while len(values.shape) < 2:
+        values = values[None, ...]
+    return Values(values)
+
+
+def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
+    """A mask as its rule and, where it adds to the scores, the array that it adds."""
+    if mask is None:
+        return None, None
+    rules, biases = _split(array(mask))
+    rule: Mask | None = None
+    for part in rules:
+        rule = part if rule is None else Both(rule, part)
+    bias = None
+    for part in biases:
+        bias = part.values if bias is None else bias + part.values
+    if bias is not None:
+        rule = Values(bias) if rule is None else Both(rule, Values(bias))
+    return rule, bias
+
+
+def _grouped(mask: Mask) -> str:
+    return f"({mask!r})" if isinstance(mask, Both | Either) else repr(mask)
+
+
+def _split(mask: Mask) -> tuple[list[Mask], list[Values]]:
+    if isinstance(mask, Both):
+        one, two = _split(mask.one), _split(mask.two)
+        return one[0] + two[0], one[1] + two[1]
+    if isinstance(mask, Values) and mask.is_bias:
+        return [], [mask]
+    return [mask], []
+
+
+def _boolean(mask: Mask) -> Mask:
+    if _split(mask)[1]:
+        raise DtypeError(
+            "a float mask adds to the scores, so it combines by & only: | and ~ take booleans"
+        )
+    return mask

@@ -1,0 +1,71 @@
+"""Whole numbers that a mask is given, laid beside the positions of a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import is_array, of
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.types import Array, Block, Shape, Span
+
+
+def whole_number(owner: str, name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise DtypeError(f"masks.{owner}: {name} must be a whole number, not {value!r}")
+    if value < least:
+        raise ArgumentError(f"masks.{owner}: {name} must be at least {least}, not {value}")
+    return int(value)
+
+
+def whole_numbers(what: str, values: Any) -> Any:
+    values = values if is_array(values) else np.asarray(values)
+    if "int" not in of(values).dtype(values):
+        told = values if values.ndim == 0 else of(values).dtype(values)
+        raise DtypeError(f"{what} must be whole numbers, not {told}")
+    return values
+
+
+def on_host(values: Any) -> np.ndarray[Any, Any] | None:
+    """The numbers on the host, where they are known and at hand."""
+    return of(values).concrete(values) if is_array(values) else np.asarray(values)
+
+
+def beside(values: Any, block: Block) -> Array:
+    """Whole numbers as an array of the call's own framework."""
+    fw = of(block.q)
+    if is_array(values) and of(values) is fw:
+        return fw.astype(values, fw.dtype(block.q))
+    return fw.constant(values, block.q, fw.dtype(block.q))
+
+
+def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) -> None:
+    shape = tuple(values.shape)
+    batch = lead[:1]
+    good = [(*batch, n)] + ([(n,)] if last is not None else [batch])
+    if shape not in good and None not in (*lead, n):
+        told = " or ".join(str(x) for x in good)
+        raise ShapeError(f"{what} must have shape {told}, not {shape}")
+
+
+def per_row(values: Any, block: Block) -> Array:
+    """(B,) or (B, n) numbers as (B, 1, …, r or 1), beside the queries of the block."""
+    x = beside(values, block)
+    if len(x.shape) == 2:
+        x = of(x).cut(x, block.rows, -1)
+    elif len(x.shape) == 1:
+        x = x[:, None]
+    return _under_lead(x, block)
+
+
+def per_position(values: Any, span: Span, block: Block) -> Array:
+    x = of(block.q).cut(beside(values, block), span, -1)
+    return _under_lead(x, block) if len(x.shape) == 2 else x
+
+
+def _under_lead(x: Array, block: Block) -> Array:
+    """(B, r) as (B, 1, …, 1, r): B stays the first axis of the scores."""
+    for _ in range(block.axes - 1):
+        x = x[:, None, ...]
+    return x

@@ -1,0 +1,153 @@
+"""Masks by what is known of each sequence: its length, its documents, its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import of
+from qkv.errors import DtypeError, ShapeError
+from qkv.masks.base import Mask, Verdict
+from qkv.masks.rows import check_rows, on_host, per_position, per_row, whole_number, whole_numbers
+from qkv.types import Array, Block, Shape, Span
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Mask):
+    layout: np.ndarray[Any, Any]
+    size: tuple[int, int]
+
+    def __repr__(self) -> str:
+        return f"blocks({self.layout.shape}, {self.size})"
+
+    def allowed(self, block: Block) -> Array | None:
+        fw = of(block.q)
+        rows = fw.xp.floor_divide(block.q, self.size[0])
+        cols = fw.xp.floor_divide(block.k, self.size[1])
+        flat = fw.constant(self.layout.reshape(-1), block.q, "bool")
+        high, wide = self.layout.shape[-2:]
+        at = rows * wide + cols
+        if self.layout.ndim > 2:  # one layout a head
+            at = at + block.h * (high * wide)
+        return fw.take(flat, at)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        (tall, wide), layout = self.size, self.layout
+        part = layout[
+            ...,
+            rows.start // tall : (rows.start + rows.size - 1) // tall + 1,
+            cols.start // wide : (cols.start + cols.size - 1) // wide + 1,
+        ]
+        return False if not part.any() else (True if part.all() else None)
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        high, wide = self.layout.shape[-2:]
+        if high * self.size[0] < n or wide * self.size[1] < m:
+            raise ShapeError(
+                f"masks.blocks: a layout of {high} × {wide} blocks of {self.size[0]} × "
+                f"{self.size[1]} does not cover {n} queries × {m} keys"
+            )
+        if self.layout.ndim > 2 and (not lead or self.layout.shape[0] != lead[-1]):
+            raise ShapeError(
+                f"masks.blocks: a layout for {self.layout.shape[0]} heads met scores of shape "
+                f"{(*lead, n, m)}, whose axis −3 is the heads"
+            )
+
+
+def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
+    """layout[i // size, j // size] decides; layout (blocks, blocks) or (heads, blocks, blocks).
+
+    >>> blocks([[1, 0], [1, 1]], 64).layout.tolist()
+    [[True, False], [True, True]]
+    """
+    host = on_host(layout)
+    if host is None:
+        raise DtypeError("masks.blocks: layout must be known outside jit: pass a NumPy array")
+    if host.ndim not in (2, 3):
+        raise ShapeError(f"masks.blocks: layout must have 2 or 3 axes, not shape {host.shape}")
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(pair) != 2:
+        raise ShapeError(f"masks.blocks: size is one number or a pair, not {size!r}")
+    for side in pair:
+        whole_number("blocks", "size", side, 1)
+    return Blocks(host.astype(bool), pair)
+
+
+@dataclass(frozen=True, repr=False)
+class Lengths(Mask):
+    valid: Any
+
+    def __repr__(self) -> str:
+        return f"lengths of shape {tuple(self.valid.shape)}"
+
+    def allowed(self, block: Block) -> Array | None:
+        return block.k < per_row(self.valid, block)[..., None]
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        host = on_host(self.valid)
+        return (0, m) if host is None or not host.size else (0, min(int(host.max()), m))
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        host = on_host(self.valid)
+        if host is None or not host.size:
+            return None
+        if cols.start >= host.max():
+            return False
+        return True if cols.start + cols.size <= host.min() else None
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        check_rows("masks.lengths: valid", self.valid, lead, n, None)
+
+
+def lengths(valid: Any) -> Mask:
+    """The first valid[b] keys of each sequence b: valid (B,), or (B, n) for each query its own.
+
+    B is the first axis of the query.
+
+    >>> lengths([3, 5])
+    lengths of shape (2,)
+    """
+    return Lengths(whole_numbers("masks.lengths: valid", valid))
+
+
+@dataclass(frozen=True, repr=False)
+class Documents(Mask):
+    query_ids: Any
+    key_ids: Any
+
+    def __repr__(self) -> str:
+        return f"documents of shape {tuple(self.query_ids.shape)}"
+
+    def allowed(self, block: Block) -> Array | None:
+        q = per_position(self.query_ids, block.rows, block)
+        k = per_position(self.key_ids, block.cols, block)
+        return q[..., :, None] == k[..., None, :]
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        q, k = on_host(self.query_ids), on_host(self.key_ids)
+        if q is None or k is None:
+            return None
+        q = q[..., rows.start : rows.start + rows.size]
+        k = k[..., cols.start : cols.start + cols.size]
+        if not q.size or not k.size:
+            return None
+        if q.max() < k.min() or k.max() < q.min():
+            return False
+        return True if q.min() == q.max() == k.min() == k.max() else None
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        check_rows("masks.documents: ids", self.query_ids, lead, n, n)
+        check_rows("masks.documents: ids of the keys", self.key_ids, lead, m, m)
+
+
+def documents(ids: Any, key_ids: Any = None) -> Mask:
+    """Query i sees key j where both belong to one document: ids (n,) or (B, n), key_ids if other.
+
+    >>> documents([0, 0, 1, 1]).query_ids
+    array([0, 0, 1, 1])
+    """
+    ids = whole_numbers("masks.documents: ids", ids)
+    key_ids = ids if key_ids is None else whole_numbers("masks.documents: key_ids", key_ids)
+    return Documents(ids, key_ids)
