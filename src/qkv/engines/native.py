@@ -261,7 +261,7 @@ def _additive(call: Call, block: Any) -> Array:
     return mask if live is None else torch.where(live, mask, -math.inf)
 
 
-def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, is_causal: bool) -> Array:
+def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
     """SDPA on (batch, heads, rows, width), the form that its fused kernels take."""
     import torch
     from torch.nn.functional import pad
@@ -284,7 +284,7 @@ def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, is_causal: b
             key,
             value,
             attn_mask=mask,
-            is_causal=plain_causal,
+            is_causal=plain,
             scale=scale_of(call),
             enable_gqa=key.shape[1] != query.shape[1],
         )
