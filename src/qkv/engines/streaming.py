@@ -188,26 +188,42 @@ def spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:
     return [Span(min(at, total - size), size, at if total % size else None) for at in starts]
 
 
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
 def plan_of(call: Call, rows: int, cols: int) -> Plan:
-    """The blocks that the mask leaves, and whether it must be looked at inside them."""
-    grid = spans(call.fw, call.m, cols)
+    """The blocks that the mask leaves, and whether it must be looked at inside them.
+
+    That of a rule on distances is kept: a loop asks for it again and again.
+    """
+    fw, rule, n, m = call.fw, call.rule, call.n, call.m
+    if rule is None:
+        keys = spans(fw, m, cols)
+        return [(span, keys) for span in spans(fw, n, rows)]
+    if not rule.relative:
+        return _plan(fw, rule, (n, m), rows, cols)
+    about = (fw.name, rule, n, m, rows, cols)
+    if about not in _PLANS:
+        if len(_PLANS) >= 64:
+            _PLANS.clear()
+        _PLANS[about] = _plan(fw, rule, (n, m), rows, cols)
+    return _PLANS[about]
+
+
+def _plan(fw: Framework, rule: masks.Mask, size: tuple[int, int], rows: int, cols: int) -> Plan:
+    n, m = size
+    grid = spans(fw, m, cols) if fw.on_grid else []
 
     def left(queries: Span) -> list[Span]:
-        if call.rule is None:
-            return grid
-        start, end = call.rule.extent(queries, call.n, call.m)
-        if call.fw.on_grid:
+        start, end = rule.extent(queries, n, m)
+        if fw.on_grid:
             near = [span for span in grid if span.start < end and start < span.start + span.size]
         else:
-            near = spans(call.fw, end, cols, start)
-        found = []
-        for span in near:
-            verdict = call.rule.verdict(queries, span, call.n, call.m)
-            if verdict is not False:
-                found.append(span._replace(open=verdict is True))
-        return found
+            near = spans(fw, end, cols, start)
+        told = ((span, rule.verdict(queries, span, n, m)) for span in near)
+        return [span._replace(open=yes is True) for span, yes in told if yes is not False]
 
-    return [(span, left(span)) for span in spans(call.fw, call.n, rows)]
+    return [(span, left(span)) for span in spans(fw, n, rows)]
 
 
 class Piece(NamedTuple):
