@@ -22,6 +22,11 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores or 1, thread_name_prefix="qkv")
 
 
+if hasattr(os, "register_at_fork"):
+    # A forked process has none of its parent's threads, and would wait for them for ever.
+    os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
 def _one_blas_thread() -> AbstractContextManager[object]:
     """Each of our threads multiplies by itself: two pools of threads would wait for each other."""
     from threadpoolctl import ThreadpoolController

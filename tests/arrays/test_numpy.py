@@ -1,0 +1,50 @@
+"""What is special about NumPy: its loops run on threads of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORKED = """
+import os
+import numpy as np
+import qkv
+
+x = np.random.default_rng(0).normal(size=(8, 1024, 8))
+want = qkv.attend(x, x, x, engine="streaming")
+child = os.fork()
+if child == 0:
+    same = np.allclose(qkv.attend(x, x, x, engine="streaming"), want)
+    os._exit(0 if same else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+LIMITS = """
+import numpy as np
+from threadpoolctl import threadpool_info
+import qkv
+
+def threads():
+    return [pool["num_threads"] for pool in threadpool_info()]
+
+before = threads()
+x = np.random.default_rng(0).normal(size=(8, 1024, 8))
+qkv.attend(x, x, x, engine="streaming")
+try:
+    qkv.attend(x, x, x, engine="streaming", score=lambda q, k: 1 / 0)
+except ZeroDivisionError:
+    pass
+assert threads() == before
+"""
+
+
+def exit_code(code: str) -> int:
+    return subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    assert exit_code(FORKED) == 0
+
+
+def test_the_caller_keeps_his_blas_threads() -> None:
+    assert exit_code(LIMITS) == 0
