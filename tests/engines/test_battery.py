@@ -166,6 +166,39 @@ def test_dtypes(fw, engine, dtype, score, weighting, mask, monkeypatch):
     np.testing.assert_allclose(to_numpy(out), want, atol=TOLERANCE[dtype] * scale)
 
 
+@differentiating
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@pytest.mark.parametrize(("score", "weighting", "mask"), EACH)
+def test_gradients_of_each_dtype(fw, engine, dtype, score, weighting, mask, monkeypatch):
+    """As near to the gradients in float64 as rounding the arguments allows."""
+    every = 3 * SPARSELY.get(fw.name, 1 / 3)
+    if dtype not in fw.dtypes or EACH.index((score, weighting, mask)) % every:
+        pytest.skip("no such dtype, or in make test-full")
+    small_blocks(monkeypatch)
+    base = {name: fw.make(x, dtype) for name, x in leaves(score, mask).items()}
+    wide = {name: fw.make(to_numpy(x).astype("float64")) for name, x in base.items()}
+
+    def gradients(given: dict[str, Any], how: str) -> list[np.ndarray]:
+        along = fw.make(ALONG, "float64" if given is wide else dtype)
+
+        def loss(*arrays: Any) -> Any:
+            named = dict(zip(base, arrays, strict=True))
+            out = attend(named, arguments(named, score, weighting, mask), engine=how) * along
+            return qkv.arrays.namespace(out).sum(out)
+
+        return fw.grads(loss, list(given.values()))
+
+    try:
+        found = gradients(base, engine)
+    except EngineError:
+        assert score == "own_function" and fw.name in ("tensorflow", "mxnet")
+        return
+    for name, got, want in zip(base, found, gradients(wide, "dense"), strict=True):
+        size = np.linalg.norm(want) + 1
+        assert np.linalg.norm(got - want) < 2 * TOLERANCE[dtype] * size, name
+
+
 def test_every_score_and_weighting_is_listed():
     built = {type(scores.resolve(make(arrays))) for arrays, make in SCORES.values()}
     assert {*scores.NAMES.values(), *scores.LEARNED} <= built

@@ -323,6 +323,8 @@ def _fastest(query: Array) -> Any:
 def _jax_cannot(call: Call) -> str | None:
     if call.rule is not None and not is_causal(call.rule):
         return "jax.nn gives a row with nothing to attend to the average, and we give 0"
+    if call.fw.dtype(call.query) == "float64":
+        return "jax.nn sums in float32 whatever it is given"
     if len(call.lead) > 2:
         return "jax.nn takes one axis of batches and one of heads"
     return None
@@ -343,14 +345,16 @@ def _jax(call: Call) -> Array:
     def kernel(query: Array, key: Array, value: Array) -> Array:
         key, value = (calls.share_heads(call, x) for x in (key, value))
         lead = (1,) * (2 - len(call.lead)) + call.lead
-        parts = (
-            jnp.swapaxes(jnp.broadcast_to(x, (*lead, *x.shape[-2:])), -3, -2)
-            for x in (query, key, value)
-        )
+        width = max(query.shape[-1], value.shape[-1])  # it takes one width: zeros make up for it
+        parts = []
+        for x in (query, key, value):
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+            parts.append(jnp.swapaxes(jnp.broadcast_to(x, (*lead, *x.shape[-2:])), -3, -2))
         out = jax.nn.dot_product_attention(
             *parts, scale=scale_of(call), is_causal=call.rule is not None
         )
-        return jnp.reshape(jnp.swapaxes(out, -3, -2), (*call.lead, call.n, value.shape[-1]))
+        out = jnp.swapaxes(out, -3, -2)[..., : value.shape[-1]]
+        return jnp.reshape(out, (*call.lead, call.n, value.shape[-1]))
 
     def careful(query: Array, key: Array, value: Array) -> Array:
         fresh = tree.rebuild(call.fw, call, [query, key, value])

@@ -1,0 +1,124 @@
+"""The frameworks' own kernels, through our meaning of masks, NaN and empty rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.errors import EngineError
+
+rng = np.random.default_rng(4)
+QUERY = rng.normal(size=(2, 4, 40, 8))
+KEY, VALUE = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 2, 50, 6))
+WANTED = {
+    "plain": {},
+    "dot": {"score": "dot"},
+    "scale and temperature": {
+        "score": scores.ScaledDot(0.4),
+        "weighting": weightings.Softmax(0.7),
+    },
+}
+
+
+def jax_arrays():
+    jax = pytest.importorskip("jax")
+    return [jax.numpy.asarray(x, "float32") for x in (QUERY, KEY, VALUE)]
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal], ids=str)
+@pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
+def test_jax_nn_agrees_with_dense(how, mask):
+    import jax
+
+    arrays = jax_arrays()
+
+    def loss(*given, engine):
+        return (qkv.attend(*given, **how, mask=mask, engine=engine) ** 2).sum()
+
+    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    got, want = (value_and_grad(*arrays, engine=engine) for engine in ("native", "dense"))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for a, b in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_jax_nn_leaks_no_nan_past_the_mask():
+    query, key, value = jax_arrays()
+    value = value.at[..., 30, :].set(np.nan)
+    out = qkv.attend(query, key, value, mask=masks.causal, engine="native")
+    shown = np.isnan(np.asarray(out)).any((0, 1, 3))
+    np.testing.assert_array_equal(shown, np.arange(40) >= 30)
+
+
+def test_jax_nn_serves_no_other_mask():
+    with pytest.raises(EngineError, match="nothing to attend to"):
+        qkv.attend(*jax_arrays(), mask=masks.window(3), engine="native")
+
+
+def test_jax_nn_serves_no_float64():
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_enable_x64", True)
+    with pytest.raises(EngineError, match="float32"):
+        qkv.attend(*(jax.numpy.asarray(x) for x in (QUERY, KEY, VALUE)), engine="native")
+
+
+TORCH_MASKS = {
+    "none": None,
+    "causal": masks.causal,
+    "bottom right": masks.causal(align="bottom_right"),
+    "band": masks.causal & masks.window(9),
+    "band and globals": masks.window(5) | masks.global_tokens(2),
+    "lengths": masks.lengths([50, 0]),
+    "documents": masks.documents(np.arange(40) // 15, np.arange(50) // 15),
+    "dilated": masks.dilated(3, 4),
+    "custom": masks.custom(lambda b, h, i, j: (i + j + h) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("mask", TORCH_MASKS.values(), ids=TORCH_MASKS)
+@pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
+def test_torch_agrees_with_dense(how, mask, monkeypatch):
+    """Values and gradients, in groups along the diagonal, in runs of keys, and of other widths."""
+    torch = pytest.importorskip("torch")
+    from qkv.engines import native
+
+    monkeypatch.setattr(native, "ROWS", 7)
+    found = {}
+    for engine in ("native", "dense"):
+        given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
+        out = qkv.attend(*given, **how, mask=mask, engine=engine)
+        out.square().sum().backward()
+        found[engine] = [out.detach(), *(x.grad for x in given)]
+    for a, b in zip(*found.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+REFUSALS = {
+    "Gaussian": {"score": "gaussian"},
+    "softcap": {"score": scores.ScaledDot(softcap=3.0)},
+    "Hard": {"weighting": "hard"},
+    "log-sum-exp": {"return_lse": True},
+    "random": {"dropout_p": 0.5, "seed": 1},
+}
+
+
+@pytest.mark.parametrize("word", REFUSALS)
+def test_a_refusal_says_why(word):
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    told = qkv.explain(*given, **REFUSALS[word])
+    assert told.engine != "native"
+    assert word in dict(told.refusals)["native"]
+    with pytest.raises(EngineError, match=word):
+        qkv.attend(*given, **REFUSALS[word], engine="native")
+
+
+def test_explain_counts_only_what_the_mask_leaves():
+    x = np.zeros((2048, 8))
+    whole, part = (qkv.explain(x, x, x, mask=mask) for mask in (None, masks.window(64)))
+    assert part.flops < whole.flops / 4
+    assert "under window(64, 64)" in str(part)
+    assert "streaming" in str(part)
+    assert whole.bytes == 4 * x.nbytes
