@@ -239,6 +239,21 @@ def test_a_module_as_a_score_learns_on_torch(engine):
         torch.testing.assert_close(a, b)
 
 
+def test_a_module_as_a_score_learns_through_the_weights(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from qkv.engines import streaming
+
+    w = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    query, key, _ = (torch.tensor(x) for x in (QUERY, KEY, VALUE))
+    found = []
+    for block in (2**20, 4 * M):
+        monkeypatch.setattr(streaming, "BLOCK", block)
+        alpha = qkv.weights(query, key, score=lambda q, k: (q * w) @ k.T)
+        found.append(torch.autograd.grad(alpha.square().sum(), w)[0])
+    assert found[0].abs().sum() > 0
+    torch.testing.assert_close(*found)
+
+
 def test_a_tensorflow_function_that_holds_a_variable_falls_to_dense():
     tf = pytest.importorskip("tensorflow")
     w = tf.Variable(0.5, dtype=tf.float64)

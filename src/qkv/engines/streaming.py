@@ -114,12 +114,15 @@ def hoist(call: Call, plan: Plan) -> Call:
 def weights(call: Call) -> Array:
     """The whole weight matrix, some rows at a time, so that nothing larger than it is made."""
     call = call.precise()
-    if call.n == 0 or cannot(call):
+    if cannot(call):
         return dense.run(call)[2]
     fw = call.fw
-    leaves = tree.leaves(fw, call)
     wide = max(math.prod(call.lead) * call.m * footprint(call), 1)
     plan: Plan = [(span, []) for span in spans(fw, call.n, max(BLOCK // wide, 1))]
+    if len(plan) < 2:
+        return dense.run(call)[2]
+    call = hoist(call, [(plan[0][0], [Span(0, call.m)])])
+    leaves = tree.leaves(fw, call)
 
     def some(arrays: Sequence[Array], rows: Span) -> Array:
         return dense.run(tree.rebuild(fw, call, arrays), rows)[2]
