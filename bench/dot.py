@@ -34,13 +34,15 @@ def main() -> None:
             "qkv on torch": lambda: qkv.attend(*tensors),
             "qkv on NumPy": lambda: qkv.attend(*arrays),
             "naive NumPy": lambda: naive(*arrays),
-        }
+        },
+        repeats=15,
     )
     both = times(
         {
             "SDPA": lambda: there_and_back(sdpa),
             "qkv on torch": lambda: there_and_back(qkv.attend),
-        }
+        },
+        repeats=15,
     )
     keep(
         "dot",

@@ -26,7 +26,7 @@ def main() -> None:
                     "full causal": lambda given=given: qkv.attend(*given, mask=masks.causal),
                     "window": lambda given=given: qkv.attend(*given, mask=WINDOW),
                 },
-                repeats=3,
+                repeats=7,
             )
             full, part = found["full causal"], found["window"]
             rows.append(

@@ -19,7 +19,7 @@ from qkv.weightings import Softmax
 
 NAME = "native"
 
-ROWS = 96
+ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
 
 
