@@ -66,8 +66,9 @@ class Kit:
 
         def both(*arrays: Any) -> tuple[list[Any], list[Any]]:
             outputs, found = run(arrays)
-            filled = [x * 0 if g is None else g for x, g in zip(arrays, found, strict=bool(found))]
-            return [to_numpy(y) for y in outputs], [to_numpy(g) for g in filled]
+            pairs = zip(arrays, found, strict=bool(found))
+            filled = [np.zeros(of(x).shape(x)) if g is None else to_numpy(g) for x, g in pairs]
+            return [to_numpy(y) for y in outputs], filled
 
         return both
 
