@@ -62,7 +62,9 @@ class Mask:
 
 
 @dataclass(frozen=True, repr=False)
-class Both(Mask):
+class Pair(Mask):
+    """Two masks as one."""
+
     one: Mask
     two: Mask
 
@@ -73,6 +75,12 @@ class Both(Mask):
     def arrays(self) -> list[Array]:
         return self.one.arrays() + self.two.arrays()
 
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        self.one.check(lead, n, m)
+        self.two.check(lead, n, m)
+
+
+class Both(Pair):
     def __repr__(self) -> str:
         return f"{_grouped(self.one)} & {_grouped(self.two)}"
 
@@ -92,23 +100,8 @@ class Both(Mask):
             return False
         return True if a and b else None
 
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        self.one.check(lead, n, m)
-        self.two.check(lead, n, m)
 
-
-@dataclass(frozen=True, repr=False)
-class Either(Mask):
-    one: Mask
-    two: Mask
-
-    @property
-    def relative(self) -> bool:
-        return self.one.relative and self.two.relative
-
-    def arrays(self) -> list[Array]:
-        return self.one.arrays() + self.two.arrays()
-
+class Either(Pair):
     def __repr__(self) -> str:
         return f"{_grouped(self.one)} | {_grouped(self.two)}"
 
@@ -125,10 +118,6 @@ class Either(Mask):
         if a or b:
             return True
         return False if a is False and b is False else None
-
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        self.one.check(lead, n, m)
-        self.two.check(lead, n, m)
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +137,7 @@ class Not(Mask):
     def allowed(self, block: Block) -> Array | None:
         a = self.one.allowed(block)
         if a is None:
-            return (block.q - block.q != 0) | (block.k - block.k != 0)
+            return block.q - block.k != block.q - block.k  # nowhere
         return of(a).xp.logical_not(a)
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
@@ -244,7 +233,7 @@ def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
 
 
 def _grouped(mask: Mask) -> str:
-    return f"({mask!r})" if isinstance(mask, Both | Either) else repr(mask)
+    return f"({mask!r})" if isinstance(mask, Pair) else repr(mask)
 
 
 def _split(mask: Mask) -> tuple[list[Mask], list[Values]]:
