@@ -7,6 +7,7 @@ else (numbers, names, functions, arrays of another framework) stays where it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -70,7 +71,11 @@ def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
         # A copy that runs no __init__: the fields were checked when the record was built, and a
         # tracer in place of an array could not be checked again.
         copy = object.__new__(type(record))
-        copy.__dict__.update(record.__dict__)
+        copy.__dict__.update(
+            (name, value)
+            for name, value in record.__dict__.items()
+            if not isinstance(getattr(type(record), name, None), functools.cached_property)
+        )
         for field in dataclasses.fields(record):
             value = getattr(record, field.name)
             object.__setattr__(copy, field.name, _map(fw, function, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,15 @@ class Call:
     @property
     def m(self) -> int:
         return self.fw.shape(self.key)[-2]
+
+    @cached_property
+    def lowering(self) -> tuple[Score, float] | str:
+        """The score as one that has a form, and a bound on its error; or why there is none."""
+        if self.fw.tracing(self.query) or self.fw.tracing(self.key):
+            return "the range of the arguments is not known while they are traced"
+        wide = self.precise()
+        dtype = self.fw.dtype(self.query)
+        return wide.score.lowered(wide.query, wide.key, self.tolerance, dtype)
 
     def precise(self) -> Call:
         """The same call with 16-bit arrays widened, so that sums run in float32."""

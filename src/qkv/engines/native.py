@@ -44,6 +44,12 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
+    widths = [int(call.fw.shape(x)[-1]) for x in (call.query, call.value)]
+    if max(widths) > 2 * min(widths) and max(widths) > 128:
+        return (
+            f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
+            "values would be mostly padding"
+        )
     if call.fw.name == "jax" and _jax_platform(call) == "cpu":
         return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
     return None

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.arrays import namespace
+import numpy as np
+
+from qkv.arrays import namespace, of
 from qkv.errors import ShapeError
-from qkv.scores.base import Score, agree, array_of, pairs
+from qkv.scores.base import Form, Score, agree, array_of, pairs
+from qkv.scores.separable import Units
 from qkv.types import Array, Shape
+
+FARTHEST = 40.0
+"""The range of W₁q + W₂k + b from which so many products are needed that tanh itself is faster."""
+
+ACCURACY = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "float32": 1e-6}
+"""What each tanh may be off by where no tolerance is given; float64 keeps tanh."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,36 @@ class Additive(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         xp = namespace(query)
+        q, k = pairs(*self.hidden(query, key))
+        return xp.matmul(xp.tanh(q + k), self.v[..., :, None])[..., 0]
+
+    def hidden(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """W₁q + b (…, n, h) and W₂k (…, m, h)"""
+        xp = namespace(query)
         from_query = xp.matmul(query, xp.matrix_transpose(self.w_query))
         if self.bias is not None:
             from_query = from_query + self.bias
-        q, k = pairs(from_query, xp.matmul(key, xp.matrix_transpose(self.w_key)))
-        return xp.matmul(xp.tanh(q + k), self.v[..., :, None])[..., 0]
+        return from_query, xp.matmul(key, xp.matrix_transpose(self.w_key))
+
+    def lowered(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> tuple[Score, float] | str:
+        fw = of(query)
+        least = ACCURACY.get(dtype, 0.0)
+        mass = float(fw.xp.sum(fw.xp.abs(fw.detach(self.v))))
+        allowed = max(least, 0.0 if tolerance is None else tolerance / max(mass, 1e-30))
+        if not allowed > 0:
+            return "float64 keeps tanh itself: give a tolerance to trade digits for speed"
+        reach = [_reach(x) for x in self.hidden(query, key)]
+        farthest = max((a + b for a, b in zip(*reach, strict=True)), default=0.0)
+        if not farthest <= FARTHEST:
+            return (
+                f"|W₁q + b| + |W₂k| reaches {farthest:.3g}: over so wide a range a sum of products "
+                "is slower than tanh"
+            )
+        units = Units(reach[0], reach[1], min(allowed, 0.1))
+        error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * units.errors))
+        return Separable(self.w_query, self.w_key, self.v, self.bias, units), error
 
     def check(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
@@ -53,3 +87,66 @@ class Additive(Score):
 
     def footprint(self, width: int) -> int:
         return int(self.v.shape[-1])
+
+
+@dataclass(frozen=True)
+class Separable(Additive):
+    """s = Σₕ vₕ Σⱼ fₕⱼ(aₕ) gₕⱼ(bₕ) ≈ vᵀ tanh(a + b), with a = W₁q + b and b = W₂k.
+
+    One dot product, of as many numbers as the units have products together.
+    """
+
+    units: Units | None = None
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return self.form(query, key).scores()
+
+    def form(self, query: Array, key: Array) -> Form:
+        a, b = self.hidden(query, key)
+        return Form(self.functions(a, 0, None), self.functions(b, 1, self.v))
+
+    def functions(self, x: Array, side: int, v: Array | None) -> Array:
+        """f of x (…, r, h), or v g: (…, r, w)."""
+        assert self.units is not None
+        fw = of(x)
+        xp = fw.xp
+        flat = xp.matrix_transpose(xp.reshape(x, (-1, x.shape[-1])))  # a row for each unit
+        flat = flat * fw.constant(1 / self.units.reach[side][:, None], x, fw.dtype(x))
+        made = []
+        for group in self.units.groups:
+            chosen = fw.constant(np.array(group.units), x, "int32")
+            part = xp.take(flat, chosen, axis=0)[:, None, :]
+            by = None if v is None else xp.take(xp.reshape(v, (-1, 1, 1)), chosen, axis=0)
+            longest = max(group.even[side].shape[-1], group.odd[side].shape[-1])
+            basis = xp.concat(_chebyshev(part * part * 2.0 - 1.0, longest), axis=1)
+            for odd, coefficients in ((side, group.even[side]), (1 - side, group.odd[side])):
+                weights = fw.constant(coefficients, x, fw.dtype(x))
+                values = xp.matmul(weights, basis[:, : coefficients.shape[-1], :])
+                if odd:
+                    values = values * (part if by is None else part * by)
+                elif by is not None:
+                    values = values * by
+                made.append(xp.reshape(values, (-1, flat.shape[-1])))
+        return xp.reshape(xp.matrix_transpose(xp.concat(made, axis=0)), (*x.shape[:-1], -1))
+
+    def form_width(self, width: int) -> int:
+        return 0 if self.units is None else self.units.width
+
+    def footprint(self, width: int) -> int:
+        return 1
+
+
+def _chebyshev(y: Array, count: int) -> list[Array]:
+    """T₀(y) … of a count."""
+    terms = [y * 0.0 + 1.0, y]
+    twice = y + y
+    while len(terms) < count:
+        terms.append(twice * terms[-1] - terms[-2])
+    return terms[:count]
+
+
+def _reach(x: Array) -> list[float]:
+    """The largest |x| of each unit (…, h)."""
+    fw = of(x)
+    largest = fw.xp.max(fw.xp.abs(fw.detach(x)), axis=tuple(range(len(x.shape) - 1)))
+    return [float(y) for y in fw.to_numpy(largest)]

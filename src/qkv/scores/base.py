@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from qkv.arrays import is_array
+from qkv.arrays import is_array, of
 from qkv.errors import DtypeError, ShapeError
 from qkv.types import Array, Shape
+
+
+class Form(NamedTuple):
+    """s = (φ·ψ + bias + offset) · σ(gate_query + gate_key): the one form that fast engines know.
+
+    query φ (…, n, w), key ψ (…, m, w); bias (…, m, 1), offset (…, n, 1), and the gate's two
+    halves likewise. A weighting that is not moved by a shift of the whole row needs no offset.
+    """
+
+    query: Array
+    key: Array
+    bias: Array | None = None
+    offset: Array | None = None
+    gate_query: Array | None = None
+    gate_key: Array | None = None
+
+    def products(self) -> tuple[Array, Array]:
+        """φ and ψ with bias and offset as two more of their numbers."""
+        fw = of(self.query)
+        query, key = [self.query], [self.key]
+        if self.bias is not None:
+            query.append(fw.full((*self.query.shape[:-1], 1), 1.0, self.query))
+            key.append(self.bias)
+        if self.offset is not None:
+            query.append(self.offset)
+            key.append(fw.full((*self.key.shape[:-1], 1), 1.0, self.key))
+        if len(query) == 1:
+            return self.query, self.key
+        return fw.xp.concat(query, axis=-1), fw.xp.concat(key, axis=-1)
+
+    def scores(self) -> Array:
+        """s (…, n, m)"""
+        s = of(self.query).inner(*self.products())
+        if self.gate_query is None or self.gate_key is None:
+            return s
+        return sigmoid(self.gate_query + of(s).xp.matrix_transpose(self.gate_key)) * s
 
 
 class Score:
@@ -21,6 +57,25 @@ class Score:
 
     def __call__(self, query: Array, key: Array) -> Array:
         raise NotImplementedError("a score says how a query and a key are compared")
+
+    def form(self, query: Array, key: Array) -> Form:
+        """The same as a dot product, for a score that is one."""
+        raise NotImplementedError(f"{type(self).__name__} is no dot product")
+
+    def lowered(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> tuple[Score, float] | str:
+        """A score that has a `form`, as near to this one as asked, and a bound on its error.
+
+        `tolerance` None asks for the accuracy of the caller's dtype. Or why there is none.
+        """
+        if type(self).form is Score.form:
+            return f"{type(self).__name__} has no form as a dot product"
+        return self, 0.0
+
+    def form_width(self, width: int) -> int:
+        """Numbers in each vector of the form, for a query of this width."""
+        return width
 
     def check(self, query: Shape, key: Shape) -> None:
         """Raise where arrays of these shapes cannot be compared."""
@@ -60,6 +115,18 @@ def agree(owner: Any, what: str, **sizes: int) -> None:
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ShapeError(f"{type(owner).__name__}: {what} must be one number, but {told}")
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e⁻ˣ), written so that nothing overflows."""
+    return (of(x).xp.tanh(x * 0.5) + 1.0) * 0.5
+
+
+def largest(x: Array) -> float:
+    """max |x| as a number, NaN where x holds one."""
+    fw = of(x)
+    x = fw.detach(x)
+    return float(fw.xp.max(fw.xp.abs(x))) if 0 not in x.shape else 0.0
 
 
 def pairs(query: Array, key: Array) -> tuple[Array, Array]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from qkv.arrays import namespace
+from qkv.arrays import namespace, of
 from qkv.errors import positive
-from qkv.scores.base import Score, pairs
+from qkv.scores.base import Form, Score, largest, pairs
 from qkv.types import Array
 
 
@@ -37,6 +39,59 @@ class Gaussian(Score):
 
     def footprint(self, width: int) -> int:
         return max(width, 1)
+
+    def lowered(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> tuple[Score, float] | str:
+        fw = of(query)
+        if 0 in (*query.shape, *key.shape):
+            return "there is nothing to compare"
+        rows = fw.xp.reshape(fw.detach(key), (-1, key.shape[-1]))
+        expanded = Expanded(self.bandwidth, fw.xp.sum(rows, axis=0) / rows.shape[0])
+        reach = sum(
+            math.sqrt(largest(fw.xp.sum(x * x, axis=-1)))
+            for x in (fw.detach(expanded.scaled(x)) for x in (query, key))
+        )
+        unit = 2.0**-53 if dtype == "float64" else 2.0**-24
+        near = reach * reach * unit
+        error = near * (query.shape[-1] + 3)
+        if near <= unit * LENGTH or (tolerance is not None and error <= tolerance):
+            return expanded, error
+        return (
+            f"queries and keys lie up to {reach:.3g} bandwidths from their middle, where the "
+            f"expanded square is off by up to {error:.1g}"
+        )
+
+
+LENGTH = 2.0**10
+"""(‖q‖ + ‖k‖)² / σ² up to which the expanded square keeps its digits as well as a dot product."""
+
+
+@dataclass(frozen=True)
+class Expanded(Score):
+    """s = q′ᵀk′ − ‖q′‖²/2 − ‖k′‖²/2, with x′ = (x − centre) / σ: the Gaussian's as a product.
+
+    >>> import numpy as np
+    >>> Expanded(0.5, np.zeros(1))(np.array([[1.0]]), np.array([[1.0], [2.0]]))
+    array([[ 0., -2.]])
+    """
+
+    bandwidth: float | Array
+    centre: Array
+
+    def __call__(self, query: Array, key: Array) -> Array:
+        return self.form(query, key).scores()
+
+    def scaled(self, x: Array) -> Array:
+        return (x - self.centre) / self.bandwidth
+
+    def form(self, query: Array, key: Array) -> Form:
+        query, key = self.scaled(query), self.scaled(key)
+        return Form(query, key, _minus_half_square(key), _minus_half_square(query))
+
+
+def _minus_half_square(x: Array) -> Any:
+    return namespace(x).sum(x * x, axis=-1, keepdims=True) * -0.5
 
 
 @dataclass(frozen=True)

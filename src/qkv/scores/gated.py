@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qkv.arrays import is_array, namespace
 from qkv.errors import ShapeError
-from qkv.scores.base import Score, array_of, inner_score
+from qkv.scores.base import Form, Score, array_of, inner_score, sigmoid
 from qkv.scores.product import Dot
 from qkv.types import Array, Shape
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e⁻ˣ), written so that nothing overflows."""
-    return (namespace(x).tanh(x * 0.5) + 1.0) * 0.5
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,31 @@ class Gated(Score):
             raise ShapeError("Gated: bias is one number, not an array of many")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        xp = namespace(query)
-        logit = xp.matmul(query, self.w_query[..., :, None])
-        logit = logit + xp.matrix_transpose(xp.matmul(key, self.w_key[..., :, None]))
-        if self.bias is not None:
-            logit = logit + self.bias
+        from_query, from_key = self.halves(query, key)
+        logit = from_query + namespace(query).matrix_transpose(from_key)
         return sigmoid(logit) * self.score(query, key)
+
+    def halves(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """The two summands of the gate's logit, (…, n, 1) and (…, m, 1)."""
+        xp = namespace(query)
+        from_query = xp.matmul(query, self.w_query[..., :, None])
+        if self.bias is not None:
+            from_query = from_query + self.bias
+        return from_query, xp.matmul(key, self.w_key[..., :, None])
+
+    def form(self, query: Array, key: Array) -> Form:
+        from_query, from_key = self.halves(query, key)
+        return self.score.form(query, key)._replace(gate_query=from_query, gate_key=from_key)
+
+    def lowered(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> tuple[Score, float] | str:
+        if isinstance(self.score, Gated):
+            return "a gate within a gate is no dot product"
+        inner = self.score.lowered(query, key, tolerance, dtype)
+        if isinstance(inner, str):
+            return inner
+        return replace(self, score=inner[0]), inner[1]
 
     def check(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):

@@ -8,7 +8,7 @@ from numbers import Real
 
 from qkv.arrays import is_array, namespace, of
 from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
-from qkv.scores.base import Score, array_of
+from qkv.scores.base import Form, Score, array_of
 from qkv.types import Array, Shape
 
 
@@ -28,6 +28,9 @@ class Dot(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         return product(query, key)
+
+    def form(self, query: Array, key: Array) -> Form:
+        return Form(query, key)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,19 @@ class ScaledDot(Score):
             raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale
-        s = product(query * scale, key)
+        s = self.form(query, key).scores()
         if self.softcap is None:
             return s
         return namespace(s).tanh(s / self.softcap) * self.softcap
+
+    def form(self, query: Array, key: Array) -> Form:
+        scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale
+        return Form(query * scale, key)
+
+    def lowered(
+        self, query: Array, key: Array, tolerance: float | None, dtype: str
+    ) -> tuple[Score, float] | str:
+        return (self, 0.0) if self.softcap is None else "a softcap bends the dot product"
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,9 @@ class Cosine(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         return product(unit(query), unit(key)) / self.temperature
+
+    def form(self, query: Array, key: Array) -> Form:
+        return Form(unit(query) / self.temperature, unit(key))
 
 
 def unit(x: Array) -> Array:
@@ -106,7 +120,10 @@ class Multiplicative(Score):
         array_of(self, "w", "d_q", "d_k")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return product(namespace(query).matmul(query, self.w), key)
+        return self.form(query, key).scores()
+
+    def form(self, query: Array, key: Array) -> Form:
+        return Form(namespace(query).matmul(query, self.w), key)
 
     def check(self, query: Shape, key: Shape) -> None:
         if tuple(self.w.shape[-2:]) != (query[-1], key[-1]):

@@ -1,0 +1,69 @@
+"""A score is what you write; a dot product is what runs.
+
+The call is rewritten with φ(q) and ψ(k) in place of query and key, and an engine that knows dot
+products runs it. Gradients reach the score's own arrays by the chain rule through φ and ψ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import ModuleType
+
+from qkv.engines import dense, native, streaming
+from qkv.engines.call import Call
+from qkv.scores import Dot, Gated, ScaledDot
+from qkv.types import Array
+
+NAME = "lowered"
+
+ENGINES = (native, streaming, dense)
+
+ROOM = 2**26
+"""Numbers that φ and ψ may have together; beyond, they are made block by block."""
+
+
+def cannot(call: Call) -> str | None:
+    if type(call.score) in (Dot, ScaledDot) and not isinstance(call.lowering, str):
+        return "the score is a dot product as it stands"
+    if isinstance(call.score, Gated):
+        return "a gate multiplies each pair's score: it is no dot product of vectors"
+    return call.lowering if isinstance(call.lowering, str) else None
+
+
+def declines(call: Call) -> str | None:
+    return streaming.declines(call)
+
+
+def describe(call: Call) -> str:
+    rewritten = rewrite(call)
+    width = rewritten.fw.shape(rewritten.query)[-1]
+    engine = _engine(rewritten)
+    found = call.lowering
+    assert not isinstance(found, str)
+    about = f"scores within {found[1]:.1g}" if found[1] else "the same scores"
+    return (
+        f"dot products of {width:,} numbers, {about}; {engine.NAME}: {engine.describe(rewritten)}"
+    )
+
+
+def run(call: Call) -> tuple[Array, Array | None, None]:
+    rewritten = rewrite(call)
+    out, lse, _ = _engine(rewritten).run(rewritten)
+    return out, lse, None
+
+
+def rewrite(call: Call) -> Call:
+    """The same call with a dot product for its score."""
+    found = call.lowering
+    assert not isinstance(found, str)
+    call, score = call.precise(), found[0]
+    shapes = [call.fw.shape(x) for x in (call.query, call.key)]
+    if sum(math.prod(shape[:-1]) for shape in shapes) * score.form_width(shapes[0][-1]) > ROOM:
+        return replace(call, score=score)
+    query, key = score.form(call.query, call.key).products()
+    return replace(call, query=query, key=key, score=Dot())
+
+
+def _engine(call: Call) -> ModuleType:
+    return next(e for e in ENGINES if not (e.cannot(call) or e.declines(call)))

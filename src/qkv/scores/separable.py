@@ -1,0 +1,176 @@
+"""tanh(a + b) as a short sum of products of a function of a and a function of b."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+FINER = 4
+"""Points looked at per point of interpolation, along each axis."""
+STEP = 1.06
+"""Ranges are rounded up by at most this factor, so that one set of functions serves many."""
+SLACK = 1 / math.cos(math.pi / (2 * FINER)) ** 2
+"""What a polynomial may rise to between the points looked at, along both axes."""
+
+
+class Factors(NamedTuple):
+    """tanh(a + b) ≈ Σⱼ eⱼ(a) oⱼ(b) + Σⱼ oⱼ′(a) eⱼ′(b), e even and o odd, for |a| ≤ A and |b| ≤ B.
+
+    Of all sums of so many products it is the nearest in the mean square: the singular functions
+    of the kernel tanh(a + b). A series of sines is a sum of the same kind, sin a cos b +
+    cos a sin b, and needs over half as many terms again. Each function is p(y) or x p(y), with
+    x = a / A, y = 2x² − 1 and p given by its coefficients on Chebyshev's T₀, T₁, …: (J, K).
+
+    `error` bounds the difference everywhere in the rectangle. Interpolation at N points errs by
+    at most 4 M ρ⁻ᴺ / (ρ − 1), as tanh is analytic in |Im| < π/2 (Bernstein); the rest is a
+    polynomial, which between 4 N Chebyshev points rises above what they show by a known factor.
+    """
+
+    reach: tuple[float, float]
+    even: tuple[np.ndarray, np.ndarray]
+    """Of the products that are even in a: p for a, and p for b."""
+    odd: tuple[np.ndarray, np.ndarray]
+    error: float
+
+    @property
+    def terms(self) -> int:
+        """Products in the sum."""
+        return len(self.even[0]) + len(self.odd[0])
+
+
+def factors(reach_query: float, reach_key: float, error: float) -> Factors:
+    """The fewest products within the error for |a| and |b| up to their reach, kept once found.
+
+    >>> factors(4.0, 4.0, 1e-6).terms, factors(4.0, 4.0, 5e-3).terms, factors(0.5, 4.0, 1e-6).terms
+    (28, 12, 9)
+    """
+    return _factors(_step(reach_query), _step(reach_key), error)
+
+
+def _step(reach: float) -> int:
+    return max(math.ceil(math.log(max(reach, 0.05)) / math.log(STEP)), -40)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(step_query: int, step_key: int, error: float) -> Factors:
+    reach = STEP**step_query, STEP**step_key
+    points, slip = _points(max(reach), error / 8)
+    x = _nodes(points)
+    kernel = np.tanh(reach[0] * x[:, None] + reach[1] * _nodes(points))
+    mirrored = np.tanh(reach[0] * -x[:, None] + reach[1] * _nodes(points))
+    parts = [_svd(kernel + mirrored), _svd(kernel - mirrored)]
+    fine = _nodes(FINER * points)
+    left, right = reach[0] * fine[:, None], reach[1] * fine
+    exact = [(np.tanh(left + right) + sign * np.tanh(right - left)) / 2 for sign in (1, -1)]
+    sizes = np.sort(np.concatenate([part[1] for part in parts]))[::-1]
+    low, high = 1, len(sizes)
+    while True:  # the error falls with the number of products
+        count = (low + high) // 2
+        found = [_polynomials(part, sizes[count - 1], odd, error) for odd, part in enumerate(parts)]
+        off = [
+            np.abs(_at(one, odd, fine).T @ _at(two, 1 - odd, fine) - exact[odd])
+            for odd, (one, two) in enumerate(found)
+        ]
+        bound = (float((off[0] + off[1]).max()) + slip) * SLACK + slip
+        if low >= high:
+            return Factors(reach, found[0], found[1], bound)
+        if bound <= error:
+            high = count
+        else:
+            low = count + 1
+
+
+def _nodes(points: int) -> np.ndarray:
+    """The positive half of an even number of Chebyshev's points."""
+    return np.cos(np.pi * (np.arange(points // 2) + 0.5) / points)
+
+
+def _points(reach: float, error: float) -> tuple[int, float]:
+    """Points along an axis at which interpolation errs by less, and a bound on what it errs by."""
+    high = 0.8 * math.pi / 2  # |tanh| ≤ max(1, tan v) where |Im| ≤ v
+    largest = max(1.0, math.tan(high))
+    half = high / reach
+    rho = half + math.sqrt(1 + half * half)
+
+    def slip(n: int) -> float:
+        along = 4 * largest * rho ** (1 - n) / (rho - 1)
+        return along * (2 + 2 / math.pi * math.log(n))  # the second axis, after the first
+
+    n = 8
+    while slip(n) > error:
+        n += 4
+    return n, slip(n)
+
+
+def _svd(doubled: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    left, size, right = np.linalg.svd(doubled / 2)
+    return left.T * np.sqrt(size)[:, None], size, right * np.sqrt(size)[:, None]
+
+
+def _polynomials(
+    part: tuple[np.ndarray, ...], least: float, odd: int, error: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The functions of a and of b whose product counts for more than the least."""
+    left, size, right = part
+    count = int((size >= least).sum())
+    return _shortened(left[:count], odd, error), _shortened(right[:count], 1 - odd, error)
+
+
+def _shortened(values: np.ndarray, odd: int, error: float) -> np.ndarray:
+    """Values at the nodes as coefficients of p, less those that do not count."""
+    half = values.shape[-1]
+    if odd:
+        values = values / _nodes(2 * half)
+    angles = np.pi * (np.arange(half) + 0.5) / half  # of y, where x is at its nodes
+    found = 2 / half * values @ np.cos(angles[:, None] * np.arange(half))
+    found[:, 0] /= 2
+    counts = np.abs(found).sum(0)[::-1].cumsum()[::-1] > error / 16
+    return np.asarray(found[:, : max(int(counts.sum()), 1)])
+
+
+def _at(coefficients: np.ndarray, odd: int, x: np.ndarray) -> np.ndarray:
+    """The functions (J, r) at x."""
+    orders = np.arange(coefficients.shape[-1])[:, None]
+    values = np.asarray(coefficients @ np.cos(2 * np.arccos(x) * orders))
+    return values * x if odd else values
+
+
+class Group(NamedTuple):
+    """Units whose tanh takes as many products, and their coefficients (units, J, K)."""
+
+    units: list[int]
+    even: tuple[np.ndarray, np.ndarray]
+    odd: tuple[np.ndarray, np.ndarray]
+
+
+class Units:
+    """The factors of every hidden unit, each over its own range, in groups of one shape."""
+
+    def __init__(self, reach_query: Sequence[float], reach_key: Sequence[float], error: float):
+        found = [factors(a, b, error) for a, b in zip(reach_query, reach_key, strict=True)]
+        self.reach = tuple(np.array([f.reach[side] for f in found]) for side in (0, 1))
+        self.errors = np.array([f.error for f in found])
+        self.width = sum(f.terms for f in found)
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for unit, f in enumerate(found):
+            shapes.setdefault((len(f.even[0]), len(f.odd[0])), []).append(unit)
+        self.groups = [_group([found[i] for i in units], units) for units in shapes.values()]
+
+    def __repr__(self) -> str:
+        return f"{self.width} products"
+
+
+def _group(found: list[Factors], units: list[int]) -> Group:
+    def stacked(parts: list[np.ndarray]) -> np.ndarray:
+        longest = max(x.shape[-1] for x in parts)
+        return np.stack([np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in parts])
+
+    sides = [
+        tuple(stacked([getattr(f, name)[side] for f in found]) for side in (0, 1))
+        for name in ("even", "odd")
+    ]
+    return Group(units, sides[0], sides[1])  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Scores as dot products: values and gradients against the formula, and the bounds promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, scores
+from qkv.arrays import to_numpy
+from qkv.engines import lowered, streaming
+from qkv.errors import EngineError
+from qkv.scores.separable import factors
+from tests import cases
+from tests.cases import ALONG, MASKS, SCORES
+from tests.engines.test_battery import SPARSELY, arguments, attend, expected, leaves
+from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
+
+LOWERED = ("multiplicative", "cosine", "learned_cosine", "gaussian", "learned_gaussian", "additive")
+COVERING = [
+    (score, weighting, mask)
+    for score, weighting, mask in cases.covering()
+    if score in LOWERED and weighting not in ("straight_through",)
+]
+NEAR = 1e-7
+"""The error in a score that float64 is told to accept, so that Additive is lowered at all."""
+
+
+@pytest.fixture(autouse=True, params=[lowered.ROOM, 0], ids=["whole", "in blocks"])
+def room(request, monkeypatch):
+    """φ and ψ whole, or made block by block; and blocks that do not divide the call."""
+    monkeypatch.setattr(lowered, "ROOM", request.param)
+    monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
+    monkeypatch.setattr(streaming, "SMALL", 0)
+
+
+def some(fw: Any, case: tuple[str, str, str]) -> None:
+    if COVERING.index(case) % SPARSELY.get(fw.name, 1):
+        pytest.skip("in make test-full")
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize(("score", "weighting", "mask"), COVERING)
+def test_values(fw, score, weighting, mask):
+    some(fw, (score, weighting, mask))
+    arrays = {name: fw.make(x) for name, x in leaves(score, mask).items()}
+    how = arguments(arrays, score, weighting, mask)
+    out = attend(arrays, how, engine="lowered", tolerance=NEAR)
+    np.testing.assert_allclose(to_numpy(out), expected(score, weighting, mask), atol=10 * NEAR)
+
+
+@pytest.mark.parametrize("fw", [fw for fw in WITH_GRADIENTS if fw.name != "jax"], ids=str)
+@pytest.mark.parametrize(("score", "weighting", "mask"), COVERING)
+def test_gradients(fw, score, weighting, mask):
+    """By the chain rule through φ and ψ; JAX traces what it differentiates, and is not lowered."""
+    some(fw, (score, weighting, mask))
+    base = leaves(score, mask)
+    along = fw.make(ALONG)
+
+    def gradients(engine: str) -> list[np.ndarray]:
+        def loss(*given: Any) -> Any:
+            arrays = dict(zip(base, given, strict=True))
+            how = arguments(arrays, score, weighting, mask)
+            out = attend(arrays, how, engine=engine, tolerance=NEAR) * along
+            return qkv.arrays.namespace(out).sum(out)
+
+        return fw.grads(loss, [fw.make(x) for x in base.values()])
+
+    for name, got, want in zip(base, gradients("lowered"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5 * (1 + np.abs(want).max()), err_msg=name)
+
+
+def additive(dtype: str, wide: float = 1.0) -> tuple[list[np.ndarray], scores.Additive]:
+    rng = np.random.default_rng(5)
+    n, d, h = 60, 16, 24
+    arrays = [rng.normal(size=(n, d)).astype(dtype) for _ in range(3)]
+    matrices = [(wide * rng.normal(size=(h, d)) / 4).astype(dtype) for _ in range(2)]
+    v, bias = (rng.normal(size=h).astype(dtype) for _ in range(2))
+    return arrays, scores.Additive(*matrices, v, bias)
+
+
+@pytest.mark.parametrize("wide", [0.01, 0.3, 1.0, 2.0])
+def test_additive_keeps_the_accuracy_of_float32(wide):
+    """Within 2e-6 of ‖v‖₁ of the float64 scores, and within the bound that it promised."""
+    (query, key, _), score = additive("float32", wide)
+    exact, near = additive("float64", wide)[1], score.lowered(query, key, None, "float32")
+    assert not isinstance(near, str)
+    wanted = exact(query.astype("float64"), key.astype("float64"))
+    parts = [getattr(score, name).astype("float64") for name in ("w_query", "w_key", "v", "bias")]
+    wanted = scores.Additive(*parts)(query.astype("float64"), key.astype("float64"))
+    off = np.abs(near[0](query, key) - wanted).max()
+    mass = np.abs(score.v).sum()
+    assert near[1] <= 1e-6 * mass
+    assert off <= 2e-6 * mass
+    assert off <= near[1] + 1e-6 * mass
+
+
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-3, 1e-6, 1e-9])
+def test_tolerance_bounds_the_error_of_a_score(tolerance):
+    (query, key, _), score = additive("float64")
+    near = score.lowered(query, key, tolerance, "float64")
+    assert not isinstance(near, str)
+    off = np.abs(near[0](query, key) - score(query, key)).max()
+    assert off <= near[1] + 1e-12
+    assert near[1] <= tolerance * (1 + 1e-9)
+    assert near[0].form_width(16) <= score.lowered(query, key, tolerance / 100, "float64")[0].form_width(16)
+
+
+@pytest.mark.parametrize("reach", [(0.01, 0.01), (1.0, 1.0), (0.1, 9.0), (5.0, 5.0), (20.0, 20.0)])
+@pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6, 1e-10])
+def test_factors_keep_their_bound_everywhere(reach, error):
+    """Also at the corners, and at points that the fit never looked at."""
+    found = factors(*reach, error)
+    assert found.error <= error
+    rng = np.random.default_rng(0)
+    a, b = (np.concatenate([[-r, r, 0.0], rng.uniform(-r, r, 200)]) for r in reach)
+
+    def functions(x: np.ndarray, side: int) -> np.ndarray:
+        x = x / found.reach[side]
+        parts = []
+        for odd, p in ((side, found.even[side]), (1 - side, found.odd[side])):
+            y = np.polynomial.chebyshev.chebval(2 * x * x - 1, p.T)
+            parts.append(y * x if odd else y)
+        return np.concatenate(parts)
+
+    near = functions(a, 0).T @ functions(b, 1)
+    assert np.abs(near - np.tanh(a[:, None] + b)).max() <= found.error + 1e-14
+
+
+def test_far_ranges_keep_tanh():
+    arrays, score = additive("float32", 40.0)
+    assert "tanh" in score.lowered(*arrays[:2], None, "float32")
+    with pytest.raises(EngineError, match="slower than tanh"):
+        qkv.attend(*arrays, score=score, engine="lowered")
+
+
+def test_what_is_not_finite_keeps_the_formula():
+    (query, key, value), score = additive("float32")
+    key[3] = np.nan
+    hidden = qkv.attend(query, key, value, score=score, mask=np.arange(60) != 3)
+    assert np.isfinite(hidden).all()
+    assert np.isnan(qkv.attend(query, key, value, score=score)).all()
+
+
+def test_float64_keeps_tanh_unless_told():
+    arrays, score = additive("float64")
+    assert "tolerance" in score.lowered(*arrays[:2], None, "float64")
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0, 1e4])
+def test_gaussian_far_from_the_origin(shift):
+    """The expanded square is centred first, and left alone where it would lose its digits."""
+    rng = np.random.default_rng(2)
+    arrays = [(rng.normal(size=(50, 3)) + shift).astype("float32") for _ in range(2)]
+    value = rng.normal(size=(50, 2)).astype("float32")
+    want = qkv.attend(*(x.astype("float64") for x in (*arrays, value)), score="gaussian")
+    got = qkv.attend(*arrays, value, score="gaussian")
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    far = qkv.explain(*arrays, value, score=scores.Gaussian(0.01))
+    assert far.engine == "streaming"
+    assert "expanded square" in dict(far.refusals)["lowered"]
+
+
+def test_nothing_is_lowered_twice_or_in_vain():
+    x = np.ones((4, 3))
+    for score, reason in (
+        ("dot", "as it stands"),
+        ("laplace", "no form"),
+        (scores.ScaledDot(softcap=2.0), "softcap"),
+        (scores.Gated(np.ones(3), np.ones(3)), "gate"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            qkv.attend(x, x, x, score=score, engine="lowered")
+    assert set(LOWERED) < set(SCORES) and "none" in MASKS
+
+
+def test_lse_is_that_of_the_formula():
+    (query, key, value), score = additive("float64")
+    for kind in (score, scores.Gaussian(0.7)):
+        how = {"score": kind, "return_lse": True, "mask": masks.causal}
+        got = qkv.attend(query, key, value, **how, engine="lowered", tolerance=1e-8)[1]
+        want = qkv.attend(query, key, value, **how, engine="dense")[1]
+        np.testing.assert_allclose(got, want, atol=1e-7)
