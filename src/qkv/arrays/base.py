@@ -173,6 +173,16 @@ class Framework:
             carry = step(carry, span)
         return carry
 
+    def reduce(
+        self,
+        lift: Callable[[Span], Any],
+        merge: Callable[[Any, Any], Any],
+        start: Any,
+        spans: Sequence[Span],
+    ) -> Any:
+        """The merged states of the spans; `merge` is associative, and `start` is its identity."""
+        return self.fold(lambda state, span: merge(state, lift(span)), start, spans)
+
     def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
         """pool(span, spans of keys) for each span of queries, joined along axis −2."""
         parts = [pool(rows, cols) for rows, cols in plan]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import array_api_compat.numpy
@@ -16,10 +17,13 @@ from qkv.arrays.base import Framework, Plan
 from qkv.types import Array, Span
 
 
-@cache
+THREADS = "qkv"
+
+
+@functools.cache
 def _workers() -> ThreadPoolExecutor:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ThreadPoolExecutor(cores or 1, thread_name_prefix="qkv")
+    return ThreadPoolExecutor(cores or 1, thread_name_prefix=THREADS)
 
 
 if hasattr(os, "register_at_fork"):
@@ -73,6 +77,27 @@ class NumPy(Framework):
             for _ in _workers().map(fill, plan):
                 pass
         return outs
+
+    def reduce(
+        self,
+        lift: Callable[[Span], Any],
+        merge: Callable[[Any, Any], Any],
+        start: Any,
+        spans: Sequence[Span],
+    ) -> Any:
+        """Each core merges its own run of the spans, unless the queries keep the cores busy."""
+        cores = _workers()._max_workers
+        if len(spans) < 2 or cores < 2 or threading.current_thread().name.startswith(THREADS):
+            return super().reduce(lift, merge, start, spans)
+        size = -(-len(spans) // cores)
+
+        def some(at: int) -> Any:
+            with self.quiet():
+                return functools.reduce(merge, map(lift, spans[at : at + size]))
+
+        with _one_blas_thread():
+            states = list(_workers().map(some, range(0, len(spans), size)))
+        return functools.reduce(merge, states, start)
 
     # The same as in base, without its temporaries.
 

@@ -67,19 +67,49 @@ def brief(record: Any) -> str:
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
     if is_array(record):
         return function(record) if of(record) is fw else record
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+    names = _fields(type(record))
+    if names is not None:
+        held = {name: getattr(record, name) for name in names}
+        fresh = {
+            name: _map(fw, function, value)
+            for name, value in held.items()
+            if not isinstance(value, _PLAIN)
+        }
+        if all(fresh[name] is held[name] for name in fresh):
+            return record
         # A copy that runs no __init__: the fields were checked when the record was built, and a
         # tracer in place of an array could not be checked again.
         copy = object.__new__(type(record))
-        copy.__dict__.update(
-            (name, value)
-            for name, value in record.__dict__.items()
-            if not isinstance(getattr(type(record), name, None), functools.cached_property)
-        )
-        for field in dataclasses.fields(record):
-            value = getattr(record, field.name)
-            object.__setattr__(copy, field.name, _map(fw, function, value))
+        derived = _derived(type(record))  # from the arrays that are replaced
+        copy.__dict__.update((k, x) for k, x in record.__dict__.items() if k not in derived)
+        copy.__dict__.update(fresh)
         return copy
     if type(record) in (tuple, list):
         return type(record)(_map(fw, function, item) for item in record)
     return record
+
+
+_PLAIN = (int, float, str, type(None))
+
+# Plain dictionaries, which torch.compile can read.
+_NAMES: dict[type, tuple[str, ...] | None] = {}
+_DERIVED: dict[type, frozenset[str]] = {}
+
+
+def _fields(kind: type) -> tuple[str, ...] | None:
+    if kind not in _NAMES:
+        known = dataclasses.is_dataclass(kind)
+        _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind)) if known else None
+    return _NAMES[kind]
+
+
+def _derived(kind: type) -> frozenset[str]:
+    if kind not in _DERIVED:
+        cached = (
+            name
+            for base in kind.__mro__
+            for name, value in vars(base).items()
+            if isinstance(value, functools.cached_property)
+        )
+        _DERIVED[kind] = frozenset(cached)
+    return _DERIVED[kind]

@@ -40,19 +40,19 @@ class Call:
     wants_lse: bool = False
     wants_weights: bool = False
 
-    @property
+    @cached_property
     def fw(self) -> Framework:
         return arrays.of(self.query)
 
-    @property
+    @cached_property
     def lead(self) -> Shape:
         return self.fw.shape(self.query)[:-2]
 
-    @property
+    @cached_property
     def n(self) -> int:
         return self.fw.shape(self.query)[-2]
 
-    @property
+    @cached_property
     def m(self) -> int:
         return self.fw.shape(self.key)[-2]
 
@@ -68,6 +68,8 @@ class Call:
     def precise(self) -> Call:
         """The same call with 16-bit arrays widened, so that sums run in float32."""
         fw = self.fw
+        if fw.dtype(self.query) not in ("float16", "bfloat16"):
+            return self
 
         def widen(x: Array) -> Array:
             return fw.astype(x, "float32") if fw.dtype(x) in ("float16", "bfloat16") else x

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,7 +47,7 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
-    widths = [int(call.fw.shape(x)[-1]) for x in (call.query, call.value)]
+    widths = [call.fw.shape(x)[-1] for x in (call.query, call.value)]
     if max(widths) > 2 * min(widths) and max(widths) > 128:
         return (
             f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
@@ -84,6 +87,8 @@ def _torch_cannot(call: Call) -> str | None:
     fw = call.fw
     if call.bias is not None and fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
+    if call.query.device.type == "cuda" and _heals(call):
+        return None
     # Behind a mask the kernel multiplies a NaN by 0, and that is NaN; on a CPU it takes a row
     # with a NaN for an empty one. A sum finds either in one pass.
     on_cpu = call.query.device.type == "cpu"
@@ -97,14 +102,27 @@ def _torch_cannot(call: Call) -> str | None:
     return None
 
 
+def _heals(call: Call) -> bool:
+    """Whether what a NaN behind the mask has spoiled is found and mended on the device itself."""
+    if call.rule is None:
+        return True
+    plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64"
+    return plain and not call.fw.tracing(call.query) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _torch(call: Call) -> Array:
     fw = call.fw
     tracing = fw.tracing(call.query)
     whole = call.rule is None or is_causal(call.rule) or tracing
     attend = _whole if whole else _in_rows
-    leaves = tree.leaves(fw, call)
-    if tracing or not fw.needs_gradient(leaves):
+    if tracing or not fw.needs_gradient((call.query, call.key, call.value)):
         return attend(call)[0]
+    leaves = tree.leaves(fw, call)
     held: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
@@ -269,7 +287,6 @@ def _additive(call: Call, block: Any) -> Array:
 
 def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
     """SDPA on (batch, heads, rows, width), the form that its fused kernels take."""
-    import torch
     from torch.nn.functional import pad
 
     query, key, value = parts
@@ -284,16 +301,7 @@ def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool)
     if mask is not None:
         mask = mask.expand(*call.lead, *mask.shape[-2:])
         mask = _four_axes(mask, call.lead)
-    with _fastest(query):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=plain,
-            scale=scale_of(call),
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+    out = _sdpa((query, key, value), mask, plain, scale_of(call))
     return out[..., :width].reshape(*call.lead, out.shape[-2], width)
 
 
@@ -306,21 +314,77 @@ def _four_axes(x: Array, lead: tuple[int, ...]) -> Array:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fastest(query: Array) -> Any:
-    """On CUDA, the backends in the order of their measured speed; elsewhere torch knows best."""
-    from contextlib import nullcontext
+# Which of torch's own kernels is fastest is measured once for each kind of call on a CUDA device.
 
-    if query.device.type != "cuda":
-        return nullcontext()
+_FASTEST: dict[tuple[Any, ...], Any] = {}
+
+
+def _kind(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
+    learning = query.requires_grad or key.requires_grad or value.requires_grad
+    shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
+    return (*shapes, query.dtype, query.device, plain, learning)
+
+
+def _sdpa(parts: Sequence[Array], mask: Array | None, plain: bool, scale: float) -> Array:
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    query, key, value = parts
+    grouped = key.shape[1] != query.shape[1]
+
+    def attend() -> Array:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=plain, scale=scale, enable_gqa=grouped
+        )
+
+    if query.device.type != "cuda" or mask is not None or torch.compiler.is_compiling():
+        return attend()
+    kind = _kind(query, key, value, plain)
+    if kind not in _FASTEST:
+        if torch.cuda.is_current_stream_capturing():
+            return attend()
+        _FASTEST[kind] = _measured(attend, parts)
+    if _FASTEST[kind] is None:
+        return attend()
+    with sdpa_kernel(_FASTEST[kind]):
+        return attend()
+
+
+def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
+    """The backend that clearly beats torch's own choice, None where none does."""
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return sdpa_kernel(order, set_priority=True)
+    learning = any(x.requires_grad for x in parts)
+
+    def once() -> None:
+        out = attend()
+        if learning:
+            wanted = [x for x in parts if x.requires_grad]
+            torch.autograd.grad(out, wanted, out.detach())
+
+    def seconds() -> float:
+        times = []
+        for _ in range(6):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            once()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times[1:])
+
+    best, least = None, seconds() * 0.97
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says why a backend cannot
+                took = seconds()
+        except RuntimeError:
+            continue
+        if took < least:
+            best, least = backend, took
+    return best
 
 
 # JAX

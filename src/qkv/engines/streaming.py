@@ -294,21 +294,18 @@ def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ..
                 return only
 
         def fold(lift: Any, merge: Any, init: Any) -> Any:
-            def step(state: State, cols: Span) -> Any:
-                return merge(state, lift(*scored(cols)[:3]))
-
-            return fw.fold(step, init(template), keys)
+            return fw.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
 
         found = weighting.search(fold)
 
-        def step(state: State, cols: Span) -> State:
+        def lift(cols: Span) -> State:
             s, live, k, block = scored(cols)
             value = calls.share_heads(call, value_of(call, cols, live))
-            lifted = weighting.lift(s, live, k, found, value, calls.dropped(call, block))
-            return weighting.merge(state, lifted)
+            return weighting.lift(s, live, k, found, value, calls.dropped(call, block))
 
+        start = weighting.init(template, width)
         out, found_all, centre = weighting.finish(
-            fw.fold(step, weighting.init(template, width), keys), found
+            fw.reduce(lift, weighting.merge, start, keys), found
         )
         return out, *found_all, *(() if centre is None else (centre,))
 

@@ -10,7 +10,7 @@ from qkv.types import Array, Shape
 
 
 class Form(NamedTuple):
-    """s = (φ·ψ + bias + offset) · σ(gate_query + gate_key): the one form that fast engines know.
+    """s = (scale φ·ψ + bias + offset) σ(gate_query + gate_key): the one form fast engines know.
 
     query φ (…, n, w), key ψ (…, m, w); bias (…, m, 1), offset (…, n, 1), and the gate's two
     halves likewise. A weighting that is not moved by a shift of the whole row needs no offset.
@@ -22,11 +22,12 @@ class Form(NamedTuple):
     offset: Array | None = None
     gate_query: Array | None = None
     gate_key: Array | None = None
+    scale: float = 1.0
 
     def products(self) -> tuple[Array, Array]:
-        """φ and ψ with bias and offset as two more of their numbers."""
+        """φ and ψ with the scale in φ, and bias and offset as two more of their numbers."""
         fw = of(self.query)
-        query, key = [self.query], [self.key]
+        query, key = [self.query if self.scale == 1 else self.query * self.scale], [self.key]
         if self.bias is not None:
             query.append(fw.full((*self.query.shape[:-1], 1), 1.0, self.query))
             key.append(self.bias)
@@ -34,7 +35,7 @@ class Form(NamedTuple):
             query.append(self.offset)
             key.append(fw.full((*self.key.shape[:-1], 1), 1.0, self.key))
         if len(query) == 1:
-            return self.query, self.key
+            return query[0], key[0]
         return fw.xp.concat(query, axis=-1), fw.xp.concat(key, axis=-1)
 
     def scores(self) -> Array:

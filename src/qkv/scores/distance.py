@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from qkv.arrays import namespace, of
+from qkv.arrays import is_array, namespace, of
 from qkv.errors import positive
 from qkv.scores.base import Form, Score, largest, pairs
 from qkv.types import Array
@@ -44,6 +43,10 @@ class Gaussian(Score):
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> tuple[Score, float] | str:
         fw = of(query)
+        if dtype in ("float16", "bfloat16"):
+            # Products of 16-bit numbers are exact in float32, and its sums lose less than the
+            # rounding to 16 bits has lost already, however far the range.
+            return Expanded(self.bandwidth), 0.0
         if 0 in (*query.shape, *key.shape):
             return "there is nothing to compare"
         rows = fw.xp.reshape(fw.detach(key), (-1, key.shape[-1]))
@@ -77,21 +80,28 @@ class Expanded(Score):
     """
 
     bandwidth: float | Array
-    centre: Array
+    centre: Array | None = None
 
     def __call__(self, query: Array, key: Array) -> Array:
         return self.form(query, key).scores()
 
     def scaled(self, x: Array) -> Array:
-        return (x - self.centre) / self.bandwidth
+        return (x if self.centre is None else x - self.centre) / self.bandwidth
 
     def form(self, query: Array, key: Array) -> Form:
+        if self.centre is None and not is_array(self.bandwidth):
+            scale = 1 / self.bandwidth**2  # 16-bit vectors as they stand, and the rest in float32
+            bias, offset = (_square(x, -0.5 * scale) for x in (key, query))
+            return Form(query, key, bias, offset, scale=scale)
         query, key = self.scaled(query), self.scaled(key)
-        return Form(query, key, _minus_half_square(key), _minus_half_square(query))
+        return Form(query, key, _square(key, -0.5), _square(query, -0.5))
 
 
-def _minus_half_square(x: Array) -> Any:
-    return namespace(x).sum(x * x, axis=-1, keepdims=True) * -0.5
+def _square(x: Array, factor: float) -> Array:
+    """‖x‖² · factor (…, r, 1), in float32 at least."""
+    fw = of(x)
+    x = fw.astype(x, "float32") if fw.dtype(x) in ("float16", "bfloat16") else x
+    return fw.xp.sum(x * x, axis=-1, keepdims=True) * factor
 
 
 @dataclass(frozen=True)

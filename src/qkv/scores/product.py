@@ -62,8 +62,10 @@ class ScaledDot(Score):
         return namespace(s).tanh(s / self.softcap) * self.softcap
 
     def form(self, query: Array, key: Array) -> Form:
+        if is_array(self.scale):
+            return Form(query * self.scale, key)
         scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale
-        return Form(query * scale, key)
+        return Form(query, key, scale=scale)
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str

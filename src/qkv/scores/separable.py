@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,31 +58,45 @@ def _step(reach: float) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _factors(step_query: int, step_key: int, error: float) -> Factors:
-    reach = STEP**step_query, STEP**step_key
-    points, slip = _points(max(reach), error / 8)
-    x = _nodes(points)
-    kernel = np.tanh(reach[0] * x[:, None] + reach[1] * _nodes(points))
-    mirrored = np.tanh(reach[0] * -x[:, None] + reach[1] * _nodes(points))
-    parts = [_svd(kernel + mirrored), _svd(kernel - mirrored)]
-    fine = _nodes(FINER * points)
-    left, right = reach[0] * fine[:, None], reach[1] * fine
-    exact = [(np.tanh(left + right) + sign * np.tanh(right - left)) / 2 for sign in (1, -1)]
-    sizes = np.sort(np.concatenate([part[1] for part in parts]))[::-1]
-    low, high = 1, len(sizes)
-    while True:  # the error falls with the number of products
-        count = (low + high) // 2
-        found = [_polynomials(part, sizes[count - 1], odd, error) for odd, part in enumerate(parts)]
-        off = [
-            np.abs(_at(one, odd, fine).T @ _at(two, 1 - odd, fine) - exact[odd])
-            for odd, (one, two) in enumerate(found)
-        ]
-        bound = (float((off[0] + off[1]).max()) + slip) * SLACK + slip
-        if low >= high:
-            return Factors(reach, found[0], found[1], bound)
-        if bound <= error:
-            high = count
+    kernel = _Kernel((STEP**step_query, STEP**step_key), error)
+    low, high = 1, len(kernel.sizes)
+    while low < high:  # the error falls with the number of products
+        middle = (low + high) // 2
+        if kernel.best(middle).error <= error:
+            high = middle
         else:
-            low = count + 1
+            low = middle + 1
+    return kernel.best(low)
+
+
+class _Kernel:
+    """tanh(a + b) on a rectangle, at points that show it within a fraction of the error."""
+
+    def __init__(self, reach: tuple[float, float], error: float) -> None:
+        self.reach, self.error = reach, error
+        points, self.slip = _points(max(reach), error / 8)
+        self.parts = [_svd(x) for x in self.halves(_nodes(points))]
+        self.sizes = np.sort(np.concatenate([size for _, size, _ in self.parts]))[::-1]
+        self.fine = _nodes(FINER * points)
+        self.exact = self.halves(self.fine)
+
+    def halves(self, x: np.ndarray) -> list[np.ndarray]:
+        """The part that is even in a, and the part that is odd."""
+        left, right = self.reach[0] * x[:, None], self.reach[1] * x
+        one, two = np.tanh(right + left), np.tanh(right - left)
+        return [(one + two) / 2, (one - two) / 2]
+
+    def best(self, terms: int) -> Factors:
+        """The nearest sum of so many products."""
+        least = self.sizes[min(terms, len(self.sizes)) - 1]
+        found, off = [], np.zeros(())
+        for odd, part in enumerate(self.parts):
+            one, two = _polynomials(part, least, odd, self.error)
+            near = _at(one, odd, self.fine).T @ _at(two, 1 - odd, self.fine)
+            off = off + np.abs(near - self.exact[odd])
+            found.append((one, two))
+        bound = (float(off.max()) + self.slip) * SLACK + self.slip
+        return Factors(self.reach, found[0], found[1], bound)
 
 
 def _nodes(points: int) -> np.ndarray:
@@ -106,8 +121,8 @@ def _points(reach: float, error: float) -> tuple[int, float]:
     return n, slip(n)
 
 
-def _svd(doubled: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    left, size, right = np.linalg.svd(doubled / 2)
+def _svd(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    left, size, right = np.linalg.svd(kernel)
     return left.T * np.sqrt(size)[:, None], size, right * np.sqrt(size)[:, None]
 
 
@@ -137,6 +152,34 @@ def _at(coefficients: np.ndarray, odd: int, x: np.ndarray) -> np.ndarray:
     orders = np.arange(coefficients.shape[-1])[:, None]
     values = np.asarray(coefficients @ np.cos(2 * np.arccos(x) * orders))
     return values * x if odd else values
+
+
+@functools.cache
+def table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """Reaches A, ascending, and for each the coefficients of √σⱼ eⱼ and √σⱼ oⱼ of its `pairs`.
+
+    tanh(a + b) ≈ Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b) within the error for |a|, |b| ≤ A. Coefficients
+    (reaches, 2, pairs, K): of e on T₀, T₂, … and of o on T₁, T₃, … of a / A.
+    """
+    reaches, found = [], []
+    for step in itertools.count(-10):
+        factors = _Kernel((STEP**step, STEP**step), error / 8).best(2 * pairs)
+        if factors.error > error:
+            break
+        reaches.append(STEP**step)
+        found.append(_pairs(factors, pairs))
+    longest = max(x.shape[-1] for both in found for x in both)
+    padded = [[np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in both] for both in found]
+    return np.array(reaches), np.array(padded)
+
+
+def _pairs(factors: Factors, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """The coefficients of e and o. Over a square the odd half has the same, the other way round."""
+    fuller = max(factors.even, factors.odd[::-1], key=lambda half: len(half[0]))
+    even, p = (np.pad(x, ((0, pairs - len(x)), (0, 1))) for x in fuller)
+    odd = p[:, :-1] / 2 + p[:, 1:] / 2  # x T₂ₖ = (T₂ₖ₊₁ + T₂ₖ₋₁) / 2
+    odd[:, 0] += p[:, 0] / 2
+    return even, odd
 
 
 class Group(NamedTuple):

@@ -1,0 +1,291 @@
+"""The lowered form on CUDA, in Triton: s = (scale φ·ψ + bias) σ(gate), then any weighting.
+
+This file turns a call into the arrays that the operators take; `ops` knows arrays, `kernels`
+pointers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from typing import Any, NamedTuple
+
+from qkv.arrays import is_array
+from qkv.engines import call as calls
+from qkv.engines.call import Call
+from qkv.masks import is_causal
+from qkv.masks.band import Band
+from qkv.masks.base import Both, Mask
+from qkv.masks.sequences import Blocks, Lengths
+from qkv.scores import Additive
+from qkv.scores.base import Form
+from qkv.scores.separable import table
+from qkv.types import Array
+from qkv.weightings import Average, Entmax, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+
+NAME = "triton"
+
+WEIGHTINGS = {
+    Softmax: "softmax",
+    Average: "average",
+    Normalized: "normalized",
+    Raw: "raw",
+    Sigmoid: "sigmoid",
+    Entmax: "entmax",
+    Sparsemax: "entmax",
+    TopK: "topk",
+}
+UNMOVED = ("softmax", "average", "entmax", "topk")
+"""The weightings that a shift of the whole row does not move."""
+
+WIDEST = 4096
+WIDEST_VALUE = 256
+PAIRS = 8
+"""Pairs of functions that stand for tanh in 16 bits."""
+COARSE = 2.0**-7
+"""What they may be off by, about what rounding W₁q + W₂k to bfloat16 does to tanh."""
+
+
+def cannot(call: Call) -> str | None:
+    fw = call.fw
+    if fw.name != "torch":
+        return f"Triton's kernels take torch tensors, not {fw.name}'s arrays"
+    if call.query.device.type != "cuda" and not interpreted():
+        return f"Triton's kernels run on CUDA, not on {call.query.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if fw.dtype(call.query) == "float64":
+        return "the kernels sum in float32"
+    if type(call.weighting) not in WEIGHTINGS:
+        return f"the kernels do not know {type(call.weighting).__name__}"
+    if is_array(getattr(call.weighting, "temperature", None)):
+        return "a learned temperature needs a gradient that the kernel does not give"
+    if call.dropout:
+        return "the kernels have no dropout"
+    if call.bias is not None:
+        return "a float mask is an n × m matrix, which the kernels do not read"
+    if 0 in (*call.lead, call.n, call.m):
+        return "there is nothing to compute"
+    if call.fw.shape(call.value)[-1] > WIDEST_VALUE:
+        return f"values are wider than the {WIDEST_VALUE} numbers that a tile holds"
+    bounds = bounds_of(call)
+    if isinstance(bounds, str):
+        return bounds
+    weighting = WEIGHTINGS[type(call.weighting)]
+    if bounds.layout is not None and weighting in ("entmax", "topk"):
+        return "a search over the row does not know a layout of blocks"
+    if isinstance(call.score, Additive):
+        if weighting == "softmax" and call.weighting.temperature == 1 and bounds.layout is None:  # type: ignore[attr-defined]
+            return None
+        return "the additive kernels know plain softmax without a layout of blocks only"
+    found = lowering(call)
+    if isinstance(found, str):
+        return found
+    if call.fw.shape(call.query)[-1] > WIDEST:
+        return f"vectors are wider than {WIDEST} numbers"
+    return None
+
+
+def declines(call: Call) -> str | None:
+    if call.query.device.type != "cuda":
+        return "Triton's interpreter is for tests"
+    plain = type(call.weighting) is Softmax and not call.wants_lse
+    if plain and (call.rule is None or is_causal(call.rule)) and call.n > 64:
+        if type(call.score).__name__ in ("Cosine", "Multiplicative"):
+            return "as a plain dot product it runs in the framework's own kernel, which is faster"
+    return None
+
+
+def describe(call: Call) -> str:
+    if isinstance(call.score, Additive):
+        if call.fw.dtype(call.query) == "float32":
+            return "tanh itself, tile by tile"
+        return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
+    return "dot products tile by tile, no n × m matrix"
+
+
+def run(call: Call) -> tuple[Array, Array | None, None]:
+    from qkv.engines.triton import ops
+
+    bounds = bounds_of(call)
+    assert not isinstance(bounds, str)
+    if isinstance(call.score, Additive):
+        out, lse = _additive(call, bounds)
+    else:
+        form, weighting = _form(call), WEIGHTINGS[type(call.weighting)]
+        temperature = getattr(call.weighting, "temperature", 1.0)
+        (_, heads), few = _batch_and_heads(call), _key_heads(call)
+        given: dict[str, Any] = {
+            "scale": form.scale / temperature,
+            "key_bias": _rows(call, form.bias, few, 1 / temperature),
+            "gate_query": _rows(call, form.gate_query, heads),
+            "gate_key": _rows(call, form.gate_key, few),
+        }
+        query = _four_axes(call, form.query, heads)
+        key, value = (_four_axes(call, x, few) for x in (form.key, call.value))
+        found = _searched(call, query, key, given, bounds)
+        given |= {"weighting": weighting, **bounds._asdict(), **found}
+        out, lse = ops.attend(query, key, value, **given)
+        if form.offset is not None and call.wants_lse:
+            lse = lse + _rows(call, form.offset, heads, 1 / temperature)
+    out = out.reshape(*call.lead, call.n, out.shape[-1])
+    return out, lse.reshape(*call.lead, call.n, 1) if call.wants_lse else None, None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def lowering(call: Call) -> tuple[Any, float] | str:
+    """The score as one with a form. For 16 bits nothing is looked at, so nothing waits."""
+    dtype = call.fw.dtype(call.query)
+    if dtype == "float32":
+        found = call.lowering
+    else:
+        found = call.score.lowered(call.query, call.key, call.tolerance, dtype)
+    if isinstance(found, str):
+        return found
+    inner = getattr(found[0], "score", found[0])
+    if isinstance(inner, Additive):
+        return "the kernels know no gate on an additive score"
+    moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
+    if moved and type(inner).__name__ == "Expanded":
+        return "the kernels add no number to the score of a whole row"
+    return found
+
+
+def _form(call: Call) -> Form:
+    found = lowering(call)
+    assert not isinstance(found, str)
+    form: Form = found[0].form(call.query, call.key)
+    return form
+
+
+class Bounds(NamedTuple):
+    """Which pairs count: lower ≤ j − i ≤ upper, j < lengths, and the layout's blocks."""
+
+    lower: int | None = None
+    upper: int | None = None
+    lengths: Array | None = None
+    layout: Array | None = None
+    layout_size: int = 0
+
+
+def bounds_of(call: Call) -> Bounds | str:
+    return Bounds() if call.rule is None else _bounds(call, call.rule)
+
+
+def _bounds(call: Call, rule: Mask) -> Bounds | str:
+    import torch
+
+    device = call.query.device
+    if isinstance(rule, Both):
+        one, two = _bounds(call, rule.one), _bounds(call, rule.two)
+        return one if isinstance(one, str) else two if isinstance(two, str) else _both(one, two)
+    if isinstance(rule, Band) and rule.relative:
+        shift = rule.offset
+        if shift is None:
+            shift = call.m - call.n if rule.align == "bottom_right" else 0
+        return Bounds(
+            None if rule.left is None else shift - rule.left,
+            None if rule.right is None else shift + rule.right,
+        )
+    if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
+        valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
+        batch, _ = _batch_and_heads(call)
+        return Bounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
+    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and rule.size[0] == rule.size[1]:
+        size = rule.size[0]
+        layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
+        return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
+    return f"the kernels do not know the mask {rule!r}"
+
+
+def _both(one: Bounds, two: Bounds) -> Bounds | str:
+    if one.layout is not None and two.layout is not None:
+        return "the kernels know one layout of blocks, not two"
+    lower = [x.lower for x in (one, two) if x.lower is not None]
+    upper = [x.upper for x in (one, two) if x.upper is not None]
+    lengths = [x.lengths for x in (one, two) if x.lengths is not None]
+    return Bounds(
+        max(lower, default=None),
+        min(upper, default=None),
+        lengths[0].minimum(lengths[-1]) if lengths else None,  # type: ignore[attr-defined]
+        one.layout if two.layout is None else two.layout,
+        one.layout_size or two.layout_size,
+    )
+
+
+def _batch_and_heads(call: Call) -> tuple[int, int]:
+    """The leading axes as two; one alone is the batch, so that lengths are those of its rows."""
+    lead = call.lead
+    return (lead[0], 1) if len(lead) == 1 else (math.prod(lead[:-1]), lead[-1] if lead else 1)
+
+
+def _key_heads(call: Call) -> int:
+    """The heads that keys and values keep, or all of the query's where they differ."""
+    few = {x.shape[-3] if x.ndim > 2 else 1 for x in (call.key, call.value)}
+    _, heads = _batch_and_heads(call)
+    return few.pop() if len(few) == 1 and len(call.lead) > 1 else heads
+
+
+def _four_axes(call: Call, x: Any, heads: int) -> Any:
+    """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
+    if len(call.lead) < 2:
+        x = calls.share_heads(call, x).expand(*call.lead, *x.shape[-2:])
+        x = x.reshape(call.lead[0] if call.lead else 1, 1, *x.shape[-2:])
+    else:
+        if x.ndim > 2 and x.shape[-3] not in (1, heads):
+            x = calls.share_heads(call, x)
+        x = x.expand(*call.lead[:-1], heads, *x.shape[-2:])
+        x = x.reshape(-1, *x.shape[-3:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rows(call: Call, x: Any, heads: int, factor: float = 1.0) -> Any:
+    """(…, rows, 1) as float32 (batch, heads, rows)."""
+    if x is None:
+        return None
+    return _four_axes(call, x.float() if factor == 1 else x.float() * factor, heads)[..., 0]
+
+
+def _searched(
+    call: Call, query: Array, key: Array, given: dict[str, Any], bounds: Bounds
+) -> dict[str, Any]:
+    """What a sparse weighting must know of each row first."""
+    from qkv.engines.triton import search
+
+    if not isinstance(call.weighting, Entmax | TopK):
+        return {}
+    fixed = {name: x.detach() if is_array(x) else x for name, x in given.items()}
+    fixed |= {"lower": bounds.lower, "upper": bounds.upper, "lengths": bounds.lengths}
+    query, key = query.detach(), key.detach()  # type: ignore[attr-defined]
+    if isinstance(call.weighting, Entmax):
+        alpha = float(call.weighting.alpha)
+        return {"alpha": alpha, "row_a": search.entmax_threshold(query, key, alpha, **fixed)}
+    least, at = search.topk_threshold(query, key, call.weighting.k, **fixed)
+    return {"row_a": least, "row_b": at}
+
+
+_TABLES: dict[Any, tuple[Array, Array]] = {}
+
+
+def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
+    import torch
+
+    from qkv.engines.triton.additive import additive
+
+    assert isinstance(call.score, Additive)
+    a, b = call.score.hidden(call.query, call.key)
+    heads = _key_heads(call)
+    a, b = _four_axes(call, a, _batch_and_heads(call)[1]), _four_axes(call, b, heads)
+    value = _four_axes(call, call.value, heads)
+    device = call.query.device
+    if device not in _TABLES:
+        grid, coefficients = table(PAIRS, COARSE)
+        _TABLES[device] = tuple(  # type: ignore[assignment]
+            torch.as_tensor(x, dtype=torch.float32, device=device) for x in (coefficients, grid)
+        )
+    return additive(a, b, call.score.v, value, *_TABLES[device], *bounds[:3])  # type: ignore[no-any-return]

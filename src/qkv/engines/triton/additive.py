@@ -1,0 +1,165 @@
+"""Softmax attention with s = Σ_h v_h tanh(a_h + b_h): by features within the table, else exactly.
+
+Which of the two is only known on the device. Both are launched, each looks at the index there,
+and the exact kernels, which come second, do nothing or overwrite.
+"""
+
+# Decorators of an untyped library.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.engines.triton import exact, features, ops
+
+
+def additive(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    table: Tensor,
+    grid: Tensor,
+    lower: int | None = None,
+    upper: int | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
+
+    The table and grid are those of `features`. Queries of float32 are answered exactly: features
+    of that precision would cost more than they save. Masks are those of `exact.additive_exact`.
+    """
+    if a.dtype == torch.float32:
+        out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
+    else:
+        out, lse, _, _ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
+    return out, lse
+
+
+def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> dict[str, Any]:
+    """What `ops` wants to know beyond φ, ψ and the values."""
+    absent = ("key_bias", "gate_query", "gate_key", "row_a", "row_b", "layout")
+    given = {"lengths": lengths, "lower": lower, "upper": upper, "scale": 1.0, "alpha": 0.0}
+    return dict.fromkeys(absent) | given | {"weighting": "softmax", "layout_size": 0, "tf32": False}
+
+
+@torch.library.custom_op("qkv::additive", mutates_args=())
+def _additive(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    table: Tensor,
+    grid: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, what `ops` keeps of the rows, and the index."""
+    index = features.index_of(a, b, grid)
+    phi = features.features_of(a, None, table, grid, index)
+    psi = features.features_of(b, v, table, grid, index)
+    out, lse, kept = ops._attend_forward(phi, psi, value, **_settings(lengths, lower, upper))
+    exact.forward(a, b, v, value, lower, upper, lengths, index[1:], out, lse)
+    return out, lse, kept, index
+
+
+@_additive.register_fake
+def _(
+    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = a.shape[:3]
+    return (
+        value.new_empty((*rows, value.shape[3])),
+        a.new_empty(rows, dtype=torch.float32),
+        a.new_empty((2, *rows), dtype=torch.float32),
+        a.new_empty(2, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("qkv::additive_backward", mutates_args=())
+def _additive_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    table: Tensor,
+    grid: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    index: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """da, db, dv, dvalue. The features are made again: they are wide, and quick to make."""
+    phi = features.features_of(a, None, table, grid, index)
+    psi = features.features_of(b, v, table, grid, index)
+    dphi, dpsi, dvalue, *_ = ops._attend_backward(
+        grad, grad_lse, out, kept, phi, psi, value,
+        for_queries=True, for_keys=True, **_settings(lengths, lower, upper),
+    )  # fmt: skip
+    del phi, psi
+    da, _ = features.features_grad(dphi, a, None, table, grid, index)
+    db, dv = features.features_grad(dpsi, b, v, table, grid, index)
+    del dphi, dpsi
+    exact.backward(
+        grad,
+        grad_lse,
+        a,
+        b,
+        v,
+        value,
+        lower,
+        upper,
+        lengths,
+        index[1:],
+        out,
+        lse,
+        da,
+        db,
+        dv,
+        dvalue,
+    )
+    return da, db, dv.to(v.dtype), dvalue
+
+
+@_additive_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (a, b, v, value))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    a, b, v, value, table, grid, ctx.lower, ctx.upper, lengths = inputs
+    ctx.save_for_backward(a, b, v, value, table, grid, lengths, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: None
+) -> tuple[Any, ...]:
+    a, b, v, value, table, grid, lengths, *output = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(output[0])
+    grads = _additive_backward(
+        grad, grad_lse, a, b, v, value, table, grid, ctx.lower, ctx.upper, lengths, *output
+    )
+    return *grads, *(None,) * 5
+
+
+_additive.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,722 @@
+"""s = Σ_h v_h tanh(a_h + b_h), literally, and softmax of it: no n × m array, f32 arithmetic.
+
+tanh(a + b) = 1 − 2r with r = 1 / (1 + e²ᵃ·e²ᵇ). The exponentials are made once for each row, so a
+pair costs a multiplication and half a reciprocal: 1/x + 1/y = (x + y) / xy. The slope of the tanh
+is 4r(1 − r). Where a row's numbers are too large for that, r is computed from the sum itself.
+"""
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Queries or keys of a tile."""
+WARPS = 4
+REACH = tl.constexpr(40.0)
+"""Up to this |a|, |b| the exponentials e²ᵃ, e²ᵇ are ordinary float32 numbers."""
+CAP = tl.constexpr(2.0**40)
+"""What 1 + e²ᵃ·e²ᵇ is cut off at, so that the product of two is finite: r < 1e-12 counts as 0."""
+OPEN = 2**30
+"""The bound of a band that has none."""
+
+
+@triton.jit
+def _reciprocal(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _prepare_kernel(
+    x,
+    ex,
+    peak,
+    when,
+    rows,
+    padded,
+    h,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """e²ˣ (PAIRED, padded) of x (rows, h), and the largest |x| of each tile."""
+    if when is not None and tl.load(when) == 0:
+        return
+    tiles = padded // BLOCK
+    tile = tl.program_id(0) % tiles
+    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    top = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, PAIRED, BLOCK_H):
+        col = start + tl.arange(0, BLOCK_H)
+        inside = (row < rows)[None, :] & (col < h)[:, None]
+        at = lead * rows * h + row[None, :] * h + col[:, None]
+        one = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        seen = tl.where(tl.abs(one) < float("inf"), tl.abs(one), float("inf"))
+        top = tl.maximum(top, tl.max(seen, 0))
+        to = ex + (lead * PAIRED + col[:, None]) * padded + row[None, :]
+        tl.store(to, tl.exp(2 * one), mask=(col < PAIRED)[:, None])
+    tl.store(peak + tl.program_id(0), tl.max(top, 0))
+
+
+@triton.jit
+def _near(peak_one, peak_two):
+    """Whether both tiles have exponentials."""
+    return tl.maximum(tl.load(peak_one), tl.load(peak_two)) <= REACH
+
+
+@triton.jit
+def _far_r(one, two, c, row, col, rows, cols, h):
+    """r of hidden unit c from a + b, where the exponentials would overflow."""
+    x = tl.load(one + row.to(tl.int64) * h + c, mask=row < rows, other=0.0).to(tl.float32)
+    y = tl.load(two + col.to(tl.int64) * h + c, mask=col < cols, other=0.0).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp(2 * (x[:, None] + y[None, :])))
+
+
+@triton.jit
+def _scores(
+    near,
+    e_one,
+    e_two,
+    one,
+    two,
+    v,
+    total,
+    row,
+    col,
+    rows,
+    cols,
+    pad_one,
+    pad_two,
+    h,
+    PAIRED: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Scores of a tile, `one` down and `two` across: Σ v − 2 Σ v·r."""
+    part = tl.zeros((ROWS, COLS), tl.float32)
+    if near:
+        for c in range(0, PAIRED, 2):
+            first = tl.load(v + c).to(tl.float32)
+            second = tl.load(v + c + 1, mask=c + 1 < h, other=0.0).to(tl.float32)
+            x = tl.load(e_one + c * pad_one + row)[:, None]
+            x *= tl.load(e_two + c * pad_two + col)[None, :]
+            y = tl.load(e_one + (c + 1) * pad_one + row)[:, None]
+            y *= tl.load(e_two + (c + 1) * pad_two + col)[None, :]
+            x = tl.minimum(x + 1.0, CAP)
+            y = tl.minimum(y + 1.0, CAP)
+            part += (first * y + second * x) * _reciprocal(x * y, ASM)
+    else:
+        for c in range(h):
+            weight = tl.load(v + c).to(tl.float32)
+            part += weight * _far_r(one, two, c, row, col, rows, cols, h)
+    return total - 2 * part
+
+
+@triton.jit
+def _live(query, key, n, length, lower, upper):
+    """Which pairs count; query and key positions already broadcast."""
+    apart = key - query
+    return (query < n) & (key < length) & (apart >= lower) & (apart <= upper)
+
+
+@triton.jit
+def _pool(weight, live, value, PRECISION: tl.constexpr):
+    """weight·value, where a value that is not finite spoils only the rows that may look at it."""
+    finite = tl.abs(value) < float("inf")
+    bad = tl.max(tl.where(finite, 0, 1))
+    if bad > 0:
+        clean = tl.where(finite, value, 0.0)
+        spoil = tl.dot(live.to(tl.float16), tl.where(finite, 0.0, 1.0).to(tl.float16))
+        pooled = tl.dot(weight.to(clean.dtype), clean.to(clean.dtype), input_precision=PRECISION)
+        pooled = tl.where(spoil > 0, float("nan"), pooled)
+    else:
+        pooled = tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+    return pooled
+
+
+@triton.jit
+def _forward_kernel(
+    ea,
+    eb,
+    peak_a,
+    peak_b,
+    a,
+    b,
+    v,
+    value,
+    lengths,
+    when,
+    out,
+    lse,
+    heads,
+    group,
+    n,
+    m,
+    pad_n,
+    pad_m,
+    h,
+    d,
+    lower,
+    upper,
+    PAIRED: tl.constexpr,
+    ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    if when is not None and tl.load(when) == 0:
+        return
+    tiles = pad_n // BLOCK
+    tile = tl.program_id(0) % tiles
+    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    shared = lead // heads * (heads // group) + lead % heads // group
+    ea += lead * PAIRED * pad_n
+    eb += shared * PAIRED * pad_m
+    a += lead * n * h
+    b += shared * m * h
+    value += shared * m * d
+    length = m
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + lead // heads), m)
+
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    at_d = tl.arange(0, BLOCK_D)
+    hidden = tl.arange(0, BLOCK_H)
+    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+    begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
+    end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for start in range(begin, end, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        near = _near(peak_a + tl.program_id(0), peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+        s = _scores(
+            near, ea, eb, a, b, v, total, row, col, n, m, pad_n, pad_m, h, PAIRED, ASM, BLOCK, BLOCK
+        )
+        live = _live(row[:, None], col[None, :], n, length, lower, upper)
+        s = tl.where(live, s, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp(s - base[:, None])
+        fade = tl.exp(top - base)
+        mass = mass * fade + tl.sum(weight, 1)
+        within = (col < length)[:, None] & (at_d < d)[None, :]
+        values = tl.load(value + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
+        pooled = pooled * fade[:, None] + _pool(weight, live, values, PRECISION)
+        top = higher
+    empty = mass == 0
+    pooled /= tl.where(empty, 1.0, mass)[:, None]
+    logsum = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, mass)))
+    to = out + (lead * n + row[:, None]) * d + at_d[None, :]
+    inside = (row < n)[:, None] & (at_d < d)[None, :]
+    tl.store(to, pooled.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + lead * n + row, logsum, mask=row < n)
+
+
+@triton.jit
+def _slope(s, live, lse, centre, grad, value, PRECISION: tl.constexpr, FLIP: tl.constexpr):
+    """The weights of a tile and ∂L/∂s = α (∂L/∂α − centre); FLIP: keys down, queries across."""
+    if FLIP:
+        along = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+        weight = tl.where(live, tl.exp(s - lse[None, :]), 0.0)
+        slope = tl.where(live, weight * (along - centre[None, :]), 0.0)
+    else:
+        along = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+        weight = tl.where(live, tl.exp(s - lse[:, None]), 0.0)
+        slope = tl.where(live, weight * (along - centre[:, None]), 0.0)
+    return weight, slope
+
+
+@triton.jit
+def _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d):
+    """dO of some queries, their log-sum-exp (0 for an empty row) and the centre Σ dO·O − dlse."""
+    inside = (row < n)[:, None] & (at_d < d)[None, :]
+    at = (lead * n + row[:, None]) * d + at_d[None, :]
+    do = tl.load(grad + at, mask=inside, other=0.0)
+    o = tl.load(out + at, mask=inside, other=0.0)
+    centre = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    if grad_lse is not None:
+        centre -= tl.load(grad_lse + lead * n + row, mask=row < n, other=0.0)
+    base = tl.load(lse + lead * n + row, mask=row < n, other=0.0)
+    return do, tl.where(base == -float("inf"), 0.0, base), centre
+
+
+@triton.jit
+def _query_grad_kernel(
+    ea,
+    eb,
+    peak_a,
+    peak_b,
+    a,
+    b,
+    v,
+    value,
+    lengths,
+    when,
+    out,
+    lse,
+    grad,
+    grad_lse,
+    ones,
+    squares,
+    sums,
+    heads,
+    group,
+    n,
+    m,
+    pad_n,
+    pad_m,
+    h,
+    d,
+    lower,
+    upper,
+    PAIRED: tl.constexpr,
+    ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Σⱼ ds·r, Σⱼ ds·r² for each hidden unit and query, (PAIRED, pad_n), and Σⱼ ds.
+
+    The sums over the keys of a tile are added to memory that no other program touches: a register
+    tile has no index that is known only when the loop runs.
+    """
+    if when is not None and tl.load(when) == 0:
+        return
+    tiles = pad_n // BLOCK
+    tile = tl.program_id(0) % tiles
+    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    shared = lead // heads * (heads // group) + lead % heads // group
+    ea += lead * PAIRED * pad_n
+    eb += shared * PAIRED * pad_m
+    a += lead * n * h
+    b += shared * m * h
+    value += shared * m * d
+    ones += lead * PAIRED * pad_n
+    squares += lead * PAIRED * pad_n
+    length = m
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + lead // heads), m)
+
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    at_d = tl.arange(0, BLOCK_D)
+    hidden = tl.arange(0, BLOCK_H)
+    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+    begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
+    end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+    do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
+
+    whole = tl.zeros((BLOCK,), tl.float32)
+    for c in range(h):
+        tl.store(ones + c * pad_n + row, whole)
+        tl.store(squares + c * pad_n + row, whole)
+    for start in range(begin, end, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        near = _near(peak_a + tl.program_id(0), peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+        s = _scores(
+            near, ea, eb, a, b, v, total, row, col, n, m, pad_n, pad_m, h, PAIRED, ASM, BLOCK, BLOCK
+        )
+        live = _live(row[:, None], col[None, :], n, length, lower, upper)
+        within = (col < length)[:, None] & (at_d < d)[None, :]
+        values = tl.load(value + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
+        _, ds = _slope(s, live, base, centre, do, values, PRECISION, False)
+        whole += tl.sum(ds, 1)
+        if near:
+            for c in range(h):
+                at = c * pad_n + row
+                x = tl.load(ea + at)[:, None] * tl.load(eb + c * pad_m + col)[None, :]
+                r = _reciprocal(1.0 + x, ASM)
+                tl.store(ones + at, tl.load(ones + at) + tl.sum(ds * r, 1))
+                tl.store(squares + at, tl.load(squares + at) + tl.sum(ds * r * r, 1))
+        else:
+            for c in range(h):
+                at = c * pad_n + row
+                # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
+                r = tl.where(ds != 0, _far_r(a, b, c, row, col, n, m, h), 0.0)
+                tl.store(ones + at, tl.load(ones + at) + tl.sum(ds * r, 1))
+                tl.store(squares + at, tl.load(squares + at) + tl.sum(ds * r * r, 1))
+    tl.store(sums + lead * pad_n + row, whole)
+
+
+@triton.jit
+def _key_grad_kernel(
+    ea,
+    eb,
+    peak_a,
+    peak_b,
+    a,
+    b,
+    v,
+    value,
+    lengths,
+    when,
+    out,
+    lse,
+    grad,
+    grad_lse,
+    slopes,
+    dvalue,
+    heads,
+    group,
+    n,
+    m,
+    pad_n,
+    pad_m,
+    h,
+    d,
+    lower,
+    upper,
+    PAIRED: tl.constexpr,
+    ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Σᵢ ds·r(1 − r) for each hidden unit and key, (PAIRED, pad_m), and dvalue = Σᵢ α dO.
+
+    Both over all queries and heads that share the key. Tiles stand with keys down, so that the
+    sums over queries stay within a warp.
+    """
+    if when is not None and tl.load(when) == 0:
+        return
+    tiles = pad_m // BLOCK
+    tile = tl.program_id(0) % tiles
+    shared = (tl.program_id(0) // tiles).to(tl.int64)
+    few = heads // group
+    batch = shared // few
+    eb += shared * PAIRED * pad_m
+    b += shared * m * h
+    slopes += shared * PAIRED * pad_m
+    length = m
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + batch), m)
+
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    at_d = tl.arange(0, BLOCK_D)
+    hidden = tl.arange(0, BLOCK_H)
+    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+    begin = tl.maximum(tile * BLOCK - upper, 0) // BLOCK * BLOCK
+    end = tl.minimum(n, tile * BLOCK + BLOCK - lower)
+    end = tl.where(tile * BLOCK < length, end, 0)
+    within = (row < length)[:, None] & (at_d < d)[None, :]
+    values = tl.load(
+        value + (shared * m + row[:, None]) * d + at_d[None, :], mask=within, other=0.0
+    )
+
+    pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for c in range(h):
+        tl.store(slopes + c * pad_m + row, tl.zeros((BLOCK,), tl.float32))
+    for member in range(group):
+        lead = batch * heads + shared % few * group + member
+        e_query = ea + lead * PAIRED * pad_n
+        query = a + lead * n * h
+        for start in range(begin, end, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, col, n, at_d, d)
+            near = _near(
+                peak_b + tl.program_id(0), peak_a + lead * (pad_n // BLOCK) + start // BLOCK
+            )
+            s = _scores(
+                near, eb, e_query, b, query, v, total, row, col, m, n, pad_m, pad_n, h, PAIRED, ASM,
+                BLOCK, BLOCK,
+            )  # fmt: skip
+            live = _live(col[None, :], row[:, None], n, length, lower, upper)
+            weight, ds = _slope(s, live, base, centre, do, values, PRECISION, True)
+            pooled += tl.dot(weight.to(do.dtype), do, input_precision=PRECISION)
+            if near:
+                for c in range(h):
+                    at = c * pad_m + row
+                    x = tl.load(eb + at)[:, None] * tl.load(e_query + c * pad_n + col)[None, :]
+                    r = _reciprocal(1.0 + x, ASM)
+                    tl.store(slopes + at, tl.load(slopes + at) + tl.sum(ds * (r - r * r), 1))
+            else:
+                for c in range(h):
+                    at = c * pad_m + row
+                    r = tl.where(ds != 0, _far_r(b, query, c, row, col, m, n, h), 0.0)
+                    tl.store(slopes + at, tl.load(slopes + at) + tl.sum(ds * (r - r * r), 1))
+    to = dvalue + (shared * m + row[:, None]) * d + at_d[None, :]
+    inside = (row < m)[:, None] & (at_d < d)[None, :]
+    tl.store(to, pooled.to(dvalue.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish_kernel(
+    ones,
+    squares,
+    sums,
+    v,
+    when,
+    dx,
+    parts,
+    rows,
+    padded,
+    h,
+    QUERY: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """dx = 4v (Σ ds·r − Σ ds·r²), turned to (rows, h); for the queries, parts of dv as well.
+
+    dv = Σ ds − 2 Σ ds·r, over all pairs.
+    """
+    if when is not None and tl.load(when) == 0:
+        return
+    tiles = padded // BLOCK
+    tile = tl.program_id(0) % tiles
+    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    for start in range(0, h, BLOCK_H):
+        col = start + tl.arange(0, BLOCK_H)
+        inside = (col < h)[:, None] & (row < rows)[None, :]
+        at = (lead * PAIRED + col[:, None]) * padded + row[None, :]
+        first = tl.load(ones + at, mask=inside, other=0.0)
+        slope = first
+        if QUERY:
+            slope -= tl.load(squares + at, mask=inside, other=0.0)
+            whole = tl.load(sums + lead * padded + row, mask=row < rows, other=0.0)
+            part = tl.sum(tl.where(inside, whole[None, :] - 2 * first, 0.0), 1)
+            tl.store(parts + tl.program_id(0).to(tl.int64) * h + col, part, mask=col < h)
+        slope *= 4 * tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)[:, None]
+        to = dx + (lead * rows + row[:, None]) * h + col[None, :]
+        tl.store(to, tl.trans(slope).to(dx.dtype.element_ty), mask=tl.trans(inside))
+
+
+@triton.jit
+def _fold_kernel(parts, when, dv, count, h, BLOCK: tl.constexpr):
+    """dv (h,), the sum of the parts (count, h) in their order."""
+    if when is not None and tl.load(when) == 0:
+        return
+    c = tl.program_id(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        total += tl.load(parts + row.to(tl.int64) * h + c, mask=row < count, other=0.0)
+    tl.store(dv + c, tl.sum(total, 0).to(dv.dtype.element_ty))
+
+
+class _Call:
+    """What the kernels of one call share."""
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        v: Tensor,
+        value: Tensor,
+        lower: int | None,
+        upper: int | None,
+        lengths: Tensor | None,
+        when: Tensor | None,
+    ) -> None:
+        a, b, v, value = (x.contiguous() for x in (a, b, v, value))
+        self.v, self.when = v, when
+        _, heads, n, self.h = a.shape
+        few, m = b.shape[1:3]
+        on_device = a.is_cuda and not triton.knobs.runtime.interpret
+        self.paired = self.h + self.h % 2
+        ea, peak_a = self.exponentials(a)
+        eb, peak_b = self.exponentials(b)
+        self.queries, self.keys = ea, eb
+        self.query_tiles, self.key_tiles = peak_a.numel(), peak_b.numel()
+        self.inputs = (
+            ea, eb, peak_a, peak_b, a, b, v, value,
+            None if lengths is None else lengths.to(torch.int32), when,
+        )  # fmt: skip
+        self.sizes = (
+            heads, heads // few, n, m, ea.shape[-1], eb.shape[-1], self.h, value.shape[-1],
+            -OPEN if lower is None else max(lower, -OPEN),
+            OPEN if upper is None else min(upper, OPEN),
+        )  # fmt: skip
+        self.facts: dict[str, Any] = {
+            "PAIRED": self.paired,
+            "ASM": on_device and torch.version.hip is None,
+            "PRECISION": "tf32x3" if on_device else "ieee",
+            "BLOCK": BLOCK,
+            "BLOCK_H": triton.next_power_of_2(self.h),
+            "BLOCK_D": max(triton.next_power_of_2(value.shape[-1]), 16),
+            "num_warps": WARPS,
+            "num_stages": 1,
+        }
+
+    def exponentials(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """e²ˣ (B, H, paired, padded rows) in float32, and the largest |x| of each tile."""
+        *lead, rows, h = x.shape
+        padded = triton.cdiv(rows, BLOCK) * BLOCK
+        ex = x.new_empty((*lead, self.paired, padded), dtype=torch.float32)
+        peak = x.new_empty((*lead, padded // BLOCK), dtype=torch.float32)
+        if peak.numel():
+            _prepare_kernel[(peak.numel(),)](
+                x, ex, peak, self.when, rows, padded, h, self.paired, BLOCK, 32
+            )
+        return ex, peak
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+    when: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fill `out` (B, H, n, d) and `lse` (B, H, n) as `additive_exact` says."""
+    if not lse.numel():
+        return
+    call = _Call(a, b, v, value, lower, upper, lengths, when)
+    _forward_kernel[(call.query_tiles,)](*call.inputs, out, lse, *call.sizes, **call.facts)
+
+
+def backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+    when: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    da: Tensor,
+    db: Tensor,
+    dv: Tensor,
+    dvalue: Tensor,
+) -> None:
+    """Fill da, db, dv and dvalue, contiguous and shaped as their arrays."""
+    if not (lse.numel() and b.numel()):
+        for x in (da, db, dv, dvalue):
+            x.zero_()
+        return
+    call = _Call(a, b, v, value, lower, upper, lengths, when)
+    known = (out, lse, grad.contiguous(), None if grad_lse is None else grad_lse.contiguous())
+    ones, squares = torch.empty_like(call.queries), torch.empty_like(call.queries)
+    sums = ones.new_empty((*a.shape[:2], ones.shape[-1]))
+    slopes = torch.empty_like(call.keys)
+    parts = ones.new_empty((call.query_tiles, call.h))
+    _query_grad_kernel[(call.query_tiles,)](
+        *call.inputs, *known, ones, squares, sums, *call.sizes, **call.facts
+    )
+    _key_grad_kernel[(call.key_tiles,)](
+        *call.inputs, *known, slopes, dvalue, *call.sizes, **call.facts
+    )
+    _finish_kernel[(call.query_tiles,)](
+        ones, squares, sums, call.v, when, da, parts, a.shape[2], ones.shape[-1], call.h,
+        True, call.paired, BLOCK, 32,
+    )  # fmt: skip
+    _finish_kernel[(call.key_tiles,)](
+        slopes, slopes, slopes, call.v, when, db, parts, b.shape[2], slopes.shape[-1], call.h,
+        False, call.paired, BLOCK, 32,
+    )  # fmt: skip
+    _fold_kernel[(call.h,)](parts, when, dv, call.query_tiles, call.h, 256)
+
+
+@torch.library.custom_op("qkv::additive_exact", mutates_args=())
+def additive_exact(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    lower: int | None = None,
+    upper: int | None = None,
+    lengths: Tensor | None = None,
+    when: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention with s = Σ_h v_h tanh(a_h + b_h), and its log-sum-exp.
+
+    a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n) float32.
+    The pair i, j counts if lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32
+    holds 0, nothing is computed and everything is 0.
+    """
+    new = torch.empty if when is None else torch.zeros
+    out = new((*a.shape[:3], value.shape[3]), dtype=value.dtype, device=a.device)
+    lse = new(a.shape[:3], dtype=torch.float32, device=a.device)
+    forward(a, b, v, value, lower, upper, lengths, when, out, lse)
+    return out, lse
+
+
+@additive_exact.register_fake
+def _(a: Tensor, b: Tensor, v: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = value.new_empty((*a.shape[:3], value.shape[3]))
+    return out, a.new_empty(a.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("qkv::additive_exact_backward", mutates_args=())
+def additive_exact_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+    when: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """da, db, dv, dvalue."""
+    new = torch.empty if when is None else torch.zeros
+    da, db, dv, dvalue = (new(x.shape, dtype=x.dtype, device=x.device) for x in (a, b, v, value))
+    backward(
+        grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse, da, db, dv, dvalue
+    )
+    return da, db, dv, dvalue
+
+
+@additive_exact_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (a, b, v, value))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, b, v, value, ctx.lower, ctx.upper, lengths, when = inputs
+    ctx.save_for_backward(a, b, v, value, lengths, when, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    a, b, v, value, lengths, when, out, lse = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(out)
+    grads = additive_exact_backward(
+        grad, grad_lse, a, b, v, value, ctx.lower, ctx.upper, lengths, when, out, lse
+    )
+    return *grads, None, None, None, None
+
+
+additive_exact.register_autograd(_differentiate, setup_context=_save)

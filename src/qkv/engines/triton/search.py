@@ -1,0 +1,577 @@
+"""What a sparse weighting must know of a row before its values are pooled: no n × m matrix.
+
+Scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)) are computed again for each look at the
+row, tile by tile, by the functions that `kernels.pool` uses: so they are the same to the last bit.
+
+- entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1.
+- top-k: the k-th largest score, and up to which position its equals count.
+"""
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton.kernels import NONE, alive, bounds, fetch, gate_half, products, score
+from qkv.engines.triton.ops import HELD, Tile, _interpreted, _shrunk
+
+STEPS = tl.constexpr(16)
+"""Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
+LOOKS = tl.constexpr(24)
+"""Looks for the k-th score: those before SPACED split the range of scores, the rest their bits."""
+SPACED = tl.constexpr(6)
+CUTS = tl.constexpr(8)
+"""A look for the k-th score counts the scores above CUTS − 1 cuts."""
+NOWHERE = tl.constexpr(2**31 - 1)
+"""The position behind all others."""
+
+
+@triton.jit
+def _scores(
+    rows, keys, mask, scale, times, t,
+    MASKED: tl.constexpr,
+    COLS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of tile t of the keys, −∞ where a pair does not count.
+
+    `scale` is that of the products and `times` that of the bias.
+    """
+    q, query, offset, i, a = rows
+    key, k_m, bias, gate_key = keys
+    n, m, end, lower, upper = mask
+    ROWS: tl.constexpr = i.shape[0]
+    start = t * COLS
+    near = tl.arange(0, COLS)
+    j = (start + near)[None, :]
+    here = near
+    if MASKED:
+        here = tl.minimum(near, m - 1 - start)
+    if WIDE:
+        x = products(
+            query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
+        )
+    else:
+        k = fetch(key + start * k_m, here * k_m, W, BLOCK_W)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    added = j
+    if BIAS:
+        added = tl.load(bias + start + here)[None, :] * times
+    b = j
+    if GATE:
+        b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
+    s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
+    if MASKED:
+        live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
+        s = tl.where(live, s, NONE)
+    return s
+
+
+@triton.jit
+def _place(
+    query, key, bias, gate_query, gate_key, lengths,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    n, m, heads, group, lower, upper,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """The rows of this program, their keys, and the tiles of keys that they may see."""
+    tiles = (n + ROWS - 1) // ROWS
+    tile = tl.program_id(0) % tiles
+    if UPPER:
+        tile = tiles - 1 - tile  # a causal mask's longest rows first
+    lane = tl.program_id(0) // tiles
+    batch = tl.cast(lane // heads, tl.int64)
+    head = lane % heads
+    first = tile * ROWS
+    last = tl.minimum(first + ROWS, n) - 1
+    r = tl.minimum(first + tl.arange(0, ROWS), n - 1)
+    line = tl.cast(lane, tl.int64) * n + r
+    query += batch * q_b + tl.cast(head, tl.int64) * q_h + tl.cast(first, tl.int64) * q_n
+    offset = (r - first) * q_n
+    shared = tl.cast(head // group, tl.int64)
+    key += batch * k_b + shared * k_h
+    i = r[:, None]
+    a = i
+    if bias is not None:
+        bias += batch * bias_b + shared * bias_h
+    if gate_key is not None:
+        gate_key += batch * gate_b + shared * gate_h
+        a = gate_half(tl.load(gate_query + line), FAST)[:, None]
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    q = i
+    if not WIDE:
+        q = fetch(query, offset, W, BLOCK_W)
+    lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
+    rows = (q, query, offset, i, a)
+    # A function of Triton cannot return None: the key stands for what is not there.
+    keys = (
+        key,
+        tl.cast(k_m, tl.int64),
+        key if bias is None else bias,
+        key if gate_key is None else gate_key,
+    )
+    mask = (n, m, end, lower, upper)
+    edges = (lo, inner_lo, inner_hi, hi)
+    return rows, keys, mask, edges, line
+
+
+@triton.jit
+def _peaks(
+    rows, keys, mask, edges, scale, times,
+    COLS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The largest of every COLS-th score, (ROWS, COLS), and the lowest score and how many.
+
+    They are a few of the scores, but the row's large ones: a bound from them is near the truth.
+    """
+    ROWS: tl.constexpr = rows[3].shape[0]
+    peaks = tl.full((ROWS, COLS), NONE, tl.float32)
+    floor = tl.full((ROWS,), float("inf"), tl.float32)
+    count = tl.zeros((ROWS,), tl.float32)
+    for part in tl.static_range(3):
+        for t in tl.range(edges[part], edges[part + 1]):
+            s = _scores(
+                rows, keys, mask, scale, times, t, part != 1,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            )  # fmt: skip
+            peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
+            on = s > NONE
+            floor = tl.minimum(floor, tl.min(tl.where(on, s, float("inf")), 1))
+            count += tl.sum(on.to(tl.float32), 1)
+    return peaks, floor, count
+
+
+@triton.jit
+def _spoiled(peaks):
+    """Whether a row has a score that is NaN or +∞."""
+    return tl.sum(tl.where(peaks < float("inf"), 0.0, 1.0), 1) > 0
+
+
+@triton.jit
+def _powers(r, alpha, POWER: tl.constexpr):
+    """rᵉ and rᵉ⁻¹ for r ≥ 0, e = 1/(alpha − 1), and 0 for r = 0."""
+    if POWER == 1:
+        return r, tl.where(r > 0, 1.0, 0.0)
+    elif POWER == 2:
+        return r * r, r
+    else:
+        on = r > 0
+        depth = tl.log2(tl.where(on, r, 1.0))
+        lean = tl.where(on, tl.exp2((1.0 / (alpha - 1.0) - 1.0) * depth), 0.0)
+        return lean * r, lean
+
+
+@triton.jit
+def _newton(mass, slope, alpha, POWER: tl.constexpr):
+    """The step of t that solves ‖r‖ₑ = 1 were it linear, which never passes the root from below."""
+    on = mass > 0
+    some = tl.where(on, mass, 1.0)
+    if POWER == 1:
+        size = 1.0
+    elif POWER == 2:
+        size = tl.sqrt(some)
+    else:
+        size = tl.exp2((2.0 - alpha) * tl.log2(some))
+    return tl.where(on, (mass - size) / tl.where(slope > 0, slope, 1.0), 0.0)
+
+
+@triton.jit
+def entmax_kernel(
+    query, key, bias, gate_query, gate_key, lengths, out,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    n, m, heads, group, scale, alpha, lower, upper,
+    POWER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows: a first look for the start, then steps until the slowest row is there.
+
+    With few powers the mass of the row is known exactly as long as the same scores count. At
+    alpha = 1.5 it is a quadratic in t, whose root leaves an error of third order, on either side;
+    else Newton's steps leave one of second order.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    rows, keys, mask, edges, line = _place(
+        query, key, bias, gate_query, gate_key, lengths,
+        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+        n, m, heads, group, lower, upper,
+        ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
+    )  # fmt: skip
+    slim = alpha - 1.0
+    peaks, _, _ = _peaks(
+        rows, keys, mask, edges, scale * slim, slim,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+    )  # fmt: skip
+    bad = _spoiled(peaks)
+    top = tl.max(peaks, 1)
+    empty = top == NONE
+    top = tl.where(empty | bad, 0.0, top)
+    t = top - 1.0
+    for _ in range(8):
+        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, POWER)
+        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), alpha, POWER)
+    t = tl.where(bad, 0.0, t)
+    low = t
+    high = top
+    NEAR: tl.constexpr = 0.02 if POWER == 2 else 1e-3
+    far = 1.0
+    step = 0
+    while (far > NEAR) & (step < STEPS):
+        mass = tl.zeros((ROWS,), tl.float32)
+        slope = tl.zeros((ROWS,), tl.float32)
+        count = tl.zeros((ROWS,), tl.float32)
+        for part in tl.static_range(3):
+            for tile in tl.range(edges[part], edges[part + 1]):
+                s = _scores(
+                    rows, keys, mask, scale * slim, slim, tile, part != 1,
+                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+                )  # fmt: skip
+                r = tl.maximum(s - t[:, None], 0.0)
+                some, lean = _powers(r, alpha, POWER)
+                mass += tl.sum(some, 1)
+                slope += tl.sum(lean, 1)
+                if POWER == 2:
+                    count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
+        move = _newton(mass, slope, alpha, POWER)
+        if POWER == 2:
+            low = tl.where(mass >= 1, t, low)
+            high = tl.where(mass <= 1, t, high)
+            inside = slope * slope - count * (mass - 1)
+            root = (slope - tl.sqrt(tl.maximum(inside, 0.0))) / tl.maximum(count, 1.0)
+            move = tl.where(inside >= 0, root, move)
+            off = (t + move < low) | (t + move > high)
+            move = tl.where(off, 0.5 * (low + high) - t, move)
+        move = tl.where(empty | bad, 0.0, move)
+        t += move
+        far = tl.max(tl.abs(move) * slope, 0)
+        step += 1
+    t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))
+    tl.store(out + line, t)
+
+
+@triton.jit
+def _image(x):
+    """An integer for each float, in the same order, and back: its own inverse but for the type."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _bits(x):
+    return _image(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _number(bits):
+    return _image(bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(low, high, c: tl.constexpr, look):
+    """The c-th of CUTS − 1 cuts between two images, as an image strictly between them."""
+    span = (high - low).to(tl.uint32, bitcast=True)
+    even = tl.maximum(span // CUTS, 1) * c
+    x = _number(low)
+    share = (tl.minimum(_number(high), 3e38) - x) * (c / CUTS)
+    spaced = (tl.maximum(_bits(x + share), low) - low).to(tl.uint32, bitcast=True)
+    some = tl.where(look < SPACED, spaced, even)
+    some = tl.minimum(tl.maximum(some, 1), tl.maximum(span, 2) - 1)
+    return low + some.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def topk_kernel(
+    query, key, bias, gate_query, gate_key, lengths, out, position,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    n, m, heads, group, scale, top_k, lower, upper,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
+
+    At least k scores are ≥ low and fewer than k are ≥ high, both images of floats. Where the two
+    are neighbours and more than k scores are ≥ low, the k-th has equals, and one more look finds
+    the position up to which they count.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    rows, keys, mask, edges, line = _place(
+        query, key, bias, gate_query, gate_key, lengths,
+        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+        n, m, heads, group, lower, upper,
+        ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
+    )  # fmt: skip
+    peaks, floor, count = _peaks(
+        rows, keys, mask, edges, scale, 1.0,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+    )  # fmt: skip
+    bad = _spoiled(peaks)
+    few = count <= top_k
+    idle = bad | few
+    top = tl.where(idle, 0.0, tl.max(peaks, 1))
+    floor = tl.where(idle, 0.0, floor)
+    low = _bits(floor)
+    high = _bits(top) + 1
+    # The k-th largest of some scores is a bound of that of all.
+    for look in range(10):
+        middle = _cut(low, high, CUTS // 2, look)
+        above = tl.sum((peaks >= _number(middle)[:, None]).to(tl.int32), 1) >= top_k
+        low = tl.where(above, middle, low)
+    count = tl.full((ROWS,), m, tl.int32) + top_k
+    count_high = tl.zeros((ROWS,), tl.int32)
+    lane = tl.arange(0, CUTS)[None, :]
+    going = 1
+    look = 0
+    while (going > 0) & (look < LOOKS):
+        counts = tl.zeros((ROWS, CUTS), tl.int32)
+        for part in tl.static_range(3):
+            for tile in tl.range(edges[part], edges[part + 1]):
+                s = _scores(
+                    rows, keys, mask, scale, 1.0, tile, part != 1,
+                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+                )  # fmt: skip
+                for c in tl.static_range(1, CUTS):
+                    cut = _number(_cut(low, high, c, look))
+                    above = tl.sum((s >= cut[:, None]).to(tl.int32), 1)
+                    counts += tl.where(lane == c, above[:, None], 0)
+        foot = low
+        head = high
+        for c in tl.static_range(1, CUTS):
+            cut = _cut(foot, head, c, look)
+            above = tl.sum(tl.where(lane == c, counts, 0), 1)
+            enough = above >= top_k
+            raised = enough & (cut > low)
+            low = tl.where(raised, cut, low)
+            count = tl.where(raised, above, count)
+            lowered = (enough == 0) & (cut < high)
+            high = tl.where(lowered, cut, high)
+            count_high = tl.where(lowered, above, count_high)
+        unsure = (count != top_k) & (high - low != 1) & (idle == 0)
+        going = tl.max(unsure.to(tl.int32), 0)
+        look += 1
+
+    foot = _number(low)
+    count = tl.zeros((ROWS,), tl.int32)
+    least = tl.full((ROWS,), float("inf"), tl.float32)
+    below = tl.full((ROWS,), NONE, tl.float32)
+    for part in tl.static_range(3):
+        for tile in tl.range(edges[part], edges[part + 1]):
+            s = _scores(
+                rows, keys, mask, scale, 1.0, tile, part != 1,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            )  # fmt: skip
+            above = s >= foot[:, None]
+            count += tl.sum(above.to(tl.int32), 1)
+            least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
+            below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))
+    # Half way to the next score: so another tile's rounding cannot shut the k-th out.
+    half = 0.5 * least + 0.5 * below
+    half = tl.where((half > below) & (half < least), half, least)
+    tied = (count > top_k) & (idle == 0)
+    least = tl.where(tied, foot, half)
+    least = tl.where(bad, float("nan"), tl.where(few, NONE, least))
+    found = tl.full((ROWS,), NOWHERE, tl.int32)
+    if tl.max(tied.to(tl.int32), 0) > 0:
+        room = top_k - count_high
+        seen = tl.zeros((ROWS,), tl.int32)
+        last = tl.full((ROWS,), -1, tl.int32)
+        for part in tl.static_range(3):
+            for tile in tl.range(edges[part], edges[part + 1]):
+                s = _scores(
+                    rows, keys, mask, scale, 1.0, tile, part != 1,
+                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+                )  # fmt: skip
+                equal = (s == foot[:, None]).to(tl.int32)
+                rank = seen[:, None] + tl.cumsum(equal, 1)
+                counted = (equal > 0) & (rank <= room[:, None])
+                j = (tile * COLS + tl.arange(0, COLS))[None, :]
+                last = tl.maximum(last, tl.max(tl.where(counted, j, -1), 1))
+                seen += tl.sum(equal, 1)
+        found = tl.where(tied, last, found)
+    tl.store(out + line, least)
+    tl.store(position + line, found)
+
+
+def _tile(query: Tensor) -> Tile:
+    w = query.shape[-1]
+    if query.element_size() == 4:
+        return Tile(64, 64, 32, 4, 2)
+    return Tile(128, 128, 64, 8, 3) if w <= 128 else Tile(128, 64, 64, 8, 2)
+
+
+def _run(
+    kernel: Any,
+    query: Tensor,
+    key: Tensor,
+    key_bias: Tensor | None,
+    gate_query: Tensor | None,
+    gate_key: Tensor | None,
+    lengths: Tensor | None,
+    lower: int | None,
+    upper: int | None,
+    tf32: bool,
+    scale: float,
+    number: float,
+    outs: tuple[Tensor, ...],
+    **facts: Any,
+) -> None:
+    """Launch with the largest tile that the device holds."""
+    query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
+    key_bias, gate_key = (
+        x if x is None or x.stride(2) == 1 else x.contiguous() for x in (key_bias, gate_key)
+    )
+    batch, heads, n, w = query.shape
+    few, m = key.shape[1:3]
+    reach = n + m
+    bias = (0, 0) if key_bias is None else key_bias.stride()[:2]
+    gate = (0, 0) if gate_key is None else gate_key.stride()[:2]
+    args = (
+        query, key, key_bias, None if gate_query is None else gate_query.contiguous(), gate_key,
+        None if lengths is None else lengths.to(torch.int32).contiguous(), *outs,
+        *query.stride()[:3], *key.stride()[:3], *bias, *gate, n, m, heads, heads // few,
+        scale, number,
+        0 if lower is None else max(min(lower, reach), -reach),
+        0 if upper is None else max(min(upper, reach), -reach),
+    )  # fmt: skip
+    tile = _tile(query)
+    while True:
+        try:
+            kernel[(batch * heads * -(-n // tile.rows),)](
+                *args,
+                **facts,
+                ROWS=tile.rows,
+                COLS=tile.cols,
+                W=w,
+                BLOCK_W=tile.chunk if w > HELD else max(16, triton.next_power_of_2(w)),
+                WIDE=w > HELD,
+                LOWER=lower is not None,
+                UPPER=upper is not None,
+                FAST=query.dtype != torch.float32 and not _interpreted(),
+                PRECISION="tf32" if tf32 and query.dtype == torch.float32 else "ieee",
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+            return
+        except triton.runtime.errors.OutOfResources:
+            tile = _shrunk(tile)
+
+
+@torch.library.custom_op("qkv::entmax_threshold", mutates_args=())
+def entmax_threshold(
+    query: Tensor,
+    key: Tensor,
+    alpha: float,
+    scale: float,
+    key_bias: Tensor | None = None,
+    gate_query: Tensor | None = None,
+    gate_key: Tensor | None = None,
+    lower: int | None = None,
+    upper: int | None = None,
+    lengths: Tensor | None = None,
+    tf32: bool = False,
+) -> Tensor:
+    """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
+
+    query (B, H, n, w), key (B, Hₖ, m, w) and the rest as in `ops.attend`, whose `row_a` it is.
+    0 for a row with nothing to look at; NaN where a score is NaN or +∞. It has no gradient: that
+    of the weights does not need it.
+    """
+    out = torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device)
+    if out.numel() and key.shape[2]:
+        _run(
+            entmax_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
+            scale, alpha, (out,), POWER={2.0: 1, 1.5: 2}.get(alpha, 0),
+        )  # fmt: skip
+    return out
+
+
+@entmax_threshold.register_fake
+def _(query: Tensor, *rest: Any, **named: Any) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("qkv::topk_threshold", mutates_args=())
+def topk_threshold(
+    query: Tensor,
+    key: Tensor,
+    k: int,
+    scale: float,
+    key_bias: Tensor | None = None,
+    gate_query: Tensor | None = None,
+    gate_key: Tensor | None = None,
+    lower: int | None = None,
+    upper: int | None = None,
+    lengths: Tensor | None = None,
+    tf32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """least (B, H, n) and position (B, H, n) int32: the k largest scores of a row are those with
+    s > least, or s = least at a key up to the position.
+
+    Arguments and results as in `ops.attend`. Where the k-th score has equals that do not count,
+    least is that score; else it may lie below it, above the next. A row with no more than k scores
+    above −∞ has least −∞ and position 2³¹ − 1; one with a NaN or +∞ has least NaN. No gradient.
+    """
+    least = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    position = torch.full(query.shape[:3], NOWHERE.value, dtype=torch.int32, device=query.device)
+    if least.numel() and key.shape[2]:
+        _run(
+            topk_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
+            scale, k, (least, position),
+        )  # fmt: skip
+    return least, position
+
+
+@topk_threshold.register_fake
+def _(query: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    shape = query.shape[:3]
+    return (
+        query.new_empty(shape, dtype=torch.float32),
+        query.new_empty(shape, dtype=torch.int32),
+    )

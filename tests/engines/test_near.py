@@ -1,0 +1,317 @@
+"""Gaussian look-up over the keys near enough to count: its values, its bound, its refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qkv import attention, scores
+from qkv.engines import dense, grid, near
+
+rng = np.random.default_rng(13)
+
+
+@pytest.fixture(autouse=True)
+def small_boxes(monkeypatch):
+    """So that few keys make many boxes, and few queries several chunks."""
+    monkeypatch.setattr(grid, "LEAF", 32)
+    monkeypatch.setattr(near, "CHUNK", 40)
+    monkeypatch.setattr(grid, "BLOCK", 32 * 24)
+
+
+def request(query, key, value, sigma, weighting="softmax", tolerance=None, lse=False):
+    score = scores.Gaussian(sigma)
+    call = attention.request(query, key, value, score, weighting, None, 0.0, None, tolerance)
+    return replace(call, wants_lse=lse)
+
+
+def problem(d=3, n=90, m=1500, width=2, dtype="float64"):
+    shapes = ((n, d), (m, d), (m, width))
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def exact(query, key, value, sigma):
+    """The output and the log-sum-exp, pair by pair in float64."""
+    query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
+    s = -0.5 * (((query[:, None] - key) / sigma) ** 2).sum(-1)
+    top = s.max(axis=1, keepdims=True)
+    weight = np.exp(s - top)
+    total = weight.sum(axis=1, keepdims=True)
+    return weight @ value / total, np.log(total) + top, weight / total
+
+
+def check(call, sigma, atol, rtol=1e-12):
+    want = exact(call.query, call.key, call.value, sigma)
+    assert near.cannot(call) is None
+    out, lse, _ = near.run(call)
+    np.testing.assert_allclose(out, want[0], atol=atol, rtol=0)
+    np.testing.assert_allclose(lse, want[1], rtol=max(rtol, atol), atol=atol)
+
+
+@pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.02, 0.2, 1.0, 30.0])
+@pytest.mark.parametrize("d", range(1, 9))
+def test_agrees_with_every_pair(d, sigma):
+    check(request(*problem(d), sigma, lse=True), sigma, max(1e-11, 1e-15 / sigma))
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.02, 0.2, 1.0, 30.0])
+@pytest.mark.parametrize("d", [1, 3, 8])
+def test_agrees_in_float32(d, sigma):
+    check(request(*problem(d, dtype="float32"), sigma, lse=True), sigma, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6, None])
+@pytest.mark.parametrize("sigma", [0.02, 0.1, 0.2])
+def test_what_is_left_out_is_within_the_bound(sigma, tolerance, dtype):
+    """The true share of the unread keys, and the error that follows from it."""
+    query, key, value = problem(m=4000, dtype=dtype)
+    call = request(query, key, value, sigma, tolerance=tolerance)
+    share = near.share_of(call)
+    bound = near.bound(call)
+    assert (bound <= share).all()
+
+    scaled = [np.ascontiguousarray(x.T, "float64") / sigma for x in (query, key)]
+    boxes = grid.boxed(scaled[1], value)
+    found = grid.reach(scaled[0], boxes, share)
+    assert found.keep.mean() < 0.8
+    want, _, alpha = exact(query, key, value, sigma)
+    of_key = np.empty(len(key), int)
+    real = boxes.order < len(key)
+    of_key[boxes.order[real]] = np.flatnonzero(real) // boxes.points.shape[-1]
+    lost = np.where(found.keep[:, of_key], 0, alpha).sum(axis=1)
+    assert (lost <= found.lost).all()
+    if tolerance == 1e-2:
+        assert lost.max() > 0
+
+    diameter = np.linalg.norm(value.max(0) - value.min(0))
+    error = np.linalg.norm(near.run(call)[0] - want, axis=1)
+    rounding = 30 * np.finfo(dtype).eps
+    assert (error <= (bound + share / 4 + rounding) * diameter).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_each_way_of_scoring_is_taken(dtype, monkeypatch):
+    taken = set()
+    for name in ("by_differences", "columns_of"):
+        function = getattr(grid, name)
+        monkeypatch.setattr(
+            grid, name, lambda *x, name=name, function=function: taken.add(name) or function(*x)
+        )
+    query, key, value = problem(dtype=dtype)
+    ways = {30.0: set(), 0.02: {"columns_of" if dtype == "float32" else "by_differences"}}
+    ways[1e-6] = {"by_differences"}
+    for sigma, way in ways.items():
+        taken.clear()
+        near.run(request(query, key, value, sigma))
+        assert taken == way
+
+
+def test_a_narrow_bandwidth_gives_the_nearest_key():
+    query, key, value = problem(dtype="float32")
+    out = near.run(request(query, key, value, 1e-12))[0]
+    apart = ((query[:, None].astype("float64") - key) ** 2).sum(-1)
+    np.testing.assert_array_equal(out, value[apart.argmin(axis=1)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_queries_far_from_all_keys(dtype):
+    """Their weights are those of the keys that are least far, however small."""
+    query, key, value = problem(dtype=dtype)
+    query[::3] += 50
+    query[0] += 3e4
+    call = request(query, key, value, 0.3, lse=True)
+    check(call, 0.3, 1e-4 if dtype == "float32" else 1e-8)
+
+
+def test_keys_far_from_the_origin_keep_their_digits():
+    query, key, value = problem()
+    check(request(query + 1e4, key + 1e4, value, 0.3, lse=True), 0.3, 1e-9)
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 5])
+def test_keys_that_repeat(distinct):
+    query, key, value = problem()
+    key[:] = key[np.arange(len(key)) % distinct]
+    check(request(query, key, value, 0.1, lse=True), 0.1, 1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 1000), (3, 33), (41, 31), (70, 1025)])
+def test_any_number_of_queries_and_keys(n, m):
+    check(request(*problem(n=n, m=m), 0.3, lse=True), 0.3, 1e-12)
+
+
+def test_axes_of_very_different_spread():
+    query, key, value = problem()
+    for x in (query, key):
+        x *= [1.0, 1e-3, 0.0]
+    check(request(query, key, value, 0.05, lse=True), 0.05, 1e-12)
+
+
+def test_the_temperature_widens_the_bandwidth():
+    from qkv.weightings import Softmax
+
+    query, key, value = problem()
+    call = request(query, key, value, np.array(0.2), Softmax(np.array(2.25)), lse=True)
+    check(call, 0.3, 1e-12)
+
+
+LEADS = {
+    "one": ((), (), ()),
+    "keys shared by all": ((2, 3), (), ()),
+    "one head of keys": ((2, 3), (1, 1), (1, 1)),
+    "values of their own": ((2,), (), (2,)),
+    "heads in groups": ((2, 4), (2, 2), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
+def test_leading_axes(lead):
+    shapes = ((20, 3), (300, 3), (300, 2))
+    given = [rng.normal(size=(*a, *b)) for a, b in zip(lead, shapes, strict=True)]
+    call = request(*given, 0.3, lse=True)
+    for got, want in zip(near.run(call)[:2], dense.run(call)[:2], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    assert near.bound(call).shape == (*lead[0], 20)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sigma", [1e-3, 0.05, 0.5, 10.0])
+@pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
+def test_gradients_on_torch(lead, sigma, dtype):
+    """Of the output and of the log-sum-exp, against float64's own derivative of the equation."""
+    torch = pytest.importorskip("torch")
+    shapes = ((45, 3), (300, 3), (300, 2))
+    host = [rng.normal(size=(*a, *b)) for a, b in zip(lead, shapes, strict=True)]
+    host = [x.astype(dtype) for x in host]
+    found = []
+    for engine, kind in ((near, dtype), (dense, "float64")):
+        given = [torch.tensor(x.astype(kind), requires_grad=True) for x in host]
+        out, lse, _ = engine.run(request(*given, sigma, lse=True))
+        loss = (out * torch.arange(1.0, 3.0)).sum() + (lse * torch.arange(45.0)[:, None]).sum()
+        loss.backward()
+        found.append([x.grad.double() for x in given])
+    for got, want in zip(*found, strict=True):
+        scale = want.abs().max()
+        torch.testing.assert_close(
+            got / scale, want / scale, rtol=0, atol=200 * torch.finfo(getattr(torch, dtype)).eps
+        )
+
+
+def test_second_derivatives_on_torch():
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x, requires_grad=True) for x in problem(n=4, m=70)]
+
+    def second(engine):
+        out = engine.run(request(*given, 0.5))[0]
+        (first,) = torch.autograd.grad(out.square().sum(), given[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), given)
+
+    for got, want in zip(second(near), second(dense), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_two_backward_passes_give_the_same_digits():
+    torch = pytest.importorskip("torch")
+
+    def gradients(host=problem(dtype="float32")):  # noqa: B008
+        given = [torch.tensor(x, requires_grad=True) for x in host]
+        near.run(request(*given, 0.2))[0].sum().backward()
+        return [x.grad for x in given]
+
+    for one, two in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_are_widened(dtype):
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x).to(getattr(torch, dtype)) for x in problem()]
+    call = request(*given, 0.3)
+    assert near.cannot(call) is None
+    want = exact(*(x.double().numpy() for x in given), 0.3)[0]
+    np.testing.assert_allclose(near.run(call)[0].numpy(), want, atol=3e-6)
+
+
+def refusals():
+    from qkv import masks, weightings
+
+    query, key, value = problem(n=20, m=50)
+    call = request(query, key, value, 0.3)
+    hole = key.copy()
+    hole[7, 1] = np.nan
+    peak = value.copy()
+    peak[3] = np.inf
+    return {
+        "Gaussian score only": replace(call, score=scores.Laplace()),
+        "not those of Hard": replace(call, weighting=weightings.Hard()),
+        "mask": replace(call, rule=masks.causal),
+        "keeps no weights": replace(call, wants_weights=True),
+        "nothing to compute": request(query[:0], key, value, 0.3),
+        "one bandwidth": request(query, key, value, np.full((20, 1), 0.3)),
+        "not finite": replace(call, key=hole),
+        "an argument is not finite": replace(call, value=peak),
+        "too narrow": request(query, key, value, 1e-200),
+        "or the bandwidth": request(query, key, value, np.array(-1.0)),
+    }
+
+
+@pytest.mark.parametrize("word", refusals())
+def test_a_refusal_says_why(word):
+    assert word in near.cannot(refusals()[word])
+
+
+def test_other_frameworks_are_refused():
+    jnp = pytest.importorskip("jax").numpy
+    call = request(*(jnp.asarray(x, "float32") for x in problem(n=4, m=8)), 0.3)
+    assert "not jax" in near.cannot(call)
+
+
+def test_torch_refusals():
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x) for x in problem(n=4, m=8)]
+    learned = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    assert "no gradient" in near.cannot(request(*given, learned))
+    with torch.no_grad():
+        assert near.cannot(request(*given, learned)) is None
+
+    def told(query):
+        said.append(near.cannot(request(query, *given[1:], 0.3)))
+        return query
+
+    said: list[str | None] = []
+    torch.func.vmap(told)(torch.stack([given[0]] * 2))
+    assert said == ["the numbers cannot be read while they are being traced"]
+
+
+def test_what_does_not_pay_is_declined():
+    x = np.zeros((1, 1))
+    big = np.broadcast_to(x, (10**7, 3))
+    assert near.declines(request(np.zeros((1000, 3)), big, big, 1.0)) is None
+    assert "do not pay" in near.declines(request(np.zeros((1, 3)), big, big, 1.0))
+    assert "do not pay" in near.declines(request(*problem(), 1.0))
+    wide = np.broadcast_to(x, (10**5, 9))
+    assert "9 dimensions" in near.declines(request(np.zeros((1000, 9)), wide, wide, 1.0))
+
+
+def test_a_product_that_serves_is_left_all_the_pairs(monkeypatch):
+    """Where boxes rule little out and are too wide for the plain product."""
+    monkeypatch.setattr(near, "PAIRS", 1)
+    given = problem(d=8, m=4000)
+    call = request(*given, 0.4)
+    assert near.outlook(call)[1] > 2
+    assert "slow to score" in near.declines(call)
+    assert near.declines(request(*given, 30.0)) is None
+    assert near.declines(request(*given, 1e-3)) is None
+
+
+def test_description_tells_what_is_read_and_what_may_be_lost():
+    given = problem(m=4000)
+    told = near.describe(request(*given, 0.05, tolerance=1e-6))
+    assert told.startswith("reads about ")
+    assert told.endswith("drops at most 1e-06 of each row's weight")
+    assert math.isclose(near.share_of(request(*given, 1.0, tolerance=0.0)), 2**-52)
+    assert "nearly all" in near.describe(request(*given, 9.0))

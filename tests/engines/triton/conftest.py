@@ -1,0 +1,48 @@
+"""The kernels run on CUDA where there is one, else under Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("torch") is None or find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+
+    if not torch.cuda.is_available():
+        # Read when triton is imported, so before any test module.
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter(monkeypatch):
+    """The interpreter without what it does twice, and with a product of bfloat16."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+    def call(self, *args, **kwargs):
+        # A launch has made triton.language ready; doing it again for each function that a kernel
+        # calls takes most of the time.
+        ours = self.fn.__module__.startswith("qkv.")
+        return self.rewrite()(*args, **kwargs) if ours else slow(self, *args, **kwargs)
+
+    slow, plain = InterpretedFunction.__call__, InterpreterBuilder.create_dot
+
+    def widened(x):
+        # The interpreter takes the bits of a bfloat16 for a whole number.
+        if x.dtype.scalar.name != "bf16":
+            return x
+        bits = x.data.view(np.uint16).astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    def product(self, a, b, *rest):
+        return plain(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)

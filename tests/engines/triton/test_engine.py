@@ -1,0 +1,135 @@
+"""The engine `triton`: every score, weighting and mask that it serves, against the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.attention import request
+from qkv.engines import triton as engine
+from qkv.errors import EngineError
+from tests import cases
+from tests.cases import ALONG
+from tests.engines.test_battery import FULL, arguments, attend, expected, leaves
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(
+    not (engine.interpreted() or torch.cuda.is_available()), reason="no interpreter, no CUDA"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCORES = ("dot", "scaled_dot", "learned_scale", "cosine", "learned_cosine", "multiplicative",
+          "gaussian", "learned_gaussian", "additive", "gated")  # fmt: skip
+COVERING = [case for case in cases.covering() if case[0] in SCORES]
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {
+        name: torch.tensor(x, device=DEVICE, dtype=torch.float32 if x.dtype.kind == "f" else None)
+        for name, x in arrays.items()
+    }
+
+
+def serves(score: str, weighting: str, mask: str) -> bool:
+    arrays = tensors(leaves(score, mask))
+    how = arguments(arrays, score, weighting, mask)
+    main = (arrays[name] for name in ("query", "key", "value"))
+    return engine.cannot(request(*main, *how.values(), 0.0, None, None)) is None
+
+
+SERVED = [case for case in COVERING if serves(*case)]
+
+
+def test_it_serves_what_it_should():
+    assert {weighting for _, weighting, _ in SERVED} >= {
+        "softmax", "temperature", "average", "raw", "sigmoid", "sparsemax", "entmax15", "top3",
+    }  # fmt: skip
+    assert {mask for _, _, mask in SERVED} >= {
+        "none", "causal", "bottom_right", "window", "one_sided", "causal_window", "blocks",
+        "lengths",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "weighting", "mask"), SERVED if FULL else SERVED[::2])
+def test_values_and_gradients(score, weighting, mask):
+    base = leaves(score, mask)
+    arrays = tensors(base)
+    inputs = {n: x.requires_grad_(x.dtype.is_floating_point) for n, x in arrays.items()}
+    out = attend(inputs, arguments(inputs, score, weighting, mask), engine="triton")
+    np.testing.assert_allclose(
+        out.detach().cpu().numpy(), expected(score, weighting, mask), atol=3e-5
+    )
+    wide = {n: torch.tensor(x, requires_grad=x.dtype.kind == "f") for n, x in base.items()}
+    want = attend(wide, arguments(wide, score, weighting, mask), engine="dense")
+    want.backward(torch.tensor(ALONG))
+    out.backward(torch.tensor(ALONG, dtype=torch.float32, device=DEVICE))
+    for name, x in inputs.items():
+        if not x.requires_grad:
+            continue
+        right = wide[name].grad
+        right = torch.zeros_like(wide[name]) if right is None else right
+        got = torch.zeros_like(x) if x.grad is None else x.grad
+        size = float(right.abs().max()) + 1
+        np.testing.assert_allclose(
+            got.cpu().double().numpy(), right.numpy(), atol=1e-4 * size, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2), (2, 3, 2)])
+@pytest.mark.parametrize("few", [False, True])
+def test_leading_axes(lead, few):
+    """Any number of them, with keys that have all, fewer heads, or none."""
+    rng = np.random.default_rng(4)
+    own = lead if not few else ((*lead[:-1], 1) if lead else ())
+    q, k, v = (rng.normal(size=(*x, n, 5)) for x, n in ((lead, 6), (own, 7), (own, 7)))
+    gate = [rng.normal(size=5) for _ in range(2)]
+    for score in (scores.Gated(*gate), scores.Gaussian(0.8)):
+        mask = masks.lengths([3, 7, 0][: lead[0]]) if lead else masks.causal
+        want, wanted = qkv.attend(q, k, v, score=score, mask=mask, return_lse=True)
+        made = score
+        if isinstance(score, scores.Gated):
+            made = scores.Gated(*(torch.tensor(x).float().to(DEVICE) for x in gate))
+        given = (torch.tensor(x).float().to(DEVICE) for x in (q, k, v))
+        got, lse = qkv.attend(*given, score=made, mask=mask, return_lse=True, engine="triton")
+        np.testing.assert_allclose(got.cpu().numpy(), want, atol=3e-5)
+        np.testing.assert_allclose(lse.cpu().numpy(), wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("score", ["gaussian", "additive", "gated", "cosine"])
+def test_half_the_bits(score, dtype):
+    """No worse than rounding the arguments and the result."""
+    base = leaves(score, "none")
+    kind = getattr(torch, dtype)
+    arrays = {n: torch.tensor(x, dtype=kind, device=DEVICE) for n, x in base.items()}
+    rounded = {n: x.cpu().double().numpy() for n, x in arrays.items()}
+    want = attend(rounded, arguments(rounded, score, "softmax", "none"), engine="dense")
+    got = attend(arrays, arguments(arrays, score, "softmax", "none"), engine="triton")
+    assert got.dtype == kind
+    np.testing.assert_allclose(got.cpu().double().numpy(), want, atol=4e-2)
+
+
+def test_what_it_refuses_it_explains():
+    x = torch.ones(2, 4, 6, 3, device=DEVICE)
+    for how, reason in (
+        ({"score": "laplace"}, "no form"),
+        ({"weighting": "hard"}, "Hard"),
+        ({"mask": masks.strided(2)}, "strided"),
+        ({"mask": masks.window(1) & masks.strided(2)}, "strided"),
+        ({"mask": masks.blocks([[1]], 8) & masks.blocks([[1]], 9)}, "one layout"),
+        ({"dropout_p": 0.5, "seed": 1}, "dropout"),
+        ({"mask": torch.zeros(6, 6, device=DEVICE)}, "n × m"),
+        ({"weighting": weightings.Softmax(torch.tensor(2.0, device=DEVICE))}, "temperature"),
+        ({"score": "gaussian", "weighting": "raw"}, "whole row"),
+        ({"mask": masks.blocks([[1]], 8), "weighting": "entmax15"}, "layout"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            qkv.attend(x, x, x, **how, engine="triton")
+    with pytest.raises(EngineError, match="float32"):
+        qkv.attend(x.double(), x.double(), x.double(), engine="triton")
+    with pytest.raises(EngineError, match="torch tensors"):
+        qkv.attend(np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), engine="triton")

@@ -1,0 +1,221 @@
+"""The additive score itself, tile by tile, and its join with the features, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkv.engines.triton import exact
+from qkv.engines.triton.additive import additive
+from qkv.engines.triton.exact import additive_exact
+from tests.engines.triton.test_features import DEVICE, GRID, TABLE
+
+INFINITY = float("inf")
+# NumPy, which the interpreter runs on, speaks of overflows that are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(exact, "BLOCK", 16)
+
+
+def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.float32):
+    torch.manual_seed(n + m + h)
+    made = (
+        torch.randn(b, heads, n, h) * scale,
+        torch.randn(b, few, m, h) * scale,
+        torch.randn(h),
+        torch.randn(b, few, m, d),
+    )
+    return [x.to(DEVICE, dtype) for x in made]
+
+
+def formula(a, b, v, value, lower=None, upper=None, lengths=None):
+    group = a.shape[1] // b.shape[1]
+    b, value = b.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    i = torch.arange(a.shape[2], device=DEVICE)[:, None]
+    j = torch.arange(b.shape[2], device=DEVICE)[None, :]
+    live = torch.ones_like(j - i, dtype=torch.bool)[None, None]
+    if lower is not None:
+        live = live & (j - i >= lower)
+    if upper is not None:
+        live = live & (j - i <= upper)
+    if lengths is not None:
+        live = live & (j < lengths[:, None, None, None])
+    seen = live.any(-2)[..., None]  # a key that nobody may look at may hold anything
+    b, value = torch.where(seen, b, 0.0), torch.where(seen, value, 0.0)
+    s = (torch.tanh(a[:, :, :, None] + b[:, :, None]) * v).sum(-1)
+    s = torch.where(live, s, -INFINITY)
+    some = live.any(-1, keepdim=True)
+    weights = torch.softmax(torch.where(some, s, 0.0), -1) * live
+    lse = torch.where(some[..., 0], torch.logsumexp(torch.where(some, s, 0.0), -1), -INFINITY)
+    return weights @ value, lse
+
+
+def gradients(run, given, *rest, lse_too=True):
+    torch.manual_seed(7)
+    given = [x.detach().clone().requires_grad_() for x in given]
+    out, lse = run(*given, *rest)
+    loss = (out.double() * torch.randn(out.shape, dtype=torch.float64).to(DEVICE)).sum()
+    u = torch.randn(lse.shape, dtype=torch.float64).to(DEVICE)
+    if lse_too:
+        loss = loss + torch.where(lse == -INFINITY, 0.0, lse.double() * u).sum()
+    return out, lse, *torch.autograd.grad(loss, given)
+
+
+def agree(run, given, *rest, rtol=2e-5, lse_too=True):
+    """Output, log-sum-exp and every gradient, each as far off as its largest number allows."""
+    got = gradients(run, given, *rest, lse_too=lse_too)
+    want = gradients(formula, [x.double() for x in given], *rest, lse_too=lse_too)
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(torch.isinf(one), torch.isinf(two))
+        one, two = (torch.where(torch.isinf(x), 0.0, x.double()) for x in (one, two))
+        torch.testing.assert_close(one, two, rtol=0, atol=rtol * max(two.abs().max().item(), 1e-3))
+
+
+LENGTHS = torch.tensor([29, 0], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rest"),
+    [
+        pytest.param({}, (), id="plain"),
+        pytest.param({"heads": 4, "few": 2}, (None, 0, None), id="causal, shared heads"),
+        pytest.param({"b": 2}, (None, None, LENGTHS), id="lengths, one of them 0"),
+        pytest.param({"b": 2, "heads": 2}, (-6, 4, LENGTHS), id="band, lengths"),
+        pytest.param({"n": 40, "m": 20}, (-3, None, None), id="rows beyond the last key"),
+        pytest.param({"n": 20, "m": 33}, (18, 30, None), id="a band to the right"),
+        pytest.param({"n": 1, "m": 1, "h": 1, "d": 1}, (), id="one of everything"),
+        pytest.param({"n": 16, "m": 32, "h": 4, "d": 16}, (), id="whole tiles"),
+    ],
+)
+def test_values_and_gradients(shape, rest):
+    agree(additive_exact, arrays(**shape), *rest)
+
+
+@pytest.mark.parametrize("scale", [8.0, 60.0])
+def test_large_numbers(scale):
+    """e²ᵃ overflows at 44: beyond 40 r is computed from the sum, tile by tile."""
+    a, b, v, value = arrays(scale=1.0)
+    a[:, :, 3] *= scale
+    b[:, :, ::2] *= scale
+    agree(additive_exact, [a, b, v, value], None, 2, None)
+
+
+def test_infinite_numbers_are_saturated():
+    a, b, v, value = arrays()
+    a[0, 0, 2, 1], b[0, 0, 5, 0] = INFINITY, -INFINITY
+    out, _ = additive_exact(a, b, v, value)
+    want, _ = formula(*(x.double() for x in (a, b, v, value)))
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
+def test_sixteen_bits(dtype, rtol):
+    agree(additive_exact, arrays(dtype=dtype), -9, 9, None, rtol=rtol)
+
+
+def test_without_a_gradient_of_the_logarithm():
+    agree(additive_exact, arrays(), lse_too=False)
+
+
+def test_the_gradient_of_the_logarithm_alone():
+    given = [x.requires_grad_() for x in arrays()]
+    exact_given = [x.detach().double().requires_grad_() for x in given]
+    got = torch.autograd.grad(additive_exact(*given)[1].sum(), given)
+    want = torch.autograd.grad(formula(*exact_given)[1].sum(), exact_given[:3])
+    for one, two in zip(got[:3], want, strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5)
+    assert not got[3].any()
+
+
+def test_nothing_comes_from_behind_a_mask():
+    """NaN in keys and values that no query may look at, and in a query that may look at nothing."""
+    rest = (-3, 0, torch.tensor([30], dtype=torch.int32, device=DEVICE))
+    clean = arrays(n=40)
+    spoiled = [x.clone() for x in clean]
+    spoiled[1][:, :, 30:], spoiled[3][:, :, 30:] = float("nan"), INFINITY
+    spoiled[0][:, :, 34:] = float("nan")
+    for one, two in zip(
+        gradients(additive_exact, spoiled, *rest),
+        gradients(additive_exact, clean, *rest),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+def test_a_value_that_is_not_finite_spoils_its_readers_alone():
+    given = arrays()
+    given[3][0, 0, 10, 2] = INFINITY
+    out, _ = additive_exact(*given, None, 0, None)
+    spoiled = torch.zeros_like(out, dtype=torch.bool)
+    spoiled[0, 0, 10:, 2] = True
+    assert torch.equal(torch.isnan(out), spoiled)
+
+
+def test_no_queries_and_no_keys():
+    out, lse = additive_exact(*arrays(n=0))
+    assert out.shape == (1, 1, 0, 5)
+    out, lse, *grads = gradients(additive_exact, arrays(m=0))
+    assert not out.any()
+    assert (lse == -INFINITY).all()
+    assert not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize("flag", [0, 1])
+def test_the_flag(flag):
+    when = torch.tensor([flag], dtype=torch.int32, device=DEVICE)
+    found = gradients(additive_exact, arrays(), None, None, None, when)
+    plain = gradients(additive_exact, arrays())
+    for one, two in zip(found, plain, strict=True):
+        assert torch.equal(one, two if flag else torch.zeros_like(two))
+
+
+def test_the_gradient_is_the_same_each_time():
+    given = arrays(heads=2)
+    for one, two in zip(
+        *(gradients(additive_exact, given, None, 0, None) for _ in range(2)), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def joined(a, b, v, value, *rest):
+    return additive(a, b, v, value, TABLE, GRID, *rest)
+
+
+@pytest.mark.parametrize("rest", [(), (-9, 4, None)], ids=["plain", "band"])
+@pytest.mark.parametrize(
+    ("scale", "rtol"),
+    [pytest.param(0.6, 2e-2, id="by features"), pytest.param(4.0, 4e-3, id="exactly")],
+)
+def test_the_join(scale, rtol, rest):
+    given = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
+    within = max(x.abs().max() for x in given[:2]) <= GRID[-1]
+    assert within == (scale < 1)
+    agree(joined, given, *rest, rtol=rtol)
+
+
+def test_the_join_takes_float32_exactly():
+    given = arrays()
+    assert torch.equal(joined(*given)[0], additive_exact(*given)[0])
+
+
+def test_the_join_has_a_gradient_of_the_logarithm_alone():
+    given = [x.requires_grad_() for x in arrays(dtype=torch.float16, scale=0.6)]
+    want = [x.detach().double().requires_grad_() for x in given]
+    got = torch.autograd.grad(joined(*given)[1].sum(), given[:3])
+    for one, two in zip(got, torch.autograd.grad(formula(*want)[1].sum(), want[:3]), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-2 * two.abs().max().item())
+
+
+def test_the_operators_keep_their_promises():
+    given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
+    torch.library.opcheck(additive_exact, (*given, None, 0, None, None))
+
+
+def test_torch_compile_sees_through():
+    given = arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)
+    compiled = torch.compile(joined, backend="aot_eager", fullgraph=True)
+    for one, two in zip(gradients(compiled, given), gradients(joined, given), strict=True):
+        assert torch.equal(one, two)

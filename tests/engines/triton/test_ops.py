@@ -1,0 +1,553 @@
+"""The kernel family against its formula in float64, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError
+from tests.engines.triton import formulas
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+import triton.language as tl
+
+from qkv.engines.triton import kernels, ops
+
+# NumPy, which plays the device, warns of what is not finite.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SMALL = ops.Tile(16, 16, 16, 4, 2, 2)
+LAYOUT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 0]], dtype=torch.bool)
+MASKS = {
+    "open": {},
+    "causal": {"upper": 0},
+    "window": {"lower": -7, "upper": 3},
+    "late": {"lower": 30},
+    "lengths": {"lengths": torch.tensor([0, 29])},
+    "layout": {"layout": LAYOUT, "layout_size": 8},
+    "layout in a band": {"layout": LAYOUT, "layout_size": 8, "lower": -6, "upper": 20},
+    "layout and lengths": {
+        "layout": torch.ones(1, 1, dtype=torch.uint8),
+        "layout_size": 64,
+        "lengths": torch.tensor([16, 29]),
+    },
+}
+WEIGHTINGS = {
+    "softmax": {},
+    "average": {"weighting": "average"},
+    "normalized": {"weighting": "normalized"},
+    "raw": {"weighting": "raw"},
+    "sigmoid": {"weighting": "sigmoid"},
+    "sparsemax": {"weighting": "entmax", "alpha": 2.0},
+    "entmax15": {"weighting": "entmax", "alpha": 1.5},
+    "entmax": {"weighting": "entmax", "alpha": 1.3},
+    "topk": {"weighting": "topk"},
+}
+WIDTHS = {"held": {"w": 16, "d": 16}, "tail": {"w": 40, "d": 5}, "wide": {"w": 72, "d": 20}}
+SHAPE = {"h": 2, "hk": 1, "n": 21, "m": 37}
+
+
+def battery():
+    """Every weighting with every mask; widths, bias, gate and batches take turns."""
+    parts = [{}, {"bias": True}, {"gate": True}, {"bias": True, "gate": True}]
+    for i, (weighting, how) in enumerate(WEIGHTINGS.items()):
+        for j, (mask, rule) in enumerate(MASKS.items()):
+            if " " in mask and weighting not in ("softmax", "average", "entmax15"):
+                continue
+            width = list(WIDTHS)[(i + j) % 3]
+            extra = parts[(i + j // 2) % 4]
+            shape = SHAPE | WIDTHS[width] | extra | {"b": 2 if "lengths" in mask else 1}
+            name = f"{weighting}, {mask}, {width}, {'+'.join(extra) or 'plain'}"
+            yield pytest.param(shape, how | rule, id=name)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
+    for name in ("pool", "split", "to_keys", "to_queries"):
+        monkeypatch.setitem(ops.OVERRIDE, name, SMALL)
+    monkeypatch.setattr(ops, "HELD", 64)
+    monkeypatch.setattr(ops, "HELD_BACK", 64)
+    monkeypatch.setattr(ops, "_processors", lambda device: 1)
+    if not ops._interpreted():
+        return
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+    # A launch has made triton.language ready. The interpreter does it again for each function that
+    # a kernel calls, and that is most of its time.
+    slow = InterpretedFunction.__call__
+
+    def quick(self, *args, **kwargs):
+        if self.fn.__module__ == kernels.__name__:
+            return self.rewrite()(*args, **kwargs)
+        return slow(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "__call__", quick)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot(InterpreterBuilder.create_dot))
+
+
+def dot(plain):
+    """The interpreter's product, which takes the bits of a bfloat16 for a whole number."""
+    import numpy as np
+
+    def widened(x):
+        if x.dtype.scalar.name == "bf16":
+            bits = x.data.view(np.uint16).astype(np.uint32) << 16
+            return type(x)(bits.view(np.float32), tl.float32)
+        return x
+
+    def product(self, a, b, *rest):
+        return plain(self, widened(a), widened(b), *rest)
+
+    return product
+
+
+def split(monkeypatch, processors=8):
+    """Few programs for many processors, so that loops are split."""
+    monkeypatch.setattr(ops, "_processors", lambda device: processors)
+
+
+def agree(shape, how, rtol=2e-5, attend=ops.attend):
+    arrays = formulas.arrays_of(**shape, positive=how.get("weighting") == "normalized")
+    errors = formulas.compare(attend, arrays, **how)
+    assert max(errors.values()) < rtol, errors
+
+
+@pytest.mark.parametrize(("shape", "how"), list(battery()))
+def test_values_and_gradients(shape, how):
+    agree(shape, how)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weighting", ["softmax", "sigmoid", "entmax15"])
+def test_16_bits(weighting, dtype):
+    shape = SHAPE | {"b": 1, "w": 40, "d": 16, "dtype": dtype, "bias": True, "gate": True}
+    agree(shape, WEIGHTINGS[weighting] | {"upper": 3}, rtol=4e-2)
+
+
+def test_16_bits_where_the_width_is_chunked():
+    agree(SHAPE | {"b": 1, "w": 80, "d": 16, "dtype": torch.bfloat16}, {"upper": 3}, rtol=4e-2)
+
+
+def test_even_sizes_need_no_mask():
+    agree({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
+
+
+@pytest.mark.parametrize("mask", ["open", "window", "lengths", "layout in a band"])
+def test_tiles_by_descriptors(mask, monkeypatch):
+    """As on a device with a copy engine."""
+    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    shape = SHAPE | {"b": 2, "w": 40, "d": 8, "gate": True}
+    seen = watch(monkeypatch, "TMA")
+    agree(shape, MASKS[mask])
+    assert seen == {True}
+
+
+def test_rows_that_no_descriptor_fits(monkeypatch):
+    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    seen = watch(monkeypatch, "TMA")
+    agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
+    assert seen == {False}
+
+
+def watch(monkeypatch, name):
+    """The values of a compile-time fact in the launches to come."""
+    seen, launch = set(), ops._launch
+
+    def watched(kernel, programs, args, facts, tile):
+        seen.update({facts[name]} if name in facts else ())
+        launch(kernel, programs, args, facts, tile)
+
+    monkeypatch.setattr(ops, "_launch", watched)
+    return seen
+
+
+def test_wide_values():
+    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
+
+
+def test_real_widths(monkeypatch):
+    monkeypatch.undo()
+    small = ops.Tile(32, 32, 64, 4, 2)
+    for name in ("pool", "split", "to_keys", "to_queries"):
+        monkeypatch.setitem(ops.OVERRIDE, name, small)
+    agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_split_over_keys(weighting, monkeypatch):
+    split(monkeypatch)
+    shape = {"b": 1, "h": 2, "hk": 1, "n": 3, "m": 150, "w": 16, "d": 5, "gate": True}
+    agree(shape, WEIGHTINGS[weighting] | {"upper": 140})
+
+
+def test_split_without_groups(monkeypatch):
+    split(monkeypatch)
+    agree({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
+
+
+def test_split_of_a_layout_and_a_wide_score(monkeypatch):
+    split(monkeypatch)
+    shape = {"b": 1, "h": 2, "hk": 1, "n": 21, "m": 37, "w": 72, "d": 16}
+    agree(shape | {"bias": True, "gate": True}, MASKS["layout"])
+
+
+def test_split_over_queries(monkeypatch):
+    split(monkeypatch)
+    agree(
+        {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}, {"lower": -80}
+    )
+
+
+@pytest.mark.parametrize("room", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
+def test_score_gradients_in_pieces(room, monkeypatch):
+    """All at once, two pairs at a time, and one pair 256 keys at a time."""
+    monkeypatch.setattr(ops, "SCRATCH", room)
+    for name in ("pool", "to_keys"):
+        monkeypatch.setitem(ops.OVERRIDE, name, ops.Tile(32, 64, 32, 4, 2))
+    agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
+
+
+@pytest.mark.parametrize("w", [16, 72])
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "gate_query", "gate_key", "key_bias"])
+def test_one_gradient_alone(wanted, w):
+    arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": w, "d": 16}, bias=True, gate=True)
+    every = {name: x.clone().requires_grad_() for name, x in arrays.items()}
+    want = torch.autograd.grad(formulas.reference(every, scale=0.3)[0].sum(), every[wanted])[0]
+    one = arrays | {wanted: arrays[wanted].clone().requires_grad_()}
+    got = torch.autograd.grad(ops.attend(**one, scale=0.3)[0].sum(), one[wanted])[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_expanded_and_strided_arguments():
+    arrays = formulas.arrays_of(**SHAPE | {"b": 2, "w": 16, "d": 16}, bias=True, gate=True)
+    arrays["key_bias"] = arrays["key_bias"][:1].expand(2, 1, 37)
+    arrays["gate_key"] = arrays["gate_key"].mT.contiguous().mT
+    arrays["query"] = arrays["query"].transpose(1, 2).contiguous().transpose(1, 2)
+    arrays["key"] = arrays["key"].mT.contiguous().mT
+    got = ops.attend(**arrays, scale=-0.3)
+    want = formulas.reference(arrays, scale=-0.3)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_twice():
+    arrays = formulas.arrays_of(**SHAPE | {"b": 1, "w": 16, "d": 16}, gate=True)
+    runs = []
+    for _ in range(2):
+        given = {name: x.clone().requires_grad_() for name, x in arrays.items()}
+        out, lse = ops.attend(**given, scale=0.3, upper=4)
+        runs.append((out, lse, *torch.autograd.grad(out.sum(), tuple(given.values()))))
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+# What is not a number, what is not there
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_nothing_to_look_at(weighting):
+    """Output 0, log-sum-exp −∞, gradients 0."""
+    how = WEIGHTINGS[weighting] | {"upper": -5, "lengths": torch.tensor([0, 4])}
+    arrays = formulas.arrays_of(b=2, n=20, m=20, positive=True)
+    rows = formulas.thresholds(
+        arrays, 0.3, how.get("weighting"), how.get("alpha"), 5, {"upper": -5}
+    )
+    given = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = ops.attend(**given, scale=0.3, **how, **rows)
+    empty = torch.ones(2, 1, 20, dtype=torch.bool)
+    empty[1, :, 5:] = False
+    empty = empty.expand(2, 2, 20)
+    assert (out[empty] == 0).all()
+    if weighting in ("softmax", "topk"):
+        assert (lse[empty] == -math.inf).all()
+    for grad in torch.autograd.grad(out.sum() + lse[~empty].sum(), tuple(given.values())):
+        assert torch.isfinite(grad).all()
+        assert (grad[0] == 0).all()
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 5), (5, 0)])
+@pytest.mark.parametrize("weighting", ["softmax", "raw"])
+def test_no_queries_or_no_keys(n, m, weighting):
+    arrays = formulas.arrays_of(n=n, m=m)
+    given = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, lse = ops.attend(**given, scale=0.3, weighting=weighting)
+    assert out.shape == (2, 2, n, 16)
+    assert (out == 0).all()
+    assert (lse == (-math.inf if weighting == "softmax" else 0)).all()
+    for grad in torch.autograd.grad(out.sum(), tuple(given.values())):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("w", [16, 72])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["key", "value", "query"])
+def test_what_is_masked_stays_out(where, bad, w):
+    """Row 12, which the mask keeps apart from everything, is as good as 0."""
+    shape, rule = ({"n": 8, "m": 20}, {"upper": 3})
+    if where == "query":
+        shape, rule = ({"n": 20, "m": 12}, {"lower": 5})
+    results = []
+    for filler in (bad, 0.0):
+        given = formulas.arrays_of(b=1, w=w, gate=True, **shape)
+        given[where][..., 12, :] = filler
+        given = {name: x.requires_grad_() for name, x in given.items()}
+        out, lse = ops.attend(**given, scale=0.3, **rule)
+        loss = out.sum() + lse[:, :, :7].sum()
+        results.append((out, lse, *torch.autograd.grad(loss, tuple(given.values()))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_what_is_not_a_number_is_not_hidden(where, weighting):
+    """Row 12 reaches those that may look at it, and no others."""
+    if weighting == "average" and where == "key":
+        pytest.skip("an average looks at no score")
+    arrays = formulas.arrays_of(b=1, h=1, n=20, m=20, positive=True)
+    how = WEIGHTINGS[weighting]
+    rows = formulas.thresholds(
+        arrays, 0.3, how.get("weighting"), how.get("alpha"), 20, {"upper": 0}
+    )
+    want = ops.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    counts = torch.ones(20, dtype=torch.bool)
+    if where == "value" and how.get("weighting") == "entmax":
+        s = formulas.scores(arrays["query"], arrays["key"], 0.3)
+        counts = ((how["alpha"] - 1) * s[0, 0, :, 12] - rows["row_a"][0, 0]) > 0
+    arrays[where][..., 12, :] = math.nan
+    got = ops.attend(**arrays, scale=0.3, upper=0, **how, **rows)[0]
+    spoiled = (torch.arange(20) >= 12) & counts
+    assert torch.isnan(got[0, 0, spoiled]).all()
+    torch.testing.assert_close(got[0, 0, ~spoiled], want[0, 0, ~spoiled])
+
+
+@pytest.mark.parametrize("weighting", ["topk", "entmax15", "raw", "normalized"])
+def test_a_weight_of_zero_keeps_its_value_out(weighting):
+    arrays = formulas.arrays_of(b=1, h=1, n=16, m=32, positive=True)
+    arrays["key"][..., 20, :] = -5.0 if weighting in ("topk", "entmax15") else 0.0
+    rows = formulas.thresholds(
+        arrays, 0.3, *(WEIGHTINGS[weighting].get(x) for x in ("weighting", "alpha")), 5, {}
+    )
+    want = ops.attend(**arrays, scale=0.3, **WEIGHTINGS[weighting], **rows)[0]
+    arrays["value"][..., 20, :] = math.nan
+    got = ops.attend(**arrays, scale=0.3, **WEIGHTINGS[weighting], **rows)[0]
+    torch.testing.assert_close(got, want)
+
+
+def test_ties_count_up_to_a_position():
+    arrays = formulas.arrays_of(b=1, h=1, n=4, m=40)
+    arrays |= {"query": torch.ones(1, 1, 4, 16), "key": torch.ones(1, 1, 40, 16)}
+    rows = {
+        "row_a": torch.full((1, 1, 4), 16.0),
+        "row_b": torch.tensor([[[0, 3, 20, 39]]], dtype=torch.int32),
+    }
+    out, lse = ops.attend(**arrays, scale=1.0, weighting="topk", **rows)
+    for i, last in enumerate((0, 3, 20, 39)):
+        want = arrays["value"][0, 0, : last + 1].mean(0)
+        torch.testing.assert_close(out[0, 0, i], want, rtol=1e-5, atol=1e-6)
+        assert lse[0, 0, i] == pytest.approx(16 + math.log(last + 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e30, -1e30])
+def test_huge_scores(size):
+    """Three keys share the largest score: a third of the weight each, and finite gradients."""
+    arrays = formulas.arrays_of(b=1, h=1, n=5, m=20)
+    arrays["query"] = torch.ones(1, 1, 5, 16)
+    arrays["key"] = torch.full((1, 1, 20, 16), -size / 16)
+    best = slice(4, 7) if size > 0 else slice(0, 20)
+    arrays["key"][:, :, 4:7] = size / 16
+    if size < 0:
+        arrays["key"][:] = size / 16
+    given = {name: x.requires_grad_() for name, x in arrays.items()}
+    out, _ = ops.attend(**given, scale=1.0)
+    want = arrays["value"][:, :, best].mean(2, keepdim=True).expand(1, 1, 5, 16)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(out.sum(), tuple(given.values()))
+    assert all(torch.isfinite(x).all() for x in grads)
+    torch.testing.assert_close(
+        grads[2][0, 0, best].mean(), torch.tensor(5 / (best.stop - best.start))
+    )
+
+
+# The operator in torch
+
+
+def arguments(**how):
+    arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
+    arrays = [x.requires_grad_() for x in arrays.values()]
+    numbers = (0.3, how.get("weighting", "softmax"), 0.0, None, how.get("upper"), 0, False)
+    return (*arrays, None, None, None, None, *numbers)
+
+
+@pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
+def test_opcheck(how):
+    torch.library.opcheck(ops._attend, arguments(**how))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiles_whole():
+    def layer(query, key, value, bias):
+        out, lse = ops.attend(query * 2, key, value, scale=0.3, key_bias=bias, upper=2)
+        return (out.sin().sum() + lse.sum()) * 2
+
+    torch._dynamo.reset()
+    arrays = [x.requires_grad_() for x in formulas.arrays_of(b=1, n=9, m=11, bias=True).values()]
+    want = torch.autograd.grad(layer(*arrays), arrays)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for x, y in zip(torch.autograd.grad(compiled(*arrays), arrays), want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_fake_tensors_have_shapes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        query, key = torch.empty(2, 4, 9, 16), torch.empty(2, 2, 11, 16)
+        out, lse = ops.attend(query, key, torch.empty(2, 2, 11, 3), scale=1.0)
+    assert out.shape == (2, 4, 9, 3)
+    assert lse.shape == (2, 4, 9)
+
+
+def test_autocast_casts():
+    arrays = formulas.arrays_of(b=1, n=5, m=7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.attend(**arrays, scale=0.3)[0].dtype == torch.bfloat16
+
+
+def test_second_derivatives_are_refused():
+    arrays = {name: x.requires_grad_() for name, x in formulas.arrays_of(b=1, n=5, m=7).items()}
+    out, _ = ops.attend(**arrays, scale=0.3)
+    grad = torch.autograd.grad(out.sum(), arrays["query"], create_graph=True)[0]
+    with pytest.raises(EngineError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+# Tiles
+
+
+def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
+    import triton
+
+    seen = []
+
+    def crowded(kernel, programs, args, facts, tile):
+        seen.append((tile.rows, tile.cols, tile.stages))
+        if tile.cols > 32:
+            raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
+
+    monkeypatch.setattr(ops, "_launch", crowded)
+    monkeypatch.setattr(ops, "_SMALLER", {})
+    monkeypatch.setitem(ops.OVERRIDE, "pool", ops.Tile(128, 128, 64, 8, 3))
+    arrays = formulas.arrays_of(b=1, n=200, m=200)
+    ops.attend(**arrays, scale=0.3)
+    assert seen == [(128, 128, 3), (128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 2)]
+    seen.clear()
+    ops.attend(**arrays, scale=0.3)
+    assert seen == [(64, 32, 2)], "the tile that fitted is remembered"
+
+
+def test_a_device_too_small_for_any_tile():
+    tile = ops.Tile(128, 128, 64, 8, 3)
+    with pytest.raises(EngineError, match="no tile fits"):
+        for _ in range(20):
+            tile = ops._shrunk(tile)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["pool", "split", "to_keys", "to_queries"])
+def test_every_width_has_a_tile(name, size, monkeypatch):
+    monkeypatch.setattr(ops, "OVERRIDE", {})
+    for w in (16, 64, 128, 256, 512, 4096):
+        for d in (1, 64, 128, 256, 512):
+            tile = ops.tile_of(name, w, d, size, False, 64)
+            assert min(tile[:3]) >= 16
+            assert tile.cols <= 256, "pieces of keys begin at multiples of 256"
+
+
+def test_every_branch_of_the_kernels_is_reached(monkeypatch):
+    """The compile-time facts of the calls above, with nothing run."""
+    seen = defaultdict(set)
+
+    def record(kernel, programs, args, facts, tile):
+        given = dict(zip(kernel.arg_names, args, strict=False)) | facts
+        for name, x in given.items():
+            if name.isupper() and name not in ("W", "D", "ROWS", "COLS", "BLOCK_W", "BLOCK_D"):
+                seen[kernel.__name__, name].add(x)
+        for name in ("bias", "gate_key", "lengths", "layout", "along_lse"):
+            if name in given:
+                seen[kernel.__name__, name].add(given[name] is not None)
+        for width, block in (("W", "BLOCK_W"), ("D", "BLOCK_D")):
+            if width in given and block in given:
+                seen[kernel.__name__, width].add(given[width] % given[block] == 0)
+
+    monkeypatch.setattr(ops, "_launch", record)
+    for case in battery():
+        shape, how = case.values
+        for dtype in (torch.float32, torch.bfloat16):
+            for processors in (1, 64):
+                split(monkeypatch, processors)
+                monkeypatch.setattr(ops, "_copy_engine", lambda device, yes=processors == 1: yes)
+                for n, m in ((21, 37), (32, 48)):
+                    arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)
+                    given = {name: x.requires_grad_() for name, x in arrays.items()}
+                    rule = dict(how)
+                    if "layout" in rule:
+                        rule["layout"] = torch.ones(-(-n // 8), -(-m // 8), dtype=torch.bool)
+                        rule["layout_size"] = 8
+                    rows = {}
+                    if rule.get("weighting") in ("entmax", "topk"):
+                        rows = {"row_a": torch.zeros(arrays["query"].shape[:3])}
+                    if rule.get("weighting") == "topk":
+                        rows["row_b"] = torch.zeros(arrays["query"].shape[:3], dtype=torch.int32)
+                    out, lse = ops.attend(**given, scale=0.3, tf32=processors == 1, **rule, **rows)
+                    loss = out.sum() + (lse.sum() if m == 48 else 0)
+                    torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
+    both = {True, False}
+    every = {
+        "WEIGHTING": set(ops.WEIGHTINGS),
+        "POWER": {0, 1, 2},
+        "PRECISION": {"ieee", "tf32"},
+        "FAST": {False},  # one instruction of the device, which the interpreter has not
+        "BLOCK_S": {64},
+    }
+    narrower = {
+        ("to_keys", "CENTRED"): both,
+        ("to_queries", "WEIGHTING"): set(ops.WEIGHTINGS) - {"average"},
+    }
+    for (kernel, name), values in seen.items():
+        want = narrower.get((kernel, name), every.get(name, both))
+        if (kernel, name) in {("inner", "D"), ("merge", "D")}:
+            continue
+        assert values == want, (kernel, name, values)
+    assert {kernel for kernel, _ in seen} == {"pool", "merge", "inner", "to_keys", "to_queries"}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"weighting": "softmx"}, ArgumentError, "softmax"),
+        ({"weighting": "entmax", "alpha": 1.0}, ArgumentError, "alpha"),
+        ({"weighting": "entmax", "alpha": 1.5}, ArgumentError, "needs row_a"),
+        ({"weighting": "topk", "row_a": torch.zeros(2, 2, 21)}, ArgumentError, "needs row_b"),
+        ({"query": torch.zeros(2, 21, 16)}, ShapeError, "must be .batch"),
+        ({"value": torch.zeros(2, 1, 37, 600)}, EngineError, "600 wide"),
+        ({"value": torch.zeros(2, 1, 36, 16)}, ShapeError, "do not go together"),
+        ({"key": torch.zeros(2, 1, 37, 17)}, ShapeError, "do not go together"),
+        ({"key": torch.zeros(2, 1, 37, 16).double()}, DtypeError, "key is torch.float64"),
+        ({"key_bias": torch.zeros(2, 37)}, ShapeError, "key_bias must be"),
+        ({"key_bias": torch.zeros(2, 1, 37).half()}, DtypeError, "key_bias must be"),
+        ({"gate_key": torch.zeros(2, 1, 37)}, ArgumentError, "two halves"),
+        ({"lengths": torch.zeros(3)}, ShapeError, "lengths must be"),
+        ({"layout": torch.ones(2, 2)}, ArgumentError, "layout_size"),
+        ({"layout": torch.ones(2, 2), "layout_size": 16}, ShapeError, "layout must be"),
+    ],
+)
+def test_refusals(change, error, words):
+    with pytest.raises(error, match=words):
+        ops.attend(**formulas.arrays_of() | {"scale": 1.0} | change)
