@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 PYTEST := -m pytest $(PYTEST_ARGS)
 XDIST := -n $(WORKERS) --dist worksteal
 MXNET_TESTS ?= tests/engines/test_battery.py tests/test_edges.py
-BENCH ?= $(sort $(wildcard bench/[!_]*.py))
+BENCH ?=
 RESULTS := build/test-results
 
 STATIC := lint types contract
@@ -106,8 +106,15 @@ mxnet: env-mxnet ## The battery on MXNet, in its own environment
 test-full: env ## The whole product of cases; takes long
 	@QKV_FULL=1 $(BIN)/python $(PYTEST) $(XDIST)
 
-bench: env ## Run every benchmark, one after the other
-	@set -e; for script in $(BENCH); do echo "--- $$script"; $(BIN)/python $$script; done
+.venv/.peers: .venv/.installed
+	@command -v g++ >/dev/null || $(call apt,g++)
+	@echo "Installing what is measured against"
+	@$(BIN)/python $(PIP_INSTALL) -e '.[bench]' -c constraints.txt
+	@touch $@
+
+bench: .venv/.peers ## Measure beside the peers, all or BENCH="dot sparse", and write README's table
+	@$(BIN)/python -m bench $(BENCH)
+	@$(BIN)/python tools/table.py
 
 clean: ## Remove build outputs and caches, not the environments
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

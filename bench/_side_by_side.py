@@ -1,94 +1,201 @@
-"""Timing two or more sides of one question in one run, and keeping what was measured."""
+"""One row of a table: the sides of one question, timed in turns, with their errors and goals."""
 
 from __future__ import annotations
 
-import json
+import importlib
+import itertools
+import math
 import os
-import platform
-import subprocess
-import threading
+import statistics
+import sys
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from bench._clocks import Cpu
+from bench._results import show, write
+
+Side = Callable[..., Any]
+Row = dict[str, Any]
+
+SMALL = "--small" in sys.argv or bool(os.environ.get("QKV_BENCH_SMALL"))
 
 
-def times(sides: dict[str, Callable[[], Any]], repeats: int = 7) -> dict[str, float]:
-    """The best seconds of each side; they take turns, so that noise falls on all alike."""
-    for side in sides.values():
-        side()
-    best = dict.fromkeys(sides, float("inf"))
-    for _ in range(repeats):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def size(full: int, small: int) -> int:
+    return small if SMALL else full
 
 
-def peak_extra(function: Callable[[], Any]) -> float:
-    """MiB of resident memory above the start while the function runs, sampled every 2 ms."""
-    done = threading.Event()
-    start = resident()
-    highest = [start]
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            highest[0] = max(highest[0], resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+def peer(module: str) -> Any:
+    """A module to measure against, or None where it is not installed."""
     try:
-        function()
-    finally:
-        done.set()
-        watcher.join()
-    return (highest[0] - start) / 2**20
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def mute(side: Side) -> Side:
+    """The side without its answer, where that is not the one asked for."""
+
+    def muted(*given: Any) -> None:
+        side(*given)
+
+    return muted
 
 
-def machine() -> dict[str, Any]:
-    def of(package: str) -> str | None:
+def input_sets(make: Callable[[], tuple[Any, ...]], clock: Any = None) -> list[tuple[Any, ...]]:
+    """Three sets of inputs or more, together larger than the cache: no call finds its own there."""
+    cache = 0 if SMALL else (clock or Cpu()).cache
+    sets: list[tuple[Any, ...]] = []
+    total = 0
+    while len(sets) < 3 or total <= cache:
+        sets.append(make())
+        total += sum(getattr(x, "nbytes", 0) for x in sets[-1])
+    return sets
+
+
+def times(
+    sides: dict[str, Side],
+    repeats: int = 9,
+    sets: Sequence[tuple[Any, ...]] = ((),),
+    clock: Any = None,
+    limit: float = 60.0,
+) -> dict[str, float]:
+    """The median seconds of each side, warm; they take turns, so that noise falls on all alike.
+
+    After `limit` seconds three rounds are enough.
+    """
+    clock = clock or Cpu()
+    given = itertools.cycle(sets)
+    for side in sides.values():
+        side(*next(given))
+    runs: dict[str, list[Any]] = {name: [] for name in sides}
+    begin = time.perf_counter()
+    for turn in range(2 if SMALL else repeats):
+        if turn >= 3 and time.perf_counter() - begin > limit:
+            break
+        for name, side in sides.items():
+            runs[name].append(clock.start(side, next(given)))
+    return {name: statistics.median(map(clock.seconds, found)) for name, found in runs.items()}
+
+
+def compare(
+    work: str,
+    sides: dict[str, Side | None],
+    sets: Sequence[tuple[Any, ...]] = ((),),
+    *,
+    exact: Side | None = None,
+    goals: dict[str | tuple[str, ...], float] | None = None,
+    most: float | None = None,
+    no_worse_than: str | None = None,
+    rate: tuple[float, str] | None = None,
+    repeats: int = 9,
+    clock: Any = None,
+) -> Row:
+    """A row of the table, printed as soon as it is known. The side in question is called "qkv".
+
+    sides: each takes one of the sets; None is a peer that is not installed, and a side that returns
+    None has no error. exact: the outputs in float64 for a set. goals: how many times as fast as a
+    peer, or as the fastest of several. most: MiB above the start.
+    no_worse_than: the side whose error bounds ours. rate: the work of one call, and its unit.
+    """
+    clock = clock or Cpu()
+    found: dict[str, dict[str, Any]] = {name: {} for name in sides}
+    try:
+        want = exact(*sets[0]) if exact else None
+    except Exception as error:
+        want = None
+        print(f"{work}: no float64 to compare with: {_told(error)}")
+    runs = {}
+    for name, side in sides.items():
+        if side is None:
+            found[name]["note"] = "not installed"
+            continue
         try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
+            got = side(*sets[0])
+            if want is not None and got is not None:
+                found[name]["error"] = relative_error(got, want)
+            del got
+            if clock.sees_memory:
+                found[name]["extra MiB"] = clock.peak(side, sets[0])
+            runs[name] = side
+        except Exception as error:
+            found[name]["note"] = _told(error)
+    del want
+    try:
+        timed = times(runs, repeats, sets, clock)
+    except Exception as error:
+        timed = {}
+        print(f"{work}: not timed: {_told(error)}")
+    for name, seconds in timed.items():
+        found[name]["ms"] = 1e3 * seconds
+        if rate:
+            found[name][rate[1]] = rate[0] / seconds / {"G": 1e9, "T": 1e12}[rate[1][0]]
+    row = {"work": work, "sides": found, "goals": []}
+    for names, least in (goals or {}).items():
+        names = (names,) if isinstance(names, str) else names
+        _judge(row, f"≥ {least:g}× {' and '.join(names)}", speedup(row, *names), least)
+    if most is not None:
+        _judge(row, f"≤ {most:g} MiB", found["qkv"].get("extra MiB"), most, upward=False)
+    if no_worse_than is not None:
+        bound = found[no_worse_than].get("error")
+        goal = f"error ≤ that of {no_worse_than}"
+        _judge(row, goal, found["qkv"].get("error"), bound, upward=False)
+    show(row)
+    return row
 
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    packages = ("numpy", "torch", "jax", "tensorflow-cpu", "entmax")
-    return {
-        "cpu": model,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).date().isoformat(),
-        **{name: of(name) for name in packages},
-    }
+
+def speedup(row: Row, *names: str) -> float | None:
+    """How many times as fast qkv is as the fastest of these sides."""
+    sides = row["sides"]
+    peers = [sides[name]["ms"] for name in names if "ms" in sides[name]]
+    ours = sides.get("qkv", {}).get("ms")
+    return min(peers) / ours if ours and peers else None
 
 
-def keep(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print the rows and write them, with the machine, to results/name.json."""
-    for row in rows:
-        print(
-            "  ".join(f"{k}: {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items())
-        )
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+def _judge(
+    row: Row, goal: str, found: float | None, bound: float | None, upward: bool = True
+) -> None:
+    met = None
+    if found is not None and bound is not None:
+        met = found >= bound if upward else found <= bound
+    row["goals"].append({"goal": goal, "found": found, "met": met})
+
+
+def relative_error(got: Any, want: Sequence[Any]) -> float:
+    """max over outputs of ‖got − want‖ / ‖want‖."""
+    import torch
+
+    got = got if isinstance(got, tuple | list) else [got]
+    worst = 0.0
+    for x, y in zip(got, want, strict=True):
+        x = torch.as_tensor(x).detach().to(y.device).double().reshape(y.shape)
+        gap = float(torch.linalg.vector_norm(x - y) / torch.linalg.vector_norm(y))
+        worst = gap if math.isnan(gap) else max(worst, gap)
+        if math.isnan(worst):
+            break
+    return worst
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def keep(name: str, rows: Iterable[Row], whole: bool = True) -> list[Row]:
+    """Write the rows to results/name.json, each as soon as it is there.
+
+    whole: the rows are all there are; otherwise those of other work stay in the file.
+    """
+    done: list[Row] = []
+    for row in _guarded(name, rows):
+        done.append(row)
+        if not SMALL:
+            write(name, done, whole)
+    return done
+
+
+def _guarded(name: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows until one cannot be made: the next script is to run all the same."""
+    try:
+        yield from rows
+    except Exception as error:
+        print(f"{name}: {_told(error)}", file=sys.stderr)

@@ -4,55 +4,52 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from _side_by_side import keep, times
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
+from bench._formulas import Formula, dot, there_and_back
+from bench._side_by_side import compare, input_sets, keep, size
 
-H, N, D = 8, 2048, 64
-rng = np.random.default_rng(0)
-arrays = [rng.normal(size=(1, H, N, D)).astype("float32") for _ in range(3)]
-tensors = [torch.tensor(x) for x in arrays]
+H, N, D = 8, size(2048, 128), 64
+FLOPS = 4 * H * N * N * D
+GOALS = {"SDPA": 0.95}
 
 
 def naive(q, k, v):
+    q, k, v = (x.numpy() for x in (q, k, v))
     s = q @ k.swapaxes(-1, -2) / np.float32(np.sqrt(D))
     e = np.exp(s - s.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True) @ v
 
 
-def there_and_back(attend):
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = attend(*leaves)
-    out.backward(torch.ones_like(out))
-
-
-def main() -> None:
-    forward = times(
+def rows():
+    torch.manual_seed(0)
+    sets = input_sets(lambda: tuple(torch.randn(4, 1, H, N, D)))
+    truth = Formula(dot)
+    yield compare(
+        f"dot H{H} n{N} d{D} f32, forward",
         {
-            "SDPA": lambda: sdpa(*tensors),
-            "qkv on torch": lambda: qkv.attend(*tensors),
-            "qkv on NumPy": lambda: qkv.attend(*arrays),
-            "naive NumPy": lambda: naive(*arrays),
+            "qkv": lambda q, k, v, g: qkv.attend(q, k, v),
+            "SDPA": lambda q, k, v, g: sdpa(q, k, v),
+            "qkv on NumPy": lambda *x: qkv.attend(*(y.numpy() for y in x[:3])),
+            "naive NumPy": lambda q, k, v, g: naive(q, k, v),
         },
+        sets,
+        exact=lambda q, k, v, g: truth.exact(q, k, v),
+        goals=GOALS,
+        rate=(FLOPS, "GFLOP/s"),
         repeats=15,
     )
-    both = times(
-        {
-            "SDPA": lambda: there_and_back(sdpa),
-            "qkv on torch": lambda: there_and_back(qkv.attend),
-        },
+    yield compare(
+        f"dot H{H} n{N} d{D} f32, forward + backward",
+        {"qkv": there_and_back(qkv.attend), "SDPA": there_and_back(sdpa)},
+        sets,
+        exact=lambda q, k, v, g: truth.exact(q, k, v, cotangent=g),
+        goals=GOALS,
+        rate=(3.5 * FLOPS, "GFLOP/s"),
         repeats=15,
-    )
-    keep(
-        "dot",
-        [
-            {"work": work, "side": side, "ms": 1e3 * t, "times SDPA's": t / found["SDPA"]}
-            for work, found in (("forward", forward), ("forward + backward", both))
-            for side, t in found.items()
-        ],
     )
 
 
 if __name__ == "__main__":
-    main()
+    keep("dot", rows())

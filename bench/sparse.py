@@ -1,44 +1,48 @@
-"""Sparsemax and entmax 1.5 of a 2048 × 2048 matrix of scores, beside the entmax package."""
+"""Attention by sparsemax and entmax 1.5, beside the entmax package: n2048 d64, f32, CPU."""
 
 from __future__ import annotations
 
-import entmax
 import torch
-from _side_by_side import keep, times
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from qkv import weightings
+import qkv
+from bench._formulas import Formula, dot, entmax15, sparsemax, there_and_back
+from bench._side_by_side import compare, input_sets, keep, mute, peer, size
+
+N, D = size(2048, 128), 64
 
 
-def main() -> None:
+def rows():
     torch.manual_seed(0)
-    scores = torch.randn(2048, 2048)
-    rows = []
-    for name, theirs, ours in (
-        ("sparsemax", entmax.sparsemax, weightings.Sparsemax()),
-        ("entmax15", entmax.entmax15, weightings.Entmax(1.5)),
-    ):
-        found = times(
+    entmax = peer("entmax")
+    sets = input_sets(lambda: tuple(torch.randn(4, N, D)))
+    for name, formula in (("sparsemax", sparsemax), ("entmax15", entmax15)):
+        truth = Formula(dot, formula)
+        package = entmax and Formula(dot, getattr(entmax, name))
+
+        def attend(q, k, v, name=name):
+            return qkv.attend(q, k, v, weighting=name)
+
+        yield compare(
+            f"{name} n{N} d{D} f32, forward",
             {
-                "entmax package": lambda theirs=theirs: theirs(scores, dim=-1),
-                "qkv on torch": lambda ours=ours: ours(scores),
-                "qkv on NumPy": lambda ours=ours: ours(scores.numpy()),
-                "softmax": lambda: torch.softmax(scores, -1),
+                "qkv": lambda q, k, v, g, f=attend: f(q, k, v),
+                "entmax package": package and (lambda q, k, v, g, f=package: f(q, k, v)),
+                "qkv on NumPy": lambda *x, f=attend: f(*(y.numpy() for y in x[:3])),
+                "softmax by SDPA": mute(lambda q, k, v, g: sdpa(q[None], k[None], v[None])),
             },
+            sets,
+            exact=lambda q, k, v, g, f=truth: f.exact(q, k, v),
+            goals={"entmax package": 10.0},
             repeats=15,
         )
-        error = (ours(scores) - theirs(scores.double(), dim=-1)).abs().max().item()
-        rows += [
-            {
-                "weighting": name,
-                "side": side,
-                "ms": 1e3 * t,
-                "times faster than the package": found["entmax package"] / t,
-                "largest error of qkv": error,
-            }
-            for side, t in found.items()
-        ]
-    keep("sparse", rows)
+        yield compare(
+            f"{name} n{N} d{D} f32, forward + backward",
+            {"qkv": there_and_back(attend), "entmax package": package and there_and_back(package)},
+            sets,
+            exact=lambda q, k, v, g, f=truth: f.exact(q, k, v, cotangent=g),
+        )
 
 
 if __name__ == "__main__":
-    main()
+    keep("sparse", rows())

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-from _side_by_side import keep, times
+from bench._side_by_side import compare, keep
+
+SRC = Path(__file__).resolve().parent.parent / "src"
 
 
 def start(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def main() -> None:
-    found = times(
-        {
-            "python": lambda: start("pass"),
-            "import numpy": lambda: start("import numpy"),
-            "import qkv": lambda: start("import qkv"),
-        }
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(SRC)}
     )
-    keep(
-        "start",
-        [
-            {"side": side, "ms": 1e3 * t, "above python's own ms": 1e3 * (t - found["python"])}
-            for side, t in found.items()
-        ],
+
+
+def rows():
+    yield compare(
+        "a process that starts and imports",
+        {
+            "qkv": lambda: start("import qkv"),
+            "NumPy": lambda: start("import numpy"),
+            "nothing": lambda: start("pass"),
+        },
+        repeats=15,
     )
 
 
 if __name__ == "__main__":
-    main()
+    keep("start", rows())

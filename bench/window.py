@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from _side_by_side import keep, times
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import qkv
+from bench._side_by_side import compare, input_sets, keep, mute, size
 from qkv import masks
 
-N, D = 16_384, 64
-WINDOW = masks.causal & masks.window(256)
+N, D, LEFT = size(16_384, 512), 64, size(256, 32)
+WINDOW = masks.causal & masks.window(LEFT)
 
 
-def main() -> None:
-    rng = np.random.default_rng(0)
-    rows = []
+def banded(q, k, v):
+    """softmax(QKᵀ/√d) V in float64, each block of queries against the keys it may look at."""
+    q, k, v = (x.double() for x in (q, k, v))
+    parts = []
+    for start in range(0, N, LEFT):
+        rows, first = torch.arange(start, start + LEFT), max(0, start - LEFT)
+        cols = torch.arange(first, start + LEFT)
+        s = q[:, rows] @ k[:, cols].mT / D**0.5
+        gap = rows[:, None] - cols
+        s = s.masked_fill((gap < 0) | (gap > LEFT), -torch.inf)
+        parts.append(torch.softmax(s, -1) @ v[:, cols])
+    return [torch.cat(parts, 1)]
+
+
+def rows():
+    torch.manual_seed(0)
     for heads in (1, 8):
-        arrays = [rng.normal(size=(heads, N, D)).astype("float32") for _ in range(3)]
-        tensors = [torch.tensor(x) for x in arrays]
-        sides = {"torch": tensors} | ({"NumPy": arrays} if heads == 1 else {})
-        for name, given in sides.items():
-            found = times(
-                {
-                    "full causal": lambda given=given: qkv.attend(*given, mask=masks.causal),
-                    "window": lambda given=given: qkv.attend(*given, mask=WINDOW),
-                },
-                repeats=7,
-            )
-            full, part = found["full causal"], found["window"]
-            rows.append(
-                {
-                    "side": name,
-                    "heads": heads,
-                    "full causal ms": 1e3 * full,
-                    "window ms": 1e3 * part,
-                    "times faster": full / part,
-                }
-            )
-    keep("window", rows)
+        yield compare(
+            f"causal window {LEFT} of n{N} H{heads} d{D} f32, forward",
+            {
+                "qkv": lambda q, k, v: qkv.attend(q, k, v, mask=WINDOW),
+                "qkv on NumPy": lambda *x: qkv.attend(*(y.numpy() for y in x), mask=WINDOW),
+                "qkv, causal, no window": mute(
+                    lambda q, k, v: qkv.attend(q, k, v, mask=masks.causal)
+                ),
+                "SDPA, causal, no window": mute(
+                    lambda q, k, v: sdpa(q[None], k[None], v[None], is_causal=True)
+                ),
+            },
+            input_sets(lambda h=heads: tuple(torch.randn(3, h, N, D))),
+            exact=banded,
+            repeats=7,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    keep("window", rows())

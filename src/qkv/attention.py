@@ -124,6 +124,9 @@ def explain(
     call:   ScaledDot() → Softmax(temperature=1.0), scores (2, 2), float64 on numpy
     work:   about 80 FLOP forward, 192 B in and out
     not native: numpy has no fused attention of its own
+    not near: boxes bound the Gaussian score only, not ScaledDot
+    not triton: Triton's kernels take torch tensors, not numpy's arrays
+    not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)

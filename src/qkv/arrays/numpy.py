@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
 import array_api_compat.numpy
 import numpy
 
+from qkv.arrays import threads
 from qkv.arrays.base import Framework, Plan
 from qkv.types import Array, Span
-
-
-THREADS = "qkv"
-
-
-@functools.cache
-def _workers() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ThreadPoolExecutor(cores or 1, thread_name_prefix=THREADS)
-
-
-if hasattr(os, "register_at_fork"):
-    # A forked process has none of its parent's threads, and would wait for them for ever.
-    os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def _one_blas_thread() -> AbstractContextManager[object]:
@@ -74,8 +57,7 @@ class NumPy(Framework):
                 for out, part in zip(outs, parts, strict=True):
                     out[..., at, :] = part
 
-            for _ in _workers().map(fill, plan):
-                pass
+            threads.each(fill, plan)
         return outs
 
     def reduce(
@@ -86,18 +68,15 @@ class NumPy(Framework):
         spans: Sequence[Span],
     ) -> Any:
         """Each core merges its own run of the spans, unless the queries keep the cores busy."""
-        cores = _workers()._max_workers
-        if len(spans) < 2 or cores < 2 or threading.current_thread().name.startswith(THREADS):
+        if len(spans) < 2 or threads.cores() < 2 or threads.inside():
             return super().reduce(lift, merge, start, spans)
-        size = -(-len(spans) // cores)
 
-        def some(at: int) -> Any:
+        def quietly(span: Span) -> Any:
             with self.quiet():
-                return functools.reduce(merge, map(lift, spans[at : at + size]))
+                return lift(span)
 
         with _one_blas_thread():
-            states = list(_workers().map(some, range(0, len(spans), size)))
-        return functools.reduce(merge, states, start)
+            return threads.reduced(quietly, merge, start, spans)
 
     # The same as in base, without its temporaries.
 

@@ -59,7 +59,8 @@ class Call:
     @cached_property
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
-        if self.fw.tracing(self.query) or self.fw.tracing(self.key):
+        traced = self.fw.tracing(self.query) or self.fw.tracing(self.key)
+        if traced and self.score.ranged:
             return "the range of the arguments is not known while they are traced"
         wide = self.precise()
         dtype = self.fw.dtype(self.query)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from qkv.arrays.tree import brief
-from qkv.engines import dense, lowered, native, streaming, triton
+from qkv.engines import dense, lowered, native, near, streaming, triton
 from qkv.engines.call import Call
 from qkv.errors import EngineError, unknown
 
-ENGINES: tuple[ModuleType, ...] = (native, triton, lowered, streaming, dense)
+ENGINES: tuple[ModuleType, ...] = (native, near, triton, lowered, streaming, dense)
 NAMES = {engine.NAME: engine for engine in ENGINES}
 
 

@@ -73,7 +73,7 @@ class Reach(NamedTuple):
 
 
 def packed(points: Numbers, size: int) -> tuple[Numbers, int]:
-    """An order of the points (d, m) in boxes of c ≈ size each, and c; m and above fill the last.
+    """An order of the points (d, m) in boxes of c ≈ size each, and c; m and above end the last.
 
     Each axis in turn is cut into parts of equal number, twice as many where the points spread
     twice as far, so that the boxes come out nearly square.
@@ -106,7 +106,7 @@ def boxed(key: Numbers, value: Numbers, size: int | None = None) -> Boxes:
     """The keys (d, m), float64, and their values (m, d_v), in boxes."""
     d, m = key.shape
     order, c = packed(key, size or LEAF)
-    filled = np.minimum(order, m - 1)
+    filled = np.where(order < m, order, order[m - 1])  # copies of the last key of the last box
     points = np.stack([along.take(filled) for along in key]).reshape(d, -1, c)
     low, high = points.min(axis=-1), points.max(axis=-1)
     centre, half = (low + high) / 2, (high - low) / 2

@@ -22,6 +22,9 @@ from qkv.weightings import Softmax
 
 NAME = "native"
 
+MANY = 2**14
+"""Keys from which a few queries are a matter of reading them."""
+
 ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
 
@@ -53,8 +56,14 @@ def declines(call: Call) -> str | None:
             f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
             "values would be mostly padding"
         )
+    on_cpu = call.fw.name == "torch" and call.query.device.type == "cpu"
+    learning = on_cpu and call.fw.needs_gradient((call.query, call.key, call.value))
+    if on_cpu and not learning and call.m >= MANY and streaming.is_few(call):
+        return "for a few queries among many keys it reads memory more slowly than ours"
     if call.fw.name == "jax" and _jax_platform(call) == "cpu":
         return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
+    if call.fw.name == "jax" and not _cudnn_fits(call):
+        return "cuDNN takes 16-bit vectors of up to 128 numbers; without it jax.nn makes the matrix"
     return None
 
 
@@ -62,7 +71,7 @@ def describe(call: Call) -> str:
     if call.fw.name == "jax":
         return "jax.nn.dot_product_attention"
     if call.rule is None or is_causal(call.rule):
-        return "torch's scaled_dot_product_attention"
+        return f"torch's scaled_dot_product_attention{_told(call)}"
     return f"torch's scaled_dot_product_attention, {ROWS} queries at a time"
 
 
@@ -350,6 +359,15 @@ def _sdpa(parts: Sequence[Array], mask: Array | None, plain: bool, scale: float)
         return attend()
 
 
+def _told(call: Call) -> str:
+    """What was measured for calls like this one."""
+    if call.query.device.type != "cuda":
+        return ""
+    parts = [_four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
+    backend = _FASTEST.get(_kind(*parts, call.rule is not None))
+    return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
+
+
 def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
     """The backend that clearly beats torch's own choice, None where none does."""
     import torch
@@ -364,7 +382,7 @@ def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
             torch.autograd.grad(out, wanted, out.detach())
 
     def seconds() -> float:
-        times = []
+        times: list[float] = []
         for _ in range(6):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -408,6 +426,11 @@ def _jax_platform(call: Call) -> str:
     return str(next(iter(call.query.devices())).platform)
 
 
+def _cudnn_fits(call: Call) -> bool:
+    widths = [call.fw.shape(x)[-1] for x in (call.query, call.value)]
+    return call.fw.dtype(call.query) in ("float16", "bfloat16") and max(widths) <= 128
+
+
 def _jax(call: Call) -> Array:
     import jax
     import jax.numpy as jnp
@@ -415,13 +438,18 @@ def _jax(call: Call) -> Array:
     def kernel(query: Array, key: Array, value: Array) -> Array:
         key, value = (calls.share_heads(call, x) for x in (key, value))
         lead = (1,) * (2 - len(call.lead)) + call.lead
-        width = max(query.shape[-1], value.shape[-1])  # it takes one width: zeros make up for it
+        # It takes one width, and cuDNN a multiple of eight: zeros make up for it.
+        width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+        fused = _cudnn_fits(call) and _jax_platform(call) in ("gpu", "cuda")
         parts = []
         for x in (query, key, value):
             x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
             parts.append(jnp.swapaxes(jnp.broadcast_to(x, (*lead, *x.shape[-2:])), -3, -2))
         out = jax.nn.dot_product_attention(
-            *parts, scale=scale_of(call), is_causal=call.rule is not None
+            *parts,
+            scale=scale_of(call),
+            is_causal=call.rule is not None,
+            implementation="cudnn" if fused else None,
         )
         out = jnp.swapaxes(out, -3, -2)[..., : value.shape[-1]]
         return jnp.reshape(out, (*call.lead, call.n, value.shape[-1]))

@@ -28,6 +28,12 @@ NAME = "streaming"
 BLOCK = 2**21
 """Numbers held at once by a block's scores, or by what a score makes on the way to them."""
 
+FEW = 64
+"""Queries, over all leading axes, for which reading the keys takes longer than the arithmetic."""
+
+READ = 2**22
+"""Numbers of the keys that are read at a time for a few queries."""
+
 SMALL = 2**18
 """Numbers below which the whole matrix is one block, and dense does it at once."""
 
@@ -89,6 +95,11 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     else:
         outputs = forward(*leaves)[0]
     return outputs[0], outputs[1] if call.wants_lse else None, None
+
+
+def is_few(call: Call) -> bool:
+    """Whether there is little to do for each key but read it."""
+    return math.prod(call.lead) * call.n <= FEW and call.m > FEW
 
 
 def hoist(call: Call, plan: Plan) -> Call:
@@ -180,7 +191,10 @@ def block_size(call: Call) -> tuple[int, int]:
         # No more queries at once than share most of their keys.
         start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)
         rows = min(rows, max(end - start, 64))
-    return rows, max(min(area // rows, call.m), 1)
+    cols = max(min(area // rows, call.m), 1)
+    if is_few(call):
+        cols = min(cols, max(READ // max(call.fw.shape(call.key)[-1], 1), 512))
+    return rows, cols
 
 
 def spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class Additive(Score):
     w_key: Array
     v: Array
     bias: Array | None = None
+    ranged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         sizes = {

@@ -56,6 +56,9 @@ class Score:
     nonnegative: ClassVar[bool] = False
     """Whether no score is ever below zero, so that scores can be weights as they are."""
 
+    ranged: ClassVar[bool] = False
+    """Whether `lowered` must look at the range of its arguments first."""
+
     def __call__(self, query: Array, key: Array) -> Array:
         raise NotImplementedError("a score says how a query and a key are compared")
 

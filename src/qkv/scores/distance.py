@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of
 from qkv.errors import positive
@@ -28,6 +29,7 @@ class Gaussian(Score):
     """
 
     bandwidth: float | Array = 1.0
+    ranged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive(self, "bandwidth")

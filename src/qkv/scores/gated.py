@@ -38,6 +38,10 @@ class Gated(Score):
         logit = from_query + namespace(query).matrix_transpose(from_key)
         return sigmoid(logit) * self.score(query, key)
 
+    @property
+    def ranged(self) -> bool:  # type: ignore[override]
+        return self.score.ranged
+
     def halves(self, query: Array, key: Array) -> tuple[Array, Array]:
         """The two summands of the gate's logit, (…, n, 1) and (…, m, 1)."""
         xp = namespace(query)

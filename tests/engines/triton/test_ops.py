@@ -69,6 +69,7 @@ def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
     for name in ("pool", "split", "to_keys", "to_queries"):
         monkeypatch.setitem(ops.OVERRIDE, name, SMALL)
+    monkeypatch.setattr(ops, "LEAST", 1)
     monkeypatch.setattr(ops, "HELD", 64)
     monkeypatch.setattr(ops, "HELD_BACK", 64)
     monkeypatch.setattr(ops, "_processors", lambda device: 1)
@@ -165,6 +166,10 @@ def watch(monkeypatch, name):
     return seen
 
 
+def test_one_column():
+    agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 1, "d": 1}, {"upper": 3})
+
+
 def test_wide_values():
     agree({"b": 1, "h": 1, "hk": 1, "n": 17, "m": 19, "w": 16, "d": 300}, {"upper": 3})
 
@@ -184,6 +189,16 @@ def test_split_over_keys(weighting, monkeypatch):
     agree(shape, WEIGHTINGS[weighting] | {"upper": 140})
 
 
+def test_no_split_of_a_few_tiles(monkeypatch):
+    split(monkeypatch)
+    monkeypatch.setattr(ops, "LEAST", 4)
+    seen = watch(monkeypatch, "SPLIT")
+    for m in (7 * 16, 8 * 16):
+        ops.attend(**formulas.arrays_of(b=1, h=1, n=1, m=m), scale=0.3)
+        assert seen == {m == 8 * 16}
+        seen.clear()
+
+
 def test_split_without_groups(monkeypatch):
     split(monkeypatch)
     agree({"b": 1, "h": 1, "hk": 1, "n": 1, "m": 96, "w": 16, "d": 16, "bias": True}, {})
@@ -195,11 +210,11 @@ def test_split_of_a_layout_and_a_wide_score(monkeypatch):
     agree(shape | {"bias": True, "gate": True}, MASKS["layout"])
 
 
-def test_split_over_queries(monkeypatch):
+@pytest.mark.parametrize("how", [{}, {"weighting": "average"}], ids=str)
+def test_split_over_queries(how, monkeypatch):
     split(monkeypatch)
-    agree(
-        {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}, {"lower": -80}
-    )
+    shape = {"b": 1, "h": 2, "hk": 1, "n": 90, "m": 16, "w": 16, "d": 16, "bias": True}
+    agree(shape, how | {"lower": -80})
 
 
 @pytest.mark.parametrize("room", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])

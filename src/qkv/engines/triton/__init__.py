@@ -18,7 +18,7 @@ from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Both, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive
+from qkv.scores import Additive, Cosine, Multiplicative
 from qkv.scores.base import Form
 from qkv.scores.separable import table
 from qkv.types import Array
@@ -90,10 +90,10 @@ def cannot(call: Call) -> str | None:
 def declines(call: Call) -> str | None:
     if call.query.device.type != "cuda":
         return "Triton's interpreter is for tests"
-    plain = type(call.weighting) is Softmax and not call.wants_lse
-    if plain and (call.rule is None or is_causal(call.rule)) and call.n > 64:
-        if type(call.score).__name__ in ("Cosine", "Multiplicative"):
-            return "as a plain dot product it runs in the framework's own kernel, which is faster"
+    plain = type(call.weighting) is Softmax and not call.wants_lse and call.n > 64
+    simple = type(call.score) in (Cosine, Multiplicative)
+    if plain and simple and (call.rule is None or is_causal(call.rule)):
+        return "as a plain dot product it runs in the framework's own kernel, which is faster"
     return None
 
 
@@ -212,7 +212,7 @@ def _both(one: Bounds, two: Bounds) -> Bounds | str:
     return Bounds(
         max(lower, default=None),
         min(upper, default=None),
-        lengths[0].minimum(lengths[-1]) if lengths else None,  # type: ignore[attr-defined]
+        lengths[0].minimum(lengths[-1]) if lengths else None,
         one.layout if two.layout is None else two.layout,
         one.layout_size or two.layout_size,
     )
@@ -226,7 +226,8 @@ def _batch_and_heads(call: Call) -> tuple[int, int]:
 
 def _key_heads(call: Call) -> int:
     """The heads that keys and values keep, or all of the query's where they differ."""
-    few = {x.shape[-3] if x.ndim > 2 else 1 for x in (call.key, call.value)}
+    both: tuple[Any, ...] = (call.key, call.value)
+    few = {x.shape[-3] if x.ndim > 2 else 1 for x in both}
     _, heads = _batch_and_heads(call)
     return few.pop() if len(few) == 1 and len(call.lead) > 1 else heads
 
@@ -261,7 +262,7 @@ def _searched(
         return {}
     fixed = {name: x.detach() if is_array(x) else x for name, x in given.items()}
     fixed |= {"lower": bounds.lower, "upper": bounds.upper, "lengths": bounds.lengths}
-    query, key = query.detach(), key.detach()  # type: ignore[attr-defined]
+    query, key = query.detach(), key.detach()
     if isinstance(call.weighting, Entmax):
         alpha = float(call.weighting.alpha)
         return {"alpha": alpha, "row_a": search.entmax_threshold(query, key, alpha, **fixed)}
@@ -269,7 +270,7 @@ def _searched(
     return {"row_a": least, "row_b": at}
 
 
-_TABLES: dict[Any, tuple[Array, Array]] = {}
+_TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
 def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
@@ -285,7 +286,7 @@ def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
     device = call.query.device
     if device not in _TABLES:
         grid, coefficients = table(PAIRS, COARSE)
-        _TABLES[device] = tuple(  # type: ignore[assignment]
+        _TABLES[device] = tuple(
             torch.as_tensor(x, dtype=torch.float32, device=device) for x in (coefficients, grid)
         )
-    return additive(a, b, call.score.v, value, *_TABLES[device], *bounds[:3])  # type: ignore[no-any-return]
+    return additive(a, b, call.score.v, value, *_TABLES[device], *bounds[:3])

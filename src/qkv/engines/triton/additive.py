@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import exact, features, ops
+from qkv.errors import DtypeError, EngineError, ShapeError
+
+WIDEST_VALUE = 256
 
 
 def additive(
@@ -33,11 +36,35 @@ def additive(
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
     of that precision would cost more than they save. Masks are those of `exact.additive_exact`.
     """
+    if torch.is_autocast_enabled(a.device.type):
+        low = torch.get_autocast_dtype(a.device.type)
+        a, b, value = (x.to(low) for x in (a, b, value))
+    _check(a, b, v, value)
     if a.dtype == torch.float32:
         out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
     else:
         out, lse, _, _ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
     return out, lse
+
+
+def _check(a: Tensor, b: Tensor, v: Tensor, value: Tensor) -> None:
+    for name, x in (("a", a), ("b", b), ("value", value)):
+        if x.ndim != 4:
+            raise ShapeError(f"{name} must be (batch, heads, rows, width), not {tuple(x.shape)}")
+        if x.dtype not in ops.DTYPES or x.dtype != a.dtype:
+            raise DtypeError(
+                f"{name} is {x.dtype}: a, b and value must all be one of bfloat16, float16, float32"
+            )
+    batch, heads, _, h = a.shape
+    few = b.shape[1]
+    fits = b.shape[0] == batch and few and heads % few == 0 and b.shape[3] == h
+    if not fits or value.shape[:3] != b.shape[:3] or tuple(v.shape) != (h,):
+        raise ShapeError(
+            f"a {tuple(a.shape)}, b {tuple(b.shape)}, v {tuple(v.shape)} and value "
+            f"{tuple(value.shape)} do not go together"
+        )
+    if value.shape[3] > WIDEST_VALUE:
+        raise EngineError(f"values are {value.shape[3]} wide, and a tile holds {WIDEST_VALUE}")
 
 
 def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> dict[str, Any]:

@@ -56,32 +56,24 @@ def _index_kernel(parts, grid, index, G, COUNT: tl.constexpr, BLOCK_G: tl.conste
 
 
 @triton.jit
-def _even(row, y, K: tl.constexpr):
-    """Σₖ cₖ Tₖ(y) by Clenshaw's recurrence; y = T₂(x), so Tₖ(y) = T₂ₖ(x)."""
+def _series(row, y, K: tl.constexpr, ODD: tl.constexpr):
+    """Σₖ cₖ T₂ₖ(x), or if ODD Σₖ cₖ T₂ₖ₊₁(x) / x, by Clenshaw's recurrence in y = T₂(x).
+
+    Both start from 1 and go on with y or 2y − 1.
+    """
     one = tl.zeros_like(y)
     two = tl.zeros_like(y)
     for i in tl.static_range(K - 1):
         next = tl.load(row + K - 1 - i) + 2 * y * one - two
         two = one
         one = next
-    return tl.load(row) + y * one - two
+    second = 2 * y - 1 if ODD else y
+    return tl.load(row) + second * one - two
 
 
 @triton.jit
-def _odd(row, y, K: tl.constexpr):
-    """Σₖ cₖ T₂ₖ₊₁(x) / x: the same recurrence from T₁/x = 1 and T₃/x = 2y − 1."""
-    one = tl.zeros_like(y)
-    two = tl.zeros_like(y)
-    for i in tl.static_range(K - 1):
-        next = tl.load(row + K - 1 - i) + 2 * y * one - two
-        two = one
-        one = next
-    return tl.load(row) + (2 * y - 1) * one - two
-
-
-@triton.jit
-def _even_slope(row, y, K: tl.constexpr):
-    """The value of `_even` and its slope in y."""
+def _series_slope(row, y, K: tl.constexpr, ODD: tl.constexpr):
+    """The value of `_series` and its slope in y."""
     one = tl.zeros_like(y)
     two = tl.zeros_like(y)
     slope_one = tl.zeros_like(y)
@@ -93,25 +85,10 @@ def _even_slope(row, y, K: tl.constexpr):
         one = next
         slope_two = slope_one
         slope_one = slope
-    return tl.load(row) + y * one - two, y * slope_one + one - slope_two
-
-
-@triton.jit
-def _odd_slope(row, y, K: tl.constexpr):
-    """The value of `_odd` and its slope in y."""
-    one = tl.zeros_like(y)
-    two = tl.zeros_like(y)
-    slope_one = tl.zeros_like(y)
-    slope_two = tl.zeros_like(y)
-    for i in tl.static_range(K - 1):
-        slope = 2 * y * slope_one + 2 * one - slope_two
-        next = tl.load(row + K - 1 - i) + 2 * y * one - two
-        two = one
-        one = next
-        slope_two = slope_one
-        slope_one = slope
-    value = tl.load(row) + (2 * y - 1) * one - two
-    return value, (2 * y - 1) * slope_one + 2 * one - slope_two
+    second = 2 * y - 1 if ODD else y
+    steep = 2 if ODD else 1
+    value = tl.load(row) + second * one - two
+    return value, second * slope_one + steep * one - slope_two
 
 
 @triton.jit
@@ -145,8 +122,8 @@ def _features_kernel(
         if KEY:
             factor = tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)
         for j in range(J):
-            e = factor * _even(even + j * K, y, K)
-            o = factor * (z * _odd(even + (J + j) * K, y, K))
+            e = factor * _series(even + j * K, y, K, False)
+            o = factor * (z * _series(even + (J + j) * K, y, K, True))
             first = o if KEY else e
             second = e if KEY else o
             tl.store(to + j * h, first.to(out.dtype.element_ty), mask=inside)
@@ -194,8 +171,8 @@ def _features_grad_kernel(
             second = tl.load(at + (J + j) * h, mask=inside, other=0.0).to(tl.float32)
             de = second if KEY else first
             do = first if KEY else second
-            e, e_slope = _even_slope(even + j * K, y, K)
-            o, o_slope = _odd_slope(even + (J + j) * K, y, K)
+            e, e_slope = _series_slope(even + j * K, y, K, False)
+            o, o_slope = _series_slope(even + (J + j) * K, y, K, True)
             along += de * e_slope * (4 * z) + do * (o + 4 * z * z * o_slope)
             if KEY:
                 weighed += de * e + do * (z * o)
@@ -207,9 +184,10 @@ def _features_grad_kernel(
         tl.store(dv + tl.program_id(0) * h + flat, tl.sum(weighed, 0), mask=flat < h)
 
 
-def _tile(rows: int, h: int) -> tuple[int, int, tuple[int, int]]:
+def _tile(rows: int, h: int, size: int = TILE) -> tuple[int, int, tuple[int, int]]:
+    """Rows and columns of a program's tile, and the programs of each."""
     wide = min(triton.next_power_of_2(h), 128)
-    tall = max(TILE // wide, 1)
+    tall = max(size // wide, 1)
     return tall, wide, (triton.cdiv(rows, tall), triton.cdiv(h, wide))
 
 
@@ -259,7 +237,7 @@ def features_grad(
     if not x.numel():
         return dx, x.new_zeros(wanted, dtype=torch.float32)
     rows = x.numel() // h
-    tall, wide, programs = _tile(rows, h)
+    tall, wide, programs = _tile(rows, h, TILE // 2)  # a slope has twice the registers
     parts = x.new_empty((programs[0], wanted), dtype=torch.float32)
     _features_grad_kernel[programs](
         grad, x, x if v is None else v, table, grid, index, dx, parts, rows, h, count, pairs,

@@ -72,7 +72,6 @@ def fetch(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if WIDTH == BLOCK:
         x = tl.load(base + offset[:, None] + column)
     elif WIDTH == 1:
-        # Side by side in both directions, such rows were loaded wrongly in two dimensions.
         x = tl.where(column == 0, tl.load(base + offset)[:, None], 0.0)
     else:
         x = tl.load(base + offset[:, None] + column, mask=column < WIDTH, other=0.0)
@@ -134,27 +133,56 @@ def gate_half(x, FAST: tl.constexpr):
     return x * -LOG2E
 
 
+TANH_PAIR = tl.constexpr("""
+{
+    .reg .b32 pair;
+    .reg .b16 low, high;
+    cvt.rn.f16x2.f32 pair, $3, $2;
+    tanh.approx.f16x2 pair, pair;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}
+""")
+
+
 @triton.jit
-def gate(a, b, FAST: tl.constexpr):
-    """σ of the sum of two halves; FAST is one instruction, right to 11 bits."""
+def gate(a, b, size, FAST: tl.constexpr):
+    """size · σ of the sum of two halves; FAST takes two at a time, right to 11 bits."""
     if FAST:
         t = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [a + b], dtype=tl.float32, is_pure=True, pack=1
+            TANH_PAIR, "=f,=f,f,f", [a + b], dtype=tl.float32, is_pure=True, pack=2
         )
-        return t * 0.5 + 0.5
-    return 1.0 / (1.0 + tl.exp2(a + b))
+        half = size * 0.5
+        return t * half + half
+    return size / (1.0 + tl.exp2(a + b))
 
 
 @triton.jit
 def score(x, scale, bias, a, b, BIAS, GATE, FAST: tl.constexpr):
-    """s and the gate, from φ·ψ."""
-    s = x * scale
+    """s and, if gated, its slope in φ·ψ; with a bias that without the scale."""
+    if GATE and not BIAS:
+        steep = gate(a, b, scale, FAST)
+        s = x * steep
+    else:
+        s = x * scale
+        steep = s
+        if BIAS:
+            s = s + bias
+        if GATE:
+            steep = gate(a, b, 1.0, FAST)
+            s = s * steep
+    return s, steep
+
+
+@triton.jit
+def pull_gate(ds, s, steep, scale, BIAS):
+    """From a score's gradient that of the gate's logit, s σ(−logit), and of what is gated."""
     if BIAS:
-        s = s + bias
-    if GATE:
-        g = gate(a, b, FAST)
-        return s * g, g
-    return s, s
+        shut = 1.0 - steep
+    else:
+        shut = 1.0 - steep * (1.0 / tl.where(scale == 0, 1.0, scale))
+    return ds * s * shut, ds * steep
 
 
 @triton.jit
@@ -215,7 +243,8 @@ def weigh(
         if WEIGHTING == "average":
             p = share + 0.0 * j
         elif WEIGHTING == "sigmoid":
-            p = gate(gate_half(s, FAST), 0.0, FAST)
+            # Not the fast one: a weight of 1/4096 would have no digit right.
+            p = gate(gate_half(s, False), 0.0, 1.0, False)
         elif WEIGHTING == "normalized":
             p = s * share
         else:
@@ -253,15 +282,10 @@ def finite(x):
 @triton.jit
 def add_carefully(acc, p, v, counts, PRECISION: tl.constexpr):
     """acc + p · v, where a value that does not count cannot spoil the sum by being NaN or ∞."""
-    odd = (finite(v) == 0).to(tl.int32)
-    if tl.max(tl.max(odd, 1), 0) > 0:
-        spoiled = tl.dot(counts.to(v.dtype), odd.to(v.dtype), input_precision=PRECISION)
-        v = tl.where(odd == 0, v, 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        acc = tl.where(spoiled > 0, float("nan"), acc)
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc
+    odd = (finite(v) == 0).to(v.dtype)
+    spoiled = tl.dot(counts.to(v.dtype), odd, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), tl.where(odd == 0, v, 0.0), acc, input_precision=PRECISION)
+    return tl.where(spoiled > 0, float("nan"), acc)
 
 
 @triton.jit
@@ -276,6 +300,8 @@ def pool_tiles(
     COLS: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    SPARSE: tl.constexpr,
     WEIGHTING: tl.constexpr,
     POWER: tl.constexpr,
     BIAS: tl.constexpr,
@@ -300,12 +326,6 @@ def pool_tiles(
     scale, alpha = numbers
     ROWS: tl.constexpr = acc.shape[0]
     near = tl.arange(0, COLS)
-    SPARSE: tl.constexpr = (
-        WEIGHTING == "normalized"
-        or WEIGHTING == "raw"
-        or WEIGHTING == "entmax"
-        or WEIGHTING == "topk"
-    )
     for t in tl.range(lo, hi):
         if LAYOUT:
             start = tl.load(at + t) * COLS
@@ -364,9 +384,9 @@ def pool_tiles(
             elif WEIGHTING == "normalized":
                 total += tl.sum(p, 1)
         v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
-        if SPARSE:
+        if CAREFUL and SPARSE:
             acc = add_carefully(acc, p, v, p != 0, PRECISION)
-        elif MASKED:
+        elif CAREFUL:
             acc = add_carefully(acc, p, v, live | (p != p), PRECISION)
         else:
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -478,10 +498,11 @@ def pool(
         inner_lo = clamp(inner_lo, start, stop)
         inner_hi = clamp(inner_hi, start, stop)
         hi = clamp(hi, start, stop)
-    acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    top = tl.full((ROWS,), NONE, dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    state = (acc, top, total)
+    fresh = (
+        tl.zeros((ROWS, BLOCK_D), dtype=tl.float32),
+        tl.full((ROWS,), NONE, dtype=tl.float32),
+        tl.zeros((ROWS,), dtype=tl.float32),
+    )
     rows = (q, query, offset, i, a, first_a, first_b)
     k_m = tl.cast(k_m, tl.int64)
     v_m = tl.cast(v_m, tl.int64)
@@ -490,24 +511,40 @@ def pool(
     keys = (key, k_m, value, v_m, bias, gate_key, at)
     mask = (n, m, end, lower, upper, layout, size, columns)
     numbers = (scale, alpha)
+    SPARSE: tl.constexpr = (
+        WEIGHTING == "normalized"
+        or WEIGHTING == "raw"
+        or WEIGHTING == "entmax"
+        or WEIGHTING == "topk"
+    )
+    state = fresh
     if LOWER and not LAYOUT:
         state = pool_tiles(
-            state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True,
+            state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
             W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
         )  # fmt: skip
     state = pool_tiles(
-        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False,
+        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
         WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
         W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
     )  # fmt: skip
     if UPPER or CUT or LAYOUT:
         state = pool_tiles(
-            state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True,
+            state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
             W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
         )  # fmt: skip
     acc, top, total = state
+    if LOWER or UPPER or CUT or LAYOUT or SPARSE:  # noqa: SIM102, this one when compiling
+        # A value that does not count was multiplied by 0. If the sum is not finite, that value
+        # may be why: do it again and look at each.
+        if tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0) > 0:
+            acc, top, total = pool_tiles(
+                fresh, rows, keys, mask, numbers, lo, hi, COLS, WIDE, True, True, SPARSE,
+                WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+                W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+            )  # fmt: skip
     column = tl.arange(0, BLOCK_D)[None, :]
     if SPLIT:
         lanes = tl.num_programs(0) // (tiles * splits)
@@ -715,7 +752,7 @@ def keys_tiles(
             else:
                 q = rows_at(query, start, q_n, here, W, BLOCK_W, TMA)
                 x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            s, opening = score(x, scale, added, a[None, :], b, BIAS, GATE, FAST)
+            s, steep = score(x, scale, added, a[None, :], b, BIAS, GATE, FAST)
             p, lean = weigh(
                 s, j, live, top[None, :], share[None, :], first_a[None, :], first_b[None, :], alpha,
                 WEIGHTING, POWER, APART, FAST, MASKED,
@@ -726,11 +763,10 @@ def keys_tiles(
             if MASKED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
-                logit = ds * s * (1.0 - opening)
+                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
                 if MASKED:
                     logit = tl.where(live, logit, 0.0)
                 dgate += tl.sum(logit, 1)
-                ds = ds * opening
                 if MASKED:
                     ds = tl.where(live, ds, 0.0)
             if BIAS:
@@ -738,7 +774,7 @@ def keys_tiles(
             if WIDE:
                 spot = ds_out + ds_line[:, None] * ds_columns + (g * n + start + near)[None, :]
                 kept_pairs = stored[:, None] & (i < n)
-                ds = (ds * stored_scale(scale, WEIGHTING)).to(ds_out.dtype.element_ty)
+                ds = (ds * left_over(scale, WEIGHTING, BIAS, GATE)).to(ds_out.dtype.element_ty)
                 tl.store(spot, ds, mask=kept_pairs)
             else:
                 if MASKED:
@@ -748,11 +784,14 @@ def keys_tiles(
 
 
 @triton.jit
-def stored_scale(scale, WEIGHTING: tl.constexpr):
-    """The factor from a score's gradient to that of φ·ψ: `scale` without its log₂e."""
+def left_over(scale, WEIGHTING: tl.constexpr, BIAS, GATE):
+    """The factor still missing from a gradient of φ·ψ: the scale, without its log₂e."""
+    factor = scale
+    if GATE and not BIAS:
+        factor = 1.0
     if WEIGHTING == "softmax":
-        return scale * LN2
-    return scale
+        factor = factor * LN2
+    return factor
 
 
 @triton.jit
@@ -905,7 +944,7 @@ def to_keys(
     tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < D))
     if WEIGHTING != "average":
         if not WIDE:
-            dk = dk * stored_scale(scale, WEIGHTING)
+            dk = dk * left_over(scale, WEIGHTING, BIAS, GATE)
             column = tl.arange(0, BLOCK_W)[None, :]
             where = dkey + line[:, None] * W + column
             tl.store(where, dk.to(dkey.dtype.element_ty), mask=stored[:, None] & (column < W))
@@ -974,7 +1013,7 @@ def queries_tiles(
         b = j
         if GATE:
             b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
-        s, opening = score(x, scale, added, a, b, BIAS, GATE, FAST)
+        s, steep = score(x, scale, added, a, b, BIAS, GATE, FAST)
         p, lean = weigh(
             s, j, live, top, share, first_a, first_b, alpha,
             WEIGHTING, POWER, APART, FAST, MASKED,
@@ -989,11 +1028,10 @@ def queries_tiles(
             if MASKED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
-                logit = ds * s * (1.0 - opening)
+                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
                 if MASKED:
                     logit = tl.where(live, logit, 0.0)
                 one += tl.sum(logit, 1)
-                ds = ds * opening
                 if MASKED:
                     ds = tl.where(live, ds, 0.0)
             if not WIDE:
@@ -1139,7 +1177,7 @@ def to_queries(
                 one = one * LN2
             tl.store(one_out + line, one, mask=inside)
         if not WIDE:
-            dq = dq * stored_scale(scale, WEIGHTING)
+            dq = dq * left_over(scale, WEIGHTING, BIAS, GATE)
             column = tl.arange(0, BLOCK_W)[None, :]
             where = dquery + line[:, None] * W + column
             tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column < W))

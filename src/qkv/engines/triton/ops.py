@@ -22,6 +22,7 @@ WEIGHTINGS = ("softmax", "average", "normalized", "raw", "sigmoid", "entmax", "t
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_VALUE = 512
 LOG2E = 1.4426950408889634
+NARROWEST = 64
 HELD = 256
 """The widest φ that a forward tile holds whole; a wider one is read in chunks."""
 HELD_BACK = 128
@@ -30,6 +31,10 @@ FEW = 64
 """Rows of queries, with those of the other heads that share the keys, that are stacked."""
 SCRATCH = 128 * 2**20
 """Bytes of score gradients held at once where φ is too wide to be summed on chip."""
+
+
+LEAST = 4
+"""Tiles of a part, where a loop is split: fewer are not worth a second kernel to join them."""
 
 
 class Tile(NamedTuple):
@@ -238,6 +243,14 @@ def _power_of_2(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
+def _block(width: int, dtype: torch.dtype) -> int:
+    """The columns of a tile that holds rows this wide.
+
+    Hopper's product of 16-bit numbers went wrong with 16 columns (Triton 3.6).
+    """
+    return max(_power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
+
+
 # One call
 
 
@@ -322,7 +335,7 @@ class _Call:
         return self.gate_key is not None
 
     def block_w(self, tile: Tile, wide: bool) -> int:
-        return tile.chunk if wide else max(16, _power_of_2(self.w))
+        return tile.chunk if wide else _block(self.w, self.query.dtype)
 
     def lists(self, tile: Tile, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, int]:
         """For each tile of queries (or keys), the tiles of the others: full, partial, empty."""
@@ -350,7 +363,7 @@ def _facts(
     return {
         "W": w,
         "D": d,
-        "BLOCK_D": max(16, _power_of_2(d)),
+        "BLOCK_D": _block(d, dtype),
         "WEIGHTING": weighting,
         "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
         "LOWER": not from_start,
@@ -413,7 +426,7 @@ def _launch(
     if facts.get("TMA"):
         triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
     about = (
-        kernel,
+        kernel.__name__,
         tile,
         args[0].device,
         *facts.values(),
@@ -457,9 +470,9 @@ def _fitting(call: _Call, name: str, rows: int, run: Any) -> None:
 def _parts(call: _Call, programs: int, tiles: int, waves: int) -> tuple[int, int]:
     """Into how many parts a loop of so many tiles is split, and the tiles of each."""
     room = _processors(call.query.device)
-    if programs >= room or tiles < 2:
+    if programs >= room or tiles < 2 * LEAST:
         return 1, tiles
-    span = max(-(-tiles * programs // (room * waves)), 1)
+    span = max(-(-tiles * programs // (room * waves)), LEAST)
     return -(-tiles // span), span
 
 
@@ -736,8 +749,10 @@ def _to_keys(
         at, counts, at_columns = call.lists(tile, by_key=True)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
-            widths = (0 if wide else call.w, call.d, 1, 1)
-            given = (True, True, call.key_bias is not None, call.gate_key is not None)
+            scored = call.weighting != "average"
+            widths = (call.w, call.d, 1, 1)
+            given = (not wide, True, call.key_bias is not None, call.gate_key is not None)
+            given = (scored and given[0], True, scored and given[2], scored and given[3])
             targets = [
                 call.new(splits, lines, width) if there else x
                 for x, width, there in zip(targets, widths, given, strict=True)
@@ -764,7 +779,7 @@ def _to_keys(
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
         for place, part in zip(places, targets, strict=True):
-            if part is place or part.shape[2] == 0:
+            if part is place:
                 continue
             part = part.view(splits, call.b * call.hk, call.m, -1)
             window = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))

@@ -24,19 +24,20 @@ from qkv.engines.triton.ops import HELD, Tile, _interpreted, _shrunk
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
-LOOKS = tl.constexpr(24)
+LOOKS = tl.constexpr(28)
 """Looks for the k-th score: those before SPACED split the range of scores, the rest their bits."""
-SPACED = tl.constexpr(6)
-CUTS = tl.constexpr(8)
+SPACED = tl.constexpr(8)
+CUTS = tl.constexpr(4)
 """A look for the k-th score counts the scores above CUTS − 1 cuts."""
+FIELD = tl.constexpr(1024)
+"""More than the keys of a tile: the three counts of a row of it stand in one integer."""
 NOWHERE = tl.constexpr(2**31 - 1)
 """The position behind all others."""
 
 
 @triton.jit
 def _scores(
-    rows, keys, mask, scale, times, t,
-    MASKED: tl.constexpr,
+    rows, keys, mask, edges, scale, times, t,
     COLS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -50,7 +51,8 @@ def _scores(
 ):  # fmt: skip
     """Scores of tile t of the keys, −∞ where a pair does not count.
 
-    `scale` is that of the products and `times` that of the bias.
+    `scale` is that of the products and `times` that of the bias. A tile that counts in part is
+    told from a whole one when the kernel runs: one body for both compiles in a third of the time.
     """
     q, query, offset, i, a = rows
     key, k_m, bias, gate_key = keys
@@ -59,9 +61,7 @@ def _scores(
     start = t * COLS
     near = tl.arange(0, COLS)
     j = (start + near)[None, :]
-    here = near
-    if MASKED:
-        here = tl.minimum(near, m - 1 - start)
+    here = tl.minimum(near, m - 1 - start)
     if WIDE:
         x = products(
             query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
@@ -76,7 +76,7 @@ def _scores(
     if GATE:
         b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
     s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
-    if MASKED:
+    if (t < edges[1]) | (t >= edges[2]):
         live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
         s = tl.where(live, s, NONE)
     return s
@@ -152,8 +152,9 @@ def _peaks(
     UPPER: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest of every COLS-th score, (ROWS, COLS), and the lowest score and how many.
+    """The largest of every COLS-th score, (ROWS, COLS); if COUNT the lowest score and how many.
 
     They are a few of the scores, but the row's large ones: a bound from them is near the truth.
     """
@@ -161,13 +162,13 @@ def _peaks(
     peaks = tl.full((ROWS, COLS), NONE, tl.float32)
     floor = tl.full((ROWS,), float("inf"), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
-    for part in tl.static_range(3):
-        for t in tl.range(edges[part], edges[part + 1]):
-            s = _scores(
-                rows, keys, mask, scale, times, t, part != 1,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
-            )  # fmt: skip
-            peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
+    for t in tl.range(edges[0], edges[3]):
+        s = _scores(
+            rows, keys, mask, edges, scale, times, t,
+            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+        )  # fmt: skip
+        peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
+        if COUNT:
             on = s > NONE
             floor = tl.minimum(floor, tl.min(tl.where(on, s, float("inf")), 1))
             count += tl.sum(on.to(tl.float32), 1)
@@ -181,7 +182,17 @@ def _spoiled(peaks):
 
 
 @triton.jit
-def _powers(r, alpha, POWER: tl.constexpr):
+def _log2(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _powers(r, alpha, POWER: tl.constexpr, FAST: tl.constexpr):
     """rᵉ and rᵉ⁻¹ for r ≥ 0, e = 1/(alpha − 1), and 0 for r = 0."""
     if POWER == 1:
         return r, tl.where(r > 0, 1.0, 0.0)
@@ -189,7 +200,7 @@ def _powers(r, alpha, POWER: tl.constexpr):
         return r * r, r
     else:
         on = r > 0
-        depth = tl.log2(tl.where(on, r, 1.0))
+        depth = _log2(tl.where(on, r, 1.0), FAST)
         lean = tl.where(on, tl.exp2((1.0 / (alpha - 1.0) - 1.0) * depth), 0.0)
         return lean * r, lean
 
@@ -241,7 +252,7 @@ def entmax_kernel(
     slim = alpha - 1.0
     peaks, _, _ = _peaks(
         rows, keys, mask, edges, scale * slim, slim,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, False,
     )  # fmt: skip
     bad = _spoiled(peaks)
     top = tl.max(peaks, 1)
@@ -249,7 +260,7 @@ def entmax_kernel(
     top = tl.where(empty | bad, 0.0, top)
     t = top - 1.0
     for _ in range(8):
-        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, POWER)
+        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, POWER, FAST)
         t += _newton(tl.sum(some, 1), tl.sum(lean, 1), alpha, POWER)
     t = tl.where(bad, 0.0, t)
     low = t
@@ -261,18 +272,17 @@ def entmax_kernel(
         mass = tl.zeros((ROWS,), tl.float32)
         slope = tl.zeros((ROWS,), tl.float32)
         count = tl.zeros((ROWS,), tl.float32)
-        for part in tl.static_range(3):
-            for tile in tl.range(edges[part], edges[part + 1]):
-                s = _scores(
-                    rows, keys, mask, scale * slim, slim, tile, part != 1,
-                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
-                )  # fmt: skip
-                r = tl.maximum(s - t[:, None], 0.0)
-                some, lean = _powers(r, alpha, POWER)
-                mass += tl.sum(some, 1)
-                slope += tl.sum(lean, 1)
-                if POWER == 2:
-                    count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
+        for tile in tl.range(edges[0], edges[3]):
+            s = _scores(
+                rows, keys, mask, edges, scale * slim, slim, tile,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            )  # fmt: skip
+            r = tl.maximum(s - t[:, None], 0.0)
+            some, lean = _powers(r, alpha, POWER, FAST)
+            mass += tl.sum(some, 1)
+            slope += tl.sum(lean, 1)
+            if POWER == 2:
+                count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
         move = _newton(mass, slope, alpha, POWER)
         if POWER == 2:
             low = tl.where(mass >= 1, t, low)
@@ -320,6 +330,20 @@ def _cut(low, high, c: tl.constexpr, look):
 
 
 @triton.jit
+def _narrow(bracket, cut, above, top_k):
+    """The bracket low, high with how many scores are ≥ each, once so many are ≥ the cut."""
+    low, high, count, count_high = bracket
+    raised = (above >= top_k) & (cut > low)
+    lowered = (above < top_k) & (cut < high)
+    return (
+        tl.where(raised, cut, low),
+        tl.where(lowered, cut, high),
+        tl.where(raised, above, count),
+        tl.where(lowered, above, count_high),
+    )
+
+
+@triton.jit
 def topk_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, position,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
@@ -337,7 +361,7 @@ def topk_kernel(
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
 
     At least k scores are ≥ low and fewer than k are ≥ high, both images of floats. Where the two
-    are neighbours and more than k scores are ≥ low, the k-th has equals, and one more look finds
+    are neighbours and more than k scores are ≥ low, the k-th has equals, and the last look finds
     the position up to which they count.
     """
     BIAS: tl.constexpr = bias is not None
@@ -350,7 +374,7 @@ def topk_kernel(
     )  # fmt: skip
     peaks, floor, count = _peaks(
         rows, keys, mask, edges, scale, 1.0,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, True,
     )  # fmt: skip
     bad = _spoiled(peaks)
     few = count <= top_k
@@ -366,75 +390,64 @@ def topk_kernel(
         low = tl.where(above, middle, low)
     count = tl.full((ROWS,), m, tl.int32) + top_k
     count_high = tl.zeros((ROWS,), tl.int32)
-    lane = tl.arange(0, CUTS)[None, :]
     going = 1
     look = 0
     while (going > 0) & (look < LOOKS):
-        counts = tl.zeros((ROWS, CUTS), tl.int32)
-        for part in tl.static_range(3):
-            for tile in tl.range(edges[part], edges[part + 1]):
-                s = _scores(
-                    rows, keys, mask, scale, 1.0, tile, part != 1,
-                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
-                )  # fmt: skip
-                for c in tl.static_range(1, CUTS):
-                    cut = _number(_cut(low, high, c, look))
-                    above = tl.sum((s >= cut[:, None]).to(tl.int32), 1)
-                    counts += tl.where(lane == c, above[:, None], 0)
-        foot = low
-        head = high
-        for c in tl.static_range(1, CUTS):
-            cut = _cut(foot, head, c, look)
-            above = tl.sum(tl.where(lane == c, counts, 0), 1)
-            enough = above >= top_k
-            raised = enough & (cut > low)
-            low = tl.where(raised, cut, low)
-            count = tl.where(raised, above, count)
-            lowered = (enough == 0) & (cut < high)
-            high = tl.where(lowered, cut, high)
-            count_high = tl.where(lowered, above, count_high)
+        one, two, three = _cut(low, high, 1, look), _cut(low, high, 2, look), _cut(low, high, 3, look)
+        first, second, third = _number(one)[:, None], _number(two)[:, None], _number(three)[:, None]
+        above_one = tl.zeros((ROWS,), tl.int32)
+        above_two = tl.zeros((ROWS,), tl.int32)
+        above_three = tl.zeros((ROWS,), tl.int32)
+        for tile in tl.range(edges[0], edges[3]):
+            s = _scores(
+                rows, keys, mask, edges, scale, 1.0, tile,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            )  # fmt: skip
+            three_counts = tl.where(s >= first, 1, 0)
+            three_counts += tl.where(s >= second, FIELD, 0)
+            three_counts += tl.where(s >= third, FIELD * FIELD, 0)
+            counts = tl.sum(three_counts, 1)
+            above_one += counts % FIELD
+            above_two += counts // FIELD % FIELD
+            above_three += counts // (FIELD * FIELD)
+        bracket = (low, high, count, count_high)
+        bracket = _narrow(bracket, one, above_one, top_k)
+        bracket = _narrow(bracket, two, above_two, top_k)
+        low, high, count, count_high = _narrow(bracket, three, above_three, top_k)
         unsure = (count != top_k) & (high - low != 1) & (idle == 0)
         going = tl.max(unsure.to(tl.int32), 0)
         look += 1
 
     foot = _number(low)
+    ties = tl.max(((count != top_k) & (idle == 0)).to(tl.int32), 0)
+    room = (top_k - count_high)[:, None]
     count = tl.zeros((ROWS,), tl.int32)
+    seen = tl.zeros((ROWS,), tl.int32)
+    last = tl.full((ROWS,), -1, tl.int32)
     least = tl.full((ROWS,), float("inf"), tl.float32)
     below = tl.full((ROWS,), NONE, tl.float32)
-    for part in tl.static_range(3):
-        for tile in tl.range(edges[part], edges[part + 1]):
-            s = _scores(
-                rows, keys, mask, scale, 1.0, tile, part != 1,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
-            )  # fmt: skip
-            above = s >= foot[:, None]
-            count += tl.sum(above.to(tl.int32), 1)
-            least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
-            below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))
+    for tile in tl.range(edges[0], edges[3]):
+        s = _scores(
+            rows, keys, mask, edges, scale, 1.0, tile,
+            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+        )  # fmt: skip
+        above = s >= foot[:, None]
+        count += tl.sum(above.to(tl.int32), 1)
+        least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
+        below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))
+        if ties > 0:
+            equal = (s == foot[:, None]).to(tl.int32)
+            counted = (equal > 0) & (seen[:, None] + tl.cumsum(equal, 1) <= room)
+            j = (tile * COLS + tl.arange(0, COLS))[None, :]
+            last = tl.maximum(last, tl.max(tl.where(counted, j, -1), 1))
+            seen += tl.sum(equal, 1)
     # Half way to the next score: so another tile's rounding cannot shut the k-th out.
     half = 0.5 * least + 0.5 * below
     half = tl.where((half > below) & (half < least), half, least)
     tied = (count > top_k) & (idle == 0)
     least = tl.where(tied, foot, half)
     least = tl.where(bad, float("nan"), tl.where(few, NONE, least))
-    found = tl.full((ROWS,), NOWHERE, tl.int32)
-    if tl.max(tied.to(tl.int32), 0) > 0:
-        room = top_k - count_high
-        seen = tl.zeros((ROWS,), tl.int32)
-        last = tl.full((ROWS,), -1, tl.int32)
-        for part in tl.static_range(3):
-            for tile in tl.range(edges[part], edges[part + 1]):
-                s = _scores(
-                    rows, keys, mask, scale, 1.0, tile, part != 1,
-                    COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
-                )  # fmt: skip
-                equal = (s == foot[:, None]).to(tl.int32)
-                rank = seen[:, None] + tl.cumsum(equal, 1)
-                counted = (equal > 0) & (rank <= room[:, None])
-                j = (tile * COLS + tl.arange(0, COLS))[None, :]
-                last = tl.maximum(last, tl.max(tl.where(counted, j, -1), 1))
-                seen += tl.sum(equal, 1)
-        found = tl.where(tied, last, found)
+    found = tl.where(tied, last, NOWHERE)
     tl.store(out + line, least)
     tl.store(position + line, found)
 
@@ -442,8 +455,10 @@ def topk_kernel(
 def _tile(query: Tensor) -> Tile:
     w = query.shape[-1]
     if query.element_size() == 4:
-        return Tile(64, 64, 32, 4, 2)
-    return Tile(128, 128, 64, 8, 3) if w <= 128 else Tile(128, 64, 64, 8, 2)
+        return Tile(64, 64, 16, 4, 2)
+    if w <= 64:
+        return Tile(128, 64, 64, 4, 3)
+    return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
 
 
 def _run(
@@ -481,6 +496,9 @@ def _run(
         0 if upper is None else max(min(upper, reach), -reach),
     )  # fmt: skip
     tile = _tile(query)
+    # A product in float32 is written out as one instruction for each of its terms, in each loop
+    # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
+    wide = w > HELD or query.dtype == torch.float32
     while True:
         try:
             kernel[(batch * heads * -(-n // tile.rows),)](
@@ -489,8 +507,8 @@ def _run(
                 ROWS=tile.rows,
                 COLS=tile.cols,
                 W=w,
-                BLOCK_W=tile.chunk if w > HELD else max(16, triton.next_power_of_2(w)),
-                WIDE=w > HELD,
+                BLOCK_W=tile.chunk if wide else max(16, triton.next_power_of_2(w)),
+                WIDE=wide,
                 LOWER=lower is not None,
                 UPPER=upper is not None,
                 FAST=query.dtype != torch.float32 and not _interpreted(),
@@ -575,3 +593,11 @@ def _(query: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
         query.new_empty(shape, dtype=torch.float32),
         query.new_empty(shape, dtype=torch.int32),
     )
+
+
+def _none(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    return (None,) * 11
+
+
+entmax_threshold.register_autograd(_none)
+topk_threshold.register_autograd(_none)

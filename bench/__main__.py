@@ -1,0 +1,39 @@
+"""Every CPU script in one process, and at the end which goals were met.
+
+python -m bench [--small] [dot sparse …]
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+from bench._results import verdict
+from bench._side_by_side import Row, keep
+
+SCRIPTS = ("start", "dot", "additive", "sparse", "lookup", "gaussian", "window", "memory")
+
+
+def script(name: str) -> Iterator[Row]:
+    """Its rows; an import that fails stops this script only."""
+    yield from importlib.import_module(f"bench.{name}").rows()
+
+
+def main(names: list[str]) -> None:
+    unknown = set(names) - set(SCRIPTS)
+    if unknown:
+        sys.exit(f"no script {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
+    rows = []
+    for name in names or SCRIPTS:
+        print(f"--- {name}", flush=True)
+        rows += keep(name, script(name))
+    goals = [(row["work"], goal) for row in rows for goal in row["goals"]]
+    print("---")
+    for work, goal in goals:
+        print(f"{work:<68}  {goal['goal']:<40}  {verdict(goal)}")
+    print(f"{sum(goal['met'] is True for _, goal in goals)} of {len(goals)} goals met")
+
+
+if __name__ == "__main__":
+    main([name for name in sys.argv[1:] if not name.startswith("-")])

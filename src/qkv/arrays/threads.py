@@ -1,0 +1,51 @@
+"""One thread per core, for frameworks whose operations let go of the interpreter's lock."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+NAME = "qkv"
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), thread_name_prefix=NAME)
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has none of its parent's threads, and would wait for them for ever.
+    os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+@functools.cache
+def cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def inside() -> bool:
+    """Whether this is one of our threads: all cores are busy then."""
+    return threading.current_thread().name.startswith(NAME)
+
+
+def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """function(item) for every item, on all cores, in the items' order."""
+    return list(_workers().map(function, items))
+
+
+def reduced(
+    lift: Callable[[Any], Any], merge: Callable[[Any, Any], Any], start: Any, items: Sequence[Any]
+) -> Any:
+    """The merged states of the items, each core merging its own run of them."""
+    size = -(-len(items) // cores())
+
+    def some(at: int) -> Any:
+        return functools.reduce(merge, map(lift, items[at : at + size]))
+
+    return functools.reduce(merge, each(some, range(0, len(items), size)), start)

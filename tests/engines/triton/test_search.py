@@ -1,0 +1,224 @@
+"""The thresholds of sparse weightings, found tile by tile, against the whole row in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkv.engines.triton import ops, search
+from qkv.engines.triton.search import entmax_threshold, topk_threshold
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INFINITY = float("inf")
+NOWHERE = 2**31 - 1
+TILE = search._tile
+# NumPy, which the interpreter runs on, speaks of infinities that are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(search, "_tile", lambda query: ops.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(search, "HELD", 32)
+
+
+def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
+    torch.manual_seed(n + m + w)
+    query, key = torch.randn(b, heads, n, w), torch.randn(b, few, m, w)
+    more = {}
+    if bias:
+        more["key_bias"] = torch.randn(b, few, m).to(DEVICE)
+    if gate:
+        more["gate_query"] = torch.randn(b, heads, n).to(DEVICE)
+        more["gate_key"] = torch.randn(b, few, m).to(DEVICE)
+    return query.to(DEVICE, dtype), key.to(DEVICE, dtype), more
+
+
+def scores_of(query, key, scale, key_bias=None, gate_query=None, gate_key=None, lower=None,
+              upper=None, lengths=None):  # fmt: skip
+    """Scores in float64, −∞ where a pair does not count."""
+    group = query.shape[1] // key.shape[1]
+
+    def shared(x):
+        return x.double().repeat_interleave(group, 1)
+
+    s = scale * query.double() @ shared(key).mT
+    if key_bias is not None:
+        s = s + shared(key_bias)[:, :, None, :]
+    if gate_key is not None:
+        s = s * torch.sigmoid(gate_query.double()[..., None] + shared(gate_key)[:, :, None, :])
+    i = torch.arange(s.shape[-2], device=DEVICE)[:, None]
+    j = torch.arange(s.shape[-1], device=DEVICE)[None, :]
+    if lower is not None:
+        s = s.masked_fill(j - i < lower, -INFINITY)
+    if upper is not None:
+        s = s.masked_fill(j - i > upper, -INFINITY)
+    if lengths is not None:
+        s = s.masked_fill(j >= lengths[:, None, None, None], -INFINITY)
+    return s
+
+
+LENGTHS = torch.tensor([33, 0], dtype=torch.int32, device=DEVICE)
+CASES = [
+    pytest.param({}, {}, id="plain"),
+    pytest.param({"heads": 4, "few": 2, "bias": True}, {"upper": 1}, id="causal, heads, bias"),
+    pytest.param({"b": 2, "gate": True}, {"lengths": LENGTHS}, id="lengths, one of them 0, gate"),
+    pytest.param(
+        {"n": 20, "m": 48, "bias": True, "gate": True}, {"lower": -9, "upper": 30}, id="band"
+    ),
+    pytest.param({"w": 40, "m": 16}, {"lower": 2}, id="wide"),
+    pytest.param({"n": 1, "m": 1, "w": 3}, {}, id="one of everything"),
+    pytest.param({"dtype": torch.float16}, {}, id="float16"),
+]
+
+
+@pytest.mark.parametrize("alpha", [1.5, 1.25])
+@pytest.mark.parametrize(("shape", "mask"), CASES)
+def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
+    query, key, more = arrays(**shape)
+    t = entmax_threshold(query, key, alpha, 0.5, **more, **mask)
+    s = scores_of(query, key, 0.5, **more, **mask)
+    mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
+    some = (s > -INFINITY).any(-1)
+    torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=1e-5)
+    assert not t[~some].any()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 30.0])
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 1.7])
+def test_rows_that_are_flat_and_rows_that_are_steep(alpha, spread):
+    query, key, _ = arrays(n=4, m=200)
+    t = entmax_threshold(query, key, alpha, spread)
+    s = scores_of(query, key, spread)
+    mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
+    rounding = 4e-7 * s.abs().max().item()
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5 + rounding)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), INFINITY])
+def test_a_score_that_is_not_finite_spoils_its_row_alone(odd):
+    query, key, _ = arrays(n=3)
+    query[0, 0, 1] = odd
+    key[0, 0, 7] = key[0, 0, 7].abs() + 0.1
+    t = entmax_threshold(query, key, 1.5, 1.0)
+    least, _ = topk_threshold(query, key, 3, 1.0)
+    for found in (t, least):
+        assert torch.isnan(found).tolist() == [[[False, True, False]]]
+
+
+def chosen_by(s, least, position):
+    """As `kernels.chosen` does, of what is live."""
+    j = torch.arange(s.shape[-1], device=DEVICE)
+    tie = (s == least.double()[..., None]) & (j <= position[..., None])
+    return ((s > least.double()[..., None]) | tie) & (s > -INFINITY)
+
+
+def largest(s, k):
+    """The k largest of each row, ties by the lowest position, of what is live."""
+    order = torch.argsort(s, dim=-1, descending=True, stable=True)[..., :k]
+    chosen = torch.zeros_like(s, dtype=torch.bool).scatter_(-1, order, True)
+    return chosen & (s > -INFINITY)
+
+
+@pytest.mark.parametrize("k", [5, 24])
+@pytest.mark.parametrize(("shape", "mask"), CASES)
+def test_the_k_largest(shape, mask, k):
+    query, key, more = arrays(**shape)
+    least, position = topk_threshold(query, key, k, 0.5, **more, **mask)
+    s = scores_of(query, key, 0.5, **more, **mask)
+    assert torch.equal(chosen_by(s, least, position), largest(s, k))
+    few = (s > -INFINITY).sum(-1) < k
+    assert (least[few] == -INFINITY).all()
+    assert (position[few] == NOWHERE).all()
+
+
+@pytest.mark.parametrize("k", [1, 3, 20, 37, 40])
+def test_ties_go_to_the_lowest_positions(k):
+    query = torch.tensor([[[[1.0, 0.0], [0.0, -1.0], [0.0, 0.0]]]], device=DEVICE)
+    pattern = [2.0, -1.0, 2.0, 0.5, -0.0, 0.0, 2.0, -1.0]
+    key = torch.tensor([pattern * 5, [3.0] * 40], device=DEVICE).T[None, None].contiguous()
+    least, position = topk_threshold(query, key, k, 1.0)
+    s = scores_of(query, key, 1.0)
+    assert torch.equal(chosen_by(s, least, position), largest(s + 0.0, k))
+
+
+def test_scores_of_every_size():
+    """From the smallest to the largest float, so that even cuts of the range do not do."""
+    sizes = torch.logspace(-38, 38, 60, dtype=torch.float64)
+    key = torch.cat([sizes, -sizes]).float().to(DEVICE)[None, None, :, None]
+    query = torch.ones(1, 1, 1, 1, device=DEVICE)
+    for k in (17, 63):
+        least, position = topk_threshold(query, key, k, 1.0)
+        s = scores_of(query, key, 1.0)
+        assert torch.equal(chosen_by(s, least, position), largest(s, k))
+
+
+def test_with_a_bias_that_rules_keys_out():
+    query, key, more = arrays(n=2, m=20, bias=True)
+    more["key_bias"][..., 4:] = -INFINITY
+    for k in (3, 4, 7):
+        least, position = topk_threshold(query, key, k, 1.0, **more)
+        s = scores_of(query, key, 1.0, **more)
+        assert torch.equal(chosen_by(s, least, position), largest(s, k))
+
+
+def test_a_threshold_has_no_gradient():
+    query, key, _ = arrays(n=2, m=3)
+    query.requires_grad_()
+    t = entmax_threshold(query, key, 1.5, 1.0)
+    least, _ = topk_threshold(query, key, 2, 1.0)
+    (query.sum() + t.sum() + least.sum()).backward()
+    assert torch.equal(query.grad, torch.ones_like(query))
+
+
+def test_no_queries_and_no_keys():
+    query, key, _ = arrays()
+    assert entmax_threshold(query[:, :, :0], key, 1.5, 1.0).shape == (1, 1, 0)
+    assert not entmax_threshold(query, key[:, :, :0], 1.5, 1.0).any()
+    least, position = topk_threshold(query, key[:, :, :0], 2, 1.0)
+    assert (least == -INFINITY).all()
+    assert (position == NOWHERE).all()
+
+
+def test_arrays_need_not_be_contiguous():
+    query, key, more = arrays(bias=True, gate=True)
+    want = entmax_threshold(query, key, 1.5, 1.0, **more)
+    turned = [x.mT.contiguous().mT for x in (query, key)]
+    more = {name: torch.stack([x, x], -1)[..., 0] for name, x in more.items()}
+    assert torch.equal(entmax_threshold(*turned, 1.5, 1.0, **more), want)
+
+
+def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
+    import triton
+
+    tried = []
+    plain = search.entmax_kernel
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def launch(*args, **facts):
+                tried.append(facts["num_stages"])
+                if len(tried) == 1:
+                    raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
+                return plain[grid](*args, **facts)
+
+            return launch
+
+    monkeypatch.setattr(search, "entmax_kernel", Kernel())
+    query, key, _ = arrays()
+    monkeypatch.setattr(search, "_tile", lambda query: ops.Tile(16, 16, 16, 4, 3))
+    entmax_threshold(query, key, 1.5, 1.0)
+    assert tried == [3, 2]
+
+
+def test_tiles_of_every_width():
+    for dtype in (torch.float32, torch.bfloat16):
+        for w in (64, 256):
+            tile = TILE(torch.empty(1, 1, 1, w, dtype=dtype))
+            assert tile.rows * tile.cols <= 128 * 128
+
+
+def test_the_operators_keep_their_promises():
+    query, key, _ = arrays(n=2, m=3)
+    torch.library.opcheck(entmax_threshold, (query, key, 1.5, 1.0))
+    torch.library.opcheck(topk_threshold, (query, key, 2, 1.0))

@@ -1,0 +1,80 @@
+"""Write the tables between <!-- bench --> and <!-- /bench --> in README.md from bench/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKED = re.compile(r"(?<=<!-- bench -->\n).*?(?=<!-- /bench -->)", re.DOTALL)
+HEAD = "| work | qkv | error | beside it | goal |\n|---|---|---|---|---|\n"
+
+
+def main() -> None:
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(results())}
+    parts = [table([file for name, file in files.items() if name != "gpu"])]
+    parts.append(table([file for name, file in files.items() if name == "gpu"]))
+    text = "\n".join(part for part in parts if part) or "Nothing was measured yet.\n"
+    page = ROOT / "README.md"
+    page.write_text(MARKED.sub(lambda _: text, page.read_text()))
+
+
+def results() -> list[Path]:
+    return list((ROOT / "bench" / "results").glob("*.json"))
+
+
+def table(files: list[dict[str, Any]]) -> str:
+    """The rows of files from one kind of machine, and under them what they ran on."""
+    rows = [row for file in files for row in file["rows"] if "sides" in row]
+    if not rows:
+        return ""
+    machines = [file["machine"] for file in files if any("sides" in row for row in file["rows"])]
+    told = dict.fromkeys(place(machine) for machine in machines)
+    told |= dict.fromkeys(f"commit {row['commit']}, {row['date']}" for row in rows)
+    foot = "Median times, error relative to float64, × how many times as fast qkv is. "
+    return HEAD + "".join(map(line, rows)) + f"\n{foot}{'; '.join(told)}.\n"
+
+
+def place(machine: dict[str, Any]) -> str:
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    versions = [f"{x} {machine[x]}" for x in ("python", "torch", "triton") if x in machine]
+    return ", ".join((where, *versions))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line; of the peers those that a goal names, or all where there is none."""
+    sides = row["sides"]
+    ours = sides.get("qkv", {})
+    peers = [name for name in sides if not name.startswith("qkv")]
+    named = [name for name in peers if any(name in goal["goal"] for goal in row["goals"])]
+    beside = "; ".join(peer(name, sides[name], ours) for name in named or peers)
+    error = f"{ours['error']:.1e}" if "error" in ours else ""
+    goals = "<br>".join(f"{goal['goal']}: {verdict(goal)}" for goal in row["goals"])
+    return f"| {row['work']} | {cost(ours)} | {error} | {beside} | {goals} |\n"
+
+
+def peer(name: str, side: dict[str, Any], ours: dict[str, Any]) -> str:
+    ratio = f" ({side['ms'] / ours['ms']:.2g}×)" if "ms" in side and "ms" in ours else ""
+    return f"{name} {cost(side) or side.get('note', '')}{ratio}"
+
+
+def cost(side: dict[str, Any]) -> str:
+    cells = []
+    if "ms" in side:
+        ms = side["ms"]
+        cells.append(f"{ms / 1e3:.3g} s" if ms >= 1e3 else f"{ms:.3g} ms")
+    if "extra MiB" in side:
+        cells.append(f"{side['extra MiB']:,.0f} MiB")
+    return ", ".join(cells)
+
+
+def verdict(goal: dict[str, Any]) -> str:
+    if goal["met"] is None:
+        return "not measured"
+    return f"{goal['found']:.3g}" + ("" if goal["met"] else ", **missed**")
+
+
+if __name__ == "__main__":
+    main()
