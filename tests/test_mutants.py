@@ -59,12 +59,16 @@ WEIGHTINGS = {
     "sparse": {"Entmax": {"alpha": 1.4}, "Sparsemax": {}},
 }
 ALSO = {"Entmax": [{"alpha": 1.5}]}
-SKIPPED = {"__post_init__", "check", "footprint", "exponent", "first_look", "solve"}
-"""Not arithmetic of the result: arguments, block sizes, and how fast a root is found."""
+SKIPPED = {"__post_init__", "check", "footprint", "exponent", "first_look", "solve", "lowered"}
+"""Not arithmetic of the result: arguments, block sizes, how fast a root is found, and when a score
+is lowered, which test_lowered.py is about."""
 
 EQUIVALENT = {
     "product": {"2.0"},  # what a zero vector is divided by
-    "distance": {"xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0"},  # · −1 is / −1
+    "distance": {
+        "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
+        "x + self.centre",  # both sides are shifted alike
+    },
     "window": {
         "self.square(query, key) / -1.0",
         "s < 0",  # max(0, 0)
@@ -103,7 +107,10 @@ EQUIVALENT = {
 def check_score(cls, name, settings):
     want = [[formulas.SCORES[name](q, k, **settings) for k in KEY] for q in QUERY]
     np.testing.assert_allclose(cls(**settings)(QUERY, KEY), want, rtol=1e-9, atol=1e-12)
+    if hasattr(cls, "lowered") and name not in ("Laplace", "ScaledDot"):
+        _check_lowered(cls(**settings), want)
     if name == "ScaledDot":
+        np.testing.assert_allclose(cls(np.array(0.7))(QUERY, KEY), 0.7 * QUERY @ KEY.T, rtol=1e-9)
         plain = cls()(QUERY, KEY)
         np.testing.assert_allclose(plain, QUERY @ KEY.T / np.sqrt(D), rtol=1e-9)
     if name in ("Boxcar", "Triangular", "Epanechnikov"):
@@ -113,6 +120,17 @@ def check_score(cls, name, settings):
         huge = cls(**settings)(QUERY * 1e200, KEY)
         np.testing.assert_allclose(huge, want, rtol=1e-9)
         assert (cls()(np.zeros((1, D)), KEY) == 0).all()
+
+
+def _check_lowered(score, want):
+    """As a dot product it is the same, in whichever form."""
+    for tolerance, dtype in ((1e-9, "float64"), (None, "bfloat16"), (None, "float32")):
+        near = score.lowered(QUERY, KEY, tolerance, dtype)
+        if isinstance(near, str):
+            continue
+        form = near[0].form(QUERY, KEY)
+        np.testing.assert_allclose(form.scores(), want, atol=near[1] + 1e-9)
+        np.testing.assert_allclose(near[0](QUERY, KEY), want, atol=near[1] + 1e-9)
 
 
 def check_weighting(cls, name, settings):

@@ -24,6 +24,7 @@ COVERING = [
     for score, weighting, mask in cases.covering()
     if score in LOWERED and weighting not in ("straight_through",)
 ]
+NOT_TRACED = [fw for fw in WITH_GRADIENTS if fw.name != "jax"]
 NEAR = 1e-7
 """The error in a score that float64 is told to accept, so that Additive is lowered at all."""
 
@@ -51,7 +52,7 @@ def test_values(fw, score, weighting, mask):
     np.testing.assert_allclose(to_numpy(out), expected(score, weighting, mask), atol=10 * NEAR)
 
 
-@pytest.mark.parametrize("fw", [fw for fw in WITH_GRADIENTS if fw.name != "jax"], ids=str)
+@pytest.mark.parametrize("fw", NOT_TRACED, ids=lambda fw: fw.name)
 @pytest.mark.parametrize(("score", "weighting", "mask"), COVERING)
 def test_gradients(fw, score, weighting, mask):
     """By the chain rule through φ and ψ; JAX traces what it differentiates, and is not lowered."""

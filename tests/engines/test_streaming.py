@@ -42,9 +42,7 @@ def test_many_queries_in_threads(fw, monkeypatch):
     given = arrays(200, 130)
     want = qkv.attend(*given, mask=qkv.masks.causal, engine="dense")
     for _ in range(3):
-        got = qkv.attend(
-            *(fw.make(x) for x in given), mask=qkv.masks.causal, engine="streaming"
-        )
+        got = qkv.attend(*(fw.make(x) for x in given), mask=qkv.masks.causal, engine="streaming")
         np.testing.assert_allclose(to_numpy(got), want, atol=1e-12)
 
 

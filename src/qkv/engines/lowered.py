@@ -10,9 +10,10 @@ import math
 from dataclasses import replace
 from types import ModuleType
 
-from qkv.engines import dense, native, streaming
+from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
-from qkv.scores import Dot, Gated, ScaledDot
+from qkv.scores import Dot, Gated, ScaledDot, Score
+from qkv.scores.base import Form
 from qkv.types import Array
 
 NAME = "lowered"
@@ -57,12 +58,26 @@ def rewrite(call: Call) -> Call:
     """The same call with a dot product for its score."""
     found = call.lowering
     assert not isinstance(found, str)
-    call, score = call.precise(), found[0]
+    score = found[0]
+    if native.has_kernels(call):
+        form = triton.form_of(call, score) if call.fw.name == "torch" else _narrow(call, score)
+        if form.bias is None and form.gate_query is None:
+            query, key = form.query, form.key
+            return replace(call, query=query, key=key, score=ScaledDot(form.scale))
+    call = call.precise()
     shapes = [call.fw.shape(x) for x in (call.query, call.key)]
     if sum(math.prod(shape[:-1]) for shape in shapes) * score.form_width(shapes[0][-1]) > ROOM:
         return replace(call, score=score)
     query, key = score.form(call.query, call.key).products()
     return replace(call, query=query, key=key, score=Dot())
+
+
+def _narrow(call: Call, score: Score) -> Form:
+    """The form with φ and ψ rounded to the call's own 16 bits, once."""
+    wide, dtype = call.precise(), call.fw.dtype(call.query)
+    form = score.form(wide.query, wide.key)
+    query, key = (call.fw.astype(x, dtype) for x in (form.query, form.key))
+    return form._replace(query=query, key=key)
 
 
 def _engine(call: Call) -> ModuleType:

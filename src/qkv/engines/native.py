@@ -56,15 +56,25 @@ def declines(call: Call) -> str | None:
             f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
             "values would be mostly padding"
         )
-    on_cpu = call.fw.name == "torch" and call.query.device.type == "cpu"
-    learning = on_cpu and call.fw.needs_gradient((call.query, call.key, call.value))
-    if on_cpu and not learning and call.m >= MANY and streaming.is_few(call):
-        return "for a few queries among many keys it reads memory more slowly than ours"
+    if call.fw.name == "torch" and call.m >= MANY and streaming.is_few(call):
+        learning = call.fw.needs_gradient((call.query, call.key, call.value))
+        ours = not learning if call.query.device.type == "cpu" else _has_triton()
+        if ours and not call.fw.tracing(call.query):
+            return "for a few queries among many keys it reads memory more slowly than ours"
     if call.fw.name == "jax" and _jax_platform(call) == "cpu":
         return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
     if call.fw.name == "jax" and not _cudnn_fits(call):
         return "cuDNN takes 16-bit vectors of up to 128 numbers; without it jax.nn makes the matrix"
     return None
+
+
+def has_kernels(call: Call) -> bool:
+    """Whether there are fused kernels for 16-bit vectors where the call's arrays are."""
+    if call.fw.dtype(call.query) not in ("float16", "bfloat16"):
+        return False
+    if call.fw.name == "torch":
+        return bool(call.query.device.type == "cuda")
+    return call.fw.name == "jax" and _jax_platform(call) != "cpu"
 
 
 def describe(call: Call) -> str:
@@ -129,8 +139,10 @@ def _torch(call: Call) -> Array:
     tracing = fw.tracing(call.query)
     whole = call.rule is None or is_causal(call.rule) or tracing
     attend = _whole if whole else _in_rows
+    heals = call.rule is not None and call.query.device.type == "cuda" and _heals(call)
     if tracing or not fw.needs_gradient((call.query, call.key, call.value)):
-        return attend(call)[0]
+        out = attend(call)[0]
+        return _healed(call, out)[0] if heals else out
     leaves = tree.leaves(fw, call)
     held: list[Any] = []
 
@@ -145,7 +157,10 @@ def _torch(call: Call) -> Array:
         with torch.enable_grad():  # the kernel's own graph waits here for the way back
             out, _ = attend(tree.rebuild(fw, call, inner))
         held[:] = [out, inner[:3]]
-        return (out.detach(),), ()
+        if not heals:
+            return (out.detach(),), ()
+        mended, found = _healed(tree.rebuild(fw, call, [x.detach() for x in inner]), out.data)
+        return (mended,), (found, mended)
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
@@ -154,6 +169,8 @@ def _torch(call: Call) -> Array:
 
         if whole:
             main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
+            if heals:
+                _heal_slopes(call, arrays, main[0], gradients[0], kept)
         else:
             main = attend(tree.rebuild(fw, call, [x.detach() for x in arrays]), gradients[0])[1]
         return (*main, *[None] * (len(arrays) - 3))
@@ -163,6 +180,37 @@ def _torch(call: Call) -> Array:
         return (fw.astype(out, fw.dtype(call.query)),)
 
     return fw.custom(forward, backward, reference, leaves)[0]
+
+
+def _seen(call: Call) -> list[Any]:
+    """Query, and the keys and values that the last query sees, on four axes."""
+    key, value = call.key, call.value
+    if key.shape[-3:-2] != value.shape[-3:-2]:  # type: ignore[union-attr]
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+    query, key, value = (_four_axes(x, call.lead) for x in (call.query, key, value))
+    return [query, key[..., : call.n, :], value[..., : call.n, :]]
+
+
+def _healed(call: Call, out: Array) -> tuple[Array, Array]:
+    """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
+    from qkv.engines.triton import ops
+
+    out = out.contiguous()
+    query, key, value = _seen(call)
+    found = ops.heal(_four_axes(out, call.lead), query, key, value, scale_of(call))
+    return out, found
+
+
+def _heal_slopes(
+    call: Call, arrays: Sequence[Array], slopes: Array, along: Array, kept: Sequence[Array]
+) -> None:
+    """The same for the gradient of the query, in place; those of key and value are right."""
+    from qkv.engines.triton import ops
+
+    call = tree.rebuild(call.fw, call, [x.detach() for x in arrays])
+    dquery, along, out = (_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
+    query, key, value = _seen(call)
+    ops.heal_backward(dquery, along, out, kept[0], query, key, value, scale_of(call))
 
 
 def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
@@ -363,8 +411,8 @@ def _told(call: Call) -> str:
     """What was measured for calls like this one."""
     if call.query.device.type != "cuda":
         return ""
-    parts = [_four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
-    backend = _FASTEST.get(_kind(*parts, call.rule is not None))
+    query, key, value = (_four_axes(x, call.lead) for x in (call.query, call.key, call.value))
+    backend = _FASTEST.get(_kind(query, key, value, call.rule is not None))
     return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
 
 

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from numpy.polynomial import chebyshev
 
-from qkv.engines.triton import features
+from qkv.engines.triton import COARSE, PAIRS, features
 from qkv.engines.triton.features import additive_features, additive_index
+from qkv.scores.separable import table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RANGES = (1.0, 2.0, 4.5)
-PAIRS, ORDER = 6, 14
-
-
-def table_of(ranges=RANGES, pairs=PAIRS, order=ORDER, count=64):
-    """The singular functions of tanh(a + b) at Chebyshev's points: (G, 2, J, K), (G,)."""
-    x = np.cos(np.pi * (np.arange(count) + 0.5) / count)
-    rows = []
-    for reach in ranges:
-        values = np.tanh(reach * (x[:, None] + x[None, :]))
-        u, s, vt = np.linalg.svd((values + values[::-1]) / 2)  # even in a, so odd in b
-        functions = (u[:, :pairs] * np.sqrt(s[:pairs]), vt[:pairs].T * np.sqrt(s[:pairs]))
-        even, odd = (np.linalg.solve(chebyshev.chebvander(x, count - 1), f) for f in functions)
-        rows.append([even[0 : 2 * order : 2].T, odd[1 : 2 * order : 2].T])
-    return (
-        torch.tensor(np.array(rows), dtype=torch.float32, device=DEVICE),
-        torch.tensor(ranges, dtype=torch.float32, device=DEVICE),
-    )
-
-
-TABLE, GRID = table_of()
+GRID, TABLE = (torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in table(PAIRS, COARSE))
+ORDER = TABLE.shape[3]
+LAST = len(GRID) - 1
+WIDEST = float(GRID[LAST])
 
 
 def polynomials(x, v, row):
@@ -64,12 +46,13 @@ def index_for(*arrays):
 @pytest.mark.parametrize(
     ("reach_a", "reach_b", "want"),
     [
-        (0.5, 1.0, (0, 0)),
-        (1.5, 0.2, (1, 0)),
-        (0.1, 4.5, (2, 0)),
-        (4.6, 1.0, (3, 1)),
-        (1.0, float("inf"), (3, 1)),
-        (float("nan"), 1.0, (3, 1)),
+        (0.5, 0.1, (0, 0)),
+        (float(GRID[7]), 0.2, (7, 0)),
+        (0.1, float(GRID[7]) + 1e-3, (8, 0)),
+        (0.1, WIDEST, (LAST, 0)),
+        (WIDEST + 0.01, 1.0, (LAST + 1, 1)),
+        (1.0, float("inf"), (LAST + 1, 1)),
+        (float("nan"), 1.0, (LAST + 1, 1)),
     ],
 )
 def test_the_row_of_the_table_is_the_first_that_reaches(reach_a, reach_b, want):
@@ -81,13 +64,13 @@ def test_the_row_of_the_table_is_the_first_that_reaches(reach_a, reach_b, want):
 def test_arrays_larger_than_one_look_are_seen_to_the_end(monkeypatch):
     monkeypatch.setattr(features, "LOOKS", 2)
     a = torch.zeros(5 * features.TILE + 3, device=DEVICE)
-    a[-1] = 1.5
-    assert additive_index(a, a[:0], GRID).tolist() == [1, 0]
+    a[-1] = GRID[3]
+    assert additive_index(a, a[:0], GRID).tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("key", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "scale"), [((3, 17, 5), 0.9), ((2, 1, 3, 64), 4.4), ((2, 130), 2)]
+    ("shape", "scale"), [((3, 17, 5), 0.5), ((2, 1, 3, 64), WIDEST), ((2, 130), 2)]
 )
 def test_values_and_gradients_are_those_of_the_polynomials(shape, scale, key):
     x = some(*shape, scale=scale)
@@ -107,9 +90,11 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape, scale, key):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5 * two.abs().max().item())
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 6e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, COARSE), (torch.bfloat16, 3 * COARSE)]
+)
 def test_their_product_is_the_score(dtype, error):
-    a, b = some(40, 8, scale=4.4, dtype=dtype), some(30, 8, scale=4.4, dtype=dtype)
+    a, b = (some(rows, 8, scale=WIDEST, dtype=dtype) for rows in (40, 30))
     v = some(8)
     index = index_for(a, b)
     phi = additive_features(a, None, TABLE, GRID, index)

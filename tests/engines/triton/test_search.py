@@ -69,6 +69,7 @@ CASES = [
     pytest.param({"w": 40, "m": 16}, {"lower": 2}, id="wide"),
     pytest.param({"n": 1, "m": 1, "w": 3}, {}, id="one of everything"),
     pytest.param({"dtype": torch.float16}, {}, id="float16"),
+    pytest.param({"n": 20, "dtype": torch.float16, "gate": True}, {"upper": 9}, id="float16, gate"),
 ]
 
 

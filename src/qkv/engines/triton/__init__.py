@@ -18,8 +18,9 @@ from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Both, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive, Cosine, Multiplicative
+from qkv.scores import Additive, Cosine, Multiplicative, Score
 from qkv.scores.base import Form
+from qkv.scores.distance import Expanded
 from qkv.scores.separable import table
 from qkv.types import Array
 from qkv.weightings import Average, Entmax, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
@@ -113,7 +114,9 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
     if isinstance(call.score, Additive):
         out, lse = _additive(call, bounds)
     else:
-        form, weighting = _form(call), WEIGHTINGS[type(call.weighting)]
+        found = lowering(call)
+        assert not isinstance(found, str)
+        form, weighting = form_of(call, found[0]), WEIGHTINGS[type(call.weighting)]
         temperature = getattr(call.weighting, "temperature", 1.0)
         (_, heads), few = _batch_and_heads(call), _key_heads(call)
         given: dict[str, Any] = {
@@ -124,8 +127,8 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
         }
         query = _four_axes(call, form.query, heads)
         key, value = (_four_axes(call, x, few) for x in (form.key, call.value))
-        found = _searched(call, query, key, given, bounds)
-        given |= {"weighting": weighting, **bounds._asdict(), **found}
+        searched = _searched(call, query, key, given, bounds)
+        given |= {"weighting": weighting, **bounds._asdict(), **searched}
         out, lse = ops.attend(query, key, value, **given)
         if form.offset is not None and call.wants_lse:
             lse = lse + _rows(call, form.offset, heads, 1 / temperature)
@@ -151,16 +154,26 @@ def lowering(call: Call) -> tuple[Any, float] | str:
     if isinstance(inner, Additive):
         return "the kernels know no gate on an additive score"
     moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
-    if moved and type(inner).__name__ == "Expanded":
+    if moved and isinstance(inner, Expanded):
         return "the kernels add no number to the score of a whole row"
     return found
 
 
-def _form(call: Call) -> Form:
-    found = lowering(call)
-    assert not isinstance(found, str)
-    form: Form = found[0].form(call.query, call.key)
-    return form
+def form_of(call: Call, score: Score) -> Form:
+    """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
+    query, key = call.query, call.key
+    if call.fw.dtype(query) == "float32":
+        return score.form(query, key)
+    from qkv.engines.triton import rows
+
+    if isinstance(score, Cosine) and not is_array(score.temperature):
+        return Form(rows.unit(query), rows.unit(key), scale=1 / score.temperature)
+    if isinstance(score, Expanded) and not is_array(score.bandwidth):
+        scale = 1 / score.bandwidth**2
+        offset = rows.square(query, -scale / 2)[..., None] if call.wants_lse else None
+        bias = rows.square(key, -scale / 2)[..., None]
+        return Form(query, key, bias, offset, scale=scale)
+    return score.form(query, key)
 
 
 class Bounds(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK = 64
 """Queries or keys of a tile."""
-WARPS = 4
+WARPS = 8
 REACH = tl.constexpr(40.0)
 """Up to this |a|, |b| the exponentials e²ᵃ, e²ᵇ are ordinary float32 numbers."""
 CAP = tl.constexpr(2.0**40)
@@ -137,14 +137,11 @@ def _live(query, key, n, length, lower, upper):
 def _pool(weight, live, value, PRECISION: tl.constexpr):
     """weight·value, where a value that is not finite spoils only the rows that may look at it."""
     finite = tl.abs(value) < float("inf")
-    bad = tl.max(tl.where(finite, 0, 1))
-    if bad > 0:
-        clean = tl.where(finite, value, 0.0)
+    clean = tl.where(finite, value, 0.0).to(value.dtype)
+    pooled = tl.dot(weight.to(value.dtype), clean, input_precision=PRECISION)
+    if tl.max(tl.where(finite, 0, 1)) > 0:
         spoil = tl.dot(live.to(tl.float16), tl.where(finite, 0.0, 1.0).to(tl.float16))
-        pooled = tl.dot(weight.to(clean.dtype), clean.to(clean.dtype), input_precision=PRECISION)
         pooled = tl.where(spoil > 0, float("nan"), pooled)
-    else:
-        pooled = tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
     return pooled
 
 

@@ -10,6 +10,9 @@ keys (queries, on the way to the keys) are counted from 0, and `at` lists them f
 Scores are in base 2 for softmax and top-k, where log₂e is in `scale` and in the bias.
 """
 
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
 # Decorators of an untyped library, and arguments that are pointers or tiles.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -396,9 +399,9 @@ def pool_tiles(
 @triton.jit
 def pool(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    out, lse, kept,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, rows_n, scale, alpha, lower, upper, size, columns, at_columns, splits, span,
+    out, lse, kept, scale, alpha,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
+    n, m, heads, group, rows_n, lower, upper, size, columns, at_columns, splits, span,
     W: tl.constexpr,
     D: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -408,6 +411,7 @@ def pool(
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
+    HEAL: tl.constexpr,
     WEIGHTING: tl.constexpr,
     POWER: tl.constexpr,
     FOLD: tl.constexpr,
@@ -423,7 +427,8 @@ def pool(
 
     `heads` are the query's, or with PACKED the key's, whose group is then stacked in the rows:
     row r is the query r mod n of head r div n. A part goes to `out` (splits, …) unfinished, with
-    its top in `lse` and its total in `kept`.
+    its top in `lse` and its total in `kept`. With HEAL `out` is there already, and only the heads
+    whose last row is not finite are done.
     """
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
@@ -440,6 +445,9 @@ def pool(
     lane = pid // tiles
     batch = tl.cast(lane // heads, tl.int64)
     head = lane % heads
+    if HEAL:
+        if sound(out + batch * o_b, head // group * group, o_h, n, o_n, D, BLOCK_D):
+            return
     r = tile * ROWS + tl.arange(0, ROWS)
     inside = r < rows_n
     r = tl.minimum(r, rows_n - 1)
@@ -450,6 +458,7 @@ def pool(
         first = 0
         last = n - 1
         pair_head = head
+        place = (head * group + r // n) * tl.cast(o_h, tl.int64)
     else:
         pos = r
         first = tile * ROWS
@@ -457,6 +466,8 @@ def pool(
         query += batch * q_b + tl.cast(head, tl.int64) * q_h + tl.cast(first, tl.int64) * q_n
         offset = (pos - first) * q_n
         pair_head = head // group
+        place = head * tl.cast(o_h, tl.int64)
+    place += batch * o_b + pos * tl.cast(o_n, tl.int64)
     # Rows of lse and its like: those of a pair's group follow each other.
     line = tl.cast(lane, tl.int64) * rows_n + r
     pair_head = tl.cast(pair_head, tl.int64)
@@ -536,7 +547,7 @@ def pool(
             W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
         )  # fmt: skip
     acc, top, total = state
-    if LOWER or UPPER or CUT or LAYOUT or SPARSE:  # noqa: SIM102, this one when compiling
+    if LOWER or UPPER or CUT or LAYOUT or SPARSE:
         # A value that does not count was multiplied by 0. If the sum is not finite, that value
         # may be why: do it again and look at each.
         if tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0) > 0:
@@ -551,18 +562,18 @@ def pool(
         line += tl.cast(part, tl.int64) * lanes * rows_n
         tl.store(lse + line, top, mask=inside)
         tl.store(kept + line, total, mask=inside)
-        where = out + line[:, None] * D + column
-        tl.store(where, acc, mask=inside[:, None] & (column < D))
+        tl.store(out + line[:, None] * D + column, acc, mask=inside[:, None] & (column < D))
     else:
         lines = tl.cast(tl.num_programs(0) // tiles, tl.int64) * rows_n
         finish(
-            acc, top, total, line, inside, out, lse, kept, lines, D, BLOCK_D, WEIGHTING, APART
+            acc, top, total, line, place, inside, out, lse, kept, lines,
+            D, BLOCK_D, WEIGHTING, APART,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    acc, top, total, line, inside, out, lse, kept, lines,
+    acc, top, total, line, place, inside, out, lse, kept, lines,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHTING: tl.constexpr,
@@ -582,12 +593,22 @@ def finish(
         top = total * 0.0
     if WEIGHTING != "raw" and WEIGHTING != "sigmoid" and WEIGHTING != "entmax":
         acc = acc * share[:, None]
-    tl.store(lse + line, summary, mask=inside)
+    if lse is not None:
+        tl.store(lse + line, summary, mask=inside)
     tl.store(kept + line, top, mask=inside)
     tl.store(kept + lines + line, share, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
-    where = out + line[:, None] * D + column
+    where = out + place[:, None] + column
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))
+
+
+@triton.jit
+def sound(base, head, step, n, row_step, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Whether a head's last row of output is finite."""
+    column = tl.arange(0, BLOCK_D)
+    last = base + tl.cast(head, tl.int64) * step + tl.cast(n - 1, tl.int64) * row_step
+    x = tl.load(last + column, mask=column < D, other=0.0)
+    return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -635,7 +656,8 @@ def merge(
     whole = tl.sum(total, 0)[None]
     here = line + tl.arange(0, 1)
     finish(
-        pooled, top, whole, here, here >= 0, out, lse, kept, lines, D, BLOCK_D, WEIGHTING, APART
+        pooled, top, whole, here, here * D, here >= 0, out, lse, kept, lines,
+        D, BLOCK_D, WEIGHTING, APART,
     )  # fmt: skip
 
 
@@ -797,9 +819,9 @@ def left_over(scale, WEIGHTING: tl.constexpr, BIAS, GATE):
 @triton.jit
 def to_keys(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    along, centre, kept, dkey, dvalue, dbias, dgate, ds,
+    along, centre, kept, dkey, dvalue, dbias, dgate, ds, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, lines, scale, alpha, lower, upper, size, columns, at_columns, splits, span,
+    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
     first_pair, first_key, keys_n, parts_lines,
     W: tl.constexpr,
     D: tl.constexpr,
@@ -1044,9 +1066,9 @@ def queries_tiles(
 @triton.jit
 def to_queries(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    along, centre, kept, dquery, one_out, two_out,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, lines, scale, alpha, lower, upper, size, columns, at_columns, splits, span,
+    along, centre, kept, dquery, one_out, two_out, out, scale, alpha,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
+    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
     W: tl.constexpr,
     D: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -1056,6 +1078,7 @@ def to_queries(
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     CENTRE: tl.constexpr,
+    HEAL: tl.constexpr,
     WEIGHTING: tl.constexpr,
     POWER: tl.constexpr,
     LOWER: tl.constexpr,
@@ -1070,7 +1093,8 @@ def to_queries(
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
     With CENTRE instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. With WIDE
-    the gradient of the query is not taken. `heads` are the query's.
+    the gradient of the query is not taken. With HEAL the gradient is there already, `out` as well,
+    and only the heads whose last row of output is not finite are done. `heads` are the query's.
     """
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
@@ -1088,6 +1112,9 @@ def to_queries(
     batch = tl.cast(lane // heads, tl.int64)
     head = tl.cast(lane % heads, tl.int64)
     pair_head = head // group
+    if HEAL:
+        if sound(out + batch * heads * n * D, pair_head * group, n * D, n, D, D, BLOCK_D):
+            return
     first = tile * ROWS
     last = tl.minimum(first + ROWS, n) - 1
     near = tl.arange(0, ROWS)
@@ -1114,6 +1141,8 @@ def to_queries(
     if not WIDE:
         q = fetch(query, offset, W, BLOCK_W)
     do = fetch(along, line * D, D, BLOCK_D)
+    if HEAL:
+        middle = tl.sum(do.to(tl.float32) * fetch(out, line * D, D, BLOCK_D).to(tl.float32), 1)
     if LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
         lo = 0
@@ -1166,8 +1195,10 @@ def to_queries(
             W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
         )  # fmt: skip
     dq, one, two = state
+    place = batch * o_b + head * o_h + (first + near) * tl.cast(o_n, tl.int64)
     if SPLIT:
         line += tl.cast(part, tl.int64) * lines
+        place += part * lines * W
     if CENTRE:
         tl.store(one_out + line, one, mask=inside)
         tl.store(two_out + line, two, mask=inside)
@@ -1179,5 +1210,5 @@ def to_queries(
         if not WIDE:
             dq = dq * left_over(scale, WEIGHTING, BIAS, GATE)
             column = tl.arange(0, BLOCK_W)[None, :]
-            where = dquery + line[:, None] * W + column
+            where = dquery + place[:, None] + column
             tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column < W))

@@ -2,7 +2,7 @@
 
 This file knows arrays; `kernels.py` knows pointers. `attend` is the door. Behind it stand the
 operators `qkv::attend` and `qkv::attend_backward`, which torch.compile, export and fake tensors
-see as one node each, and a table of tile shapes.
+see as one node each, and a table of tile shapes. `heal` repairs what another kernel got wrong.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ FEW = 64
 """Rows of queries, with those of the other heads that share the keys, that are stacked."""
 SCRATCH = 128 * 2**20
 """Bytes of score gradients held at once where φ is too wide to be summed on chip."""
-
-
-LEAST = 4
-"""Tiles of a part, where a loop is split: fewer are not worth a second kernel to join them."""
+LEAST = 512
+"""Rows of a part, where a loop is split: fewer are not worth a second kernel to join them."""
 
 
 class Tile(NamedTuple):
-    """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor."""
+    """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
+
+    `described` has its rows copied by descriptors, on devices that can.
+    """
 
     rows: int
     cols: int
@@ -46,6 +47,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     waves: int = 4
+    described: bool = False
 
 
 def attend(
@@ -171,8 +173,12 @@ _SMALLER: dict[tuple[Any, ...], Tile] = {}
 
 
 @cache
-def tile_of(name: str, w: int, d: int, size: int, gated: bool, rows: int) -> Tile:
-    """The tile of a pass, for φ and values this wide, of this many bytes a number."""
+def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool) -> Tile:
+    """The tile of a pass, for φ and values this wide, of this many bytes a number.
+
+    The fastest of those tried on an H200, by the widths tried: 64, 128, and 768 for what is read
+    in chunks. `plain` has neither bias nor gate.
+    """
     wide = max(w, d)
     if name == "split":
         block = max(16, _power_of_2(min(rows, FEW)))
@@ -180,7 +186,7 @@ def tile_of(name: str, w: int, d: int, size: int, gated: bool, rows: int) -> Til
             return Tile(block, 64, 32, 4, 2)
         if wide > 128:
             return Tile(block, 32, 64, 4, 3)
-        return Tile(16, 256, 64, 8, 2, 1) if block == 16 else Tile(block, 64, 64, 4, 3)
+        return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
     if size == 4:
         if name == "pool":
             return Tile(64, 64 if wide <= 128 else 32, 32, 4, 2)
@@ -192,16 +198,17 @@ def tile_of(name: str, w: int, d: int, size: int, gated: bool, rows: int) -> Til
             return Tile(64, 32, 64, 8, 2)
         if wide > 128:
             return Tile(128, 64, 64, 8, 2)
-        return Tile(64, 64, 64, 4, 3) if wide > 64 else Tile(128, 64, 64, 4, 3)
+        return Tile(64, 64, 64, 4, 3, described=plain) if wide > 64 else Tile(128, 64, 64, 4, 3)
     if w > HELD_BACK or d > HELD_BACK:
-        if d > 128:
-            return Tile(64, 64, 64, 8, 2)
-        return Tile(128, 64, 64, 4, 3)
-    if name == "to_keys":
-        if wide <= 64:
-            return Tile(32, 128, 64, 4, 3)
-        return Tile(32, 64, 64, 4, 3) if gated else Tile(64, 128, 64, 8, 3)
-    return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(128, 64, 64, 4, 3)
+        return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
+    if name == "to_queries":
+        return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
+    if wide > 64:
+        if not plain:
+            return Tile(32, 64, 64, 4, 4, described=True)
+        tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
+        return tile._replace(described=True)
+    return Tile(64, 64, 64, 4, 3) if banded else Tile(128, 64, 64, 4, 2, described=True)
 
 
 def _shrunk(tile: Tile) -> Tile:
@@ -227,7 +234,7 @@ def _processors(device: torch.device) -> int:
 @cache
 def _copy_engine(device: torch.device) -> bool:
     """Whether the device copies tiles by descriptors (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -246,7 +253,8 @@ def _power_of_2(x: int) -> int:
 def _block(width: int, dtype: torch.dtype) -> int:
     """The columns of a tile that holds rows this wide.
 
-    Hopper's product of 16-bit numbers went wrong with 16 columns (Triton 3.6).
+    One column of 16-bit values in a tile of 16 came out wrong on an H200 (Triton 3.6), in one of
+    64 right.
     """
     return max(_power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
 
@@ -293,12 +301,12 @@ class _Call:
         self.weighting, self.alpha = weighting, alpha
         self.scale = scale * LOG2E if weighting == "softmax" else scale
         self.layout_size = layout_size
+        self.layout_columns = 0 if layout is None else layout.shape[1]
         self.fold = weighting == "softmax" and key_bias is None and gate_key is None and scale > 0
         self.masked = not (lower is None and upper is None and lengths is None and layout is None)
         self.facts = _facts(
             self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32
         )
-        self.described = _copy_engine(query.device) and self._fits_descriptors()
         self.inputs = (
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout,
@@ -310,15 +318,16 @@ class _Call:
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
         )
+        self.described = _copy_engine(query.device) and self._fits_descriptors()
 
     def _fits_descriptors(self) -> bool:
         """Whether every row begins at a multiple of 16 bytes, as the copy engine wants it."""
         unit = 16 // self.query.element_size()
-        arrays = (self.query, self.key, self.value)
-        steps = (step for x in arrays for step in x.stride()[:3])
-        return self.d % unit == 0 and not any(
-            (*(step % unit for step in steps), *(x.data_ptr() % 16 for x in arrays))
-        )
+        steps = self.d
+        for step in self.strides[:9]:
+            steps |= step
+        at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
+        return bool(steps % unit == 0 and at % 16 == 0)
 
     def cut(self, cols: int) -> bool:
         return self.lengths is not None or self.m % cols != 0
@@ -327,12 +336,9 @@ class _Call:
         return self.query.new_empty(shape, dtype=dtype)
 
     def tile(self, name: str, rows: int) -> Tile:
-        size = self.query.element_size()
-        return OVERRIDE.get(name) or tile_of(name, self.w, self.d, size, self.gated, rows)
-
-    @property
-    def gated(self) -> bool:
-        return self.gate_key is not None
+        size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
+        banded = self.facts["LOWER"] or self.facts["UPPER"]
+        return OVERRIDE.get(name) or tile_of(name, self.w, self.d, size, rows, plain, banded)
 
     def block_w(self, tile: Tile, wide: bool) -> int:
         return tile.chunk if wide else _block(self.w, self.query.dtype)
@@ -417,9 +423,16 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
 def _launch(
-    kernel: Any, programs: int, args: tuple[Any, ...], facts: dict[str, Any], tile: Tile
+    kernel: Any,
+    programs: int,
+    arrays: tuple[Tensor | None, ...],
+    floats: tuple[float, ...],
+    whole: tuple[int, ...],
+    facts: dict[str, Any],
+    tile: Tile,
 ) -> None:
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    args = (*arrays, *floats, *whole)
     if _interpreted():
         kernel[(programs,)](*args, **facts, **how)
         return
@@ -428,26 +441,18 @@ def _launch(
     about = (
         kernel.__name__,
         tile,
-        args[0].device,
+        *whole,
         *facts.values(),
-        *[
-            (x.dtype, x.data_ptr() % 16)
-            if isinstance(x, Tensor)
-            else float
-            if isinstance(x, float)
-            else x
-            for x in args
-        ],
+        *[x if x is None else (x.dtype, x.device, x.data_ptr() % 16) for x in arrays],
     )
     ready = _COMPILED.get(about)
     if ready is not None:
+        # What is known at compile time is passed over, but counted.
         ready[(programs, 1, 1)](*args, *facts.values())
         return
     if len(_COMPILED) > 4096:
         _COMPILED.clear()
-    # By name: the compiled kernel takes what the function takes, in its order.
-    places = kernel.arg_names[len(args) :]
-    _COMPILED[about] = kernel[(programs,)](*args, **{x: facts[x] for x in places}, **how)
+    _COMPILED[about] = kernel[(programs,)](*args, **facts, **how)
 
 
 def _fitting(call: _Call, name: str, rows: int, run: Any) -> None:
@@ -467,12 +472,12 @@ def _fitting(call: _Call, name: str, rows: int, run: Any) -> None:
             tile = _SMALLER[about] = _shrunk(tile)
 
 
-def _parts(call: _Call, programs: int, tiles: int, waves: int) -> tuple[int, int]:
-    """Into how many parts a loop of so many tiles is split, and the tiles of each."""
-    room = _processors(call.query.device)
-    if programs >= room or tiles < 2 * LEAST:
+def _parts(call: _Call, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
+    """Into how many parts a loop over so many rows is split, and the tiles of each."""
+    room, tiles, least = _processors(call.query.device), -(-rows // block), max(LEAST // block, 1)
+    if programs >= room or tiles < 2 * least:
         return 1, tiles
-    span = max(-(-tiles * programs // (room * waves)), LEAST)
+    span = max(-(-tiles * programs // (room * waves)), least)
     return -(-tiles // span), span
 
 
@@ -509,18 +514,24 @@ def _attend_forward(
     if out.numel() == 0 or call.m == 0:
         exponential = weighting in ("softmax", "topk")
         return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
-    few = call.n * call.group <= FEW
-    packed = few and call.group > 1 and layout is None
+    _pool(call, out, lse, kept)
+    return out, lse, kept
+
+
+def _pool(call: _Call, out: Tensor, lse: Tensor | None, kept: Tensor, heal: bool = False) -> None:
+    """Fill out, lse and kept; with `heal` only where `out` is spoiled."""
+    packed = call.n * call.group <= FEW and call.group > 1 and call.layout is None and not heal
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
     def run(tile: Tile) -> None:
-        tiles = -(-call.m // tile.cols)
         programs = lanes * -(-rows // tile.rows)
-        splits, span = _parts(call, programs, tiles, tile.waves)
+        splits, span = 1, -(-call.m // tile.cols)
+        if not heal:
+            splits, span = _parts(call, programs, call.m, tile.cols, tile.waves)
         wide = call.w > HELD
         at, counts, at_columns = call.lists(tile)
-        targets: tuple[Tensor, ...] = (out, lse, kept)
+        targets: tuple[Tensor | None, ...] = (out, lse, kept)
         if splits > 1:
             shape = (splits, lanes * rows)
             targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
@@ -531,27 +542,28 @@ def _attend_forward(
             "WIDE": wide,
             "SPLIT": splits > 1,
             "PACKED": packed,
+            "HEAL": heal,
             "FOLD": call.fold,
             "CUT": call.cut(tile.cols),
-            "TMA": call.described and not wide,
+            "TMA": tile.described and call.described and not wide,
         }
-        args = (
-            *call.inputs, at, counts, *targets, *call.strides,
+        arrays = (*call.inputs, at, counts, *targets)
+        whole = (
+            *call.strides, *out.stride()[:3],
             call.n, call.m, call.hk if packed else call.h, call.group, rows,
-            call.scale, call.alpha, call.lower, call.upper,
-            call.layout_size, 0 if call.layout is None else call.layout.shape[1], at_columns,
-            splits, span,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
         )  # fmt: skip
-        _launch(kernels.pool, programs * splits, args, facts, tile)
+        floats = (call.scale, call.alpha)
+        _launch(kernels.pool, programs * splits, arrays, floats, whole, facts, tile)
         if splits > 1:
             joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))
-            args = (*targets, out, lse, kept, lanes * rows, splits)
-            _launch(kernels.merge, lanes * rows, args, joined, Tile(1, 1, 1, 4, 2))
+            arrays = (*targets, out, lse, kept)
+            whole = (lanes * rows, splits)
+            _launch(kernels.merge, lanes * rows, arrays, (), whole, joined, Tile(1, 1, 1, 4, 2))
 
-    few = lanes * -(-rows // FEW) < _processors(query.device) and rows <= FEW
+    few = lanes < _processors(out.device) and rows <= FEW
     _fitting(call, "split" if few else "pool", rows, run)
-    return out, lse, kept
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -667,8 +679,8 @@ def _centre(
     if call.weighting == "normalized":
         along_lse = None
     facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
-    args = (along, out, None if along_lse is None else along_lse.contiguous(), centre, lines)
-    _launch(kernels.inner, -(-lines // 64), args, facts, Tile(64, 1, 1, 4, 1))
+    arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
+    _launch(kernels.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
     return centre
 
 
@@ -686,34 +698,20 @@ def _to_queries(
 
     def run(tile: Tile) -> None:
         nonlocal one, two
-        tiles = -(-call.m // tile.cols)
         programs = call.b * call.h * -(-call.n // tile.rows)
-        splits, span = _parts(call, programs, tiles, tile.waves)
-        at, counts, at_columns = call.lists(tile)
+        splits, span = _parts(call, programs, call.m, tile.cols, tile.waves)
         one, two = call.new(splits, lines), call.new(splits, lines)
         dquery: Tensor | None = None
         if grads is not None and not wide:
-            dquery = grads.query if splits == 1 else call.new(splits, lines, call.w)
-        facts = call.facts | {
-            "BLOCK_W": call.block_w(tile, wide),
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "WIDE": wide,
-            "SPLIT": splits > 1,
-            "CENTRE": grads is None,
-            "CENTRED": call.facts["CENTRED"] and grads is not None,
-            "CUT": call.cut(tile.cols),
-            "TMA": call.described and not wide,
-        }
-        args = (
-            *call.inputs, at, counts, along, centre, kept, dquery, one, two, *call.strides,
-            call.n, call.m, call.h, call.group, lines, call.scale, call.alpha,
-            call.lower, call.upper, call.layout_size,
-            0 if call.layout is None else call.layout.shape[1], at_columns, splits, span,
-        )  # fmt: skip
-        _launch(kernels.to_queries, programs * splits, args, facts, tile)
+            dquery = grads.query
+            if splits > 1:
+                dquery = call.new(splits * call.b, call.h, call.n, call.w)
+        facts = {"SPLIT": splits > 1, "CENTRE": grads is None, "HEAL": False, "WIDE": wide}
+        facts["CENTRED"] = call.facts["CENTRED"] and grads is not None
+        targets = (along, centre, kept, dquery, one, two, None)
+        _launch_to_queries(call, tile, splits, span, targets, facts)
         if dquery is not None and grads is not None and splits > 1:
-            grads.query.copy_(dquery.sum(0).view(grads.query.shape))
+            grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
     _fitting(call, "to_queries", call.n, run)
     if grads is not None:
@@ -721,6 +719,34 @@ def _to_queries(
             grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
         return one, two
     return one.sum(0), two.sum(0)
+
+
+def _launch_to_queries(
+    call: _Call,
+    tile: Tile,
+    splits: int,
+    span: int,
+    targets: tuple[Tensor | None, ...],
+    facts: dict[str, Any],
+) -> None:
+    dquery, wide = targets[3], facts["WIDE"]
+    at, counts, at_columns = call.lists(tile)
+    whole = (
+        *call.strides, *((0, 0, 0) if dquery is None else dquery.stride()[:3]),
+        call.n, call.m, call.h, call.group, call.b * call.h * call.n,
+        call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+    )  # fmt: skip
+    facts = call.facts | facts
+    facts |= {
+        "BLOCK_W": call.block_w(tile, wide),
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "CUT": call.cut(tile.cols),
+        "TMA": tile.described and call.described and not wide,
+    }
+    programs = call.b * call.h * -(-call.n // tile.rows) * splits
+    arrays, floats = (*call.inputs, at, counts, *targets), (call.scale, call.alpha)
+    _launch(kernels.to_queries, programs, arrays, floats, whole, facts, tile)
 
 
 def _to_keys(
@@ -743,9 +769,8 @@ def _to_keys(
     lines = call.b * call.hk * call.m
 
     def run(tile: Tile) -> None:
-        tiles = -(-call.n // tile.rows)
         programs = count * -(-keys_n // tile.cols)
-        splits, span = _parts(call, programs, tiles, tile.waves)
+        splits, span = _parts(call, programs, call.n, tile.rows, tile.waves)
         at, counts, at_columns = call.lists(tile, by_key=True)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
@@ -764,17 +789,17 @@ def _to_keys(
             "WIDE": wide,
             "SPLIT": splits > 1,
             "CUT": call.cut(tile.cols),
-            "TMA": call.described and not wide,
+            "TMA": tile.described and call.described and not wide,
             "UNEVEN": call.n % tile.rows != 0,
         }
-        args = (
-            *call.inputs, at, counts, along, centre, kept, *targets, ds, *call.strides,
-            call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
-            call.scale, call.alpha, call.lower, call.upper, call.layout_size,
-            0 if call.layout is None else call.layout.shape[1], at_columns, splits, span,
+        arrays = (*call.inputs, at, counts, along, centre, kept, *targets, ds)
+        whole = (
+            *call.strides, call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
             first_pair, first_key, keys_n, lines,
         )  # fmt: skip
-        _launch(kernels.to_keys, programs * splits, args, facts, tile)
+        floats = (call.scale, call.alpha)
+        _launch(kernels.to_keys, programs * splits, arrays, floats, whole, facts, tile)
         if splits == 1:
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
@@ -845,14 +870,105 @@ def _clean(call: _Call, x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), x, 0.0) if call.masked else x
 
 
+# Repair
+
+
+def heal(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int = 0
+) -> Tensor:
+    """Repair in place the output of a kernel that multiplies what a causal mask rules out by 0.
+
+    out (B, H, n, d), arguments as in `attend`, with softmax and j − i ≤ upper. A value that is
+    not finite makes NaN of rows that must not see it. The last row sees every key, so a head is
+    spoiled only if its last row is not finite; the other heads are not touched. Without a
+    synchronisation: every tile looks at its head's last row. That row sees the value by right and
+    does not become finite, so a tile that comes late finds what an early one found.
+
+    Returns what `heal_backward` needs of the rows of spoiled heads; the rest of it means nothing.
+    """
+    if key.shape[2] > query.shape[2] + upper:
+        raise ArgumentError(
+            f"the last of {query.shape[2]} queries must see all keys: pass the first "
+            f"{query.shape[2] + upper} of {key.shape[2]}"
+        )
+    _check(query, key, value, "softmax", 0.0)
+    kept: Tensor = _heal(out, query, key, value, scale, upper)
+    return kept
+
+
+def heal_backward(
+    dquery: Tensor,
+    along: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    upper: int = 0,
+) -> None:
+    """Repair in place the gradient of the query that such a kernel gives.
+
+    `along` is ∂L/∂out, `out` the healed output and `kept` what `heal` returned. Those of key and
+    value are as they should be: the last row sees every key, and its own gradient is not finite.
+    """
+    _heal_backward(dquery, along, out, kept, query, key, value, scale, upper)
+
+
+def _healing(query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int) -> _Call:
+    none = (None,) * 7
+    return _Call(query, key, value, *none, scale, "softmax", 0.0, None, upper, 0, False)
+
+
+def _heal_forward(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int
+) -> Tensor:
+    call = _healing(query, key, value, scale, upper)
+    kept = call.new(2, call.b, call.h, call.n)
+    if out.numel() and call.m:
+        _pool(call, out, None, kept, heal=True)
+    return kept
+
+
+def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+
+
+def _heal_queries(
+    dquery: Tensor,
+    along: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    upper: int,
+) -> None:
+    call = _healing(query, key, value, scale, upper)
+    if not (out.numel() and call.m):
+        return
+    targets = (along.contiguous(), None, kept, dquery, None, None, out.contiguous())
+    facts = {"SPLIT": False, "CENTRE": False, "HEAL": True, "WIDE": False, "CENTRED": False}
+
+    def run(tile: Tile) -> None:
+        _launch_to_queries(call, tile, 1, -(-call.m // tile.cols), targets, facts)
+
+    _fitting(call, "to_queries", call.n, run)
+
+
+def _nothing(*rest: Any, **named: Any) -> None:
+    pass
+
+
 # Operators
 
 _LIBRARY = torch.library.Library("qkv", "FRAGMENT")
 
 
-def _operator(name: str, function: Any, fake: Any) -> Any:
+def _operator(name: str, function: Any, fake: Any, mutates: tuple[str, ...] = ()) -> Any:
     """`torch.ops.qkv.name`; torch.library.custom_op would add as much again to each call."""
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(name + schema)
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, function, device)
@@ -862,6 +978,8 @@ def _operator(name: str, function: Any, fake: Any) -> Any:
 
 _attend = _operator("attend", _attend_forward, _attend_fake)
 _backward = _operator("attend_backward", _attend_backward, _attend_backward_fake)
+_heal = _operator("heal", _heal_forward, _heal_fake, ("out",))
+_heal_backward = _operator("heal_backward", _heal_queries, _nothing, ("dquery",))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -894,11 +1012,7 @@ def _refuse(ctx: Any, *along: Tensor | None) -> None:
     raise EngineError("the Triton kernels have first derivatives only: name engine='dense'")
 
 
-def _forget(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
-
-
 torch.library.register_autograd("qkv::attend", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd(
-    "qkv::attend_backward", _refuse, setup_context=_forget, lib=_LIBRARY
+    "qkv::attend_backward", _refuse, setup_context=_nothing, lib=_LIBRARY
 )

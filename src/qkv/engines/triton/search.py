@@ -344,6 +344,23 @@ def _narrow(bracket, cut, above, top_k):
 
 
 @triton.jit
+def _fitting(equal, room):
+    """How many columns of the tile have no more 1s than there is room for, (ROWS,).
+
+    By halves: a running sum along the row needs more code, and as much fast memory as the keys.
+    """
+    COLS: tl.constexpr = equal.shape[1]
+    column = tl.arange(0, COLS)[None, :]
+    fit = room * 0
+    step = COLS
+    while step > 0:
+        ones = tl.sum(tl.where(column < (fit + step)[:, None], equal, 0), 1)
+        fit = tl.where(ones <= room, fit + step, fit)
+        step = step // 2
+    return tl.minimum(fit, COLS)
+
+
+@triton.jit
 def topk_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, position,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
@@ -393,7 +410,11 @@ def topk_kernel(
     going = 1
     look = 0
     while (going > 0) & (look < LOOKS):
-        one, two, three = _cut(low, high, 1, look), _cut(low, high, 2, look), _cut(low, high, 3, look)
+        one, two, three = (
+            _cut(low, high, 1, look),
+            _cut(low, high, 2, look),
+            _cut(low, high, 3, look),
+        )
         first, second, third = _number(one)[:, None], _number(two)[:, None], _number(three)[:, None]
         above_one = tl.zeros((ROWS,), tl.int32)
         above_two = tl.zeros((ROWS,), tl.int32)
@@ -420,7 +441,7 @@ def topk_kernel(
 
     foot = _number(low)
     ties = tl.max(((count != top_k) & (idle == 0)).to(tl.int32), 0)
-    room = (top_k - count_high)[:, None]
+    room = top_k - count_high
     count = tl.zeros((ROWS,), tl.int32)
     seen = tl.zeros((ROWS,), tl.int32)
     last = tl.full((ROWS,), -1, tl.int32)
@@ -437,9 +458,8 @@ def topk_kernel(
         below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))
         if ties > 0:
             equal = (s == foot[:, None]).to(tl.int32)
-            counted = (equal > 0) & (seen[:, None] + tl.cumsum(equal, 1) <= room)
-            j = (tile * COLS + tl.arange(0, COLS))[None, :]
-            last = tl.maximum(last, tl.max(tl.where(counted, j, -1), 1))
+            fit = _fitting(equal, room - seen)
+            last = tl.where(seen <= room, tile * COLS + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score: so another tile's rounding cannot shut the k-th out.
     half = 0.5 * least + 0.5 * below
