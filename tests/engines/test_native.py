@@ -122,3 +122,29 @@ def test_explain_counts_only_what_the_mask_leaves():
     assert "under window(64, 64)" in str(part)
     assert "streaming" in str(part)
     assert whole.bytes == 4 * x.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 4)])
+@pytest.mark.parametrize("m", [2**14, 2**14 + 13])
+def test_few_queries_split_the_keys(m, lead, dtype):
+    """The kernel shares out queries alone, so the keys become heads, merged by log-sum-exp."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(m)
+    kind = getattr(torch, dtype)
+    query = torch.randn(*lead, 2, 8, dtype=kind)
+    heads = (*lead[:-1], 1) if lead else ()
+    key, value = (torch.randn(*heads, m, width, dtype=kind) for width in (8, 5))
+    assert qkv.explain(query, key, value).engine == "native"
+    got = qkv.attend(query, key, value)
+    want = qkv.attend(*(x.double() for x in (query, key, value)), engine="dense")
+    assert got.dtype == kind and got.shape == want.shape
+    near = 1e-5 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(got.double(), want, atol=near, rtol=0)
+    key[..., 700, 3] = float("nan")
+    assert torch.isnan(qkv.attend(query, key, value)).all()
+    key[..., 700, 3] = float("inf")
+    value[..., 700, :] = 0
+    spoiled = qkv.attend(query, key, value)
+    want = qkv.attend(*(x.double() for x in (query, key, value)), engine="dense")
+    torch.testing.assert_close(spoiled.double(), want, atol=near, rtol=0, equal_nan=True)

@@ -58,12 +58,3 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     q[48] = 7.0
     with pytest.raises(RuntimeError, match="from a thread"):
         qkv.attend(q, k, v, score=late, engine="streaming")
-
-
-def test_torch_leaves_its_kernel_for_a_look_up():
-    torch = pytest.importorskip("torch")
-    q, k = torch.zeros(1, 8), torch.zeros(2**19, 8)
-    told = qkv.explain(q, k, k)
-    assert told.engine == "streaming"
-    assert "reads memory" in dict(told.refusals)["native"]
-    assert qkv.explain(q, k.requires_grad_(), k).engine == "native"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qkv.arrays import is_array, tree
+from qkv.arrays import is_array, threads, tree
 from qkv.engines import call as calls
 from qkv.engines import dense, streaming
 from qkv.engines.call import Call
@@ -24,6 +24,9 @@ NAME = "native"
 
 MANY = 2**14
 """Keys from which a few queries are a matter of reading them."""
+
+SHARED = 32
+"""Queries that torch's kernel on the CPU gives to one core."""
 
 ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
@@ -57,9 +60,7 @@ def declines(call: Call) -> str | None:
             "values would be mostly padding"
         )
     if call.fw.name == "torch" and call.m >= MANY and streaming.is_few(call):
-        learning = call.fw.needs_gradient((call.query, call.key, call.value))
-        ours = not learning if call.query.device.type == "cpu" else _has_triton()
-        if ours and not call.fw.tracing(call.query):
+        if call.query.device.type == "cuda" and _has_triton() and not call.fw.tracing(call.query):
             return "for a few queries among many keys it reads memory more slowly than ours"
     if call.fw.name == "jax" and _jax_platform(call) == "cpu":
         return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
@@ -106,7 +107,7 @@ def _torch_cannot(call: Call) -> str | None:
     fw = call.fw
     if call.bias is not None and fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
-    if call.query.device.type == "cuda" and _heals(call):
+    if (call.query.device.type == "cuda" and _heals(call)) or _splits(call):
         return None
     # Behind a mask the kernel multiplies a NaN by 0, and that is NaN; on a CPU it takes a row
     # with a NaN for an empty one. A sum finds either in one pass.
@@ -139,6 +140,8 @@ def _torch(call: Call) -> Array:
     tracing = fw.tracing(call.query)
     whole = call.rule is None or is_causal(call.rule) or tracing
     attend = _whole if whole else _in_rows
+    if _splits(call):
+        return _split(call)
     heals = call.rule is not None and call.query.device.type == "cuda" and _heals(call)
     if tracing or not fw.needs_gradient((call.query, call.key, call.value)):
         out = attend(call)[0]
@@ -211,6 +214,50 @@ def _heal_slopes(
     dquery, along, out = (_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
     query, key, value = _seen(call)
     ops.heal_backward(dquery, along, out, kept[0], query, key, value, scale_of(call))
+
+
+def _splits(call: Call) -> bool:
+    """Whether the kernel, which shares out queries and heads alone, would leave cores idle."""
+    if call.query.device.type != "cpu" or call.rule is not None or call.m < MANY:
+        return False
+    if call.fw.tracing(call.query) or call.fw.dtype(call.query) == "float64":
+        return False
+    if math.prod(call.lead) * call.n > SHARED:
+        return False
+    return not call.fw.needs_gradient((call.query, call.key, call.value))
+
+
+def _split(call: Call) -> Array:
+    """The kernel on parts of the keys as so many heads, merged by their log-sum-exps."""
+    import torch
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query = call.query
+    key, value = (calls.share_heads(call, x) for x in (call.key, call.value))
+    width = max(query.shape[-1], value.shape[-1])
+    parts = [
+        torch.nn.functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        for x in (query, key, value)
+    ]
+    query, key, value = (x.expand(*call.lead, *x.shape[-2:]).flatten(0, -3)[:, None]
+                         if call.lead else x[None, None] for x in parts)  # fmt: skip
+    batch, count = query.shape[0], 4 * threads.cores()
+    size = call.m // count
+
+    def some(start: int, heads: int, size: int) -> tuple[Array, Array]:
+        end = start + heads * size
+        k, v = (x[:, :, start:end].reshape(batch, heads, size, width) for x in (key, value))
+        return kernel(query.expand(-1, heads, -1, -1), k, v, scale=scale_of(call))  # type: ignore[no-any-return]
+
+    found = [some(0, count, size)]
+    if call.m % count:
+        found.append(some(count * size, 1, call.m % count))
+    out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
+    if not (torch.isfinite(lse).all() and torch.isfinite(out).all()):
+        return streaming.run(call)[0].to(call.query.dtype)  # the kernel may have hidden a NaN
+    share = torch.softmax(lse.float(), 1)[..., None].to(out.dtype)
+    merged = (share * out).sum(1)[..., : call.value.shape[-1]]  # type: ignore[union-attr]
+    return merged.reshape(*call.lead, call.n, -1)
 
 
 def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
