@@ -140,11 +140,18 @@ class _Custom(torch.autograd.Function):
         kept = output[ctx.made :]
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(*leaves, *kept)
+        # Torch would make zeros for what is kept, which has no gradient.
+        ctx.set_materialize_grads(False)
+        ctx.likes = [(y.shape, y.dtype, y.device) for y in output[: ctx.made]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> Any:
         leaves, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        gradients, wanted = gradients[: ctx.made], ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[4:]
+        gradients = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.likes, strict=False)
+        )
         if torch.is_grad_enabled():  # somebody will differentiate this gradient
             found = iter(_differentiable(ctx.reference, leaves, wanted, gradients))
             return (None,) * 4 + tuple(next(found) if want else None for want in wanted)

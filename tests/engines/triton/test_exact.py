@@ -197,6 +197,23 @@ def test_the_join(scale, rtol, rest):
     agree(joined, given, *rest, rtol=rtol)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
+    given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
+    given[side][0, 0, 3, 2] = 3 * GRID[-1]
+    for one, two in zip(gradients(joined, given), gradients(additive_exact, given), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("scale", [0.6, 4.0])
+def test_the_join_where_programs_take_several_tiles(scale, monkeypatch):
+    given = arrays(b=2, heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
+    want = gradients(joined, given, None, 5, LENGTHS)
+    monkeypatch.setattr(exact, "WAITING", 3)
+    for one, two in zip(gradients(joined, given, None, 5, LENGTHS), want, strict=True):
+        assert torch.equal(one, two)
+
+
 def test_the_join_takes_float32_exactly():
     given = arrays()
     assert torch.equal(joined(*given)[0], additive_exact(*given)[0])

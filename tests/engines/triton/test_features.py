@@ -6,31 +6,31 @@ import pytest
 import torch
 
 from qkv.engines.triton import COARSE, PAIRS, features
-from qkv.engines.triton.features import additive_features, additive_index
+from qkv.engines.triton.features import features_grad, features_of, fit_of, tables
 from qkv.scores.separable import table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GRID, TABLE = (torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in table(PAIRS, COARSE))
+TABLE, GRID = tables(PAIRS, COARSE, DEVICE)
 ORDER = TABLE.shape[3]
+SERIES = torch.tensor(table(PAIRS, COARSE)[1][..., :ORDER], device=DEVICE)
 LAST = len(GRID) - 1
 WIDEST = float(GRID[LAST])
 
 
-def polynomials(x, v, row):
+def polynomials(x, v, rows):
     """The features in float64 by the powers of T's definition, differentiable."""
-    z = x.double() / float(GRID[row])
-    parts = []
-    for half in range(2):
-        for j in range(PAIRS):
-            terms = [torch.ones_like(z), z]
-            while len(terms) < 2 * ORDER:
-                terms.append(2 * z * terms[-1] - terms[-2])
-            c = TABLE[row, half, j].double()
-            parts.append(sum(c[k] * terms[2 * k + half] for k in range(ORDER)))
-    even, odd = parts[:PAIRS], parts[PAIRS:]
+    z = x / GRID[rows].double()
+    terms = [torch.ones_like(z), z]
+    while len(terms) < 2 * ORDER:
+        terms.append(2 * z * terms[-1] - terms[-2])
+    c = SERIES[rows]
+    even, odd = (
+        [sum(c[:, half, j, k] * terms[2 * k + half] for k in range(ORDER)) for j in range(PAIRS)]
+        for half in range(2)
+    )
     if v is None:
         return torch.cat(even + odd, -1)
-    return torch.cat([v.double() * part for part in odd + even], -1)
+    return torch.cat([v * part for part in odd + even], -1)
 
 
 def some(*shape, scale=1.0, dtype=torch.float32):
@@ -38,55 +38,74 @@ def some(*shape, scale=1.0, dtype=torch.float32):
     return x.to(dtype)
 
 
-def index_for(*arrays):
-    one, two = arrays if len(arrays) == 2 else (*arrays, *arrays)
-    return additive_index(one, two, GRID)
+def first_rows(*arrays):
+    """The row of the table for each unit, by its definition."""
+    reach = torch.cat([x.reshape(-1, x.shape[-1]) for x in arrays]).float().abs().amax(0)
+    return torch.searchsorted(GRID, reach)
 
 
 @pytest.mark.parametrize(
-    ("reach_a", "reach_b", "want"),
+    ("reach_a", "reach_b", "row"),
     [
-        (0.5, 0.1, (0, 0)),
-        (float(GRID[7]), 0.2, (7, 0)),
-        (0.1, float(GRID[7]) + 1e-3, (8, 0)),
-        (0.1, WIDEST, (LAST, 0)),
-        (WIDEST + 0.01, 1.0, (LAST + 1, 1)),
-        (1.0, float("inf"), (LAST + 1, 1)),
-        (float("nan"), 1.0, (LAST + 1, 1)),
+        (0.5, 0.1, 0),
+        (float(GRID[7]), 0.2, 7),
+        (0.1, float(GRID[7]) + 1e-3, 8),
+        (0.1, WIDEST, LAST),
+        (WIDEST + 0.01, 1.0, None),
+        (1.0, float("inf"), None),
+        (float("nan"), 1.0, None),
     ],
 )
-def test_the_row_of_the_table_is_the_first_that_reaches(reach_a, reach_b, want):
-    a, b = some(2, 7, 5, scale=0.05), some(3, 5, scale=0.05)
-    a[1, 3, 2], b[2, 4] = -reach_a, reach_b
-    assert tuple(additive_index(a, b, GRID).tolist()) == want
+@pytest.mark.parametrize("h", [5, 131])
+def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach_b, row):
+    a, b = some(2, 7, h, scale=0.05), some(3, h, scale=0.05)
+    a[1, 3, -2], b[2, -2] = -reach_a, reach_b
+    fit, beyond = fit_of(a, b, TABLE, GRID)
+    assert beyond.tolist() == [int(row is None)]
+    rows = torch.zeros(h, dtype=torch.long, device=DEVICE)
+    rows[-2] = LAST if row is None else row
+    torch.testing.assert_close(fit[0], 1 / GRID[rows], rtol=1e-6, atol=0)
+    assert torch.equal(fit[1:], TABLE[rows].reshape(h, -1).mT)
 
 
 def test_arrays_larger_than_one_look_are_seen_to_the_end(monkeypatch):
     monkeypatch.setattr(features, "LOOKS", 2)
-    a = torch.zeros(5 * features.TILE + 3, device=DEVICE)
+    a = torch.zeros(5 * features.TILE + 3, 1, device=DEVICE)
     a[-1] = GRID[3]
-    assert additive_index(a, a[:0], GRID).tolist() == [3, 0]
+    for one, two in ((a, a[:0]), (a[:1], a)):
+        fit, beyond = fit_of(one, two, TABLE, GRID)
+        torch.testing.assert_close(fit[0], 1 / GRID[3:4], rtol=1e-6, atol=0)
+        assert not beyond.any()
 
 
-@pytest.mark.parametrize("key", [False, True])
+def mixed(*shape, scale):
+    """Units of unlike reach, from a tenth of the scale to all of it."""
+    return some(*shape, scale=scale) * torch.linspace(0.1, 1.0, shape[-1], device=DEVICE)
+
+
 @pytest.mark.parametrize(
-    ("shape", "scale"), [((3, 17, 5), 0.5), ((2, 1, 3, 64), WIDEST), ((2, 130), 2)]
+    ("shape_a", "shape_b", "scale"),
+    [
+        ((3, 17, 5), (2, 5), 0.8),
+        ((2, 1, 3, 64), (1, 41, 64), WIDEST),
+        ((2, 130), (19, 130), 3),
+    ],
 )
-def test_values_and_gradients_are_those_of_the_polynomials(shape, scale, key):
-    x = some(*shape, scale=scale)
-    v = some(shape[-1], scale=2.0) if key else None
-    index = index_for(x)
-    row = int(index[0])
-    given = [t.clone().requires_grad_() for t in (x, v) if t is not None]
-    exact = [t.double().requires_grad_() for t in (x, v) if t is not None]
-    out = additive_features(given[0], given[1] if key else None, TABLE, GRID, index)
-    want = polynomials(exact[0], exact[1] if key else None, row)
-    assert out.shape == (*shape[:-1], 2 * PAIRS * shape[-1])
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=3e-6 * want.abs().max().item())
-    along = torch.randn_like(out)
-    got = torch.autograd.grad((out * along).sum(), given)
-    expected = torch.autograd.grad((want * along).sum(), exact)
-    for one, two in zip(got, expected, strict=True):
+def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, scale):
+    a, b, v = mixed(*shape_a, scale=scale), mixed(*shape_b, scale=scale), some(shape_a[-1])
+    rows = first_rows(a, b)
+    assert len(rows.unique()) > 1
+    fit, beyond = fit_of(a, b, TABLE, GRID)
+    exact = [x.double().requires_grad_() for x in (a, b, v)]
+    want = polynomials(exact[0], None, rows), polynomials(exact[1], exact[2], rows)
+    got = features_of(a, b, v, fit, beyond, PAIRS)
+    for one, two in zip(got, want, strict=True):
+        assert one.shape == two.shape
+        torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-6 * two.abs().max().item())
+    along = [torch.randn_like(x) for x in got]
+    da, db, parts = features_grad(*along, a, b, v, fit, beyond, PAIRS)
+    expected = torch.autograd.grad(want, exact, [x.double() for x in along])
+    for one, two in zip((da, db, parts.sum(0)), expected, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5 * two.abs().max().item())
 
 
@@ -94,47 +113,44 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape, scale, key):
     ("dtype", "error"), [(torch.float32, COARSE), (torch.bfloat16, 3 * COARSE)]
 )
 def test_their_product_is_the_score(dtype, error):
-    a, b = (some(rows, 8, scale=WIDEST, dtype=dtype) for rows in (40, 30))
+    a, b = (mixed(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
     v = some(8)
-    index = index_for(a, b)
-    phi = additive_features(a, None, TABLE, GRID, index)
-    psi = additive_features(b, v, TABLE, GRID, index)
+    phi, psi = features_of(a, b, v, *fit_of(a, b, TABLE, GRID), PAIRS)
     assert phi.dtype == psi.dtype == dtype
     want = (torch.tanh(a.double()[:, None] + b.double()[None]) * v.double()).sum(-1)
     off = (phi.double() @ psi.double().mT - want).abs().max()
     assert off < error * v.abs().sum()
 
 
-@pytest.mark.parametrize("key", [False, True])
-def test_beyond_the_table_they_and_their_gradients_are_zero(key):
-    x = some(4, 6, scale=9.0).requires_grad_()
-    v = some(6).requires_grad_() if key else None
-    out = additive_features(x, v, TABLE, GRID, index_for(x.detach() + 9))
-    assert not out.any()
-    for grad in torch.autograd.grad(out.sum(), [x, v] if key else [x]):
-        assert not grad.any()
+def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
+    a, b, v = some(4, 6), some(3, 6), some(6)
+    b[1, 2] = 2 * WIDEST
+    fit, beyond = fit_of(a, b, TABLE, GRID)
+    found = features_of(a, b, v, fit, beyond, PAIRS)
+    along = [torch.ones_like(x) for x in found]
+    for x in (*found, *features_grad(*along, a, b, v, fit, beyond, PAIRS)):
+        assert not x.any()
 
 
-@pytest.mark.parametrize("key", [False, True])
-def test_no_rows(key):
-    x = some(0, 6).requires_grad_()
-    v = some(6).requires_grad_() if key else None
-    out = additive_features(x, v, TABLE, GRID, index_for(some(2, 2)))
-    assert out.shape == (0, 2 * PAIRS * 6)
-    grads = torch.autograd.grad(out.sum(), [x, v] if key else [x])
-    assert [tuple(g.shape) for g in grads] == [(0, 6), (6,)][: len(grads)]
-    assert not any(g.any() for g in grads)
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
+def test_no_rows(n, m):
+    a, b, v = some(n, 6), some(m, 6), some(6)
+    fit, beyond = fit_of(a, b, TABLE, GRID)
+    found = features_of(a, b, v, fit, beyond, PAIRS)
+    assert [tuple(x.shape) for x in found] == [(n, 12 * PAIRS), (m, 12 * PAIRS)]
+    da, db, parts = features_grad(*found, a, b, v, fit, beyond, PAIRS)
+    assert da.shape == a.shape
+    assert db.shape == b.shape
+    assert parts.sum(0).shape == v.shape
 
 
 def test_arrays_need_not_be_contiguous():
-    x = some(6, 10)
-    index = index_for(x)
-    turned = additive_features(x.mT, None, TABLE, GRID, index)
-    assert torch.equal(turned, additive_features(x.mT.contiguous(), None, TABLE, GRID, index))
-
-
-def test_the_operators_keep_their_promises():
-    x, v = some(3, 4, scale=1.5).requires_grad_(), some(4).requires_grad_()
-    index = index_for(x.detach())
-    torch.library.opcheck(additive_index, (x.detach(), x.detach(), GRID))
-    torch.library.opcheck(additive_features, (x, v, TABLE, GRID, index))
+    a, b, v = some(6, 10), some(6, 7), some(6)
+    plain = a.mT.contiguous(), b.mT.contiguous(), v
+    fits = fit_of(a.mT, b.mT, TABLE, GRID)
+    for one, two in zip(
+        (*fits, *features_of(a.mT, b.mT, v, *fits, PAIRS)),
+        (*fit_of(*plain[:2], TABLE, GRID), *features_of(*plain, *fits, PAIRS)),
+        strict=True,
+    ):
+        assert torch.equal(one, two)

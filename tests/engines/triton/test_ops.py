@@ -457,11 +457,21 @@ def spoiled_by_zero(query, key, value, scale):
     return s.softmax(-1) @ formulas.shared(value, query)
 
 
-@pytest.mark.parametrize(("h", "hk", "bad"), [(3, 3, math.nan), (4, 2, math.inf)])
-def test_heal(h, hk, bad):
-    """Head 1 of the keys has a value that rows before it must not see; the others are sound."""
-    arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=16, d=8)
-    arrays["value"][0, 1, 20, 3] = bad
+@pytest.mark.parametrize(
+    ("h", "hk", "w", "bad", "where", "processors"),
+    [
+        (3, 3, 16, math.nan, "value", 1),
+        (4, 2, 20, math.inf, "value", 64),
+        (2, 2, 300, math.nan, "value", 4),
+        (3, 3, 16, math.nan, "key", 1),
+    ],
+)
+def test_heal(monkeypatch, h, hk, w, bad, where, processors):
+    """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
+    split(monkeypatch, processors)
+    monkeypatch.setitem(ops.OVERRIDE, "mend", SMALL)
+    arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
+    arrays[where][0, 1, 20, 3] = bad
     given = [x.requires_grad_() for x in arrays.values()]
     query = given[0]
     out = spoiled_by_zero(*given, 0.3)
@@ -471,12 +481,13 @@ def test_heal(h, hk, bad):
     wanted = torch.autograd.grad(want, query, along)[0]
     sick = torch.zeros(2, h, dtype=torch.bool)
     sick[0, h // hk : 2 * (h // hk)] = True
-    assert not torch.isfinite(out[sick][:, :20]).all()
+    assert not torch.isfinite((out if where == "value" else dquery)[sick][:, :20]).all()
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
     kept = ops.heal(healed, *(x.detach() for x in given), scale=0.3)
-    ops.heal_backward(mended, along, healed, kept, *(x.detach() for x in given), scale=0.3)
+    strided = along.mT.contiguous().mT
+    ops.heal_backward(mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3)
     for got, before, right in ((healed, out.detach(), want), (mended, dquery, wanted)):
         assert torch.equal(got[~sick], before[~sick])
         torch.testing.assert_close(got[sick], right[sick].detach(), equal_nan=True)
@@ -563,9 +574,10 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     monkeypatch.setattr(ops, "_launch", record)
     for name in ("pool", "split", "to_keys", "to_queries"):
         monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
-    plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9).values())
-    kept = ops.heal(plain[2].clone(), *plain, scale=0.3)
-    ops.heal_backward(plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3)
+    for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
+        plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
+        kept = ops.heal(plain[2].clone(), *plain, scale=0.3)
+        ops.heal_backward(plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3)
     for case in battery():
         shape, how = case.values
         for dtype in (torch.float32, torch.bfloat16):
@@ -604,7 +616,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         if (kernel, name) in {("inner", "D"), ("merge", "D")}:
             continue
         assert values == want, (kernel, name, values)
-    assert {kernel for kernel, _ in seen} == {"pool", "merge", "inner", "to_keys", "to_queries"}
+    kernels = {"pool", "merge", "inner", "to_keys", "to_queries", "mend", "mend_queries"}
+    assert {kernel for kernel, _ in seen} == kernels
 
 
 # Bad input

@@ -21,7 +21,6 @@ from qkv.masks.sequences import Blocks, Lengths
 from qkv.scores import Additive, Cosine, Multiplicative, Score
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
-from qkv.scores.separable import table
 from qkv.types import Array
 from qkv.weightings import Average, Entmax, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
 
@@ -287,9 +286,8 @@ _TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
 def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
-    import torch
-
     from qkv.engines.triton.additive import additive
+    from qkv.engines.triton.features import tables
 
     assert isinstance(call.score, Additive)
     a, b = call.score.hidden(call.query, call.key)
@@ -298,8 +296,7 @@ def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
     value = _four_axes(call, call.value, heads)
     device = call.query.device
     if device not in _TABLES:
-        grid, coefficients = table(PAIRS, COARSE)
-        _TABLES[device] = tuple(
-            torch.as_tensor(x, dtype=torch.float32, device=device) for x in (coefficients, grid)
-        )
-    return additive(a, b, call.score.v, value, *_TABLES[device], *bounds[:3])
+        _TABLES[device] = tables(PAIRS, COARSE, device)
+    coefficients, grid = _TABLES[device]
+    lower, upper, lengths, *_ = bounds
+    return additive(a, b, call.score.v, value, coefficients, grid, lower, upper, lengths)

@@ -1,7 +1,7 @@
 """Softmax attention with s = Σ_h v_h tanh(a_h + b_h): by features within the table, else exactly.
 
-Which of the two is only known on the device. Both are launched, each looks at the index there,
-and the exact kernels, which come second, do nothing or overwrite.
+Which of the two is only known on the device. Both are launched, each looks at the flag there, and
+the exact kernels, which come second, do nothing or overwrite.
 """
 
 # Decorators of an untyped library.
@@ -43,7 +43,7 @@ def additive(
     if a.dtype == torch.float32:
         out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
     else:
-        out, lse, _, _ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
+        out, lse, *_ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
     return out, lse
 
 
@@ -85,26 +85,27 @@ def _additive(
     lower: int | None,
     upper: int | None,
     lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, what `ops` keeps of the rows, and the index."""
-    index = features.index_of(a, b, grid)
-    phi = features.features_of(a, None, table, grid, index)
-    psi = features.features_of(b, v, table, grid, index)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
+    fit, beyond = features.fit_of(a, b, table, grid)
+    phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
     out, lse, kept = ops._attend_forward(phi, psi, value, **_settings(lengths, lower, upper))
-    exact.forward(a, b, v, value, lower, upper, lengths, index[1:], out, lse)
-    return out, lse, kept, index
+    exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
+    return out, lse, kept, fit, beyond
 
 
 @_additive.register_fake
 def _(
     a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = a.shape[:3]
+    _, _, pairs, order = table.shape
     return (
         value.new_empty((*rows, value.shape[3])),
         a.new_empty(rows, dtype=torch.float32),
         a.new_empty((2, *rows), dtype=torch.float32),
-        a.new_empty(2, dtype=torch.int32),
+        a.new_empty((1 + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
+        a.new_empty(1, dtype=torch.int32),
     )
 
 
@@ -116,46 +117,31 @@ def _additive_backward(
     b: Tensor,
     v: Tensor,
     value: Tensor,
-    table: Tensor,
-    grid: Tensor,
+    pairs: int,
     lower: int | None,
     upper: int | None,
     lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
-    index: Tensor,
+    fit: Tensor,
+    beyond: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """da, db, dv, dvalue. The features are made again: they are wide, and quick to make."""
-    phi = features.features_of(a, None, table, grid, index)
-    psi = features.features_of(b, v, table, grid, index)
+    phi, psi = features.features_of(a, b, v, fit, beyond, pairs)
     dphi, dpsi, dvalue, *_ = ops._attend_backward(
         grad, grad_lse, out, kept, phi, psi, value,
         for_queries=True, for_keys=True, **_settings(lengths, lower, upper),
     )  # fmt: skip
     del phi, psi
-    da, _ = features.features_grad(dphi, a, None, table, grid, index)
-    db, dv = features.features_grad(dpsi, b, v, table, grid, index)
+    da, db, parts = features.features_grad(dphi, dpsi, a, b, v, fit, beyond, pairs)
     del dphi, dpsi
+    dv = torch.empty_like(v)
     exact.backward(
-        grad,
-        grad_lse,
-        a,
-        b,
-        v,
-        value,
-        lower,
-        upper,
-        lengths,
-        index[1:],
-        out,
-        lse,
-        da,
-        db,
-        dv,
-        dvalue,
-    )
-    return da, db, dv.to(v.dtype), dvalue
+        grad, grad_lse, a, b, v, value, lower, upper, lengths, beyond, out, lse,
+        da, db, dv, dvalue, parts,
+    )  # fmt: skip
+    return da, db, dv, dvalue
 
 
 @_additive_backward.register_fake
@@ -172,19 +158,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b, v, value, table, grid, ctx.lower, ctx.upper, lengths = inputs
-    ctx.save_for_backward(a, b, v, value, table, grid, lengths, *output)
+    a, b, v, value, table, _, ctx.lower, ctx.upper, lengths = inputs
+    ctx.pairs = table.shape[2]
+    ctx.save_for_backward(a, b, v, value, lengths, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
     ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: None
 ) -> tuple[Any, ...]:
-    a, b, v, value, table, grid, lengths, *output = ctx.saved_tensors
+    a, b, v, value, lengths, *output = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output[0])
     grads = _additive_backward(
-        grad, grad_lse, a, b, v, value, table, grid, ctx.lower, ctx.upper, lengths, *output
+        grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
     return *grads, *(None,) * 5
 

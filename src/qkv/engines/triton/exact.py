@@ -26,6 +26,8 @@ CAP = tl.constexpr(2.0**40)
 """What 1 + e²ᵃ·e²ᵇ is cut off at, so that the product of two is finite: r < 1e-12 counts as 0."""
 OPEN = 2**30
 """The bound of a band that has none."""
+WAITING = 264
+"""Programs, at most, of a kernel that may find nothing to do: two for each of 132 processors."""
 
 
 @triton.jit
@@ -39,24 +41,14 @@ def _reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _prepare_kernel(
-    x,
-    ex,
-    peak,
-    when,
-    rows,
-    padded,
-    h,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _prepare(
+    job, x, ex, peak, rows, padded, h, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
-    """e²ˣ (PAIRED, padded) of x (rows, h), and the largest |x| of each tile."""
-    if when is not None and tl.load(when) == 0:
-        return
+):  # fmt: skip
+    """e²ˣ (PAIRED, padded) of a tile of x (rows, h), and its largest |x|."""
     tiles = padded // BLOCK
-    tile = tl.program_id(0) % tiles
-    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = job % tiles
+    lead = (job // tiles).to(tl.int64)
     row = tile * BLOCK + tl.arange(0, BLOCK)
     top = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, PAIRED, BLOCK_H):
@@ -68,7 +60,36 @@ def _prepare_kernel(
         top = tl.maximum(top, tl.max(seen, 0))
         to = ex + (lead * PAIRED + col[:, None]) * padded + row[None, :]
         tl.store(to, tl.exp(2 * one), mask=(col < PAIRED)[:, None])
-    tl.store(peak + tl.program_id(0), tl.max(top, 0))
+    tl.store(peak + job, tl.max(top, 0))
+
+
+@triton.jit
+def _prepare_kernel(
+    a,
+    b,
+    ea,
+    eb,
+    peak_a,
+    peak_b,
+    when,
+    jobs_a,
+    jobs,
+    n,
+    m,
+    pad_n,
+    pad_m,
+    h,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    if when is not None and tl.load(when) == 0:
+        return
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        if job < jobs_a:
+            _prepare(job, a, ea, peak_a, n, pad_n, h, PAIRED, BLOCK, BLOCK_H)
+        else:
+            _prepare(job - jobs_a, b, eb, peak_b, m, pad_m, h, PAIRED, BLOCK, BLOCK_H)
 
 
 @triton.jit
@@ -169,6 +190,7 @@ def _forward_kernel(
     d,
     lower,
     upper,
+    jobs,
     PAIRED: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -178,53 +200,71 @@ def _forward_kernel(
 ):
     if when is not None and tl.load(when) == 0:
         return
-    tiles = pad_n // BLOCK
-    tile = tl.program_id(0) % tiles
-    lead = (tl.program_id(0) // tiles).to(tl.int64)
-    shared = lead // heads * (heads // group) + lead % heads // group
-    ea += lead * PAIRED * pad_n
-    eb += shared * PAIRED * pad_m
-    a += lead * n * h
-    b += shared * m * h
-    value += shared * m * d
-    length = m
-    if lengths is not None:
-        length = tl.minimum(tl.load(lengths + lead // heads), m)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        tiles = pad_n // BLOCK
+        tile = job % tiles
+        lead = (job // tiles).to(tl.int64)
+        shared = lead // heads * (heads // group) + lead % heads // group
+        ea_here = ea + lead * PAIRED * pad_n
+        eb_here = eb + shared * PAIRED * pad_m
+        a_here = a + lead * n * h
+        b_here = b + shared * m * h
+        value_here = value + shared * m * d
+        length = m
+        if lengths is not None:
+            length = tl.minimum(tl.load(lengths + lead // heads), m)
 
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    at_d = tl.arange(0, BLOCK_D)
-    hidden = tl.arange(0, BLOCK_H)
-    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
-    begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
-    end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        at_d = tl.arange(0, BLOCK_D)
+        hidden = tl.arange(0, BLOCK_H)
+        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+        begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
+        end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
 
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for start in range(begin, end, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        near = _near(peak_a + tl.program_id(0), peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
-        s = _scores(
-            near, ea, eb, a, b, v, total, row, col, n, m, pad_n, pad_m, h, PAIRED, ASM, BLOCK, BLOCK
-        )
-        live = _live(row[:, None], col[None, :], n, length, lower, upper)
-        s = tl.where(live, s, -float("inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weight = tl.exp(s - base[:, None])
-        fade = tl.exp(top - base)
-        mass = mass * fade + tl.sum(weight, 1)
-        within = (col < length)[:, None] & (at_d < d)[None, :]
-        values = tl.load(value + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
-        pooled = pooled * fade[:, None] + _pool(weight, live, values, PRECISION)
-        top = higher
-    empty = mass == 0
-    pooled /= tl.where(empty, 1.0, mass)[:, None]
-    logsum = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, mass)))
-    to = out + (lead * n + row[:, None]) * d + at_d[None, :]
-    inside = (row < n)[:, None] & (at_d < d)[None, :]
-    tl.store(to, pooled.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + lead * n + row, logsum, mask=row < n)
+        top = tl.full((BLOCK,), -float("inf"), tl.float32)
+        mass = tl.zeros((BLOCK,), tl.float32)
+        pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        for start in range(begin, end, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+            s = _scores(
+                near,
+                ea_here,
+                eb_here,
+                a_here,
+                b_here,
+                v,
+                total,
+                row,
+                col,
+                n,
+                m,
+                pad_n,
+                pad_m,
+                h,
+                PAIRED,
+                ASM,
+                BLOCK,
+                BLOCK,
+            )
+            live = _live(row[:, None], col[None, :], n, length, lower, upper)
+            s = tl.where(live, s, -float("inf"))
+            higher = tl.maximum(top, tl.max(s, 1))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            weight = tl.exp(s - base[:, None])
+            fade = tl.exp(top - base)
+            mass = mass * fade + tl.sum(weight, 1)
+            within = (col < length)[:, None] & (at_d < d)[None, :]
+            values = tl.load(value_here + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
+            pooled = pooled * fade[:, None] + _pool(weight, live, values, PRECISION)
+            top = higher
+        empty = mass == 0
+        pooled /= tl.where(empty, 1.0, mass)[:, None]
+        logsum = tl.where(empty, -float("inf"), top + tl.log(tl.where(empty, 1.0, mass)))
+        to = out + (lead * n + row[:, None]) * d + at_d[None, :]
+        inside = (row < n)[:, None] & (at_d < d)[None, :]
+        tl.store(to, pooled.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse + lead * n + row, logsum, mask=row < n)
 
 
 @triton.jit
@@ -284,6 +324,7 @@ def _query_grad_kernel(
     d,
     lower,
     upper,
+    jobs,
     PAIRED: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -298,59 +339,77 @@ def _query_grad_kernel(
     """
     if when is not None and tl.load(when) == 0:
         return
-    tiles = pad_n // BLOCK
-    tile = tl.program_id(0) % tiles
-    lead = (tl.program_id(0) // tiles).to(tl.int64)
-    shared = lead // heads * (heads // group) + lead % heads // group
-    ea += lead * PAIRED * pad_n
-    eb += shared * PAIRED * pad_m
-    a += lead * n * h
-    b += shared * m * h
-    value += shared * m * d
-    ones += lead * PAIRED * pad_n
-    squares += lead * PAIRED * pad_n
-    length = m
-    if lengths is not None:
-        length = tl.minimum(tl.load(lengths + lead // heads), m)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        tiles = pad_n // BLOCK
+        tile = job % tiles
+        lead = (job // tiles).to(tl.int64)
+        shared = lead // heads * (heads // group) + lead % heads // group
+        ea_here = ea + lead * PAIRED * pad_n
+        eb_here = eb + shared * PAIRED * pad_m
+        a_here = a + lead * n * h
+        b_here = b + shared * m * h
+        value_here = value + shared * m * d
+        ones_here = ones + lead * PAIRED * pad_n
+        squares_here = squares + lead * PAIRED * pad_n
+        length = m
+        if lengths is not None:
+            length = tl.minimum(tl.load(lengths + lead // heads), m)
 
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    at_d = tl.arange(0, BLOCK_D)
-    hidden = tl.arange(0, BLOCK_H)
-    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
-    begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
-    end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
-    do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        at_d = tl.arange(0, BLOCK_D)
+        hidden = tl.arange(0, BLOCK_H)
+        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+        begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
+        end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+        do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
 
-    whole = tl.zeros((BLOCK,), tl.float32)
-    for c in range(h):
-        tl.store(ones + c * pad_n + row, whole)
-        tl.store(squares + c * pad_n + row, whole)
-    for start in range(begin, end, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        near = _near(peak_a + tl.program_id(0), peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
-        s = _scores(
-            near, ea, eb, a, b, v, total, row, col, n, m, pad_n, pad_m, h, PAIRED, ASM, BLOCK, BLOCK
-        )
-        live = _live(row[:, None], col[None, :], n, length, lower, upper)
-        within = (col < length)[:, None] & (at_d < d)[None, :]
-        values = tl.load(value + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
-        _, ds = _slope(s, live, base, centre, do, values, PRECISION, False)
-        whole += tl.sum(ds, 1)
-        if near:
-            for c in range(h):
-                at = c * pad_n + row
-                x = tl.load(ea + at)[:, None] * tl.load(eb + c * pad_m + col)[None, :]
-                r = _reciprocal(1.0 + x, ASM)
-                tl.store(ones + at, tl.load(ones + at) + tl.sum(ds * r, 1))
-                tl.store(squares + at, tl.load(squares + at) + tl.sum(ds * r * r, 1))
-        else:
-            for c in range(h):
-                at = c * pad_n + row
-                # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
-                r = tl.where(ds != 0, _far_r(a, b, c, row, col, n, m, h), 0.0)
-                tl.store(ones + at, tl.load(ones + at) + tl.sum(ds * r, 1))
-                tl.store(squares + at, tl.load(squares + at) + tl.sum(ds * r * r, 1))
-    tl.store(sums + lead * pad_n + row, whole)
+        whole = tl.zeros((BLOCK,), tl.float32)
+        for c in range(h):
+            tl.store(ones_here + c * pad_n + row, whole)
+            tl.store(squares_here + c * pad_n + row, whole)
+        for start in range(begin, end, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+            s = _scores(
+                near,
+                ea_here,
+                eb_here,
+                a_here,
+                b_here,
+                v,
+                total,
+                row,
+                col,
+                n,
+                m,
+                pad_n,
+                pad_m,
+                h,
+                PAIRED,
+                ASM,
+                BLOCK,
+                BLOCK,
+            )
+            live = _live(row[:, None], col[None, :], n, length, lower, upper)
+            within = (col < length)[:, None] & (at_d < d)[None, :]
+            values = tl.load(value_here + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
+            _, ds = _slope(s, live, base, centre, do, values, PRECISION, False)
+            whole += tl.sum(ds, 1)
+            if near:
+                for c in range(h):
+                    at = c * pad_n + row
+                    x = tl.load(ea_here + at)[:, None] * tl.load(eb_here + c * pad_m + col)[None, :]
+                    r = _reciprocal(1.0 + x, ASM)
+                    tl.store(ones_here + at, tl.load(ones_here + at) + tl.sum(ds * r, 1))
+                    tl.store(squares_here + at, tl.load(squares_here + at) + tl.sum(ds * r * r, 1))
+            else:
+                for c in range(h):
+                    at = c * pad_n + row
+                    # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
+                    r = tl.where(ds != 0, _far_r(a_here, b_here, c, row, col, n, m, h), 0.0)
+                    tl.store(ones_here + at, tl.load(ones_here + at) + tl.sum(ds * r, 1))
+                    tl.store(squares_here + at, tl.load(squares_here + at) + tl.sum(ds * r * r, 1))
+        tl.store(sums + lead * pad_n + row, whole)
 
 
 @triton.jit
@@ -381,6 +440,7 @@ def _key_grad_kernel(
     d,
     lower,
     upper,
+    jobs,
     PAIRED: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -395,92 +455,86 @@ def _key_grad_kernel(
     """
     if when is not None and tl.load(when) == 0:
         return
-    tiles = pad_m // BLOCK
-    tile = tl.program_id(0) % tiles
-    shared = (tl.program_id(0) // tiles).to(tl.int64)
-    few = heads // group
-    batch = shared // few
-    eb += shared * PAIRED * pad_m
-    b += shared * m * h
-    slopes += shared * PAIRED * pad_m
-    length = m
-    if lengths is not None:
-        length = tl.minimum(tl.load(lengths + batch), m)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        tiles = pad_m // BLOCK
+        tile = job % tiles
+        shared = (job // tiles).to(tl.int64)
+        few = heads // group
+        batch = shared // few
+        eb_here = eb + shared * PAIRED * pad_m
+        b_here = b + shared * m * h
+        slopes_here = slopes + shared * PAIRED * pad_m
+        length = m
+        if lengths is not None:
+            length = tl.minimum(tl.load(lengths + batch), m)
 
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    at_d = tl.arange(0, BLOCK_D)
-    hidden = tl.arange(0, BLOCK_H)
-    total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
-    begin = tl.maximum(tile * BLOCK - upper, 0) // BLOCK * BLOCK
-    end = tl.minimum(n, tile * BLOCK + BLOCK - lower)
-    end = tl.where(tile * BLOCK < length, end, 0)
-    within = (row < length)[:, None] & (at_d < d)[None, :]
-    values = tl.load(
-        value + (shared * m + row[:, None]) * d + at_d[None, :], mask=within, other=0.0
-    )
+        row = tile * BLOCK + tl.arange(0, BLOCK)
+        at_d = tl.arange(0, BLOCK_D)
+        hidden = tl.arange(0, BLOCK_H)
+        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+        begin = tl.maximum(tile * BLOCK - upper, 0) // BLOCK * BLOCK
+        end = tl.minimum(n, tile * BLOCK + BLOCK - lower)
+        end = tl.where(tile * BLOCK < length, end, 0)
+        within = (row < length)[:, None] & (at_d < d)[None, :]
+        values = tl.load(
+            value + (shared * m + row[:, None]) * d + at_d[None, :], mask=within, other=0.0
+        )
 
-    pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for c in range(h):
-        tl.store(slopes + c * pad_m + row, tl.zeros((BLOCK,), tl.float32))
-    for member in range(group):
-        lead = batch * heads + shared % few * group + member
-        e_query = ea + lead * PAIRED * pad_n
-        query = a + lead * n * h
-        for start in range(begin, end, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, col, n, at_d, d)
-            near = _near(
-                peak_b + tl.program_id(0), peak_a + lead * (pad_n // BLOCK) + start // BLOCK
-            )
-            s = _scores(
-                near, eb, e_query, b, query, v, total, row, col, m, n, pad_m, pad_n, h, PAIRED, ASM,
-                BLOCK, BLOCK,
-            )  # fmt: skip
-            live = _live(col[None, :], row[:, None], n, length, lower, upper)
-            weight, ds = _slope(s, live, base, centre, do, values, PRECISION, True)
-            pooled += tl.dot(weight.to(do.dtype), do, input_precision=PRECISION)
-            if near:
-                for c in range(h):
-                    at = c * pad_m + row
-                    x = tl.load(eb + at)[:, None] * tl.load(e_query + c * pad_n + col)[None, :]
-                    r = _reciprocal(1.0 + x, ASM)
-                    tl.store(slopes + at, tl.load(slopes + at) + tl.sum(ds * (r - r * r), 1))
-            else:
-                for c in range(h):
-                    at = c * pad_m + row
-                    r = tl.where(ds != 0, _far_r(b, query, c, row, col, m, n, h), 0.0)
-                    tl.store(slopes + at, tl.load(slopes + at) + tl.sum(ds * (r - r * r), 1))
-    to = dvalue + (shared * m + row[:, None]) * d + at_d[None, :]
-    inside = (row < m)[:, None] & (at_d < d)[None, :]
-    tl.store(to, pooled.to(dvalue.dtype.element_ty), mask=inside)
+        pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        for c in range(h):
+            tl.store(slopes_here + c * pad_m + row, tl.zeros((BLOCK,), tl.float32))
+        for member in range(group):
+            lead = batch * heads + shared % few * group + member
+            e_query = ea + lead * PAIRED * pad_n
+            query = a + lead * n * h
+            for start in range(begin, end, BLOCK):
+                col = start + tl.arange(0, BLOCK)
+                do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, col, n, at_d, d)
+                near = _near(peak_b + job, peak_a + lead * (pad_n // BLOCK) + start // BLOCK)
+                s = _scores(
+                    near, eb_here, e_query, b_here, query, v, total, row, col, m, n, pad_m, pad_n,
+                    h, PAIRED, ASM, BLOCK, BLOCK,
+                )  # fmt: skip
+                live = _live(col[None, :], row[:, None], n, length, lower, upper)
+                weight, ds = _slope(s, live, base, centre, do, values, PRECISION, True)
+                pooled += tl.dot(weight.to(do.dtype), do, input_precision=PRECISION)
+                if near:
+                    for c in range(h):
+                        at = c * pad_m + row
+                        x = (
+                            tl.load(eb_here + at)[:, None]
+                            * tl.load(e_query + c * pad_n + col)[None, :]
+                        )
+                        r = _reciprocal(1.0 + x, ASM)
+                        tl.store(
+                            slopes_here + at,
+                            tl.load(slopes_here + at) + tl.sum(ds * (r - r * r), 1),
+                        )
+                else:
+                    for c in range(h):
+                        at = c * pad_m + row
+                        r = tl.where(ds != 0, _far_r(b_here, query, c, row, col, m, n, h), 0.0)
+                        tl.store(
+                            slopes_here + at,
+                            tl.load(slopes_here + at) + tl.sum(ds * (r - r * r), 1),
+                        )
+        to = dvalue + (shared * m + row[:, None]) * d + at_d[None, :]
+        inside = (row < m)[:, None] & (at_d < d)[None, :]
+        tl.store(to, pooled.to(dvalue.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _finish_kernel(
-    ones,
-    squares,
-    sums,
-    v,
-    when,
-    dx,
-    parts,
-    rows,
-    padded,
-    h,
-    QUERY: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def _finish(
+    job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.constexpr,
+    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """dx = 4v (Σ ds·r − Σ ds·r²), turned to (rows, h); for the queries, parts of dv as well.
 
     dv = Σ ds − 2 Σ ds·r, over all pairs.
     """
-    if when is not None and tl.load(when) == 0:
-        return
     tiles = padded // BLOCK
-    tile = tl.program_id(0) % tiles
-    lead = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = job % tiles
+    lead = (job // tiles).to(tl.int64)
     row = tile * BLOCK + tl.arange(0, BLOCK)
     for start in range(0, h, BLOCK_H):
         col = start + tl.arange(0, BLOCK_H)
@@ -492,23 +546,71 @@ def _finish_kernel(
             slope -= tl.load(squares + at, mask=inside, other=0.0)
             whole = tl.load(sums + lead * padded + row, mask=row < rows, other=0.0)
             part = tl.sum(tl.where(inside, whole[None, :] - 2 * first, 0.0), 1)
-            tl.store(parts + tl.program_id(0).to(tl.int64) * h + col, part, mask=col < h)
+            tl.store(parts + job * h + col, part, mask=col < h)
         slope *= 4 * tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)[:, None]
         to = dx + (lead * rows + row[:, None]) * h + col[None, :]
         tl.store(to, tl.trans(slope).to(dx.dtype.element_ty), mask=tl.trans(inside))
 
 
 @triton.jit
-def _fold_kernel(parts, when, dv, count, h, BLOCK: tl.constexpr):
-    """dv (h,), the sum of the parts (count, h) in their order."""
+def _finish_kernel(
+    ones,
+    squares,
+    sums,
+    slopes,
+    v,
+    when,
+    da,
+    db,
+    parts,
+    jobs_a,
+    jobs,
+    n,
+    m,
+    pad_n,
+    pad_m,
+    h,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     if when is not None and tl.load(when) == 0:
         return
-    c = tl.program_id(0)
-    total = tl.zeros((BLOCK,), tl.float32)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        if job < jobs_a:
+            _finish(
+                job, ones, squares, sums, v, da, parts, n, pad_n, h, True, PAIRED, BLOCK, BLOCK_H
+            )
+        else:
+            _finish(
+                job - jobs_a, slopes, slopes, slopes, v, db, parts, m, pad_m, h, False, PAIRED,
+                BLOCK, BLOCK_H,
+            )  # fmt: skip
+
+
+@triton.jit
+def _fold(parts, dv, count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr):
+    col = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    total = tl.zeros((BLOCK, UNITS), tl.float32)
     for start in range(0, count, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        total += tl.load(parts + row.to(tl.int64) * h + c, mask=row < count, other=0.0)
-    tl.store(dv + c, tl.sum(total, 0).to(dv.dtype.element_ty))
+        row = start + tl.arange(0, BLOCK)[:, None]
+        inside = (row < count) & (col < h)[None, :]
+        total += tl.load(parts + row.to(tl.int64) * h + col[None, :], mask=inside, other=0.0)
+    tl.store(dv + col, tl.sum(total, 0).to(dv.dtype.element_ty), mask=col < h)
+
+
+@triton.jit
+def _fold_kernel(
+    parts, others, when, dv, count, others_count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr
+):
+    """dv (h,), the sum of the parts (count, h) in a fixed order; if `when` is 0 of the others."""
+    if when is None:
+        _fold(parts, dv, count, h, BLOCK, UNITS)
+    else:
+        if tl.load(when) != 0:
+            _fold(parts, dv, count, h, BLOCK, UNITS)
+        elif others is not None:
+            _fold(others, dv, others_count, h, BLOCK, UNITS)
 
 
 class _Call:
@@ -531,8 +633,7 @@ class _Call:
         few, m = b.shape[1:3]
         on_device = a.is_cuda and not triton.knobs.runtime.interpret
         self.paired = self.h + self.h % 2
-        ea, peak_a = self.exponentials(a)
-        eb, peak_b = self.exponentials(b)
+        (ea, peak_a), (eb, peak_b) = self.room(a), self.room(b)
         self.queries, self.keys = ea, eb
         self.query_tiles, self.key_tiles = peak_a.numel(), peak_b.numel()
         self.inputs = (
@@ -554,18 +655,22 @@ class _Call:
             "num_warps": WARPS,
             "num_stages": 1,
         }
+        both = self.query_tiles + self.key_tiles
+        _prepare_kernel[self.programs(both)](
+            a, b, ea, eb, peak_a, peak_b, when, self.query_tiles, both, n, m, ea.shape[-1],
+            eb.shape[-1], self.h, self.paired, BLOCK, 32,
+        )  # fmt: skip
 
-    def exponentials(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """e²ˣ (B, H, paired, padded rows) in float32, and the largest |x| of each tile."""
-        *lead, rows, h = x.shape
+    def room(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For e²ˣ (B, H, paired, padded rows) in float32, and the largest |x| of each tile."""
+        *lead, rows, _ = x.shape
         padded = triton.cdiv(rows, BLOCK) * BLOCK
         ex = x.new_empty((*lead, self.paired, padded), dtype=torch.float32)
-        peak = x.new_empty((*lead, padded // BLOCK), dtype=torch.float32)
-        if peak.numel():
-            _prepare_kernel[(peak.numel(),)](
-                x, ex, peak, self.when, rows, padded, h, self.paired, BLOCK, 32
-            )
-        return ex, peak
+        return ex, x.new_empty((*lead, padded // BLOCK), dtype=torch.float32)
+
+    def programs(self, jobs: int) -> tuple[int]:
+        """One for each job; few that share them where it is likely that there is nothing to do."""
+        return (jobs if self.when is None else min(jobs, WAITING),)
 
 
 def forward(
@@ -584,7 +689,8 @@ def forward(
     if not lse.numel():
         return
     call = _Call(a, b, v, value, lower, upper, lengths, when)
-    _forward_kernel[(call.query_tiles,)](*call.inputs, out, lse, *call.sizes, **call.facts)
+    tiles = call.query_tiles
+    _forward_kernel[call.programs(tiles)](*call.inputs, out, lse, *call.sizes, tiles, **call.facts)
 
 
 def backward(
@@ -604,8 +710,12 @@ def backward(
     db: Tensor,
     dv: Tensor,
     dvalue: Tensor,
+    others: Tensor | None = None,
 ) -> None:
-    """Fill da, db, dv and dvalue, contiguous and shaped as their arrays."""
+    """Fill da, db, dv and dvalue, contiguous and shaped as their arrays.
+
+    Where `when` holds 0, dv is the sum of the others (…, h), if given, and nothing else is filled.
+    """
     if not (lse.numel() and b.numel()):
         for x in (da, db, dv, dvalue):
             x.zero_()
@@ -616,21 +726,20 @@ def backward(
     sums = ones.new_empty((*a.shape[:2], ones.shape[-1]))
     slopes = torch.empty_like(call.keys)
     parts = ones.new_empty((call.query_tiles, call.h))
-    _query_grad_kernel[(call.query_tiles,)](
-        *call.inputs, *known, ones, squares, sums, *call.sizes, **call.facts
+    tiles, key_tiles, both = call.query_tiles, call.key_tiles, call.query_tiles + call.key_tiles
+    _query_grad_kernel[call.programs(tiles)](
+        *call.inputs, *known, ones, squares, sums, *call.sizes, tiles, **call.facts
     )
-    _key_grad_kernel[(call.key_tiles,)](
-        *call.inputs, *known, slopes, dvalue, *call.sizes, **call.facts
+    _key_grad_kernel[call.programs(key_tiles)](
+        *call.inputs, *known, slopes, dvalue, *call.sizes, key_tiles, **call.facts
     )
-    _finish_kernel[(call.query_tiles,)](
-        ones, squares, sums, call.v, when, da, parts, a.shape[2], ones.shape[-1], call.h,
-        True, call.paired, BLOCK, 32,
+    _finish_kernel[call.programs(both)](
+        ones, squares, sums, slopes, call.v, when, da, db, parts, tiles, both, a.shape[2],
+        b.shape[2], ones.shape[-1], slopes.shape[-1], call.h, call.paired, BLOCK, 32,
     )  # fmt: skip
-    _finish_kernel[(call.key_tiles,)](
-        slopes, slopes, slopes, call.v, when, db, parts, b.shape[2], slopes.shape[-1], call.h,
-        False, call.paired, BLOCK, 32,
-    )  # fmt: skip
-    _fold_kernel[(call.h,)](parts, when, dv, call.query_tiles, call.h, 256)
+    _fold_kernel[(triton.cdiv(call.h, 8),)](
+        parts, others, when, dv, tiles, 0 if others is None else others.shape[0], call.h, 512, 8
+    )
 
 
 @torch.library.custom_op("qkv::additive_exact", mutates_args=())

@@ -1,9 +1,11 @@
 """tanh(a + b) ≈ Σⱼ σⱼ [eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b)]: the additive score as a dot product.
 
 eⱼ are even and oⱼ odd polynomials, good for |a|, |b| ≤ A. A `table` (G, 2, J, K) holds them for a
-`grid` (G,) of ascending half-ranges A: [:, 0] is √σⱼ·eⱼ on T₀, T₂, T₄ … of x = a/A, [:, 1] is
-√σⱼ·oⱼ on T₁, T₃, T₅ …. Which row of the table suits the data is found on the device and never
-leaves it: `index` (2,) holds the first with A ≥ max |a|, |b|, or G where none is; then 1, else 0.
+`grid` (G,) of ascending half-ranges A, by the powers 1, y, y² … of y = 2x² − 1, x = a/A: [:, 0] is
+√σⱼ·eⱼ, [:, 1] is √σⱼ·oⱼ/x. Every hidden unit has the first A ≥ max |a|, |b| over its own rows,
+found on the device, which it never leaves. `fit` (1 + 2·J·K, h) holds 1/A of each unit, then its
+row of the table, so that neighbouring units lie side by side; `beyond` (1,) is 1 if some unit has
+no such A.
 """
 
 # Decorators of an untyped library, and arguments that are pointers or tiles.
@@ -13,117 +15,148 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qkv.scores import separable
+
 TILE = 2048
 """Elements of x that a program takes."""
-LOOKS = 256
-"""Programs, at most, that look for the largest of an array."""
+LOOKS = 128
+"""Programs, at most, that look for the largest of an array's columns."""
+SHARES = 16
+"""Programs among which the coefficients of a fit are divided."""
 
 
 @triton.jit
-def _largest(x, size, START: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr):
-    """max |x| over this program's share, ∞ where something is not finite."""
-    top = tl.zeros((BLOCK,), tl.float32)
-    share = (tl.program_id(0) - START).to(tl.int64) * BLOCK
-    for start in range(share, size, (STOP - START) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        seen = tl.abs(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+def _largest(
+    x, parts, rows, h, START: tl.constexpr, LOOKS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """max |x| of each column over this program's share, ∞ where something is not finite."""
+    flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    col = flat[None, :]
+    top = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
+    share = (tl.program_id(0) - START).to(tl.int64) * BLOCK_R
+    for start in range(share, rows, LOOKS * BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)[:, None]
+        inside = (row < rows) & (col < h)
+        seen = tl.abs(tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32))
         top = tl.maximum(top, tl.where(seen < float("inf"), seen, float("inf")))
-    return tl.max(top, 0)
+    tl.store(parts + tl.program_id(0) * h + flat, tl.max(top, 0), mask=flat < h)
 
 
 @triton.jit
-def _reach_kernel(a, b, parts, size_a, size_b, LOOKS: tl.constexpr, BLOCK: tl.constexpr):
+def _reach_kernel(
+    a, b, parts, rows_a, rows_b, h, LOOKS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(0) < LOOKS:
-        top = _largest(a, size_a, 0, LOOKS, BLOCK)
+        _largest(a, parts, rows_a, h, 0, LOOKS, BLOCK_R, BLOCK_H)
     else:
-        top = _largest(b, size_b, LOOKS, 2 * LOOKS, BLOCK)
-    tl.store(parts + tl.program_id(0), top)
+        _largest(b, parts, rows_b, h, LOOKS, LOOKS, BLOCK_R, BLOCK_H)
 
 
 @triton.jit
-def _index_kernel(parts, grid, index, G, COUNT: tl.constexpr, BLOCK_G: tl.constexpr):
-    reach = tl.max(tl.load(parts + tl.arange(0, COUNT)), 0)
+def _first(parts, grid, col, h, G, COUNT: tl.constexpr, BLOCK_G: tl.constexpr):
+    """The row of the table for each of some units, G where none reaches."""
+    part = tl.arange(0, COUNT)[:, None]
+    seen = tl.load(parts + part * h + col[None, :], mask=(col < h)[None, :], other=0.0)
+    reach = tl.max(seen, 0)
     at = tl.arange(0, BLOCK_G)
-    short = tl.load(grid + at, mask=at < G, other=float("inf")) < reach
-    first = tl.sum(short.to(tl.int32), 0)
-    tl.store(index, first)
-    tl.store(index + 1, (first == G).to(tl.int32))
+    half = tl.load(grid + at, mask=at < G, other=float("inf"))
+    return tl.sum((half[:, None] < reach[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
-def _series(row, y, K: tl.constexpr, ODD: tl.constexpr):
-    """Σₖ cₖ T₂ₖ(x), or if ODD Σₖ cₖ T₂ₖ₊₁(x) / x, by Clenshaw's recurrence in y = T₂(x).
-
-    Both start from 1 and go on with y or 2y − 1.
-    """
-    one = tl.zeros_like(y)
-    two = tl.zeros_like(y)
-    for i in tl.static_range(K - 1):
-        next = tl.load(row + K - 1 - i) + 2 * y * one - two
-        two = one
-        one = next
-    second = 2 * y - 1 if ODD else y
-    return tl.load(row) + second * one - two
-
-
-@triton.jit
-def _series_slope(row, y, K: tl.constexpr, ODD: tl.constexpr):
-    """The value of `_series` and its slope in y."""
-    one = tl.zeros_like(y)
-    two = tl.zeros_like(y)
-    slope_one = tl.zeros_like(y)
-    slope_two = tl.zeros_like(y)
-    for i in tl.static_range(K - 1):
-        slope = 2 * y * slope_one + 2 * one - slope_two
-        next = tl.load(row + K - 1 - i) + 2 * y * one - two
-        two = one
-        one = next
-        slope_two = slope_one
-        slope_one = slope
-    second = 2 * y - 1 if ODD else y
-    steep = 2 if ODD else 1
-    value = tl.load(row) + second * one - two
-    return value, second * slope_one + steep * one - slope_two
-
-
-@triton.jit
-def _features_kernel(
-    x,
-    v,
+def _fit_kernel(
+    parts,
     table,
     grid,
-    index,
+    fit,
+    beyond,
+    h,
+    G,
+    SIZE: tl.constexpr,
+    SHARES: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A share of the coefficients of some units; program 0, 0 asks all units whether one has none.
+
+    Every program finds the rows again from the parts: that is quicker than one more launch.
+    """
+    share = tl.program_id(0)
+    unit = tl.arange(0, BLOCK_H)
+    if share + tl.program_id(1) == 0:
+        short = tl.zeros((BLOCK_H,), tl.int32)
+        for start in range(0, h, BLOCK_H):
+            found = _first(parts, grid, start + unit, h, G, COUNT, BLOCK_G)
+            short = tl.maximum(short, (found == G).to(tl.int32))
+        tl.store(beyond, tl.max(short, 0))
+    col = tl.program_id(1) * BLOCK_H + unit
+    row = tl.minimum(_first(parts, grid, col, h, G, COUNT, BLOCK_G), G - 1)
+    if share == 0:
+        tl.store(fit + col, 1.0 / tl.load(grid + row), mask=col < h)
+    for c in range(share, SIZE, SHARES):
+        tl.store(fit + (1 + c) * h + col, tl.load(table + row * SIZE + c), mask=col < h)
+
+
+@triton.jit
+def _series(row, h, inside, y, K: tl.constexpr):
+    """Σₖ cₖ yᵏ. `row` points to c₀ of each unit."""
+    value = tl.load(row + (K - 1) * h, mask=inside, other=0.0) + tl.zeros_like(y)
+    for i in tl.static_range(1, K):
+        value = value * y + tl.load(row + (K - 1 - i) * h, mask=inside, other=0.0)
+    return value
+
+
+@triton.jit
+def _series_slope(row, h, inside, y, K: tl.constexpr):
+    """The value of `_series` and its slope in y."""
+    value = tl.load(row + (K - 1) * h, mask=inside, other=0.0) + tl.zeros_like(y)
+    slope = tl.zeros_like(y)
+    for i in tl.static_range(1, K):
+        slope = slope * y + value
+        value = value * y + tl.load(row + (K - 1 - i) * h, mask=inside, other=0.0)
+    return value, slope
+
+
+@triton.jit
+def _fill(
+    tile,
+    x,
+    v,
+    fit,
+    beyond,
     out,
     rows,
     h,
-    G,
     J: tl.constexpr,
     K: tl.constexpr,
     KEY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
     inside = (row < rows) & (col < h)
     to = out + row * (2 * J * h) + col
-    g = tl.load(index)
-    if g < G:
-        scale = 1.0 / tl.load(grid + g)
+    if tl.load(beyond) == 0:
+        scale = tl.load(fit + col, mask=col < h, other=0.0)
         z = tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32) * scale
         y = 2 * z * z - 1
-        even = table + g * (2 * J * K)
+        even = fit + h + col
         factor = tl.full((1, BLOCK_H), 1.0, tl.float32)
         if KEY:
             factor = tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)
         for j in range(J):
-            e = factor * _series(even + j * K, y, K, False)
-            o = factor * (z * _series(even + (J + j) * K, y, K, True))
+            e = factor * _series(even + j * K * h, h, col < h, y, K)
+            o = factor * (z * _series(even + (J + j) * K * h, h, col < h, y, K))
             first = o if KEY else e
             second = e if KEY else o
             tl.store(to + j * h, first.to(out.dtype.element_ty), mask=inside)
@@ -135,44 +168,68 @@ def _features_kernel(
 
 
 @triton.jit
-def _features_grad_kernel(
+def _features_kernel(
+    a,
+    b,
+    v,
+    fit,
+    beyond,
+    phi,
+    psi,
+    rows_a,
+    rows_b,
+    tiles_a,
+    h,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile < tiles_a:
+        _fill(tile, a, v, fit, beyond, phi, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)
+    else:
+        tile -= tiles_a
+        _fill(tile, b, v, fit, beyond, psi, rows_b, h, J, K, True, BLOCK_R, BLOCK_H)
+
+
+@triton.jit
+def _fill_grad(
+    tile,
     grad,
     x,
     v,
-    table,
-    grid,
-    index,
+    fit,
+    beyond,
     dx,
     dv,
     rows,
     h,
-    G,
     J: tl.constexpr,
     K: tl.constexpr,
     KEY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     col = flat[None, :]
     inside = (row < rows) & (col < h)
     at = grad + row * (2 * J * h) + col
     along = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
     weighed = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
-    g = tl.load(index)
-    if g < G:
-        scale = 1.0 / tl.load(grid + g)
+    if tl.load(beyond) == 0:
+        scale = tl.load(fit + col, mask=col < h, other=0.0)
         z = tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32) * scale
         y = 2 * z * z - 1
-        even = table + g * (2 * J * K)
+        even = fit + h + col
         for j in range(J):
             first = tl.load(at + j * h, mask=inside, other=0.0).to(tl.float32)
             second = tl.load(at + (J + j) * h, mask=inside, other=0.0).to(tl.float32)
             de = second if KEY else first
             do = first if KEY else second
-            e, e_slope = _series_slope(even + j * K, y, K, False)
-            o, o_slope = _series_slope(even + (J + j) * K, y, K, True)
+            e, e_slope = _series_slope(even + j * K * h, h, col < h, y, K)
+            o, o_slope = _series_slope(even + (J + j) * K * h, h, col < h, y, K)
             along += de * e_slope * (4 * z) + do * (o + 4 * z * z * o_slope)
             if KEY:
                 weighed += de * e + do * (z * o)
@@ -181,102 +238,148 @@ def _features_grad_kernel(
             along *= tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)
     tl.store(dx + row * h + col, along.to(dx.dtype.element_ty), mask=inside)
     if KEY:
-        tl.store(dv + tl.program_id(0) * h + flat, tl.sum(weighed, 0), mask=flat < h)
+        tl.store(dv + tile * h + flat, tl.sum(weighed, 0), mask=flat < h)
 
 
-def _tile(rows: int, h: int, size: int = TILE) -> tuple[int, int, tuple[int, int]]:
-    """Rows and columns of a program's tile, and the programs of each."""
-    wide = min(triton.next_power_of_2(h), 128)
-    tall = max(size // wide, 1)
-    return tall, wide, (triton.cdiv(rows, tall), triton.cdiv(h, wide))
+@triton.jit
+def _features_grad_kernel(
+    dphi,
+    dpsi,
+    a,
+    b,
+    v,
+    fit,
+    beyond,
+    da,
+    db,
+    dv,
+    rows_a,
+    rows_b,
+    tiles_a,
+    h,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if tile < tiles_a:
+        _fill_grad(tile, dphi, a, v, fit, beyond, da, dv, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)
+    else:
+        tile -= tiles_a
+        _fill_grad(tile, dpsi, b, v, fit, beyond, db, dv, rows_b, h, J, K, True, BLOCK_R, BLOCK_H)
 
 
-def index_of(a: Tensor, b: Tensor, grid: Tensor) -> Tensor:
-    """Which row of the table holds all of a and b, and whether none does: (2,) int32."""
-    a, b = a.contiguous(), b.contiguous()
-    tiles = triton.cdiv(max(a.numel(), b.numel(), 1), TILE)
-    looks = triton.next_power_of_2(min(tiles, LOOKS))
-    parts = a.new_empty(2 * looks, dtype=torch.float32)
-    index = a.new_empty(2, dtype=torch.int32)
-    _reach_kernel[(2 * looks,)](a, b, parts, a.numel(), b.numel(), looks, TILE)
-    count = grid.numel()
-    block = triton.next_power_of_2(count)
-    _index_kernel[(1,)](parts, grid, index, count, 2 * looks, block, num_warps=1)
-    return index
+def tables(pairs: int, error: float, device: Any) -> tuple[Tensor, Tensor]:
+    """The table and grid of `separable.table`, on the device, less orders that do not count.
 
-
-def features_of(x: Tensor, v: Tensor | None, table: Tensor, grid: Tensor, index: Tensor) -> Tensor:
-    """φ(x) = [e₁ … e_J | o₁ … o_J] for a query, ψ(x) = [v∘o₁ … | v∘e₁ …] for a key, which has v.
-
-    x (…, rows, h) → (…, rows, 2·J·h) in x's dtype, computed in float32; each eⱼ(x) is h wide.
-    Then φ(a)·ψ(b) ≈ Σ_h v_h tanh(a_h + b_h). All 0 where the index says that no range suits.
+    Powers of y take half the steps that Chebyshev's recurrence does. Their coefficients are larger
+    and cancel, but the series are short: float32 loses far less than the rounding to 16 bits.
     """
-    x = x.contiguous()
-    h = x.shape[-1]
-    count, _, pairs, order = table.shape
-    out = x.new_empty((*x.shape[:-1], 2 * pairs * h))
-    if x.numel():
-        rows = x.numel() // h
-        tall, wide, programs = _tile(rows, h)
-        _features_kernel[programs](
-            x, x if v is None else v, table, grid, index, out, rows, h, count, pairs, order,
-            v is not None, tall, wide,
+    grid, found = separable.table(pairs, error)
+    after = np.abs(found)[..., ::-1].cumsum(-1)[..., ::-1].max((0, 1, 2))
+    order = int((after > error / 32).sum())
+    found = found[..., :order]
+    found = np.stack([found[:, 0] @ _powers(order, 1), found[:, 1] @ _powers(order, 2)], 1)
+    table, halves = (torch.tensor(x, dtype=torch.float32, device=device) for x in (found, grid))
+    return table, halves
+
+
+def _powers(order: int, steep: int) -> np.ndarray:
+    """T₂ₖ(x), or if steep is 2 T₂ₖ₊₁(x) / x, for k < order by powers of y.
+
+    Both start from 1, go on with y or 2y − 1, and then pₖ₊₁ = 2y pₖ − pₖ₋₁.
+    """
+    found = np.zeros((max(order, 2), max(order, 2)))
+    found[0, 0] = 1
+    found[1, :2] = 1 - steep, steep
+    for k in range(2, order):
+        found[k, 1:] = 2 * found[k - 1, :-1]
+        found[k] -= found[k - 2]
+    return found[:order, :order]
+
+
+def _wide(h: int) -> int:
+    """Columns of a program's tile."""
+    return min(int(triton.next_power_of_2(h)), 128)
+
+
+def _tall(h: int, size: int = TILE) -> int:
+    """Rows of a program's tile."""
+    return max(size // _wide(h), 1)
+
+
+def _rows(x: Tensor) -> int:
+    return int(x.numel()) // int(x.shape[-1])
+
+
+def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """`fit` and `beyond` for a (…, h) and b (…, h), of which some number is not finite or large."""
+    a, b = a.contiguous(), b.contiguous()
+    h, (count, _, pairs, order) = a.shape[-1], table.shape
+    size = 2 * pairs * order
+    wide, tall = _wide(h), _tall(h)
+    blocks = triton.cdiv(h, wide)
+    looks = min(triton.cdiv(max(_rows(a), _rows(b), 1), tall), max(LOOKS // blocks, 1))
+    looks = triton.next_power_of_2(looks)
+    parts = a.new_empty((2 * looks, h), dtype=torch.float32)
+    fit = a.new_empty((1 + size, h), dtype=torch.float32)
+    beyond = a.new_empty(1, dtype=torch.int32)
+    _reach_kernel[(2 * looks, blocks)](a, b, parts, _rows(a), _rows(b), h, looks, tall, wide)
+    narrow = min(wide, 32)
+    _fit_kernel[(SHARES, triton.cdiv(h, narrow))](
+        parts, table, grid, fit, beyond, h, count, size, SHARES, 2 * looks,
+        triton.next_power_of_2(count), narrow,
+    )  # fmt: skip
+    return fit, beyond
+
+
+def features_of(
+    a: Tensor, b: Tensor, v: Tensor, fit: Tensor, beyond: Tensor, pairs: int
+) -> tuple[Tensor, Tensor]:
+    """φ(a) = [e₁ … e_J | o₁ … o_J] and ψ(b) = [v∘o₁ … | v∘e₁ …], computed in float32.
+
+    (…, rows, h) → (…, rows, 2·J·h) in the dtype given; each eⱼ is h wide. Then
+    φ(a)·ψ(b) ≈ Σ_h v_h tanh(a_h + b_h). All 0 where some unit is beyond the table.
+    """
+    a, b = a.contiguous(), b.contiguous()
+    h = a.shape[-1]
+    phi, psi = (x.new_empty((*x.shape[:-1], 2 * pairs * h)) for x in (a, b))
+    wide, tall = _wide(h), _tall(h)
+    tiles_a, tiles_b = (triton.cdiv(_rows(x), tall) for x in (a, b))
+    if tiles_a + tiles_b:
+        _features_kernel[(tiles_a + tiles_b, triton.cdiv(h, wide))](
+            a, b, v, fit, beyond, phi, psi, _rows(a), _rows(b), tiles_a, h, pairs,
+            _order(fit, pairs), tall, wide,
         )  # fmt: skip
-    return out
+    return phi, psi
 
 
 def features_grad(
-    grad: Tensor, x: Tensor, v: Tensor | None, table: Tensor, grid: Tensor, index: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dx = Σⱼ eⱼ′(x) dEⱼ + oⱼ′(x) dOⱼ, for a key times v; and dv (h,), empty for a query."""
-    grad, x = grad.contiguous(), x.contiguous()
-    h = x.shape[-1]
-    count, _, pairs, order = table.shape
-    dx = torch.empty_like(x)
-    wanted = 0 if v is None else h
-    if not x.numel():
-        return dx, x.new_zeros(wanted, dtype=torch.float32)
-    rows = x.numel() // h
-    tall, wide, programs = _tile(rows, h, TILE // 2)  # a slope has twice the registers
-    parts = x.new_empty((programs[0], wanted), dtype=torch.float32)
-    _features_grad_kernel[programs](
-        grad, x, x if v is None else v, table, grid, index, dx, parts, rows, h, count, pairs,
-        order, v is not None, tall, wide,
-    )  # fmt: skip
-    return dx, parts.sum(0)
+    dphi: Tensor,
+    dpsi: Tensor,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    fit: Tensor,
+    beyond: Tensor,
+    pairs: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ, db likewise times v, and parts (…, h) whose sum is dv."""
+    dphi, dpsi, a, b = (x.contiguous() for x in (dphi, dpsi, a, b))
+    h = a.shape[-1]
+    da, db = torch.empty_like(a), torch.empty_like(b)
+    wide, tall = _wide(h), _tall(h, TILE // 2)  # a slope has twice the registers
+    tiles_a, tiles_b = (triton.cdiv(_rows(x), tall) for x in (a, b))
+    parts = a.new_empty((tiles_b, h), dtype=torch.float32)
+    if tiles_a + tiles_b:
+        _features_grad_kernel[(tiles_a + tiles_b, triton.cdiv(h, wide))](
+            dphi, dpsi, a, b, v, fit, beyond, da, db, parts, _rows(a), _rows(b), tiles_a, h, pairs,
+            _order(fit, pairs), tall, wide,
+        )  # fmt: skip
+    return da, db, parts
 
 
-additive_index = torch.library.custom_op("qkv::additive_index", index_of, mutates_args=())
-additive_features = torch.library.custom_op("qkv::additive_features", features_of, mutates_args=())
-additive_features_backward = torch.library.custom_op(
-    "qkv::additive_features_backward", features_grad, mutates_args=()
-)
-
-
-@additive_index.register_fake
-def _(a: Tensor, b: Tensor, grid: Tensor) -> Tensor:
-    return a.new_empty(2, dtype=torch.int32)
-
-
-@additive_features.register_fake
-def _(x: Tensor, v: Tensor | None, table: Tensor, *rest: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 2 * table.shape[2] * x.shape[-1]))
-
-
-@additive_features_backward.register_fake
-def _(grad: Tensor, x: Tensor, v: Tensor | None, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    dv = x.new_empty(0 if v is None else x.shape[-1], dtype=torch.float32)
-    return x.new_empty(x.shape), dv
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, v, *rest = ctx.saved_tensors
-    dx, dv = additive_features_backward(grad, x, v, *rest)
-    return dx, None if v is None else dv.to(v.dtype), None, None, None
-
-
-additive_features.register_autograd(_differentiate, setup_context=_save)
+def _order(fit: Tensor, pairs: int) -> int:
+    """Coefficients of a polynomial."""
+    return (int(fit.shape[0]) - 1) // (2 * pairs)

@@ -1,8 +1,9 @@
 """out = Σⱼ α(s)ᵢⱼ vⱼ  with  s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)), in tiles.
 
-This file knows pointers; `ops.py` knows arrays. Four kernels do the work: `pool` the sum, `merge`
+This file knows pointers; `ops.py` knows arrays. Five kernels do the work: `pool` the sum, `merge`
 its parts when the keys were split, `to_keys` and `to_queries` the two halves of the gradient, and
-`inner` what the latter two need of each row first. No kernel uses atomics: a sum has one program.
+`inner` what the latter two need of each row first. `mend` and `mend_queries` do over what another
+kernel got wrong. No kernel uses atomics: a sum has one program.
 
 Names that recur: i and j are positions of queries and keys, expanded so that they broadcast to a
 tile; a *pair* is one batch and one head of keys, which `group` heads of queries share; tiles of
@@ -411,7 +412,6 @@ def pool(
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
-    HEAL: tl.constexpr,
     WEIGHTING: tl.constexpr,
     POWER: tl.constexpr,
     FOLD: tl.constexpr,
@@ -427,8 +427,7 @@ def pool(
 
     `heads` are the query's, or with PACKED the key's, whose group is then stacked in the rows:
     row r is the query r mod n of head r div n. A part goes to `out` (splits, …) unfinished, with
-    its top in `lse` and its total in `kept`. With HEAL `out` is there already, and only the heads
-    whose last row is not finite are done.
+    its top in `lse` and its total in `kept`.
     """
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
@@ -445,9 +444,6 @@ def pool(
     lane = pid // tiles
     batch = tl.cast(lane // heads, tl.int64)
     head = lane % heads
-    if HEAL:
-        if sound(out + batch * o_b, head // group * group, o_h, n, o_n, D, BLOCK_D):
-            return
     r = tile * ROWS + tl.arange(0, ROWS)
     inside = r < rows_n
     r = tl.minimum(r, rows_n - 1)
@@ -600,15 +596,6 @@ def finish(
     column = tl.arange(0, BLOCK_D)[None, :]
     where = out + place[:, None] + column
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))
-
-
-@triton.jit
-def sound(base, head, step, n, row_step, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Whether a head's last row of output is finite."""
-    column = tl.arange(0, BLOCK_D)
-    last = base + tl.cast(head, tl.int64) * step + tl.cast(n - 1, tl.int64) * row_step
-    x = tl.load(last + column, mask=column < D, other=0.0)
-    return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -1066,7 +1053,7 @@ def queries_tiles(
 @triton.jit
 def to_queries(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    along, centre, kept, dquery, one_out, two_out, out, scale, alpha,
+    along, centre, kept, dquery, one_out, two_out, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
     n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
     W: tl.constexpr,
@@ -1078,7 +1065,6 @@ def to_queries(
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     CENTRE: tl.constexpr,
-    HEAL: tl.constexpr,
     WEIGHTING: tl.constexpr,
     POWER: tl.constexpr,
     LOWER: tl.constexpr,
@@ -1093,8 +1079,7 @@ def to_queries(
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
     With CENTRE instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. With WIDE
-    the gradient of the query is not taken. With HEAL the gradient is there already, `out` as well,
-    and only the heads whose last row of output is not finite are done. `heads` are the query's.
+    the gradient of the query is not taken. `heads` are the query's.
     """
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
@@ -1112,9 +1097,6 @@ def to_queries(
     batch = tl.cast(lane // heads, tl.int64)
     head = tl.cast(lane % heads, tl.int64)
     pair_head = head // group
-    if HEAL:
-        if sound(out + batch * heads * n * D, pair_head * group, n * D, n, D, D, BLOCK_D):
-            return
     first = tile * ROWS
     last = tl.minimum(first + ROWS, n) - 1
     near = tl.arange(0, ROWS)
@@ -1141,8 +1123,6 @@ def to_queries(
     if not WIDE:
         q = fetch(query, offset, W, BLOCK_W)
     do = fetch(along, line * D, D, BLOCK_D)
-    if HEAL:
-        middle = tl.sum(do.to(tl.float32) * fetch(out, line * D, D, BLOCK_D).to(tl.float32), 1)
     if LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
         lo = 0
@@ -1212,3 +1192,143 @@ def to_queries(
             column = tl.arange(0, BLOCK_W)[None, :]
             where = dquery + place[:, None] + column
             tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column < W))
+
+
+@triton.jit
+def sound(last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Whether this row is finite."""
+    column = tl.arange(0, BLOCK_D)
+    x = tl.load(last + column, mask=column < D, other=0.0)
+    return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def mend(
+    query, key, value, out, kept, scale,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
+    n, m, heads, group, upper, parts,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """One head's output over again, if its last row is not finite: softmax over j − i ≤ upper.
+
+    `parts` programs share a head's tiles of rows. There are few programs, so that to look and
+    return costs next to nothing; every tile is done with care, so that there is one loop to
+    compile. `kept` is as `pool` fills it.
+    """
+    pid = tl.program_id(0)
+    lane = tl.cast(pid // parts, tl.int64)
+    batch = lane // heads
+    head = lane % heads
+    out += batch * o_b + head * o_h
+    if sound(out + (n - 1) * tl.cast(o_n, tl.int64), D, BLOCK_D):
+        return
+    query += batch * q_b + head * q_h
+    k_m = tl.cast(k_m, tl.int64)
+    v_m = tl.cast(v_m, tl.int64)
+    key += batch * k_b + head // group * k_h
+    value += batch * v_b + head // group * v_h
+    keys = (key, k_m, value, v_m, None, None, None)
+    mask = (n, m, m, 0, upper, None, 0, 0)
+    lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
+    for tile in tl.range(pid % parts, (n + ROWS - 1) // ROWS, parts):
+        first = tile * ROWS
+        r = first + tl.arange(0, ROWS)
+        inside = r < n
+        r = tl.minimum(r, n - 1)
+        base = query + first * tl.cast(q_n, tl.int64)
+        offset = (r - first) * q_n
+        i = r[:, None]
+        q = i
+        if not WIDE:
+            q = fetch(base, offset, W, BLOCK_W)
+        lo, _, _, hi = bounds(first, first + ROWS - 1, 0, upper, m, COLS, False, True)
+        state = (
+            tl.zeros((ROWS, BLOCK_D), dtype=tl.float32),
+            tl.full((ROWS,), NONE, dtype=tl.float32),
+            tl.zeros((ROWS,), dtype=tl.float32),
+        )
+        acc, top, total = pool_tiles(
+            state, (q, base, offset, i, i, i, i), keys, mask, (scale, 0.0), lo, hi,
+            COLS, WIDE, True, True, False,
+            "softmax", 0, False, False, False, False, True, False,
+            W, D, BLOCK_W, BLOCK_D, False, "ieee", False,
+        )  # fmt: skip
+        finish(
+            acc, top, total, lane * n + r, r * tl.cast(o_n, tl.int64), inside, out, None, kept,
+            lines, D, BLOCK_D, "softmax", APART,
+        )  # fmt: skip
+
+
+@triton.jit
+def mend_queries(
+    query, key, value, out, along, kept, dquery, scale,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
+    a_b, a_h, a_n, a_d, d_b, d_h, d_n,
+    n, m, heads, group, upper, parts,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one head's queries over again, if its last row of output is not finite.
+
+    As `mend`, whose `out` and `kept` this takes; `along` may have any strides.
+    """
+    pid = tl.program_id(0)
+    lane = tl.cast(pid // parts, tl.int64)
+    batch = lane // heads
+    head = lane % heads
+    out += batch * o_b + head * o_h
+    if sound(out + (n - 1) * tl.cast(o_n, tl.int64), D, BLOCK_D):
+        return
+    query += batch * q_b + head * q_h
+    along += batch * a_b + head * a_h
+    dquery += batch * d_b + head * d_h
+    k_m = tl.cast(k_m, tl.int64)
+    v_m = tl.cast(v_m, tl.int64)
+    key += batch * k_b + head // group * k_h
+    value += batch * v_b + head // group * v_h
+    keys = (key, k_m, value, v_m, None, None, None)
+    mask = (n, m, m, 0, upper, None, 0, 0)
+    lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
+    column_d = tl.arange(0, BLOCK_D)[None, :]
+    column_w = tl.arange(0, BLOCK_W)[None, :]
+    for tile in tl.range(pid % parts, (n + ROWS - 1) // ROWS, parts):
+        first = tile * ROWS
+        r = first + tl.arange(0, ROWS)
+        inside = r < n
+        r = tl.minimum(r, n - 1)
+        far = r.to(tl.int64)
+        q = fetch(query, far * q_n, W, BLOCK_W)
+        here = along + far[:, None] * a_n + column_d * a_d
+        do = tl.load(here, mask=column_d < D, other=0.0)
+        there = fetch(out, far * o_n, D, BLOCK_D).to(tl.float32)
+        middle = tl.sum(do.to(tl.float32) * there, 1)
+        top, share, zero, _, _, _ = known(
+            kept, None, None, None, None, lane * n + far, lines,
+            "softmax", False, APART, False, False,
+        )  # fmt: skip
+        i = r[:, None]
+        rows = (
+            q, query, far, i, do, top[:, None], share[:, None], middle[:, None], i, i, i,
+        )  # fmt: skip
+        lo, _, _, hi = bounds(first, first + ROWS - 1, 0, upper, m, COLS, False, True)
+        state = (tl.zeros((ROWS, BLOCK_W), dtype=tl.float32), zero, zero)
+        dq, _, _ = queries_tiles(
+            state, rows, keys, mask, (scale, 0.0), lo, hi, COLS, False, True, False,
+            "softmax", 0, False, False, False, True, False,
+            W, D, BLOCK_W, BLOCK_D, APART, False, "ieee", False,
+        )  # fmt: skip
+        dq = dq * left_over(scale, "softmax", False, False)
+        where = dquery + far[:, None] * d_n + column_w
+        tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column_w < W))

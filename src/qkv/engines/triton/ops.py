@@ -29,7 +29,7 @@ HELD_BACK = 128
 """The same on the way back, where the tile holds the gradients as well."""
 FEW = 64
 """Rows of queries, with those of the other heads that share the keys, that are stacked."""
-SCRATCH = 128 * 2**20
+SCRATCH = 64 * 2**20
 """Bytes of score gradients held at once where φ is too wide to be summed on chip."""
 LEAST = 512
 """Rows of a part, where a loop is split: fewer are not worth a second kernel to join them."""
@@ -167,7 +167,7 @@ def _check_rows(
 
 
 OVERRIDE: dict[str, Tile] = {}
-"""Tiles set by hand, by pass: "pool", "split", "to_keys", "to_queries", for tuning and tests."""
+"""Tiles by hand, of "pool", "split", "to_keys", "to_queries", "mend", for tuning and tests."""
 
 _SMALLER: dict[tuple[Any, ...], Tile] = {}
 
@@ -180,6 +180,11 @@ def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded
     in chunks. `plain` has neither bias nor gate.
     """
     wide = max(w, d)
+    if name == "mend":
+        # Small: most of its programs only look, and a large one takes longer to start.
+        if wide * size > 256:
+            return Tile(16, 16, 32, 4, 1)
+        return Tile(64 if size == 2 else 32, 32, 32, 4, 1)
     if name == "split":
         block = max(16, _power_of_2(min(rows, FEW)))
         if w > HELD or size == 4:
@@ -518,20 +523,18 @@ def _attend_forward(
     return out, lse, kept
 
 
-def _pool(call: _Call, out: Tensor, lse: Tensor | None, kept: Tensor, heal: bool = False) -> None:
-    """Fill out, lse and kept; with `heal` only where `out` is spoiled."""
-    packed = call.n * call.group <= FEW and call.group > 1 and call.layout is None and not heal
+def _pool(call: _Call, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Fill out, lse and kept."""
+    packed = call.n * call.group <= FEW and call.group > 1 and call.layout is None
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
     def run(tile: Tile) -> None:
         programs = lanes * -(-rows // tile.rows)
-        splits, span = 1, -(-call.m // tile.cols)
-        if not heal:
-            splits, span = _parts(call, programs, call.m, tile.cols, tile.waves)
+        splits, span = _parts(call, programs, call.m, tile.cols, tile.waves)
         wide = call.w > HELD
         at, counts, at_columns = call.lists(tile)
-        targets: tuple[Tensor | None, ...] = (out, lse, kept)
+        targets = (out, lse, kept)
         if splits > 1:
             shape = (splits, lanes * rows)
             targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
@@ -542,7 +545,6 @@ def _pool(call: _Call, out: Tensor, lse: Tensor | None, kept: Tensor, heal: bool
             "WIDE": wide,
             "SPLIT": splits > 1,
             "PACKED": packed,
-            "HEAL": heal,
             "FOLD": call.fold,
             "CUT": call.cut(tile.cols),
             "TMA": tile.described and call.described and not wide,
@@ -558,9 +560,11 @@ def _pool(call: _Call, out: Tensor, lse: Tensor | None, kept: Tensor, heal: bool
         if splits > 1:
             joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))
-            arrays = (*targets, out, lse, kept)
-            whole = (lanes * rows, splits)
-            _launch(kernels.merge, lanes * rows, arrays, (), whole, joined, Tile(1, 1, 1, 4, 2))
+            parts = (*targets, out, lse, kept)
+            _launch(
+                kernels.merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
+                Tile(1, 1, 1, 4, 2),
+            )  # fmt: skip
 
     few = lanes < _processors(out.device) and rows <= FEW
     _fitting(call, "split" if few else "pool", rows, run)
@@ -706,10 +710,26 @@ def _to_queries(
             dquery = grads.query
             if splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
-        facts = {"SPLIT": splits > 1, "CENTRE": grads is None, "HEAL": False, "WIDE": wide}
-        facts["CENTRED"] = call.facts["CENTRED"] and grads is not None
-        targets = (along, centre, kept, dquery, one, two, None)
-        _launch_to_queries(call, tile, splits, span, targets, facts)
+        at, counts, at_columns = call.lists(tile)
+        facts = call.facts | {
+            "BLOCK_W": call.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "CENTRE": grads is None,
+            "CENTRED": call.facts["CENTRED"] and grads is not None,
+            "CUT": call.cut(tile.cols),
+            "TMA": tile.described and call.described and not wide,
+        }
+        arrays = (*call.inputs, at, counts, along, centre, kept, dquery, one, two)
+        whole = (
+            *call.strides, *((0, 0, 0) if dquery is None else dquery.stride()[:3]),
+            call.n, call.m, call.h, call.group, lines,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+        )  # fmt: skip
+        floats = (call.scale, call.alpha)
+        _launch(kernels.to_queries, programs * splits, arrays, floats, whole, facts, tile)
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
@@ -719,34 +739,6 @@ def _to_queries(
             grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
         return one, two
     return one.sum(0), two.sum(0)
-
-
-def _launch_to_queries(
-    call: _Call,
-    tile: Tile,
-    splits: int,
-    span: int,
-    targets: tuple[Tensor | None, ...],
-    facts: dict[str, Any],
-) -> None:
-    dquery, wide = targets[3], facts["WIDE"]
-    at, counts, at_columns = call.lists(tile)
-    whole = (
-        *call.strides, *((0, 0, 0) if dquery is None else dquery.stride()[:3]),
-        call.n, call.m, call.h, call.group, call.b * call.h * call.n,
-        call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
-    )  # fmt: skip
-    facts = call.facts | facts
-    facts |= {
-        "BLOCK_W": call.block_w(tile, wide),
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "CUT": call.cut(tile.cols),
-        "TMA": tile.described and call.described and not wide,
-    }
-    programs = call.b * call.h * -(-call.n // tile.rows) * splits
-    arrays, floats = (*call.inputs, at, counts, *targets), (call.scale, call.alpha)
-    _launch(kernels.to_queries, programs, arrays, floats, whole, facts, tile)
 
 
 def _to_keys(
@@ -881,8 +873,8 @@ def heal(
     out (B, H, n, d), arguments as in `attend`, with softmax and j − i ≤ upper. A value that is
     not finite makes NaN of rows that must not see it. The last row sees every key, so a head is
     spoiled only if its last row is not finite; the other heads are not touched. Without a
-    synchronisation: every tile looks at its head's last row. That row sees the value by right and
-    does not become finite, so a tile that comes late finds what an early one found.
+    synchronisation: every program looks at its head's last row. That row sees the value by right
+    and does not become finite, so a program that comes late finds what an early one found.
 
     Returns what `heal_backward` needs of the rows of spoiled heads; the rest of it means nothing.
     """
@@ -911,6 +903,7 @@ def heal_backward(
 
     `along` is ∂L/∂out, `out` the healed output and `kept` what `heal` returned. Those of key and
     value are as they should be: the last row sees every key, and its own gradient is not finite.
+    Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
     """
     _heal_backward(dquery, along, out, kept, query, key, value, scale, upper)
 
@@ -926,8 +919,37 @@ def _heal_forward(
     call = _healing(query, key, value, scale, upper)
     kept = call.new(2, call.b, call.h, call.n)
     if out.numel() and call.m:
-        _pool(call, out, None, kept, heal=True)
+        arrays = (call.query, call.key, call.value, out, kept)
+        wide = call.w > HELD
+        _mend(call, kernels.mend, arrays, out.stride()[:3], wide, {"WIDE": wide})
     return kept
+
+
+def _mend(
+    call: _Call,
+    kernel: Any,
+    arrays: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    wide: bool,
+    facts: dict[str, Any],
+) -> None:
+    """One launch, of a program for each head, or of several where processors are left over."""
+    lanes = call.b * call.h
+
+    def run(tile: Tile) -> None:
+        tiles = -(-call.n // tile.rows)
+        parts = max(min(_processors(call.query.device) // lanes, tiles), 1)
+        known = {name: call.facts[name] for name in ("W", "D", "BLOCK_D", "APART")} | {
+            "BLOCK_W": call.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+        }
+        whole = (
+            *call.strides[:9], *strides, call.n, call.m, call.h, call.group, call.upper, parts,
+        )  # fmt: skip
+        _launch(kernel, lanes * parts, arrays, (call.scale,), whole, known | facts, tile)
+
+    _fitting(call, "mend", call.n, run)
 
 
 def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
@@ -948,38 +970,34 @@ def _heal_queries(
     call = _healing(query, key, value, scale, upper)
     if not (out.numel() and call.m):
         return
-    targets = (along.contiguous(), None, kept, dquery, None, None, out.contiguous())
-    facts = {"SPLIT": False, "CENTRE": False, "HEAL": True, "WIDE": False, "CENTRED": False}
-
-    def run(tile: Tile) -> None:
-        _launch_to_queries(call, tile, 1, -(-call.m // tile.cols), targets, facts)
-
-    _fitting(call, "to_queries", call.n, run)
+    arrays = (call.query, call.key, call.value, out, along, kept, dquery)
+    strides = (*out.stride()[:3], *along.stride(), *dquery.stride()[:3])
+    _mend(call, kernels.mend_queries, arrays, strides, False, {})
 
 
-def _nothing(*rest: Any, **named: Any) -> None:
+def nothing(*rest: Any, **named: Any) -> None:
     pass
 
 
 # Operators
 
-_LIBRARY = torch.library.Library("qkv", "FRAGMENT")
+LIBRARY = torch.library.Library("qkv", "FRAGMENT")
 
 
-def _operator(name: str, function: Any, fake: Any, mutates: tuple[str, ...] = ()) -> Any:
+def operator(name: str, function: Any, fake: Any, mutates: tuple[str, ...] = ()) -> Any:
     """`torch.ops.qkv.name`; torch.library.custom_op would add as much again to each call."""
     schema = torch.library.infer_schema(function, mutates_args=mutates)
-    _LIBRARY.define(name + schema)
+    LIBRARY.define(name + schema)
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, function, device)
-    torch.library.register_fake(f"qkv::{name}", fake, lib=_LIBRARY)
+        LIBRARY.impl(name, function, device)
+    torch.library.register_fake(f"qkv::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.qkv, name).default
 
 
-_attend = _operator("attend", _attend_forward, _attend_fake)
-_backward = _operator("attend_backward", _attend_backward, _attend_backward_fake)
-_heal = _operator("heal", _heal_forward, _heal_fake, ("out",))
-_heal_backward = _operator("heal_backward", _heal_queries, _nothing, ("dquery",))
+_attend = operator("attend", _attend_forward, _attend_fake)
+_backward = operator("attend_backward", _attend_backward, _attend_backward_fake)
+_heal = operator("heal", _heal_forward, _heal_fake, ("out",))
+_heal_backward = operator("heal_backward", _heal_queries, nothing, ("dquery",))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1008,11 +1026,9 @@ def _differentiate(
     return (*wanted, *(None,) * 11)
 
 
-def _refuse(ctx: Any, *along: Tensor | None) -> None:
+def refuse(ctx: Any, *along: Tensor | None) -> None:
     raise EngineError("the Triton kernels have first derivatives only: name engine='dense'")
 
 
-torch.library.register_autograd("qkv::attend", _differentiate, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd(
-    "qkv::attend_backward", _refuse, setup_context=_nothing, lib=_LIBRARY
-)
+torch.library.register_autograd("qkv::attend", _differentiate, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd("qkv::attend_backward", refuse, setup_context=nothing, lib=LIBRARY)

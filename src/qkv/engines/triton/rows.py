@@ -1,0 +1,227 @@
+"""x / ‖x‖ and factor · ‖x‖² of each row, as torch operators that pass over the memory once.
+
+Rows are the last axis, of any width; any axes may lead, in any order in memory. Numbers are
+bfloat16, float16 or float32, and the arithmetic is float32. A program holds a few rows whole.
+"""
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton import ops
+from qkv.errors import DtypeError, ShapeError
+
+TILE = 4096
+"""Numbers that a program takes, unless one row is wider."""
+
+
+@triton.jit
+def _place(rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's rows, where their numbers are, and which of these exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None]
+    if W != BLOCK:
+        inside = inside & (column < W)
+    return row, row[:, None] * W + column, inside
+
+
+@triton.jit
+def _scaled(x):
+    """x times a power of 2 that keeps its square in range, 1/‖that‖ (1 for 0), and the power."""
+    x = x.to(tl.float32)
+    top = tl.max(tl.abs(x), 1)
+    power = tl.where(top > 1e15, 2.0**-90, 1.0)
+    power = tl.where((top < 1e-15) & (top > 0), 2.0**100, power)
+    x = x * power[:, None]
+    total = tl.sum(x * x, 1)
+    return x, 1.0 / tl.sqrt(tl.where(total == 0, 1.0, total)), power
+
+
+@triton.jit
+def _unit_kernel(x, out, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    _, at, inside = _place(rows, W, ROWS, BLOCK)
+    y, short, _ = _scaled(tl.load(x + at, mask=inside, other=0.0))
+    tl.store(out + at, (y * short[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    _, at, inside = _place(rows, W, ROWS, BLOCK)
+    y, short, power = _scaled(tl.load(x + at, mask=inside, other=0.0))
+    along = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    u = y * short[:, None]
+    across = along - u * tl.sum(u * along, 1)[:, None]
+    across = across * short[:, None] * power[:, None]
+    tl.store(dx + at, across.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _square_kernel(
+    x, out, factor, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, at, inside = _place(rows, W, ROWS, BLOCK)
+    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, factor * tl.sum(y * y, 1), mask=row < rows)
+
+
+@triton.jit
+def _square_slope_kernel(
+    g, x, dx, factor, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, at, inside = _place(rows, W, ROWS, BLOCK)
+    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    steep = 2.0 * factor * tl.load(g + row, mask=row < rows, other=0.0)
+    tl.store(dx + at, (y * steep[:, None]).to(dx.dtype.element_ty), mask=inside)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / ‖x‖ of each row, and 0 for 0: (…, width) in x's dtype.
+
+    No square overflows or underflows. The gradient is (g − u (u·g)) / ‖x‖, and g for a row of 0.
+    """
+    _check(x)
+    out: Tensor = _unit(x)
+    return out
+
+
+def square(x: Tensor, factor: float) -> Tensor:
+    """factor · ‖x‖² of each row: (…, width) → (…), float32, with gradient 2 · factor · g · x."""
+    _check(x)
+    out: Tensor = _square(x, factor)
+    return out
+
+
+def _check(x: Tensor) -> None:
+    if x.dtype not in ops.DTYPES:
+        raise DtypeError(f"x must be bfloat16, float16 or float32, not {x.dtype}")
+    if x.ndim == 0:
+        raise ShapeError("x must have an axis of rows' width, not none")
+
+
+def _order(x: Tensor) -> list[int]:
+    """The leading axes as they follow each other in memory, so that a transpose is not copied."""
+    return sorted(range(x.ndim - 1), key=lambda axis: -x.stride(axis))
+
+
+def _back(x: Tensor, order: list[int]) -> Tensor:
+    """x, whose leading axes are in this order, with the axes in their own."""
+    last = [x.ndim - 1] if x.ndim > len(order) else []
+    return x.permute([order.index(axis) for axis in range(len(order))] + last)
+
+
+def _in_order(x: Tensor, order: list[int]) -> Tensor:
+    last = [x.ndim - 1] if x.ndim > len(order) else []
+    return x.permute(order + last).contiguous()
+
+
+def _like_rows(x: Tensor, order: list[int]) -> Tensor:
+    return x.new_empty([x.shape[axis] for axis in order], dtype=torch.float32)
+
+
+def _like(x: Tensor, order: list[int]) -> Tensor:
+    return x.new_empty([x.shape[axis] for axis in order] + [x.shape[-1]])
+
+
+def _launch(kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], *numbers: float) -> None:
+    w = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
+    if not rows or not w:
+        return
+    block = triton.next_power_of_2(w)
+    tall = max(TILE // block, 1)
+    tile = ops.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
+    facts = {"W": w, "ROWS": tall, "BLOCK": block}
+    with _on(x.device):
+        ops._launch(kernel, triton.cdiv(rows, tall), arrays, numbers, (rows,), facts, tile)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    there: AbstractContextManager[Any] = torch.cuda.device(device)
+    return there
+
+
+def _unit_forward(x: Tensor) -> Tensor:
+    order = _order(x)
+    out = _like(x, order)
+    _launch(_unit_kernel, x, (_in_order(x, order), out))
+    return _back(out, order)
+
+
+def _unit_slope(grad: Tensor, x: Tensor) -> Tensor:
+    order = _order(x)
+    dx = _like(x, order)
+    _launch(_unit_slope_kernel, x, (_in_order(grad, order), _in_order(x, order), dx))
+    return _back(dx, order)
+
+
+def _square_forward(x: Tensor, factor: float) -> Tensor:
+    order = _order(x)
+    out = _like_rows(x, order)
+    if not x.shape[-1]:
+        out.zero_()
+    _launch(_square_kernel, x, (_in_order(x, order), out), factor)
+    return _back(out, order)
+
+
+def _square_slope(grad: Tensor, x: Tensor, factor: float) -> Tensor:
+    order = _order(x)
+    dx = _like(x, order)
+    arrays = (_in_order(grad, order), _in_order(x, order), dx)
+    _launch(_square_slope_kernel, x, arrays, factor)
+    return _back(dx, order)
+
+
+def _fake(x: Tensor) -> Tensor:
+    order = _order(x)
+    return _back(_like(x, order), order)
+
+
+def _fake_rows(x: Tensor, factor: float) -> Tensor:
+    order = _order(x)
+    return _back(_like_rows(x, order), order)
+
+
+def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return _fake(x)
+
+
+_unit = ops.operator("unit", _unit_forward, _fake)
+_unit_backward = ops.operator("unit_backward", _unit_slope, _fake_slope)
+_square = ops.operator("square", _square_forward, _fake_rows)
+_square_backward = ops.operator("square_backward", _square_slope, _fake_slope)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.numbers = inputs[1:]
+
+
+def _differentiate_unit(ctx: Any, grad: Tensor) -> Tensor:
+    found: Tensor = _unit_backward(grad, *ctx.saved_tensors)
+    return found
+
+
+def _differentiate_square(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _square_backward(grad, *ctx.saved_tensors, *ctx.numbers), None
+
+
+for _name, _pull, _kept in (
+    ("unit", _differentiate_unit, _save),
+    ("square", _differentiate_square, _save),
+    ("unit_backward", ops.refuse, ops.nothing),
+    ("square_backward", ops.refuse, ops.nothing),
+):
+    torch.library.register_autograd(f"qkv::{_name}", _pull, setup_context=_kept, lib=ops.LIBRARY)

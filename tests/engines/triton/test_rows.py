@@ -1,0 +1,133 @@
+"""x / ‖x‖ and factor · ‖x‖² of each row, and their gradients, beside float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qkv.engines.triton import rows
+from qkv.errors import DtypeError, EngineError, ShapeError
+from qkv.scores import product
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(7,), (5, 1), (3, 5, 16), (2, 3, 37, 40), (2, 5000), (0, 8), (3, 0)]
+CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def given(shape, dtype=torch.float32, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(DEVICE, dtype)
+
+
+def wanted(function, x, grad):
+    """The value and the gradient of a function, in float64."""
+    x = x.detach().double().requires_grad_()
+    out = function(x)
+    return out.detach(), torch.autograd.grad(out, x, grad.double())[0]
+
+
+def close(got, want, dtype):
+    size = want.abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got.double(), want, rtol=CLOSE[dtype], atol=CLOSE[dtype] * size)
+
+
+@pytest.mark.parametrize("dtype", rows.ops.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unit(shape, dtype):
+    x, grad = given(shape, dtype).requires_grad_(), given(shape, dtype, 1)
+    out = rows.unit(x)
+    assert out.dtype == dtype
+    want, slope = wanted(product.unit, x, grad)
+    close(out.detach(), want, dtype)
+    close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
+
+
+@pytest.mark.parametrize("dtype", rows.ops.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_square(shape, dtype):
+    x, grad = given(shape, dtype).requires_grad_(), given(shape[:-1], seed=1)
+    out = rows.square(x, -0.5)
+    assert out.dtype == torch.float32
+    want, slope = wanted(lambda x: -0.5 * (x * x).sum(-1), x, grad)
+    close(out.detach(), want, torch.float32)
+    close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
+
+
+@pytest.mark.parametrize("size", [1e38, 1e16, 1e-16, 1e-30, 1e-42])
+def test_unit_of_what_has_no_square(size):
+    x = (given((4, 24)).clamp(-2, 2) * size).requires_grad_()
+    grad = given((4, 24), seed=1)
+    out = rows.unit(x)
+    want, slope = wanted(product.unit, x, grad)
+    close(out.detach(), want, torch.float32)
+    if size > 1e-38:  # else the slope is beyond float32
+        close(torch.autograd.grad(out, x, grad)[0] * size, slope * size, torch.float32)
+
+
+def test_unit_of_zero():
+    x = given((3, 24))
+    x[1] = 0
+    grad = given((3, 24), seed=1)
+    x.requires_grad_()
+    out = rows.unit(x)
+    assert (out[1] == 0).all()
+    slope = wanted(product.unit, x, grad)[1]
+    close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
+
+
+def test_a_row_that_is_not_finite_hides_nothing():
+    x = given((3, 24))
+    x[1, 5] = float("nan")
+    out = rows.unit(x)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    assert rows.square(x, 1.0).isnan().tolist() == [False, True, False]
+
+
+def test_heads_side_by_side_are_not_copied():
+    x = given((2, 9, 3, 16)).transpose(1, 2).requires_grad_()
+    grad = given((2, 3, 9, 16), seed=1)
+    out = rows.unit(x)
+    assert out.stride() == x.stride()
+    want, slope = wanted(product.unit, x, grad)
+    close(out.detach(), want, torch.float32)
+    close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
+    total = rows.square(x, 2.0)
+    want, slope = wanted(lambda x: 2 * (x * x).sum(-1), x, grad[..., 0])
+    close(total.detach(), want, torch.float32)
+    close(torch.autograd.grad(total, x, grad[..., 0])[0], slope, torch.float32)
+
+
+def test_a_view_with_gaps_and_an_expanded_gradient():
+    x = given((4, 6, 16))[:, ::2, 3:11].requires_grad_()
+    want, slope = wanted(product.unit, x, torch.ones(x.shape, device=DEVICE))
+    out = rows.unit(x)
+    close(out.detach(), want, torch.float32)
+    close(torch.autograd.grad(out.sum(), x)[0], slope, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 24)])
+def test_operators(shape):
+    x = given(shape).requires_grad_()
+    torch.library.opcheck(rows._unit, (x,))
+    torch.library.opcheck(rows._square, (x, 0.5))
+    crossed = given((2, 9, 3, 16)).transpose(1, 2)
+    kinds = ("test_schema", "test_faketensor")
+    torch.library.opcheck(rows._unit, (crossed,), test_utils=kinds)
+    torch.library.opcheck(rows._square, (crossed, 0.5), test_utils=kinds)
+
+
+@pytest.mark.parametrize("function", [rows.unit, lambda x: rows.square(x, 1.0)])
+def test_second_derivatives_are_refused(function):
+    x = given((3, 8)).requires_grad_()
+    grad = torch.autograd.grad((function(x) ** 2).sum(), x, create_graph=True)[0]
+    with pytest.raises(EngineError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("function", [rows.unit, lambda x: rows.square(x, 1.0)])
+def test_refusals(function):
+    with pytest.raises(DtypeError, match="float64"):
+        function(torch.zeros(3, 4).double())
+    with pytest.raises(ShapeError, match="axis"):
+        function(torch.tensor(1.0))
