@@ -80,7 +80,7 @@ def dot() -> Iterator[Row]:
                     {name: turn(side) for name, side in sides.items()},
                     lambda d=d: tuple(randn(4, B, H, N, d)),
                     exact=exact(formula, back),
-                    goals={"SDPA cuDNN": 0.98, "SDPA": 1.0},
+                    goals={"SDPA cuDNN": 0.98, "SDPA": 0.99},
                     rate=(flops * factor, "TFLOP/s"),
                 )
 
