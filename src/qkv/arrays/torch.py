@@ -10,9 +10,8 @@ import array_api_compat.torch
 import numpy as np
 import torch
 
-from qkv.arrays import threads
-from qkv.arrays.base import Framework, Plan
-from qkv.types import Array, Span
+from qkv.arrays.base import Framework
+from qkv.types import Array
 
 
 class Torch(Framework):
@@ -60,18 +59,6 @@ class Torch(Framework):
 
     def take_back(self, x: Array) -> Array:
         return torch.from_numpy(x)
-
-    # Small operations are shared out better by blocks than each by itself.
-
-    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
-        if len(plan) < 2:
-            return pool(*plan[0])
-        first = pool(*plan[0])
-        if _plain(first):
-            rest = threads.each(lambda item: _alone(pool, *item), plan[1:])
-        else:
-            rest = [pool(*item) for item in plan[1:]]
-        return tuple(torch.cat(column, -2) for column in zip(first, *rest, strict=True))
 
     def fresh_seed(self, like: Array) -> Any:
         return torch.randint(2**31 - 1, ())  # torch.manual_seed governs it
@@ -173,26 +160,6 @@ def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) ->
 def _is_leaf(x: Array) -> bool:
     # A view of a leaf, made without a graph, says that it is one too.
     return bool(x.is_leaf and x.requires_grad and not x._is_view())
-
-
-def _plain(arrays: Sequence[Array]) -> bool:
-    """Whether threads of ours may go on: no graph, no transformation, and a core to spare."""
-    if torch.compiler.is_compiling() or threads.inside() or threads.cores() < 2:
-        return False
-    return all(
-        x.device.type == "cpu"
-        and not x.requires_grad
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        for x in arrays
-    )
-
-
-def _alone(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) without a graph and, in one of our threads, on that thread alone."""
-    if threads.inside():
-        torch.set_num_threads(1)  # of this thread
-    with torch.no_grad():
-        return function(*args)
 
 
 def _graph_leaves(out: Array, known: Sequence[Array]) -> tuple[Array, ...]:

@@ -62,7 +62,7 @@ class Call:
         traced = self.fw.tracing(self.query) or self.fw.tracing(self.key)
         if traced and self.score.ranged:
             return "the range of the arguments is not known while they are traced"
-        wide = self.precise()
+        wide = self.precise() if self.score.ranged else self
         dtype = self.fw.dtype(self.query)
         return wide.score.lowered(wide.query, wide.key, self.tolerance, dtype)
 

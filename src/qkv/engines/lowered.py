@@ -64,10 +64,11 @@ def rewrite(call: Call) -> Call:
         if form.bias is None and form.gate_query is None:
             query, key = form.query, form.key
             return replace(call, query=query, key=key, score=ScaledDot(form.scale))
-    call = call.precise()
+    call = replace(call, score=score).precise()
+    score = call.score
     shapes = [call.fw.shape(x) for x in (call.query, call.key)]
     if sum(math.prod(shape[:-1]) for shape in shapes) * score.form_width(shapes[0][-1]) > ROOM:
-        return replace(call, score=score)
+        return call
     query, key = score.form(call.query, call.key).products()
     return replace(call, query=query, key=key, score=Dot())
 

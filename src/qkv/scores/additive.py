@@ -10,7 +10,7 @@ import numpy as np
 from qkv.arrays import namespace, of
 from qkv.errors import ShapeError
 from qkv.scores.base import Form, Score, agree, array_of, pairs
-from qkv.scores.separable import Units
+from qkv.scores.separable import Units, units
 from qkv.types import Array, Shape
 
 FARTHEST = 40.0
@@ -75,9 +75,9 @@ class Additive(Score):
                 f"|W₁q + b| + |W₂k| reaches {farthest:.3g}: over so wide a range a sum of products "
                 "is slower than tanh"
             )
-        units = Units(reach[0], reach[1], min(allowed, 0.1))
-        error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * units.errors))
-        return Separable(self.w_query, self.w_key, self.v, self.bias, units), error
+        found = units(reach[0], reach[1], min(allowed, 0.1))
+        error = float(np.sum(fw.to_numpy(fw.xp.abs(fw.detach(self.v))) * found.errors))
+        return Separable(self.w_query, self.w_key, self.v, self.bias, found), error
 
     def check(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
@@ -112,22 +112,20 @@ class Separable(Additive):
         assert self.units is not None
         fw = of(x)
         xp = fw.xp
-        flat = xp.matrix_transpose(xp.reshape(x, (-1, x.shape[-1])))  # a row for each unit
+        order = fw.constant(np.array(self.units.order), x, "int32")
+        flat = xp.matrix_transpose(xp.reshape(x, (-1, x.shape[-1])))
         flat = flat * fw.constant(1 / self.units.reach[side][:, None], x, fw.dtype(x))
+        flat = xp.take(flat, order, axis=0)[:, None, :]  # a row for each unit
+        by = None if v is None else xp.take(xp.reshape(v, (-1, 1, 1)), order, axis=0)
+        basis = xp.concat(_chebyshev(flat * flat * 2.0 - 1.0, self.units.longest), axis=1)
         made = []
         for group in self.units.groups:
-            chosen = fw.constant(np.array(group.units), x, "int32")
-            part = xp.take(flat, chosen, axis=0)[:, None, :]
-            by = None if v is None else xp.take(xp.reshape(v, (-1, 1, 1)), chosen, axis=0)
-            longest = max(group.even[side].shape[-1], group.odd[side].shape[-1])
-            basis = xp.concat(_chebyshev(part * part * 2.0 - 1.0, longest), axis=1)
+            mine = slice(group.start, group.end)
             for odd, coefficients in ((side, group.even[side]), (1 - side, group.odd[side])):
                 weights = fw.constant(coefficients, x, fw.dtype(x))
-                values = xp.matmul(weights, basis[:, : coefficients.shape[-1], :])
-                if odd:
-                    values = values * (part if by is None else part * by)
-                elif by is not None:
-                    values = values * by
+                values = xp.matmul(weights, basis[mine, : coefficients.shape[-1], :])
+                values = values * flat[mine] if odd else values
+                values = values if by is None else values * by[mine]
                 made.append(xp.reshape(values, (-1, flat.shape[-1])))
         return xp.reshape(xp.matrix_transpose(xp.concat(made, axis=0)), (*x.shape[:-1], -1))
 

@@ -183,37 +183,53 @@ def _pairs(factors: Factors, pairs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Group(NamedTuple):
-    """Units whose tanh takes as many products, and their coefficients (units, J, K)."""
+    """Neighbours whose tanh takes as many products: their coefficients (units, J, K)."""
 
-    units: list[int]
+    start: int
+    end: int
     even: tuple[np.ndarray, np.ndarray]
     odd: tuple[np.ndarray, np.ndarray]
 
 
 class Units:
-    """The factors of every hidden unit, each over its own range, in groups of one shape."""
+    """The factors of every hidden unit, each over its own range, in groups of one shape.
 
-    def __init__(self, reach_query: Sequence[float], reach_key: Sequence[float], error: float):
-        found = [factors(a, b, error) for a, b in zip(reach_query, reach_key, strict=True)]
+    `order` puts the units of a group side by side.
+    """
+
+    def __init__(self, steps: tuple[tuple[int, int], ...], error: float) -> None:
+        found = [_factors(*pair, error) for pair in steps]
+        shapes = [(len(f.even[0]), len(f.odd[0])) for f in found]
+        self.order = sorted(range(len(found)), key=lambda unit: shapes[unit])
         self.reach = tuple(np.array([f.reach[side] for f in found]) for side in (0, 1))
         self.errors = np.array([f.error for f in found])
         self.width = sum(f.terms for f in found)
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for unit, f in enumerate(found):
-            shapes.setdefault((len(f.even[0]), len(f.odd[0])), []).append(unit)
-        self.groups = [_group([found[i] for i in units], units) for units in shapes.values()]
+        self.groups = []
+        for _, run in itertools.groupby(enumerate(self.order), lambda item: shapes[item[1]]):
+            places, units = zip(*run, strict=True)
+            parts = [found[unit] for unit in units]
+            even, odd = ([_stacked([getattr(f, name)[side] for f in parts]) for side in (0, 1)]
+                         for name in ("even", "odd"))  # fmt: skip
+            self.groups.append(Group(places[0], places[-1] + 1, tuple(even), tuple(odd)))  # type: ignore[arg-type]
+
+    @property
+    def longest(self) -> int:
+        """Polynomials that the functions are made of."""
+        return max((x.shape[-1] for g in self.groups for x in (*g.even, *g.odd)), default=1)
 
     def __repr__(self) -> str:
         return f"{self.width} products"
 
 
-def _group(found: list[Factors], units: list[int]) -> Group:
-    def stacked(parts: list[np.ndarray]) -> np.ndarray:
-        longest = max(x.shape[-1] for x in parts)
-        return np.stack([np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in parts])
+def units(reach_query: Sequence[float], reach_key: Sequence[float], error: float) -> Units:
+    """The factors of units with these ranges, kept for the next call."""
+    pairs = zip(reach_query, reach_key, strict=True)
+    return _units(tuple((_step(a), _step(b)) for a, b in pairs), error)
 
-    sides = [
-        tuple(stacked([getattr(f, name)[side] for f in found]) for side in (0, 1))
-        for name in ("even", "odd")
-    ]
-    return Group(units, sides[0], sides[1])  # type: ignore[arg-type]
+
+_units = functools.lru_cache(maxsize=64)(Units)
+
+
+def _stacked(parts: list[np.ndarray]) -> np.ndarray:
+    longest = max(x.shape[-1] for x in parts)
+    return np.stack([np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in parts])

@@ -82,18 +82,26 @@ class Entmax(Weighting):
         ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. What lies below τ at the start
         never counts again: where the rest may be set aside, the steps look at nothing else.
         """
-        (top,) = fold(lambda s, live, k: (row_max(s, live),), _larger, lowest)
+        top, low = fold(self.look, _larger, _lowest_two)
         top = finite(top)
         fw = of(top)
+        if not fw.picks(top):
+            return top, self.polish(fold, top, self.solve(fold, top))
+        start = fw.xp.maximum(finite(low - top, -1.0), fw.full(top.shape, -1.0, top))
 
         def candidates(s: Array, live: Array | None, k: Array) -> State:
             s = fw.detach(s)
-            return (fw.pick(s, self.chosen(s, live, top, -1.0), top)[0],)
+            return (fw.pick(s, self.chosen(s, live, top, start), top)[0],)
 
-        if not fw.picks(top):
-            return top, self.polish(fold, top, self.solve(fold, top))
         (kept,) = fold(candidates, _beside, _nothing)
-        return top, self.threshold(kept, fw.full(top.shape, -1.0, top))
+        return top, self.threshold(kept, start)
+
+    def look(self, scores: Array, live: Array | None, k: Array) -> State:
+        """The largest score of a block, and a number below its root, so below that of the row."""
+        top = row_max(scores, live)
+        if not of(scores).picks(scores):
+            return top, top
+        return top, top + self.first_look(scores, live)[1]
 
     def first_look(self, scores: Array, live: Array | None) -> State:
         """The row's largest score, and a τ below the root: the root of some of the scores.
@@ -234,7 +242,12 @@ class Sparsemax(Entmax):
 
 
 def _larger(one: State, two: State) -> State:
-    return (of(one[0]).xp.maximum(one[0], two[0]),)
+    xp = of(one[0]).xp
+    return tuple(xp.maximum(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _lowest_two(rows: Array) -> State:
+    return lowest(rows) * 2
 
 
 def _sums(one: State, two: State) -> State:

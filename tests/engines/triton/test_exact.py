@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import exact
+from qkv.engines.triton import PAIRS, exact
+from qkv.engines.triton import additive as join
 from qkv.engines.triton.additive import additive
 from qkv.engines.triton.exact import additive_exact
 from qkv.errors import DtypeError, EngineError, ShapeError
@@ -212,6 +213,35 @@ def test_the_join_where_programs_take_several_tiles(scale, monkeypatch):
     monkeypatch.setattr(exact, "WAITING", 3)
     for one, two in zip(gradients(joined, given, None, 5, LENGTHS), want, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("scale", [0.6, 4.0])
+def test_the_join_goes_back_in_pieces(held, scale, monkeypatch):
+    given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
+    want = gradients(joined, given, None, 5, LENGTHS)
+    a, b = given[:2]
+    each = 4 * PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
+    monkeypatch.setattr(join, "ROOM", held * each + 1)
+    assert len(join._pieces(a, b, PAIRS)) == {1: 4, 2: 2, 3: 2}.get(held, 1)
+    got = gradients(joined, given, None, 5, LENGTHS)
+    for one, two in zip(got[2:], want[2:], strict=True):
+        atol = 0 if scale > 1 else 1e-3 * two.abs().max().item()
+        torch.testing.assert_close(one, two, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("n", "m", "b"), [(0, 3, 1), (3, 0, 1), (3, 3, 0)])
+def test_the_join_of_nothing(n, m, b):
+    given = arrays(b=b, n=n, m=m, h=4, dtype=torch.float16)
+    for x in gradients(joined, given)[2:]:
+        assert not x.any()
+
+
+def test_the_join_has_no_second_derivative():
+    given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2, dtype=torch.float16, scale=0.5)]
+    (first,) = torch.autograd.grad(joined(*given)[0].sum(), given[:1], create_graph=True)
+    with pytest.raises(EngineError, match="first derivatives only"):
+        first.sum().backward()
 
 
 def test_the_join_takes_float32_exactly():

@@ -4,9 +4,6 @@ Which of the two is only known on the device. Both are launched, each looks at t
 the exact kernels, which come second, do nothing or overwrite.
 """
 
-# Decorators of an untyped library.
-# mypy: disable-error-code="untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any
@@ -15,9 +12,12 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import exact, features, ops
+from qkv.engines.triton.rows import _on
 from qkv.errors import DtypeError, EngineError, ShapeError
 
 WIDEST_VALUE = 256
+ROOM = 128 * 2**20
+"""Bytes of features and of their gradients that the way back holds at once."""
 
 
 def additive(
@@ -43,7 +43,7 @@ def additive(
     if a.dtype == torch.float32:
         out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
     else:
-        out, lse, *_ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
+        out, lse, *_ = _operator(a, b, v, value, table, grid, lower, upper, lengths)
     return out, lse
 
 
@@ -67,14 +67,12 @@ def _check(a: Tensor, b: Tensor, v: Tensor, value: Tensor) -> None:
         raise EngineError(f"values are {value.shape[3]} wide, and a tile holds {WIDEST_VALUE}")
 
 
-def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> dict[str, Any]:
-    """What `ops` wants to know beyond φ, ψ and the values."""
-    absent = ("key_bias", "gate_query", "gate_key", "row_a", "row_b", "layout")
-    given = {"lengths": lengths, "lower": lower, "upper": upper, "scale": 1.0, "alpha": 0.0}
-    return dict.fromkeys(absent) | given | {"weighting": "softmax", "layout_size": 0, "tf32": False}
+def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> tuple[Any, ...]:
+    """What the operators of `ops` take behind φ, ψ and the values."""
+    absent = (None,) * 5
+    return *absent, lengths, None, 1.0, "softmax", 0.0, lower, upper, 0, False
 
 
-@torch.library.custom_op("qkv::additive", mutates_args=())
 def _additive(
     a: Tensor,
     b: Tensor,
@@ -87,15 +85,16 @@ def _additive(
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
-    fit, beyond = features.fit_of(a, b, table, grid)
-    phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
-    out, lse, kept = ops._attend_forward(phi, psi, value, **_settings(lengths, lower, upper))
-    exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
+    a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
+    with _on(a.device):
+        fit, beyond = features.fit_of(a, b, table, grid)
+        phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
+        out, lse, kept = ops._attend_forward(phi, psi, value, *_settings(lengths, lower, upper))
+        exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
     return out, lse, kept, fit, beyond
 
 
-@_additive.register_fake
-def _(
+def _additive_fake(
     a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = a.shape[:3]
@@ -109,7 +108,32 @@ def _(
     )
 
 
-@torch.library.custom_op("qkv::additive_backward", mutates_args=())
+def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]]:
+    """Batches, heads of a and heads of b whose features and gradients ROOM holds; one at least.
+
+    A piece has all heads or one batch, so that it is contiguous in an array that is.
+    """
+    batch, heads, n, h = a.shape
+    few, m = b.shape[1:3]
+    group = heads // few
+    each = 2 * (2 * pairs * h) * (group * n + m) * a.element_size()
+    fit = max(ROOM // max(each, 1), 1)
+    if fit >= few:
+        step = _even(batch, fit // few)
+        return [(slice(i, i + step), slice(None), slice(None)) for i in range(0, batch, step)]
+    step = _even(few, fit)
+    return [
+        (slice(i, i + 1), slice(j * group, (j + step) * group), slice(j, j + step))
+        for i in range(batch)
+        for j in range(0, few, step)
+    ]
+
+
+def _even(count: int, most: int) -> int:
+    """The size of pieces that are as few as can be, and about the same."""
+    return max(-(-count // max(-(-count // most), 1)), 1)
+
+
 def _additive_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -127,25 +151,42 @@ def _additive_backward(
     fit: Tensor,
     beyond: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """da, db, dv, dvalue. The features are made again: they are wide, and quick to make."""
-    phi, psi = features.features_of(a, b, v, fit, beyond, pairs)
-    dphi, dpsi, dvalue, *_ = ops._attend_backward(
-        grad, grad_lse, out, kept, phi, psi, value,
-        for_queries=True, for_keys=True, **_settings(lengths, lower, upper),
-    )  # fmt: skip
-    del phi, psi
-    da, db, parts = features.features_grad(dphi, dpsi, a, b, v, fit, beyond, pairs)
-    del dphi, dpsi
-    dv = torch.empty_like(v)
-    exact.backward(
-        grad, grad_lse, a, b, v, value, lower, upper, lengths, beyond, out, lse,
-        da, db, dv, dvalue, parts,
-    )  # fmt: skip
+    """da, db, dv, dvalue. The features are made again: they are wide, and quick to make.
+
+    They and their gradients are the most that is held, so they come in pieces.
+    """
+    a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
+    da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
+    parts = []
+    pieces = _pieces(a, b, pairs)
+    with _on(a.device):
+        for batches, heads, few in pieces:
+            ours, theirs = (batches, heads), (batches, few)
+            some_a, some_b = a[ours], b[theirs]
+            phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
+            settings = _settings(None if lengths is None else lengths[batches], lower, upper)
+            dphi, dpsi, dsome, *_ = ops._attend_backward(
+                grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
+                kept[:, *ours].contiguous(), phi, psi, value[theirs], *(*settings, True, True),
+            )  # fmt: skip
+            del phi, psi
+            if len(pieces) > 1:
+                dvalue[theirs] = dsome
+            else:
+                dvalue = dsome
+            into = da[ours], db[theirs]
+            parts.append(
+                features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
+            )
+            del dphi, dpsi, dsome, _
+        exact.backward(
+            grad, grad_lse, a, b, v, value, lower, upper, lengths, beyond, out, lse,
+            da, db, dv, dvalue, torch.cat(parts) if parts else None,
+        )  # fmt: skip
     return da, db, dv, dvalue
 
 
-@_additive_backward.register_fake
-def _(
+def _additive_backward_fake(
     grad: Tensor,
     grad_lse: Tensor | None,
     a: Tensor,
@@ -170,10 +211,17 @@ def _differentiate(
     a, b, v, value, lengths, *output = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output[0])
-    grads = _additive_backward(
+    grads = _operator_backward(
         grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
     return *grads, *(None,) * 5
 
 
-_additive.register_autograd(_differentiate, setup_context=_save)
+_operator = ops.operator("additive", _additive, _additive_fake)
+_operator_backward = ops.operator("additive_backward", _additive_backward, _additive_backward_fake)
+torch.library.register_autograd(
+    "qkv::additive", _differentiate, setup_context=_save, lib=ops.LIBRARY
+)
+torch.library.register_autograd(
+    "qkv::additive_backward", ops.refuse, setup_context=ops.nothing, lib=ops.LIBRARY
+)

@@ -17,9 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qkv.engines.triton import ops
+from qkv.engines.triton.rows import _on
+
 BLOCK = 64
 """Queries or keys of a tile."""
-WARPS = 8
+BUSY = ops.Tile(BLOCK, BLOCK, 1, 8, 1)
+"""Warps and stages of the kernels that look at pairs, and of the others."""
+PLAIN = ops.Tile(BLOCK, 1, 1, 4, 3)
 REACH = tl.constexpr(40.0)
 """Up to this |a|, |b| the exponentials e²ᵃ, e²ᵇ are ordinary float32 numbers."""
 CAP = tl.constexpr(2.0**40)
@@ -631,7 +636,7 @@ class _Call:
         self.v, self.when = v, when
         _, heads, n, self.h = a.shape
         few, m = b.shape[1:3]
-        on_device = a.is_cuda and not triton.knobs.runtime.interpret
+        on_device = a.is_cuda and not ops._interpreted()
         self.paired = self.h + self.h % 2
         (ea, peak_a), (eb, peak_b) = self.room(a), self.room(b)
         self.queries, self.keys = ea, eb
@@ -650,27 +655,35 @@ class _Call:
             "ASM": on_device and torch.version.hip is None,
             "PRECISION": "tf32x3" if on_device else "ieee",
             "BLOCK": BLOCK,
-            "BLOCK_H": triton.next_power_of_2(self.h),
-            "BLOCK_D": max(triton.next_power_of_2(value.shape[-1]), 16),
-            "num_warps": WARPS,
-            "num_stages": 1,
+            "BLOCK_H": ops._power_of_2(self.h),
+            "BLOCK_D": max(ops._power_of_2(value.shape[-1]), 16),
         }
-        both = self.query_tiles + self.key_tiles
-        _prepare_kernel[self.programs(both)](
-            a, b, ea, eb, peak_a, peak_b, when, self.query_tiles, both, n, m, ea.shape[-1],
-            eb.shape[-1], self.h, self.paired, BLOCK, 32,
-        )  # fmt: skip
+        arrays = (a, b, ea, eb, peak_a, peak_b, when)
+        self.each_row(_prepare_kernel, arrays, (n, m, ea.shape[-1], eb.shape[-1], self.h))
 
     def room(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """For e²ˣ (B, H, paired, padded rows) in float32, and the largest |x| of each tile."""
         *lead, rows, _ = x.shape
-        padded = triton.cdiv(rows, BLOCK) * BLOCK
+        padded = -(-rows // BLOCK) * BLOCK
         ex = x.new_empty((*lead, self.paired, padded), dtype=torch.float32)
         return ex, x.new_empty((*lead, padded // BLOCK), dtype=torch.float32)
 
-    def programs(self, jobs: int) -> tuple[int]:
+    def programs(self, jobs: int) -> int:
         """One for each job; few that share them where it is likely that there is nothing to do."""
-        return (jobs if self.when is None else min(jobs, WAITING),)
+        return jobs if self.when is None else min(jobs, WAITING)
+
+    def each_pair(self, kernel: Any, arrays: tuple[Tensor | None, ...], jobs: int) -> None:
+        whole = (*self.sizes, jobs)
+        given = (*self.inputs, *arrays)
+        ops._launch(kernel, self.programs(jobs), given, (), whole, self.facts, BUSY)
+
+    def each_row(
+        self, kernel: Any, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]
+    ) -> None:
+        jobs = self.query_tiles + self.key_tiles
+        facts = {"PAIRED": self.paired, "BLOCK": BLOCK, "BLOCK_H": 32}
+        whole = (self.query_tiles, jobs, *sizes)
+        ops._launch(kernel, self.programs(jobs), arrays, (), whole, facts, PLAIN)
 
 
 def forward(
@@ -689,8 +702,7 @@ def forward(
     if not lse.numel():
         return
     call = _Call(a, b, v, value, lower, upper, lengths, when)
-    tiles = call.query_tiles
-    _forward_kernel[call.programs(tiles)](*call.inputs, out, lse, *call.sizes, tiles, **call.facts)
+    call.each_pair(_forward_kernel, (out, lse), call.query_tiles)
 
 
 def backward(
@@ -726,20 +738,14 @@ def backward(
     sums = ones.new_empty((*a.shape[:2], ones.shape[-1]))
     slopes = torch.empty_like(call.keys)
     parts = ones.new_empty((call.query_tiles, call.h))
-    tiles, key_tiles, both = call.query_tiles, call.key_tiles, call.query_tiles + call.key_tiles
-    _query_grad_kernel[call.programs(tiles)](
-        *call.inputs, *known, ones, squares, sums, *call.sizes, tiles, **call.facts
-    )
-    _key_grad_kernel[call.programs(key_tiles)](
-        *call.inputs, *known, slopes, dvalue, *call.sizes, key_tiles, **call.facts
-    )
-    _finish_kernel[call.programs(both)](
-        ones, squares, sums, slopes, call.v, when, da, db, parts, tiles, both, a.shape[2],
-        b.shape[2], ones.shape[-1], slopes.shape[-1], call.h, call.paired, BLOCK, 32,
-    )  # fmt: skip
-    _fold_kernel[(triton.cdiv(call.h, 8),)](
-        parts, others, when, dv, tiles, 0 if others is None else others.shape[0], call.h, 512, 8
-    )
+    call.each_pair(_query_grad_kernel, (*known, ones, squares, sums), call.query_tiles)
+    call.each_pair(_key_grad_kernel, (*known, slopes, dvalue), call.key_tiles)
+    arrays = (ones, squares, sums, slopes, call.v, when, da, db, parts)
+    sizes = (a.shape[2], b.shape[2], ones.shape[-1], slopes.shape[-1], call.h)
+    call.each_row(_finish_kernel, arrays, sizes)
+    whole = (call.query_tiles, 0 if others is None else others.shape[0], call.h)
+    facts = {"BLOCK": 512, "UNITS": 8}
+    ops._launch(_fold_kernel, -(-call.h // 8), (parts, others, when, dv), (), whole, facts, PLAIN)
 
 
 @torch.library.custom_op("qkv::additive_exact", mutates_args=())
@@ -762,7 +768,8 @@ def additive_exact(
     new = torch.empty if when is None else torch.zeros
     out = new((*a.shape[:3], value.shape[3]), dtype=value.dtype, device=a.device)
     lse = new(a.shape[:3], dtype=torch.float32, device=a.device)
-    forward(a, b, v, value, lower, upper, lengths, when, out, lse)
+    with _on(a.device):
+        forward(a, b, v, value, lower, upper, lengths, when, out, lse)
     return out, lse
 
 
@@ -790,9 +797,11 @@ def additive_exact_backward(
     """da, db, dv, dvalue."""
     new = torch.empty if when is None else torch.zeros
     da, db, dv, dvalue = (new(x.shape, dtype=x.dtype, device=x.device) for x in (a, b, v, value))
-    backward(
-        grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse, da, db, dv, dvalue
-    )
+    with _on(a.device):
+        backward(
+            grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse,
+            da, db, dv, dvalue,
+        )  # fmt: skip
     return da, db, dv, dvalue
 
 

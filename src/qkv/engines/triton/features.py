@@ -13,6 +13,7 @@ no such A.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qkv.engines.triton import ops
 from qkv.scores import separable
 
 TILE = 2048
@@ -29,6 +31,8 @@ LOOKS = 128
 """Programs, at most, that look for the largest of an array's columns."""
 SHARES = 16
 """Programs among which the coefficients of a fit are divided."""
+PLAIN = ops.Tile(1, 1, 1, 4, 3)
+"""Warps and stages of these kernels."""
 
 
 @triton.jit
@@ -299,14 +303,11 @@ def _powers(order: int, steep: int) -> np.ndarray:
     return found[:order, :order]
 
 
-def _wide(h: int) -> int:
-    """Columns of a program's tile."""
-    return min(int(triton.next_power_of_2(h)), 128)
-
-
-def _tall(h: int, size: int = TILE) -> int:
-    """Rows of a program's tile."""
-    return max(size // _wide(h), 1)
+@cache
+def _tile(h: int, size: int = TILE) -> tuple[int, int]:
+    """Rows and columns of a program's tile."""
+    wide = min(int(triton.next_power_of_2(h)), 128)
+    return max(size // wide, 1), wide
 
 
 def _rows(x: Tensor) -> int:
@@ -318,19 +319,28 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
     a, b = a.contiguous(), b.contiguous()
     h, (count, _, pairs, order) = a.shape[-1], table.shape
     size = 2 * pairs * order
-    wide, tall = _wide(h), _tall(h)
-    blocks = triton.cdiv(h, wide)
-    looks = min(triton.cdiv(max(_rows(a), _rows(b), 1), tall), max(LOOKS // blocks, 1))
-    looks = triton.next_power_of_2(looks)
+    tall, wide = _tile(h)
+    blocks = -(-h // wide)
+    rows_a, rows_b = _rows(a), _rows(b)
+    looks = min(-(-max(rows_a, rows_b, 1) // tall), max(LOOKS // blocks, 1))
+    looks = ops._power_of_2(looks)
     parts = a.new_empty((2 * looks, h), dtype=torch.float32)
     fit = a.new_empty((1 + size, h), dtype=torch.float32)
     beyond = a.new_empty(1, dtype=torch.int32)
-    _reach_kernel[(2 * looks, blocks)](a, b, parts, _rows(a), _rows(b), h, looks, tall, wide)
+    facts = {"LOOKS": looks, "BLOCK_R": tall, "BLOCK_H": wide}
+    ops._launch(
+        _reach_kernel, (2 * looks, blocks), (a, b, parts), (), (rows_a, rows_b, h), facts, PLAIN
+    )
     narrow = min(wide, 32)
-    _fit_kernel[(SHARES, triton.cdiv(h, narrow))](
-        parts, table, grid, fit, beyond, h, count, size, SHARES, 2 * looks,
-        triton.next_power_of_2(count), narrow,
-    )  # fmt: skip
+    facts = {
+        "SIZE": size,
+        "SHARES": SHARES,
+        "COUNT": 2 * looks,
+        "BLOCK_G": ops._power_of_2(count),
+        "BLOCK_H": narrow,
+    }
+    arrays = (parts, table, grid, fit, beyond)
+    ops._launch(_fit_kernel, (SHARES, -(-h // narrow)), arrays, (), (h, count), facts, PLAIN)
     return fit, beyond
 
 
@@ -345,13 +355,7 @@ def features_of(
     a, b = a.contiguous(), b.contiguous()
     h = a.shape[-1]
     phi, psi = (x.new_empty((*x.shape[:-1], 2 * pairs * h)) for x in (a, b))
-    wide, tall = _wide(h), _tall(h)
-    tiles_a, tiles_b = (triton.cdiv(_rows(x), tall) for x in (a, b))
-    if tiles_a + tiles_b:
-        _features_kernel[(tiles_a + tiles_b, triton.cdiv(h, wide))](
-            a, b, v, fit, beyond, phi, psi, _rows(a), _rows(b), tiles_a, h, pairs,
-            _order(fit, pairs), tall, wide,
-        )  # fmt: skip
+    _each_tile(_features_kernel, (a, b, v, fit, beyond, phi, psi), a, b, fit, pairs, *_tile(h))
     return phi, psi
 
 
@@ -364,22 +368,37 @@ def features_grad(
     fit: Tensor,
     beyond: Tensor,
     pairs: int,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ, db likewise times v, and parts (…, h) whose sum is dv."""
+    """da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ, db likewise times v, and parts (…, h) whose sum is dv.
+
+    da and db are the two contiguous arrays of `into`, if given.
+    """
     dphi, dpsi, a, b = (x.contiguous() for x in (dphi, dpsi, a, b))
     h = a.shape[-1]
-    da, db = torch.empty_like(a), torch.empty_like(b)
-    wide, tall = _wide(h), _tall(h, TILE // 2)  # a slope has twice the registers
-    tiles_a, tiles_b = (triton.cdiv(_rows(x), tall) for x in (a, b))
-    parts = a.new_empty((tiles_b, h), dtype=torch.float32)
-    if tiles_a + tiles_b:
-        _features_grad_kernel[(tiles_a + tiles_b, triton.cdiv(h, wide))](
-            dphi, dpsi, a, b, v, fit, beyond, da, db, parts, _rows(a), _rows(b), tiles_a, h, pairs,
-            _order(fit, pairs), tall, wide,
-        )  # fmt: skip
+    da, db = into or (torch.empty_like(a), torch.empty_like(b))
+    tall, wide = _tile(h, TILE // 2)  # a slope has twice the registers
+    parts = a.new_empty((-(-_rows(b) // tall), h), dtype=torch.float32)
+    arrays = (dphi, dpsi, a, b, v, fit, beyond, da, db, parts)
+    _each_tile(_features_grad_kernel, arrays, a, b, fit, pairs, tall, wide)
     return da, db, parts
 
 
-def _order(fit: Tensor, pairs: int) -> int:
-    """Coefficients of a polynomial."""
-    return (int(fit.shape[0]) - 1) // (2 * pairs)
+def _each_tile(
+    kernel: Any,
+    arrays: tuple[Tensor, ...],
+    a: Tensor,
+    b: Tensor,
+    fit: Tensor,
+    pairs: int,
+    tall: int,
+    wide: int,
+) -> None:
+    """Launch a kernel whose programs have each a tile of a or of b."""
+    rows_a, rows_b, h = _rows(a), _rows(b), a.shape[-1]
+    tiles_a, tiles_b = -(-rows_a // tall), -(-rows_b // tall)
+    if tiles_a + tiles_b:
+        order = (fit.shape[0] - 1) // (2 * pairs)
+        facts = {"J": pairs, "K": order, "BLOCK_R": tall, "BLOCK_H": wide}
+        whole = (rows_a, rows_b, tiles_a, h)
+        ops._launch(kernel, (tiles_a + tiles_b, -(-h // wide)), arrays, (), whole, facts, PLAIN)

@@ -429,17 +429,19 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 def _launch(
     kernel: Any,
-    programs: int,
+    programs: int | tuple[int, int],
     arrays: tuple[Tensor | None, ...],
     floats: tuple[float, ...],
     whole: tuple[int, ...],
     facts: dict[str, Any],
     tile: Tile,
 ) -> None:
+    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, facts."""
+    grid = (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
     args = (*arrays, *floats, *whole)
     if _interpreted():
-        kernel[(programs,)](*args, **facts, **how)
+        kernel[grid](*args, **facts, **how)
         return
     if facts.get("TMA"):
         triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
@@ -453,11 +455,11 @@ def _launch(
     ready = _COMPILED.get(about)
     if ready is not None:
         # What is known at compile time is passed over, but counted.
-        ready[(programs, 1, 1)](*args, *facts.values())
+        ready[grid](*args, *facts.values())
         return
     if len(_COMPILED) > 4096:
         _COMPILED.clear()
-    _COMPILED[about] = kernel[(programs,)](*args, **facts, **how)
+    _COMPILED[about] = kernel[grid](*args, **facts, **how)
 
 
 def _fitting(call: _Call, name: str, rows: int, run: Any) -> None:

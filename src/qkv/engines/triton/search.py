@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton.kernels import NONE, alive, bounds, fetch, gate_half, products, score
-from qkv.engines.triton.ops import HELD, Tile, _interpreted, _shrunk
+from qkv.engines.triton.ops import HELD, Tile, _interpreted, _launch, _power_of_2, _shrunk
+from qkv.engines.triton.rows import _on
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -221,9 +222,9 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
 
 @triton.jit
 def entmax_kernel(
-    query, key, bias, gate_query, gate_key, lengths, out,
+    query, key, bias, gate_query, gate_key, lengths, out, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, scale, alpha, lower, upper,
+    n, m, heads, group, lower, upper,
     POWER: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -362,9 +363,9 @@ def _fitting(equal, room):
 
 @triton.jit
 def topk_kernel(
-    query, key, bias, gate_query, gate_key, lengths, out, position,
+    query, key, bias, gate_query, gate_key, lengths, out, position, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, scale, top_k, lower, upper,
+    n, m, heads, group, lower, upper, top_k,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     W: tl.constexpr,
@@ -492,9 +493,9 @@ def _run(
     lower: int | None,
     upper: int | None,
     tf32: bool,
-    scale: float,
-    number: float,
     outs: tuple[Tensor, ...],
+    floats: tuple[float, ...],
+    *whole: int,
     **facts: Any,
 ) -> None:
     """Launch with the largest tile that the device holds."""
@@ -507,13 +508,15 @@ def _run(
     reach = n + m
     bias = (0, 0) if key_bias is None else key_bias.stride()[:2]
     gate = (0, 0) if gate_key is None else gate_key.stride()[:2]
-    args = (
+    arrays = (
         query, key, key_bias, None if gate_query is None else gate_query.contiguous(), gate_key,
         None if lengths is None else lengths.to(torch.int32).contiguous(), *outs,
+    )  # fmt: skip
+    whole = (
         *query.stride()[:3], *key.stride()[:3], *bias, *gate, n, m, heads, heads // few,
-        scale, number,
         0 if lower is None else max(min(lower, reach), -reach),
         0 if upper is None else max(min(upper, reach), -reach),
+        *whole,
     )  # fmt: skip
     tile = _tile(query)
     # A product in float32 is written out as one instruction for each of its terms, in each loop
@@ -521,21 +524,20 @@ def _run(
     wide = w > HELD or query.dtype == torch.float32
     while True:
         try:
-            kernel[(batch * heads * -(-n // tile.rows),)](
-                *args,
-                **facts,
-                ROWS=tile.rows,
-                COLS=tile.cols,
-                W=w,
-                BLOCK_W=tile.chunk if wide else max(16, triton.next_power_of_2(w)),
-                WIDE=wide,
-                LOWER=lower is not None,
-                UPPER=upper is not None,
-                FAST=query.dtype != torch.float32 and not _interpreted(),
-                PRECISION="tf32" if tf32 and query.dtype == torch.float32 else "ieee",
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
+            known = facts | {
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "W": w,
+                "BLOCK_W": tile.chunk if wide else max(16, _power_of_2(w)),
+                "WIDE": wide,
+                "LOWER": lower is not None,
+                "UPPER": upper is not None,
+                "FAST": query.dtype != torch.float32 and not _interpreted(),
+                "PRECISION": "tf32" if tf32 and query.dtype == torch.float32 else "ieee",
+            }
+            programs = batch * heads * -(-n // tile.rows)
+            with _on(query.device):
+                _launch(kernel, programs, arrays, floats, whole, known, tile)
             return
         except triton.runtime.errors.OutOfResources:
             tile = _shrunk(tile)
@@ -565,7 +567,7 @@ def entmax_threshold(
     if out.numel() and key.shape[2]:
         _run(
             entmax_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
-            scale, alpha, (out,), POWER={2.0: 1, 1.5: 2}.get(alpha, 0),
+            (out,), (scale, alpha), POWER={2.0: 1, 1.5: 2}.get(alpha, 0),
         )  # fmt: skip
     return out
 
@@ -601,7 +603,7 @@ def topk_threshold(
     if least.numel() and key.shape[2]:
         _run(
             topk_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
-            scale, k, (least, position),
+            (least, position), (scale,), k,
         )  # fmt: skip
     return least, position
 
