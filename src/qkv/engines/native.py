@@ -59,9 +59,8 @@ def declines(call: Call) -> str | None:
             f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
             "values would be mostly padding"
         )
-    if call.fw.name == "torch" and call.m >= MANY and streaming.is_few(call):
-        if call.query.device.type == "cuda" and _has_triton() and not call.fw.tracing(call.query):
-            return "for a few queries among many keys it reads memory more slowly than ours"
+    if call.m >= MANY and streaming.is_few(call) and _has_look_up(call):
+        return "for a few queries among many keys it reads memory more slowly than ours"
     if call.fw.name == "jax" and _jax_platform(call) == "cpu":
         return "on a CPU jax.nn makes the whole n × m matrix: it is no faster than ours"
     if call.fw.name == "jax" and not _cudnn_fits(call):
@@ -129,6 +128,11 @@ def _heals(call: Call) -> bool:
     plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64"
     plain = plain and max(call.fw.shape(x)[-1] for x in (call.query, call.value)) <= 256
     return plain and not call.fw.tracing(call.query) and _has_triton()
+
+
+def _has_look_up(call: Call) -> bool:
+    on_cuda = call.fw.name == "torch" and call.query.device.type == "cuda"
+    return on_cuda and _has_triton() and not call.fw.tracing(call.query)
 
 
 @functools.cache

@@ -855,6 +855,8 @@ def _through_scratch(
                     torch.matmul(back, there, out=place)
                 else:
                     total += torch.matmul(back, there)
+                del back
+            del ds  # before the next is made
         if total is not None:
             grads.query.view(pairs, wide_n, call.w)[some] = total.to(dtype)
 

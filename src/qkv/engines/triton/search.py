@@ -478,7 +478,7 @@ def _tile(query: Tensor) -> Tile:
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
     if w <= 64:
-        return Tile(128, 64, 64, 4, 3)
+        return Tile(128, 64, 64, 8, 3)
     return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
 
 
