@@ -12,8 +12,10 @@ import numpy as np
 
 FINER = 4
 """Points looked at per point of interpolation, along each axis."""
-STEP = 1.06
+STEP = 1.1
 """Ranges are rounded up by at most this factor, so that one set of functions serves many."""
+FINE_STEP = 1.06
+"""The same in the table, where reaches are rounded for nothing."""
 SLACK = 1 / math.cos(math.pi / (2 * FINER)) ** 2
 """What a polynomial may rise to between the points looked at, along both axes."""
 
@@ -47,7 +49,7 @@ def factors(reach_query: float, reach_key: float, error: float) -> Factors:
     """The fewest products within the error for |a| and |b| up to their reach, kept once found.
 
     >>> factors(4.0, 4.0, 1e-6).terms, factors(4.0, 4.0, 5e-3).terms, factors(0.5, 4.0, 1e-6).terms
-    (28, 12, 9)
+    (28, 12, 8)
     """
     return _factors(_step(reach_query), _step(reach_key), error)
 
@@ -59,14 +61,10 @@ def _step(reach: float) -> int:
 @functools.lru_cache(maxsize=4096)
 def _factors(step_query: int, step_key: int, error: float) -> Factors:
     kernel = _Kernel((STEP**step_query, STEP**step_key), error)
-    low, high = 1, len(kernel.sizes)
-    while low < high:  # the error falls with the number of products
-        middle = (low + high) // 2
-        if kernel.best(middle).error <= error:
-            high = middle
-        else:
-            low = middle + 1
-    return kernel.best(low)
+    terms = kernel.enough()
+    while (found := kernel.best(terms)).error > error and terms < len(kernel.sizes):
+        terms += 1
+    return found
 
 
 class _Kernel:
@@ -85,6 +83,32 @@ class _Kernel:
         left, right = self.reach[0] * x[:, None], self.reach[1] * x
         one, two = np.tanh(right + left), np.tanh(right - left)
         return [(one + two) / 2, (one - two) / 2]
+
+    def enough(self) -> int:
+        """A number of products that keeps the error, but for what polynomials cut short add."""
+        # What each further product takes off the rest, in the order in which they are taken.
+        order = [(size, odd, i) for odd, (_, sizes, _) in enumerate(self.parts)
+                 for i, size in enumerate(sizes)]  # fmt: skip
+        order.sort(reverse=True)
+        both = [
+            (
+                _at(_coefficients(left, odd), odd, self.fine),
+                _at(_coefficients(right, 1 - odd), 1 - odd, self.fine),
+            )
+            for odd, (left, _, right) in enumerate(self.parts)
+        ]
+        low, high = 1, len(order)
+        while low < high:  # the error falls with the number of products
+            middle = (low + high) // 2
+            off = np.zeros(())
+            for odd, (left, right) in enumerate(both):
+                count = sum(1 for item in order[:middle] if item[1] == odd)
+                off = off + np.abs(left[:count].T @ right[:count] - self.exact[odd])
+            if (float(off.max()) + self.slip) * SLACK + self.slip <= self.error:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def best(self, terms: int) -> Factors:
         """The nearest sum of so many products."""
@@ -135,14 +159,20 @@ def _polynomials(
     return _shortened(left[:count], odd, error), _shortened(right[:count], 1 - odd, error)
 
 
-def _shortened(values: np.ndarray, odd: int, error: float) -> np.ndarray:
-    """Values at the nodes as coefficients of p, less those that do not count."""
+def _coefficients(values: np.ndarray, odd: int) -> np.ndarray:
+    """Values at the nodes as coefficients of p."""
     half = values.shape[-1]
     if odd:
         values = values / _nodes(2 * half)
     angles = np.pi * (np.arange(half) + 0.5) / half  # of y, where x is at its nodes
     found = 2 / half * values @ np.cos(angles[:, None] * np.arange(half))
     found[:, 0] /= 2
+    return np.asarray(found)
+
+
+def _shortened(values: np.ndarray, odd: int, error: float) -> np.ndarray:
+    """The same, less those that do not count."""
+    found = _coefficients(values, odd)
     counts = np.abs(found).sum(0)[::-1].cumsum()[::-1] > error / 16
     return np.asarray(found[:, : max(int(counts.sum()), 1)])
 
@@ -163,10 +193,10 @@ def table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
     """
     reaches, found = [], []
     for step in itertools.count(-10):
-        factors = _Kernel((STEP**step, STEP**step), error / 8).best(2 * pairs)
+        factors = _Kernel((FINE_STEP**step, FINE_STEP**step), error / 8).best(2 * pairs)
         if factors.error > error:
             break
-        reaches.append(STEP**step)
+        reaches.append(FINE_STEP**step)
         found.append(_pairs(factors, pairs))
     longest = max(x.shape[-1] for both in found for x in both)
     padded = [[np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in both] for both in found]
