@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-PAUSE = 0.05
+PAUSE = 0.25
 """Seconds before each run on the CPU: the threads of the side before may still be spinning."""
 
 
