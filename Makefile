@@ -96,7 +96,7 @@ unit: env ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
 
 doctest: env ## Examples in the docstrings
-	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/arrays/mxnet.py \
+	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/arrays/mxnet.py --ignore src/qkv/engines/triton \
 		--junitxml=$(RESULTS)/$@.xml
 
 mxnet: env-mxnet ## The battery on MXNet, in its own environment

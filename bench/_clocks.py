@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 PAUSE = 0.25
 """Seconds before each run on the CPU: the threads of the side before may still be spinning."""
 

@@ -124,8 +124,8 @@ class Separable(Additive):
             for odd, coefficients in ((side, group.even[side]), (1 - side, group.odd[side])):
                 weights = fw.constant(coefficients, x, fw.dtype(x))
                 values = xp.matmul(weights, basis[mine, : coefficients.shape[-1], :])
-                values = values * flat[mine] if odd else values
-                values = values if by is None else values * by[mine]
+                values = values * flat[mine, ...] if odd else values
+                values = values if by is None else values * by[mine, ...]
                 made.append(xp.reshape(values, (-1, flat.shape[-1])))
         return xp.reshape(xp.matrix_transpose(xp.concat(made, axis=0)), (*x.shape[:-1], -1))
 

@@ -9,6 +9,7 @@ from qkv.arrays import of
 from qkv.errors import ArgumentError
 from qkv.types import Array
 from qkv.weightings.base import (
+    INFINITY,
     Fold,
     State,
     Weighting,
@@ -82,12 +83,12 @@ class Entmax(Weighting):
         ‖r‖ₑ = 1 climb from τ = −1 to the root without passing it. What lies below τ at the start
         never counts again: where the rest may be set aside, the steps look at nothing else.
         """
-        top, low = fold(self.look, _larger, _lowest_two)
+        top, start = fold(self.look, _looked, _unseen)
         top = finite(top)
         fw = of(top)
         if not fw.picks(top):
             return top, self.polish(fold, top, self.solve(fold, top))
-        start = fw.xp.maximum(finite(low - top, -1.0), fw.full(top.shape, -1.0, top))
+        start = fw.xp.maximum(finite(start, -1.0), fw.full(top.shape, -1.0, top))
 
         def candidates(s: Array, live: Array | None, k: Array) -> State:
             s = fw.detach(s)
@@ -97,11 +98,11 @@ class Entmax(Weighting):
         return top, self.threshold(kept, start)
 
     def look(self, scores: Array, live: Array | None, k: Array) -> State:
-        """The largest score of a block, and a number below its root, so below that of the row."""
+        """The largest score of a block, and from there a τ below its root, so below the row's."""
         top = row_max(scores, live)
         if not of(scores).picks(scores):
             return top, top
-        return top, top + self.first_look(scores, live)[1]
+        return top, self.first_look(scores, live)[1]
 
     def first_look(self, scores: Array, live: Array | None) -> State:
         """The row's largest score, and a τ below the root: the root of some of the scores.
@@ -241,12 +242,15 @@ class Sparsemax(Entmax):
     alpha: float = field(default=2, init=False)
 
 
-def _larger(one: State, two: State) -> State:
+def _looked(one: State, two: State) -> State:
+    """The larger top, and the larger τ from there; differences first, as 1e30 − 1 is 1e30."""
     xp = of(one[0]).xp
-    return tuple(xp.maximum(a, b) for a, b in zip(one, two, strict=True))
+    top = xp.maximum(one[0], two[0])
+    seen = ((x - finite(top)) + start for x, start in (one, two))
+    return top, xp.maximum(*(finite(x, -INFINITY) for x in seen))
 
 
-def _lowest_two(rows: Array) -> State:
+def _unseen(rows: Array) -> State:
     return lowest(rows) * 2
 
 
