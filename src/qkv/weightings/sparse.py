@@ -99,10 +99,10 @@ class Entmax(Weighting):
 
     def look(self, scores: Array, live: Array | None, k: Array) -> State:
         """The largest score of a block, and from there a τ below its root, so below the row's."""
-        top = row_max(scores, live)
-        if not of(scores).picks(scores):
-            return top, top
-        return top, self.first_look(scores, live)[1]
+        fw, top = of(scores), row_max(scores, live)
+        if not fw.picks(scores):
+            return top, fw.full(top.shape, -INFINITY, top)
+        return top, fw.keep(self.first_look(scores, live)[1], top > -INFINITY, -INFINITY)
 
     def first_look(self, scores: Array, live: Array | None) -> State:
         """The row's largest score, and a τ below the root: the root of some of the scores.
