@@ -185,3 +185,12 @@ def test_lse_is_that_of_the_formula():
         got = qkv.attend(query, key, value, **how, engine="lowered", tolerance=1e-8)[1]
         want = qkv.attend(query, key, value, **how, engine="dense")[1]
         np.testing.assert_allclose(got, want, atol=1e-7)
+
+
+def test_explain_tells_how_wide_and_how_near(room):
+    """The same whether φ and ψ are made whole or in blocks."""
+    arrays, score = additive("float32")
+    near = score.lowered(*arrays[:2], None, "float32")
+    told = qkv.explain(*arrays, score=score, engine="lowered")
+    assert f"dot products of {near[0].form_width(16):,} numbers" in told.detail
+    assert f"within {near[1]:.1g}" in told.detail

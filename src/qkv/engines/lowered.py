@@ -38,7 +38,7 @@ def declines(call: Call) -> str | None:
 
 def describe(call: Call) -> str:
     rewritten = rewrite(call)
-    width = rewritten.fw.shape(rewritten.query)[-1]
+    width = rewritten.score.form_width(rewritten.fw.shape(rewritten.query)[-1])
     engine = _engine(rewritten)
     found = call.lowering
     assert not isinstance(found, str)
