@@ -61,6 +61,10 @@ class Framework:
         """Whether x stands for a value that is not there yet."""
         return False
 
+    def unknown(self, x: Array) -> bool:
+        """Whether no value of x is there while Python runs, not even beside its derivative."""
+        return self.tracing(x)
+
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return self.gradients
 

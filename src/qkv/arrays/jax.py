@@ -42,6 +42,9 @@ class Jax(Framework):
     def tracing(self, x: Array) -> bool:
         return isinstance(x, jax.core.Tracer)
 
+    def unknown(self, x: Array) -> bool:
+        return self.tracing(x) and x.to_concrete_value() is None
+
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype(x) == dtype else jnp.asarray(x).astype(dtype)
 

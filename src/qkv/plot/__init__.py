@@ -1,5 +1,6 @@
 """Pictures of attention weights. matplotlib is loaded when the first one is drawn."""
 
+from qkv.plot.bars import bars
 from qkv.plot.heatmaps import heatmaps
 
-__all__ = ["heatmaps"]
+__all__ = ["bars", "heatmaps"]
