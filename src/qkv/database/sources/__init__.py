@@ -1,0 +1,9 @@
+"""Tables from where people keep them: files, databases, data frames."""
+
+from __future__ import annotations
+
+from qkv.database.sources.frames import from_frame
+from qkv.database.sources.read import read
+from qkv.database.sources.table import SourceError, Table
+
+__all__ = ["read", "from_frame", "Table", "SourceError"]

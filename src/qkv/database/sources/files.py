@@ -1,0 +1,155 @@
+"""A file's bytes and text, and what is wrong with them in words a person can act on."""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import os
+import sys
+from pathlib import Path
+
+from qkv.database.sources.table import SourceError
+
+# What a file that is no table begins with, what it then is, and what to do.
+_STRANGERS: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG picture", "give a table"),
+    (b"\xff\xd8\xff", "a JPEG picture", "give a table"),
+    (b"GIF8", "a GIF picture", "give a table"),
+    (b"%PDF-", "a PDF document", "give a table"),
+    (b"PK\x03\x04", "a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV"),
+    (b"PK\x05\x06", "an empty ZIP archive", "give a table"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", "save the sheet as CSV"),
+    (b"\x1f\x8b", "gzip data", "unpack it with gunzip"),
+    (b"BZh", "bzip2 data", "unpack it with bunzip2"),
+    (b"\xfd7zXZ\x00", "xz data", "unpack it with unxz"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard data", "unpack it with unzstd"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", "unpack it"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5 data", "save the table as Parquet or CSV"),
+    (b"\x93NUMPY", "a NumPy array", "load it with numpy.load and add its rows"),
+    (b"\x7fELF", "a program", "give a table"),
+    (b"FEA1", "Feather version 1", "save it again with pyarrow.feather.write_feather"),
+)
+
+_BOMS: tuple[tuple[bytes, str], ...] = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+
+def contents(path: Path) -> bytes:
+    """All bytes of the file; not empty."""
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    return not_empty(data, str(path))
+
+
+def stdin() -> bytes:
+    """All bytes of the standard input; not empty."""
+    return not_empty(sys.stdin.buffer.read(), "stdin")
+
+
+def opening(path: Path, size: int = 64 * 1024) -> bytes:
+    """The first bytes of the file; not empty."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(size)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    return not_empty(data, str(path))
+
+
+def ending(path: Path, size: int) -> bytes:
+    """The last bytes of the file."""
+    with path.open("rb") as file:
+        file.seek(-min(size, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return file.read()
+
+
+def not_empty(data: bytes, file: str) -> bytes:
+    if not data.removeprefix(codecs.BOM_UTF8).strip():
+        raise SourceError("the file is empty: nothing to read", file=file)
+    return data
+
+
+def unreadable(path: Path, error: Exception) -> SourceError:
+    """Why the file cannot be opened: missing (which is near?), a folder, not permitted, …"""
+    file = str(path)
+    try:
+        if path.is_dir():
+            return SourceError(
+                "this is a folder: give one file of it, or open a database with qkv.open",
+                file=file,
+            )
+    except (OSError, ValueError):
+        pass
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if not path.parent.is_dir():
+            return SourceError(f"no such file: there is no folder {str(path.parent)!r}", file=file)
+        try:
+            beside = [other.name for other in path.parent.iterdir()]
+        except OSError:
+            beside = []
+        near = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "check the name and the folder"
+        return SourceError(f"no such file: {hint}", file=file)
+    if isinstance(error, PermissionError):
+        return SourceError("permission denied: let this user read it (chmod u+r)", file=file)
+    reason = getattr(error, "strerror", None) or str(error)
+    return SourceError(f"cannot be opened: {reason}", file=file)
+
+
+def refuse_strangers(data: bytes, file: str) -> None:
+    """Refuse what its first bytes show to be no table, whatever the file is named."""
+    for magic, what, step in _STRANGERS:
+        if data.startswith(magic):
+            raise SourceError(f"looks like {what}, not a table: {step}", file=file)
+
+
+def text(data: bytes, file: str) -> str:
+    """The bytes as UTF-8 text without byte order mark; the error names the byte and its place."""
+    for mark, encoding in _BOMS:
+        if data.startswith(mark):
+            raise SourceError(
+                f"the text is {encoding}, not UTF-8: convert it with "
+                f"iconv -f {encoding} -t UTF-8 {file} > utf8.txt",
+                file=file,
+                line=1,
+                column=1,
+            )
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        decoded = data.decode()
+    except UnicodeDecodeError as error:
+        line, column = place(data[: error.start].decode())
+        raise SourceError(
+            f"byte 0x{data[error.start]:02x} is not UTF-8 text: if the file is in another "
+            f"encoding, convert it, say with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
+            file=file,
+            line=line,
+            column=column,
+        ) from None
+    nul = decoded.find("\0")
+    if nul >= 0:
+        line, column = place(decoded[:nul])
+        raise SourceError(
+            "a NUL byte, which text does not have: the file is damaged, binary, or UTF-16 "
+            f"(then: iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
+            file=file,
+            line=line,
+            column=column,
+        )
+    return decoded
+
+
+def place(before: str) -> tuple[int, int]:
+    """The line and column, from 1, of what comes after this text.
+
+    >>> place("a,b\\r\\n1,")
+    (2, 3)
+    """
+    before = before.replace("\r\n", "\n").replace("\r", "\n")
+    return before.count("\n") + 1, len(before) - before.rfind("\n")

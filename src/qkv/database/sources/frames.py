@@ -1,0 +1,58 @@
+"""Data frames of pandas, polars and pyarrow, through narwhals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qkv.database.sources.table import SourceError, Table, build
+from qkv.errors import DtypeError, MissingExtra
+
+_FILE = "frame"
+
+
+def from_frame(frame: Any) -> Table:
+    """The table of a data frame; an index of pandas is not a column (reset_index makes it one).
+
+    None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
+    cell by it. Dates and times become ISO text, decimals numbers where all are exact and else text.
+
+    >>> import polars
+    >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
+    {'name': ['Li', None], 'age': [34, 35]}
+    """
+    try:
+        import narwhals
+    except ImportError:
+        raise MissingExtra('reading a frame needs narwhals: pip install "qkv[tables]"') from None
+    try:
+        native = narwhals.from_native(frame, eager_only=True)
+    except narwhals.exceptions.DuplicateError as error:
+        raise SourceError(f"{str(error).strip()}: rename all but one", file=_FILE) from None
+    except TypeError:
+        raise DtypeError(
+            "frame must be a data frame of pandas, polars or pyarrow, not a "
+            f"{type(frame).__name__}: a lazy frame is collected first (.collect())"
+        ) from None
+    names = native.columns
+    columns = []
+    for place in range(len(names)):
+        series = native[:, place]
+        cells = series.to_list()
+        if not series.dtype.is_float():
+            cells = [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
+        _check_text(cells, names[place])
+        columns.append(cells)
+    return build(_FILE, names, columns, _FILE)
+
+
+def _check_text(cells: list[Any], name: str) -> None:
+    """Refuse half characters (lone surrogates), which Python's text may have and no file can."""
+    try:
+        "".join(cell for cell in cells if isinstance(cell, str)).encode()
+    except UnicodeEncodeError:
+        raise SourceError(
+            f"column {name!r} holds text with a lone surrogate, which no file can keep: decode "
+            "it with the right encoding first",
+            file=_FILE,
+        ) from None

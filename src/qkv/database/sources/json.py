@@ -1,0 +1,195 @@
+"""JSON lines (one object a line) and a JSON array of objects: an object is a row."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from qkv.database.sources import files
+from qkv.database.sources.table import Progress, SourceError, Table, build
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LINE = re.compile(r"[^\r\n]+")
+_BATCH = 16_384
+# Beyond it, names are data: a table of them would be columns² of None.
+_MOST_COLUMNS = 4096
+
+
+def read(data: bytes, name: str, file: str, progress: Progress | None = None) -> Table:
+    """The table whose columns are the names in the objects, in the order they first appear.
+
+    A name that an object lacks is None in its row. NaN and Infinity, which JSON does not have but
+    many write, are floats.
+
+    >>> read(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
+    {'name': ['Li', 'Mu'], 'age': [34, None]}
+    """
+    text = files.text(data, file)
+    columns: dict[str, list[Any]] = {}
+    count = 0
+    for start, end, row in _rows(text, file):
+        for title in row:
+            if title not in columns:
+                columns[title] = [None] * count
+        if len(columns) > _MOST_COLUMNS:
+            raise _error(
+                f"the objects so far have more than {_MOST_COLUMNS:,} different names: rows of a "
+                "table share their names, so put what differs into a value",
+                text,
+                start,
+                file,
+            )
+        for title, cells in columns.items():
+            cells.append(row.get(title))
+        count += 1
+        if progress is not None and count % _BATCH == 0:
+            progress(end, len(text))
+    if not count:
+        raise SourceError("a list of no objects: add at least one", file=file)
+    if progress is not None:
+        progress(len(text), len(text))
+    return build(name, list(columns), columns.values(), file)
+
+
+def _rows(text: str, file: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Where each object begins and ends in the text, and the object."""
+    start = _past_space(text, 0)
+    if text.startswith("[", start):
+        spans = _elements(text, start, file)
+    else:
+        spans = _lines(text, start, file)
+    for start, end, row in spans:
+        if not isinstance(row, dict):
+            raise _error(
+                f"a {_name(row)} where an object was expected: each row must be "
+                '{"column": cell, …}',
+                text,
+                start,
+                file,
+            )
+        yield start, end, row
+
+
+def _lines(text: str, start: int, file: str) -> Iterator[tuple[int, int, Any]]:
+    for found in _LINE.finditer(text, start):
+        line = found.group()
+        at = _past_space(line, 0)
+        if at == len(line):
+            continue
+        try:
+            value, end = _decode(line, at)
+            if _past_space(line, end) < len(line):
+                raise json.JSONDecodeError("more after the object", line, _past_space(line, end))
+        except json.JSONDecodeError as error:
+            if found.start() == start and _is_one(text, start):
+                raise _error(
+                    "one object over many lines, which is one row or none: write a list of objects "
+                    "[{…}, {…}], or one object a line",
+                    text,
+                    start,
+                    file,
+                ) from None
+            raise _broken(error, text, found.start(), file) from None
+        except _Refused as error:
+            raise _error(str(error), text, found.start() + at, file) from None
+        yield found.start() + at, found.end(), value
+
+
+def _elements(text: str, start: int, file: str) -> Iterator[tuple[int, int, Any]]:
+    at = _past_space(text, start + 1)
+    closed = text.startswith("]", at)
+    while not closed:
+        try:
+            value, end = _decode(text, at)
+            after = _past_space(text, end)
+            closed = text.startswith("]", after)
+            if not closed and not text.startswith(",", after):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, after)
+        except json.JSONDecodeError as error:
+            raise _broken(error, text, 0, file) from None
+        except _Refused as error:
+            raise _error(str(error), text, at, file) from None
+        yield at, end, value
+        at = after if closed else _past_space(text, after + 1)
+    rest = _past_space(text, at + 1)
+    if rest < len(text):
+        raise _error("more after the list's end: a file holds one list", text, rest, file)
+
+
+def _past_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+class _Refused(ValueError):
+    """Valid JSON that would lose something when read."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        ((double, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise _Refused(f"this object has the name {double!r} twice: rename one")
+    return names
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _Refused(f"{digits[:40]} is more than a float can hold: write it as text")
+    return number
+
+
+def _int(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise _Refused(f"an int of {len(digits):,} digits: write it as text") from None
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_int=_int)
+
+
+def _decode(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins here and where it ends."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise _Refused("lists or objects are nested too deeply: flatten them") from None
+    if "\\u" in text[at:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise _Refused(
+                "text with half a character (a lone \\ud800 … \\udfff), which no UTF-8 file can "
+                "keep: write the whole pair"
+            ) from None
+    return value, end
+
+
+def _is_one(text: str, start: int) -> bool:
+    """Whether the whole text is one JSON value."""
+    try:
+        _, end = _decode(text, start)
+    except ValueError:
+        return False
+    return _past_space(text, end) == len(text)
+
+
+def _name(value: Any) -> str:
+    names = {list: "list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _broken(error: json.JSONDecodeError, text: str, start: int, file: str) -> SourceError:
+    what = error.msg[:1].lower() + error.msg[1:]
+    return _error(f"broken JSON, {what}: mend or remove it", text, start + error.pos, file)
+
+
+def _error(what: str, text: str, at: int, file: str) -> SourceError:
+    line, column = files.place(text[:at])
+    return SourceError(what, file=file, line=line, column=column)

@@ -1,0 +1,69 @@
+"""Which columns of text are columns of numbers: those that lose none of their digits as numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_NAN = {"nan", "NaN", "inf", "-inf"}
+_DIGITS = 19
+"""No usual way of printing a float has more; it also bounds the work on hostile digits."""
+
+
+def numbers(cells: list[str]) -> list[Any]:
+    """The column as ints of 64 bits, or as floats, or else as it came.
+
+    "007", "+1", ints that a float would round and longer digits than a float has stay text, and
+    with them their whole column. An empty cell is None among numbers and "" among text. "nan",
+    "NaN", "inf" and "-inf" are numbers in a column that has a finite number, else text.
+
+    >>> numbers(["1", "", "3"]), numbers(["2.50", "4", "4.0"]), numbers(["007", "8"])
+    ([1, None, 3], [2.5, 4.0, 4.0], ['007', '8'])
+    """
+    present = [text for text in cells if text] if "" in cells else cells
+    parsed = _ints(present) or _floats(present)
+    if parsed is None:
+        return cells
+    if present is cells:
+        return parsed
+    rest = iter(parsed)
+    return [next(rest) if text else None for text in cells]
+
+
+def _ints(cells: list[str]) -> list[Any] | None:
+    try:
+        ints = list(map(int, cells))
+    except ValueError:
+        return None
+    fits = ints and min(ints) >= -(2**63) and max(ints) < 2**63
+    return ints if fits and list(map(str, ints)) == cells else None
+
+
+def _floats(cells: list[str]) -> list[Any] | None:
+    floats = []
+    whole = True
+    for text in cells:
+        if text in _NAN:
+            floats.append(float(text))
+            continue
+        found = _PLAIN.fullmatch(text)
+        if not found or len(text) > _DIGITS + 8:
+            return None
+        number = float(text)
+        if math.isinf(number):
+            return None
+        if len(found[0]) == len(found[1]) + len(found[2]):  # an int: it must not be rounded
+            if abs(number) >= 2**53 or text == "-0":
+                return None
+        else:
+            whole = False
+            digits = (found[2] + (found[3] or "")).lstrip("0")
+            if len(digits) > (_DIGITS if "e" in text.lower() else 17):
+                return None
+        floats.append(number)
+    # Ints alone that were refused above are no floats either; NaN alone is a word.
+    if not any(map(math.isfinite, floats)) or (whole and not _NAN & set(cells)):
+        return None
+    return floats

@@ -1,0 +1,156 @@
+"""One name in, one table out: what kind of source it is, by address, first bytes, then ending."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite
+from qkv.database.sources.sql import Wish, wish
+from qkv.database.sources.table import Progress, SourceError, Table
+from qkv.errors import CombinationError, DtypeError
+
+ENDINGS = {
+    ".csv": "csv",
+    ".txt": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".db": "sqlite",
+    ".sqlite": "sqlite",
+    ".sqlite3": "sqlite",
+}
+
+_MAGIC = {
+    arrow.PARQUET: "parquet",
+    arrow.FILE: "arrow",
+    arrow.STREAM: "arrow",
+    sqlite.MAGIC: "sqlite",
+}
+_BINARY = {"parquet": "Parquet", "arrow": "Arrow", "sqlite": "SQLite"}
+_KNOWN = (
+    f"known are the endings {' '.join(ENDINGS)}, sqlite:///file?table=name, "
+    "postgresql://host/database?table=name, and - for CSV on standard input"
+)
+
+
+def read(
+    source: str | Path, *, table: str | None = None, progress: Progress | None = None
+) -> Table:
+    """The table in a file or a database, read and checked as a whole before any of it is returned.
+
+    `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file, known by its
+    first bytes or its ending; "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV
+    on standard input. An address takes ?query=select… in place of ?table=. `table` names the table
+    of a database that has several. `progress(done, total)` is called along the way, in whatever the
+    source counts (bytes, rows, columns); `total` is None where it is not known.
+
+    Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
+    `MissingExtra` where a package is needed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "people.csv")
+    ...     _ = path.write_text("name,age\\nLi,34\\n")
+    ...     read(path)
+    Table(name='people', columns={'name': ['Li'], 'age': [34]})
+    """
+    if not isinstance(source, str | Path):
+        raise DtypeError(f"source must be a path or an address, not a {type(source).__name__}")
+    if isinstance(source, str):
+        if source == "-":
+            _no_tables(table, "standard input")
+            data = files.stdin()
+            files.refuse_strangers(data, "stdin")
+            return delimited.read(data, "stdin", "stdin", None, progress)
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
+            return _address(source, table, progress)
+        if not source.strip():
+            raise SourceError(f"no file was named: {_KNOWN}")
+    return _file(Path(source), Wish(table), progress)
+
+
+def _address(url: str, table: str | None, progress: Progress | None) -> Table:
+    scheme = url.partition(":")[0].lower()
+    if scheme == "sqlite":
+        if not re.match(r"sqlite:///.", url, re.IGNORECASE):
+            raise SourceError(
+                "an address of SQLite has three slashes and then the file: sqlite:///file?table=…",
+                file=url,
+            )
+        rest, chosen = wish(url, table)
+        path = Path(unquote(rest.partition("?")[0][len("sqlite:///") :]))
+        if files.opening(path)[: len(sqlite.MAGIC)] != sqlite.MAGIC:
+            raise _not_a(path, "sqlite")
+        return sqlite.read(path, chosen, progress)
+    if scheme in ("postgresql", "postgres"):
+        return postgres.read(*wish(url, table), progress)
+    if scheme == "file":
+        return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress)
+    step = "download the file first" if scheme in ("http", "https", "ftp", "s3", "gs") else _KNOWN
+    raise SourceError(f"addresses with {scheme}:// are not read: {step}", file=url)
+
+
+def _file(path: Path, chosen: Wish, progress: Progress | None) -> Table:
+    # A pipe can be read only once.
+    regular = os.path.isfile(path)
+    opening = files.opening(path) if regular else files.contents(path)
+    files.refuse_strangers(opening, str(path))
+    named = ENDINGS.get(path.suffix.lower())
+    kind = next((kind for magic, kind in _MAGIC.items() if opening.startswith(magic)), None)
+    if kind is None and named in _BINARY:
+        raise _not_a(path, named)
+    kind = kind or named or _sniff(opening, path)
+    if kind in _BINARY and not regular:
+        raise SourceError(f"{_BINARY[kind]} from a pipe: save it to a file first", file=str(path))
+    if kind == "sqlite":
+        return sqlite.read(path, chosen, progress)
+    _no_tables(chosen.table, str(path))
+    if kind == "parquet":
+        return arrow.parquet(path, progress)
+    if kind == "arrow":
+        return arrow.arrow(path, progress)
+    data = files.contents(path) if regular else opening
+    if kind == "json":
+        return json.read(data, path.stem, str(path), progress)
+    return delimited.read(data, path.stem, str(path), "\t" if kind == "tsv" else None, progress)
+
+
+def _sniff(opening: bytes, path: Path) -> str:
+    """The kind of a text whose ending says nothing."""
+    # The opening may end within a character.
+    text = opening.decode("utf-8-sig", errors="ignore")
+    if text.lstrip()[:1] in ("{", "["):
+        return "json"
+    if "\0" not in text and delimited.sniff(text)[1]:
+        return "csv"
+    ending = f"the ending {path.suffix!r}" if path.suffix else "a name without ending"
+    raise SourceError(
+        f"{ending} tells no format, and neither do the contents: rename it; {_KNOWN}",
+        file=str(path),
+    )
+
+
+def _not_a(path: Path, kind: str) -> SourceError:
+    return SourceError(
+        f"not {_BINARY[kind]}, whatever its name says (its first bytes are wrong): copy it again, "
+        "or rename it to what it is",
+        file=str(path),
+    )
+
+
+def _no_tables(table: str | None, file: str) -> None:
+    if table is not None:
+        raise CombinationError(
+            f"table={table!r} chooses a table of a database, and {file} has only one: leave it out"
+        )

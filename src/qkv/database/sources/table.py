@@ -1,0 +1,186 @@
+"""What every source becomes: named columns of plain cells, checked as a whole."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import QkvError
+
+Progress = Callable[[int, int | None], None]
+
+# The longest text or bytes in one cell: above it, a file is more often broken than rich.
+LONGEST = 16 * 2**20
+
+_PLAIN = {str, int, float, bool, bytes, type(None)}
+
+
+class SourceError(QkvError, ValueError):
+    """A table cannot be read: which file, where in it (line and column from 1), what to do.
+
+    >>> print(SourceError("a NUL byte", file="books.csv", line=7, column=3))
+    books.csv, line 7, column 3: a NUL byte
+    """
+
+    def __init__(
+        self, what: str, *, file: str = "", line: int | None = None, column: int | None = None
+    ) -> None:
+        self.file, self.line, self.column = file, line, column
+        places = [file] if file else []
+        places += [f"line {line}"] if line is not None else []
+        places += [f"column {column}"] if column is not None else []
+        super().__init__(f"{', '.join(places)}: {what}" if places else what)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, list or dict.
+
+    >>> len(Table("books", {"title": ["Emma", "Ulysses"], "year": [1815, 1922]}))
+    2
+    """
+
+    name: str
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self.columns.values()), []))
+
+
+def build(name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], file: str) -> Table:
+    """The table of these columns, or the error that says which name or cell cannot be kept."""
+    check_names(names, file)
+    pairs = zip(names, columns, strict=True)
+    return Table(name, {title: plain(column, title, file) for title, column in pairs})
+
+
+def check_names(names: Sequence[Any], file: str, line: int | None = None) -> None:
+    """Refuse a table without columns, and column names that are empty, double or no text."""
+    if not names:
+        raise SourceError("no columns: there is nothing to read", file=file, line=line)
+    for place, name in enumerate(names, start=1):
+        if not isinstance(name, str):
+            raise SourceError(
+                f"column {place} is named {name!r}, of type {type(name).__name__}: rename it",
+                file=file,
+                line=line,
+            )
+        if not name.strip():
+            raise SourceError(
+                f"column {place} of {len(names)} has no name: give it one, or remove it",
+                file=file,
+                line=line,
+            )
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        places = [str(place) for place, other in enumerate(names, start=1) if other == name]
+        raise SourceError(
+            f"columns {', '.join(places)} are all named {name!r}: rename all but one",
+            file=file,
+            line=line,
+        )
+
+
+def no_rows(file: str) -> SourceError:
+    """The error for a table that has column names and nothing under them."""
+    return SourceError("only column names, no rows: add at least one row", file=file)
+
+
+def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
+    """The column with every cell as one of the plain types, and none too long."""
+    cells = column if isinstance(column, list) else list(column)
+    kinds = set(map(type, cells))
+    if Decimal in kinds and kinds <= {Decimal, type(None)}:
+        cells = _decimals(cells)
+    elif not kinds <= _PLAIN:
+        # Only a cell of another type has to be looked into.
+        for row, value in enumerate(cells):
+            if type(value) not in _PLAIN:
+                try:
+                    cells[row] = cell(value)
+                except (TypeError, RecursionError) as error:
+                    raise SourceError(
+                        f"row {row + 1} of column {name!r} holds {error}: "
+                        "turn the column into text or numbers first",
+                        file=file,
+                    ) from None
+    if {str, bytes} & kinds:
+        for row, value in enumerate(cells):
+            if isinstance(value, str | bytes) and len(value) > LONGEST:
+                raise SourceError(
+                    f"row {row + 1} of column {name!r} is {len(value):,} long, and {LONGEST:,} is "
+                    "the most a cell may be: store such a value in a file of its own",
+                    file=file,
+                )
+    return cells
+
+
+def cell(value: Any) -> Any:
+    """The plain cell that says the same: dates as ISO text, decimals as exact numbers or text.
+
+    >>> cell(datetime.date(1988, 4, 14)), cell(Decimal("12.50")), cell((1, np.float32(0.5)))
+    ('1988-04-14', 12.5, [1, 0.5])
+    """
+    if type(value) in _PLAIN:
+        return value
+    if type(value).__name__ in {"NAType", "NaTType"}:  # pandas' two other words for None
+        return None
+    match value:
+        case str():
+            return str.__str__(value)
+        case bytes() | bytearray() | memoryview():
+            return bytes(value)
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case Decimal():
+            return _decimals([value])[0]
+        case np.datetime64() | np.timedelta64():
+            return None if np.isnat(value) else str(value)
+        case datetime.timedelta() | uuid.UUID():
+            return str(value)
+        case ipaddress.IPv4Address() | ipaddress.IPv6Address():
+            return str(value)
+        case ipaddress.IPv4Network() | ipaddress.IPv6Network():
+            return str(value)
+        case np.generic():
+            item = value.item()
+            # A long double is its own item.
+            if isinstance(item, np.generic):
+                raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
+            return cell(item)
+        case np.ndarray():
+            return [cell(item) for item in value]
+        case list() | tuple():
+            return [cell(item) for item in value]
+        case dict() if all(isinstance(name, str) for name in value):
+            return {str(name): cell(item) for name, item in value.items()}
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case _:
+            raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
+
+
+def _decimals(cells: list[Decimal | None]) -> list[Any]:
+    """Decimals as ints or floats where every one of them keeps its value, else as text."""
+    numbers = [number for number in cells if number is not None]
+    kind: type = str
+    if all(number.as_tuple().exponent == 0 for number in numbers):
+        kind = int
+    elif all(not number.is_finite() or _exact(number) for number in numbers):
+        kind = float
+    return [None if number is None else kind(number) for number in cells]
+
+
+def _exact(number: Decimal) -> bool:
+    return Decimal(repr(float(number))) == number

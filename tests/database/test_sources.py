@@ -1,0 +1,785 @@
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import math
+import os
+import sqlite3
+import sys
+import threading
+import uuid
+from contextlib import closing
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database import sources
+from qkv.database.sources import SourceError, Table, from_frame, read
+from qkv.database.sources.numbers import numbers
+from qkv.database.sources.postgres import without_password
+from qkv.database.sources.table import cell
+from qkv.errors import CombinationError, DtypeError, MissingExtra, QkvError
+
+
+def write(folder: Path, name: str, data: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def refused(source: Any, **options: Any) -> SourceError:
+    with pytest.raises(SourceError) as caught:
+        read(source, **options)
+    assert isinstance(caught.value, QkvError) and isinstance(caught.value, ValueError)
+    return caught.value
+
+
+def columns(folder: Path, name: str, data: str | bytes, **options: Any) -> dict[str, list[Any]]:
+    return read(write(folder, name, data), **options).columns
+
+
+# CSV
+
+
+def test_csv_has_types_by_column(tmp_path):
+    text = "name,year,price,flag\nEmma,1815,2.5,true\nUlysses,1922,,false\n"
+    table = read(write(tmp_path, "books.csv", text))
+    assert table == Table(
+        "books",
+        {
+            "name": ["Emma", "Ulysses"],
+            "year": [1815, 1922],
+            "price": [2.5, None],
+            "flag": ["true", "false"],
+        },
+    )
+    assert len(table) == 2
+    assert [type(x) for x in table.columns["year"]] == [int, int]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("ending", ["csv", "txt"])
+def test_delimiter_is_sniffed(tmp_path, delimiter, ending):
+    text = f'a{delimiter}b\n1{delimiter}"x, y; z | w"\n'
+    assert columns(tmp_path, f"t.{ending}", text) == {"a": [1], "b": ["x, y; z | w"]}
+
+
+def test_delimiter_survives_a_record_that_the_sample_cuts(tmp_path):
+    text = "a;b\n" + "1;x\n" * 20_000 + '2;"' + "y,\n" * 50 + '"\n'
+    table = columns(tmp_path, "t.csv", text)
+    assert len(table["a"]) == 20_001 and table["b"][-1] == "y,\n" * 50
+
+
+def test_decimal_commas_do_not_win_over_semicolons(tmp_path):
+    assert columns(tmp_path, "t.csv", "a;b\n1,5;2,5\n3,5;4,5\n") == {
+        "a": ["1,5", "3,5"],
+        "b": ["2,5", "4,5"],
+    }
+
+
+def test_one_column_needs_no_delimiter(tmp_path):
+    assert columns(tmp_path, "t.csv", "n\n1\n2\n") == {"n": [1, 2]}
+    assert columns(tmp_path, "t.txt", "line\nHello, world\n") == {"line": ["Hello, world"]}
+
+
+def test_csv_marks_line_ends_and_quotes(tmp_path):
+    data = b'\xef\xbb\xbfa,b\r\n"x\r\ny","say ""hi"""\r\n\r\n"z, w",q\r'
+    assert columns(tmp_path, "t.csv", data) == {
+        "a": ["x\r\ny", "z, w"],
+        "b": ['say "hi"', "q"],
+    }
+
+
+def test_other_separators_of_lines_are_text(tmp_path):
+    text = "a,b\nx\x0by,1\nz\u2028w,2\n"
+    assert columns(tmp_path, "t.csv", text) == {"a": ["x\x0by", "z\u2028w"], "b": [1, 2]}
+
+
+def test_tsv_keeps_commas(tmp_path):
+    assert columns(tmp_path, "t.tsv", "a,x\tb\n1,2\t3\n") == {"a,x": ["1,2"], "b": [3]}
+
+
+def test_csv_on_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a;b\n1;2\n")))
+    assert read("-") == Table("stdin", {"a": [1], "b": [2]})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x1f\x8b\x08")))
+    assert "gzip" in str(refused("-"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "says"),
+    [
+        ("a,b\n1,x\n2,y,z\n", 3, 5, "3 cells where the header has 2"),
+        ("a,b\n1,x\n2\n", 3, 2, "1 cell where the header has 2"),
+        ('a,b\n"x\ny","1\n2",3\n', 4, 4, "3 cells where"),
+        ('a,b\r\n1,x\r\n2,"y\r\n', 3, 3, "never closes"),
+        ('a,b\n1,x\n2,"y" z\n', 3, 6, "' ' follows a closing quote"),
+        ('a,b\n"foo,1\n"bar",2\n', 3, 2, "opens at line 2, column 1"),
+        ("a,b\n1,x\0\n", 2, 4, "NUL"),
+        ("\n\na,a\n1,2\n", 3, None, "columns 1, 2 are all named 'a'"),
+        ("a,,c\n1,2,3\n", 1, None, "column 2 of 3 has no name"),
+        ("a, \n1,2\n", 1, None, "column 2 of 2 has no name"),
+        ("a,b\n", None, None, "no rows"),
+        ("", None, None, "empty"),
+        ("\ufeff\r\n\n", None, None, "empty"),
+    ],
+)
+def test_broken_csv_is_placed(tmp_path, text, line, column, says):
+    error = refused(write(tmp_path, "t.csv", text))
+    assert (error.line, error.column) == (line, column)
+    assert says in str(error)
+    assert str(error).startswith(str(tmp_path / "t.csv"))
+    if line is not None:
+        assert f"line {line}" in str(error)
+
+
+def test_ragged_rows_are_found_in_a_later_batch(tmp_path):
+    error = refused(write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000 + "1,2,3\n" + "1,2\n" * 9))
+    assert (error.line, error.column) == (40_002, 5)
+
+
+@pytest.mark.parametrize("before", ["café\n", ""])
+def test_wrong_encoding_names_byte_and_place(tmp_path, before):
+    data = b"a,b\n" + before.encode() + b"1,caf\xe9\n"
+    error = refused(write(tmp_path, "t.csv", data))
+    assert (error.line, error.column) == (3 if before else 2, 6)
+    assert "0xe9" in str(error) and "iconv" in str(error)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_other_unicode_is_named(tmp_path, encoding):
+    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode(encoding)))
+    assert f"iconv -f {encoding.upper()}" in str(error)
+
+
+def test_utf16_without_mark_is_suspected(tmp_path):
+    error = refused(write(tmp_path, "t.csv", "a,b\n1,2\n".encode("utf-16-le")))
+    assert (error.line, error.column) == (1, 2) and "UTF-16LE" in str(error)
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_huge_fields(tmp_path, quote):
+    text = f"a,b\n1,{quote}{'x' * (16 * 2**20)}{quote}\n"
+    assert len(columns(tmp_path, "t.csv", text)["b"][0]) == 16 * 2**20
+    error = refused(write(tmp_path, "t.csv", f"a,b\n1,{quote}{'x' * (16 * 2**20 + 1)}{quote}\n"))
+    assert (error.line, error.column) == (2, 3) and "16,777,216" in str(error)
+
+
+def test_the_limit_of_csv_is_put_back(tmp_path):
+    before = csv.field_size_limit()
+    write(tmp_path, "t.csv", "a,b\n" + f"{'x' * 200_000},1\n" * 20)
+    found: list[int] = []
+
+    def work() -> None:
+        found.extend(len(read(tmp_path / "t.csv")) for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [20] * 12
+    assert csv.field_size_limit() == before
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["1", "-2", "0"], [1, -2, 0]),
+        (["1", "", "3"], [1, None, 3]),
+        (["9223372036854775807", "-9223372036854775808"], [2**63 - 1, -(2**63)]),
+        (["1.5", "2", "-3.25"], [1.5, 2.0, -3.25]),
+        (["1.0", "2.5"], [1.0, 2.5]),
+        (["3.5", "4", "4.0", "3.85"], [3.5, 4.0, 4.0, 3.85]),
+        (["3", "nan"], [3.0, math.nan]),
+        (["2.50", "10.00", "-0.25"], [2.5, 10.0, -0.25]),
+        (["0.1", "1e-05", "1e+16"], [0.1, 1e-05, 1e16]),
+        (["0.1", "1e-5"], [0.1, 1e-05]),
+        (["0.00001", "3", "0.5"], [1e-05, 3.0, 0.5]),
+        (["1.000000000000000056e-01", "2.000000000000000000e+00"], [0.1, 2.0]),
+        (["0.10000000000000001", "2.5"], [0.1, 2.5]),
+        (["1.5", "inf", "-inf"], [1.5, math.inf, -math.inf]),
+    ],
+)
+def test_numbers(cells, expected):
+    found = numbers(cells)
+    np.testing.assert_equal(found, expected)
+    assert [type(x) for x in found] == [type(x) for x in expected]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["007", "8"],
+        ["9223372036854775808"],
+        ["100000000000000000000"],
+        ["9" * 5000],
+        ["0." + "1" * 5000],
+        ["0.12345678901234567890123"],
+        ["9007199254740993", "0.5"],
+        ["1e400", "1.5"],
+        ["-0", "0"],
+        ["+1"],
+        ["1_000"],
+        [" 1"],
+        ["１２"],
+        ["1,5"],
+        ["true", "false"],
+        ["nan", "nan"],
+        ["inf"],
+        ["nan", "x"],
+        ["", ""],
+        ["1", "x"],
+        ["1.5", "infinity"],
+    ],
+)
+def test_what_would_lose_digits_stays_text(cells):
+    assert numbers(cells) == cells
+
+
+@pytest.mark.parametrize("nan", ["nan", "NaN"])
+def test_nan_is_a_number_among_numbers(nan):
+    found = numbers(["1.50", nan, "", "2.25"])
+    assert found[0] == 1.5 and math.isnan(found[1]) and found[2:] == [None, 2.25]
+
+
+# JSON
+
+
+def test_json_lines(tmp_path):
+    text = '\ufeff{"a": 1, "b": "x"}\r\n\n{"b": [1, {"c": null}], "d": true}\n'
+    assert columns(tmp_path, "t.jsonl", text) == {
+        "a": [1, None],
+        "b": ["x", [1, {"c": None}]],
+        "d": [None, True],
+    }
+    assert columns(tmp_path, "t.ndjson", '{"a": 12345678901234567890}') == {
+        "a": [12345678901234567890]
+    }
+
+
+def test_json_array(tmp_path):
+    assert columns(tmp_path, "t.json", ' [{"a": 1},\n {"a": 0.5}\n]\n') == {"a": [1, 0.5]}
+
+
+def test_json_not_a_number(tmp_path):
+    found = columns(tmp_path, "t.jsonl", '{"a": NaN}\n{"a": -Infinity}')["a"]
+    assert math.isnan(found[0]) and found[1] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "says"),
+    [
+        ('{"a": 1}\n{"a": 2,,}\n', 2, 9, "broken JSON"),
+        ('{"a": 1}\n  {"a": 1} x\n', 2, 12, "more after the object"),
+        ('{"a": 1}\n[1]\n', 2, 1, "a list where an object"),
+        ('{"a": "x\n', 1, 7, "broken JSON"),
+        ('[{"a": 1},\n {"a": 2}', 2, 10, "expecting ',' or ']'"),
+        ('[{"a": 1},\n 5]', 2, 2, "a number where an object"),
+        ('[{"a": 1}]\nx', 2, 1, "more after the list"),
+        ('{\n"a": 1\n}', 1, 1, "one object over many lines"),
+        ('{"a": 1, "a": 2}', 1, 1, "'a' twice"),
+        ('{"a": 1}\n{"a": "\\ud800"}', 2, 1, "half a character"),
+        ('{"a": 1e999}', 1, 1, "more than a float"),
+        ('{"a": ' + "9" * 5000 + "}", 1, 1, "5,000 digits"),
+        ('{"a": ' + "[" * 100_000, 1, 1, "nested too deeply"),
+        ('{"": 1}', None, None, "no name"),
+        ("[]", None, None, "no objects"),
+        ("[{}]", None, None, "no columns"),
+        ('{"a": "\0"}', 1, 8, "NUL"),
+    ],
+)
+def test_broken_json_is_placed(tmp_path, text, line, column, says):
+    error = refused(write(tmp_path, "t.jsonl", text))
+    assert (error.line, error.column) == (line, column)
+    assert says in str(error)
+
+
+def test_names_that_are_data_do_not_fill_the_memory(tmp_path):
+    text = "\n".join(json.dumps({f"id{i}": i}) for i in range(5000))
+    error = refused(write(tmp_path, "t.jsonl", text))
+    assert error.line == 4097 and "4,096" in str(error)
+
+
+def test_huge_json_field(tmp_path):
+    error = refused(write(tmp_path, "t.jsonl", json.dumps({"a": "x" * (16 * 2**20 + 1)})))
+    assert "row 1 of column 'a'" in str(error)
+
+
+# Parquet and Arrow
+
+
+def arrow_table() -> Any:
+    pa = pytest.importorskip("pyarrow")
+    moment = datetime.datetime(2020, 1, 2, 3, 4, 5)
+    return pa.table(
+        {
+            "text": ["x", None],
+            "int": [1, 2],
+            "missing": pa.array([1, None], pa.int32()),
+            "float": [0.5, math.nan],
+            "bool": [True, None],
+            "bytes": [b"\0", b""],
+            "list": [[1.5, 2.0], None],
+            "struct": [{"a": moment}, {"a": None}],
+            "date": [moment.date(), None],
+            "moment": pa.array([moment, None], pa.timestamp("ns")),
+            "fine": pa.array([1, 1_000_000_000], pa.timestamp("ns")),
+            "utc": pa.array([moment, None], pa.timestamp("us", "UTC")),
+            "price": [Decimal("2.50"), None],
+            "exact": [Decimal("0.1234567890123456789012"), Decimal("1.5")],
+            "whole": pa.array([Decimal("12345678901234567890"), None], pa.decimal128(30, 0)),
+            "category": pa.array(["p", "q"]).dictionary_encode(),
+        }
+    )
+
+
+ARROW = {
+    "text": ["x", None],
+    "int": [1, 2],
+    "missing": [1, None],
+    "bool": [True, None],
+    "bytes": [b"\0", b""],
+    "list": [[1.5, 2.0], None],
+    "struct": [{"a": "2020-01-02T03:04:05"}, {"a": None}],
+    "date": ["2020-01-02", None],
+    "moment": ["2020-01-02T03:04:05", None],
+    "fine": ["1970-01-01T00:00:00.000000001", "1970-01-01T00:00:01.000000000"],
+    "utc": ["2020-01-02T03:04:05+00:00", None],
+    "price": [2.5, None],
+    "exact": ["0.1234567890123456789012", "1.5000000000000000000000"],
+    "whole": [12345678901234567890, None],
+    "category": ["p", "q"],
+}
+
+
+def write_arrow(path: Path, table: Any) -> Path:
+    import pyarrow as pa
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".feather":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        new = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["parquet", "feather", "arrow", "arrows"])
+def test_arrow_formats_keep_values(tmp_path, ending):
+    found = read(write_arrow(tmp_path / f"t.{ending}", arrow_table()))
+    assert found.name == "t"
+    numbers = found.columns.pop("float")
+    assert numbers[0] == 0.5 and math.isnan(numbers[1])
+    assert found.columns == ARROW
+
+
+def test_parquet_takes_no_columns_from_its_folder(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    (tmp_path / "year=1988").mkdir()
+    path = write_arrow(tmp_path / "year=1988" / "t.parquet", pa.table({"a": [1]}))
+    assert read(path).columns == {"a": [1]}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "feather", "arrow", "arrows"])
+def test_truncated_arrow_formats(tmp_path, ending):
+    pa = pytest.importorskip("pyarrow")
+    path = write_arrow(tmp_path / f"t.{ending}", pa.table({"a": list(range(1000))}))
+    path.write_bytes(path.read_bytes()[:700])
+    error = refused(path)
+    assert "again" in str(error) and error.file == str(path)
+
+
+def test_parquet_without_rows_or_with_double_names(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    empty = pa.table({"a": pa.array([], pa.int64())})
+    assert "no rows" in str(refused(write_arrow(tmp_path / "t.arrow", empty)))
+    double = pa.table([[1], [2]], names=["a", "a"])
+    assert "all named 'a'" in str(refused(write_arrow(tmp_path / "t.arrow", double)))
+
+
+def test_missing_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+        read(write(tmp_path, "t.parquet", b"PAR1....PAR1"))
+
+
+# SQLite
+
+
+def write_sqlite(path: Path, script: str) -> Path:
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(script)
+    return path
+
+
+BOOKS = """
+create table books (title text, year int, price real, cover blob);
+insert into books values ('Emma', 1815, 2.5, x'00ff'), (null, 1922, null, null);
+"""
+COLUMNS = {
+    "title": ["Emma", None],
+    "year": [1815, 1922],
+    "price": [2.5, None],
+    "cover": [b"\0\xff", None],
+}
+
+
+@pytest.mark.parametrize("name", ["t.db", "t.sqlite", "t.sqlite3", "t.csv", "t", "a?b#c%20.db"])
+def test_sqlite(tmp_path, name):
+    assert read(write_sqlite(tmp_path / name, BOOKS)) == Table("books", COLUMNS)
+
+
+def test_sqlite_addresses(tmp_path, monkeypatch):
+    write_sqlite(tmp_path / "my shop.db", BOOKS + "create table other (a); create view v as "
+                 "select title from books where year < 1900;")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert read("sqlite:///my%20shop.db?table=books").columns == COLUMNS
+    assert read("sqlite:///my shop.db", table="books").columns == COLUMNS
+    assert read(f"sqlite:///{tmp_path}/my shop.db?table=v") == Table("v", {"title": ["Emma"]})
+    query = "sqlite:///my shop.db?query=select year*2 as twice from books where year > 1900"
+    assert read(query) == Table("my shop", {"twice": [3844]})
+    assert read("sqlite:///my shop.db?query=select 1+1 as two").columns == {"two": [2]}
+    with pytest.raises(CombinationError, match="differ"):
+        read("sqlite:///my shop.db?table=books", table="other")
+    with pytest.raises(CombinationError, match="give one of them"):
+        read(query, table="books")
+    assert "three slashes" in str(refused("sqlite://shop.db"))
+    assert "no such file: did you mean 'my shop.db'?" in str(refused("sqlite:///my shp.db"))
+
+
+def test_sqlite_tables_are_listed(tmp_path):
+    path = write_sqlite(tmp_path / "t.db", BOOKS + "create table magazines (a);")
+    assert "2 tables (books, magazines): choose one" in str(refused(path))
+    assert "did you mean 'books'?" in str(refused(path, table="boks"))
+    assert "no rows" in str(refused(path, table="magazines"))
+    empty = write_sqlite(tmp_path / "e.db", "create table a (b); drop table a;")
+    assert "no tables" in str(refused(empty))
+
+
+def test_sqlite_names_are_quoted(tmp_path):
+    path = write_sqlite(tmp_path / "t.db", 'create table "a ""b; drop" (c); '
+                        'insert into "a ""b; drop" values (1);')  # fmt: skip
+    assert read(path) == Table('a "b; drop', {"c": [1]})
+
+
+def test_sqlite_is_only_read(tmp_path):
+    path = write_sqlite(tmp_path / "t.db", BOOKS)
+    before = path.read_bytes()
+    assert "readonly" in str(refused(f"sqlite:///{path}?query=delete from books"))
+    assert "syntax error" in str(refused(f"sqlite:///{path}?query=selekt"))
+    assert "all named 'year'" in str(
+        refused(f"sqlite:///{path}?query=select year, year from books")
+    )
+    assert path.read_bytes() == before
+
+
+def test_damaged_sqlite(tmp_path):
+    path = write_sqlite(tmp_path / "t.db", BOOKS)
+    path.write_bytes(path.read_bytes()[:100])
+    assert "SQLite cannot read it" in str(refused(path))
+    path = write_sqlite(tmp_path / "u.db", "create table a (b); insert into a values "
+                        "(cast(x'ff41' as text));")  # fmt: skip
+    assert "UTF-8" in str(refused(path))
+    assert "not SQLite" in str(refused(write(tmp_path, "v.db", "a,b\n1,2\n")))
+
+
+# PostgreSQL: a server at QKV_TEST_POSTGRES, an address whose user may create a schema.
+
+
+@pytest.fixture
+def postgres():
+    psycopg = pytest.importorskip("psycopg")
+    url = os.environ.get("QKV_TEST_POSTGRES")
+    if not url:
+        pytest.skip("QKV_TEST_POSTGRES names no server")
+    schema = f"qkv_{uuid.uuid4().hex}"
+    with psycopg.connect(url, autocommit=True) as server:
+        server.execute(f"create schema {schema}")
+        try:
+            yield server, schema, url + ("&" if "?" in url else "?")
+        finally:
+            server.execute(f"drop schema {schema} cascade")
+
+
+def test_postgres(postgres):
+    server, schema, url = postgres
+    server.execute(f"""
+        create table {schema}."Books %s" (
+            i int, big bigint, f float8, t text, b bool, raw bytea, price numeric(10, 2),
+            exact numeric, day date, moment timestamptz, j jsonb, a int[], u uuid, r int4range,
+            net inet)
+    """)
+    server.execute("set time zone 'UTC'")
+    server.execute(f"""
+        insert into {schema}."Books %s" values
+        (1, 9007199254740993, 'nan', 'x', true, '\\x00ff', 12.50, 0.1234567890123456789,
+         '2020-01-02', '2020-01-02 03:04:05+00', '{{"a": [1]}}', '{{1,2}}',
+         '00000000-0000-0000-0000-000000000001', '[1,5)', '10.0.0.1'),
+        (null, null, null, null, null, null, null, null, null, null, null, null, null, null, null)
+    """)
+    seen: list[tuple[int, int | None]] = []
+    address = f"{url}options=-ctimezone%3DUTC&table={schema}.Books%20%25s"
+    table = read(address, progress=lambda done, total: seen.append((done, total)))
+    assert table.name == f"{schema}.Books %s"
+    found = {name: cells[0] for name, cells in table.columns.items()}
+    assert math.isnan(found.pop("f"))
+    assert found == {
+        "i": 1,
+        "big": 9007199254740993,
+        "t": "x",
+        "b": True,
+        "raw": b"\0\xff",
+        "price": 12.5,
+        "exact": "0.1234567890123456789",
+        "day": "2020-01-02",
+        "moment": "2020-01-02T03:04:05+00:00",
+        "j": {"a": [1]},
+        "a": [1, 2],
+        "u": "00000000-0000-0000-0000-000000000001",
+        "r": "[1, 5)",
+        "net": "10.0.0.1",
+    }
+    assert all(cells[1] is None for cells in table.columns.values())
+    assert seen == [(2, 2)]
+
+
+def test_postgres_tables_and_queries(postgres):
+    server, schema, url = postgres
+    server.execute(f"create table {schema}.a (n int)")
+    server.execute(f"insert into {schema}.a select generate_series(1, 40000)")
+    server.execute(f"create table {schema}.b (n int)")
+    assert read(f"{url}table={schema}.a").columns == {"n": list(range(1, 40001))}
+    query = f"{url}query=select n%252 as odd, count(*) from {schema}.a group by 1 order by 1"
+    assert read(query) == Table("query", {"odd": [0, 1], "count": [20000, 20000]})
+    path = f"{url}options=-csearch_path%3D{schema}"
+    assert read(path, table="a").columns == read(path, table=f"{schema}.a").columns
+    assert "choose one with table='a'" in str(refused(path))
+    assert "did you mean" in str(refused(path, table="aa"))
+    assert "no rows" in str(refused(path, table="b"))
+    assert "syntax error" in str(refused(f"{url}query=selekt"))
+    assert "syntax error" in str(refused(f"{url}query=delete from {schema}.a"))
+    server.execute(f"""create function {schema}.f() returns int language sql
+                       as 'insert into {schema}.b values (1) returning n'""")
+    assert "read-only" in str(refused(f"{url}query=select {schema}.f()"))
+
+
+def test_postgres_that_does_not_answer():
+    pytest.importorskip("psycopg")
+    error = refused("postgresql://li:secret@127.0.0.1:1/shop?connect_timeout=2&table=a")
+    assert "PostgreSQL says" in str(error) and "secret" not in str(error)
+    assert "PostgreSQL says" in str(refused("postgresql://127.0.0.1:1/shop?what=1"))
+
+
+def test_missing_psycopg_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(MissingExtra, match=r"qkv\[postgres\]"):
+        read("postgresql://127.0.0.1:1/shop")
+
+
+def test_passwords_are_not_shown():
+    assert without_password("postgres://li:p@ss:w@host/a") == "postgres://li:…@host/a"
+    assert (
+        without_password("postgres://host/a?password=x&b=1") == "postgres://host/a?password=…&b=1"
+    )
+    assert without_password("postgres://li@host:5432/a") == "postgres://li@host:5432/a"
+
+
+# Frames
+
+
+def test_pandas_frame():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(
+        {
+            "text": ["x", None],
+            "object": pd.Series(["x", math.nan], dtype=object),
+            "int": pd.Series([1, None], dtype="Int64"),
+            "float": [0.5, math.nan],
+            "bool": [True, False],
+            "moment": [pd.Timestamp("2020-01-02"), pd.NaT],
+            "list": [[1, 2], np.array([0.5])],
+            "category": pd.Categorical(["p", "q"]),
+        }
+    )
+    frame.index = [7, 9]
+    table = from_frame(frame)
+    numbers = table.columns.pop("float")
+    assert numbers[0] == 0.5 and math.isnan(numbers[1])
+    assert table.columns == {
+        "text": ["x", None],
+        "object": ["x", None],
+        "int": [1, None],
+        "bool": [True, False],
+        "moment": ["2020-01-02T00:00:00", None],
+        "list": [[1, 2], [0.5]],
+        "category": ["p", "q"],
+    }
+    assert [type(x) for x in table.columns["int"]] == [int, type(None)]
+
+
+def test_polars_and_pyarrow_frames():
+    pl, pa = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
+    data = {"a": [1, None], "b": ["x", "y"], "c": [[0.5], [1.5]], "d": [{"e": 1}, {"e": 2}],
+            "f": [datetime.date(2020, 1, 2), None], "g": [Decimal("2.5"), None]}  # fmt: skip
+    expected = data | {"f": ["2020-01-02", None], "g": [2.5, None]}
+    assert from_frame(pl.DataFrame(data)).columns == expected
+    assert from_frame(pa.table(data)).columns == expected
+    assert from_frame(pl.DataFrame({"a": []})) == Table("frame", {"a": []})
+
+
+def test_frames_that_cannot_be_kept():
+    pd, pl = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    with pytest.raises(DtypeError, match="collect"):
+        from_frame(pl.LazyFrame({"a": [1]}))
+    with pytest.raises(DtypeError, match="dict"):
+        from_frame({"a": [1]})
+    with pytest.raises(SourceError, match="rename"):
+        from_frame(pd.DataFrame([[1, 2]], columns=["a", "a"]))
+    with pytest.raises(SourceError, match="named 0, of type int"):
+        from_frame(pd.DataFrame([[1, 2]]))
+    with pytest.raises(SourceError, match="row 2 of column 'a' holds a complex"):
+        from_frame(pd.DataFrame({"a": pd.Series([1, 1j], dtype=object)}))
+    with pytest.raises(SourceError, match="surrogate"):
+        from_frame(pd.DataFrame({"a": pd.Series(["x\ud800"], dtype=object)}))
+
+
+def test_missing_narwhals_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "narwhals", None)
+    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+        from_frame(object())
+
+
+def test_cells_are_plain():
+    values = [np.int64(3), np.float32(0.5), np.bool_(True), np.str_("x"), np.datetime64("2020-01"),
+              np.datetime64("NaT"), bytearray(b"x"), datetime.time(1, 2), (1, (2,)),
+              {"a": np.arange(2)}, Decimal("NaN"), Decimal("1e400")]  # fmt: skip
+    found = [cell(value) for value in values]
+    assert math.isnan(found.pop(-2))
+    assert found == [3, 0.5, True, "x", "2020-01", None, b"x", "01:02:00", [1, [2]],
+                     {"a": [0, 1]}, "1E+400"]  # fmt: skip
+    assert {type(x) for x in found} <= {int, float, bool, str, type(None), bytes, list, dict}
+    for bad in (object(), {1: 2}, {1, 2}, 1j, np.longdouble(1)):
+        with pytest.raises(TypeError):
+            cell(bad)
+
+
+# Which kind of source
+
+
+@pytest.mark.parametrize(
+    ("magic", "says"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0\0", "a PNG picture"),
+        (b"\xff\xd8\xff\xe0", "a JPEG picture"),
+        (b"PK\x03\x04\x14", "Excel"),
+        (b"\x1f\x8b\x08", "gunzip"),
+        (b"%PDF-1.7", "a PDF"),
+        (b"FEA1\0\0", "Feather version 1"),
+    ],
+)
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "t.db", "t"])
+def test_strangers_are_known_by_their_first_bytes(tmp_path, magic, says, name):
+    assert says in str(refused(write(tmp_path, name, magic)))
+
+
+def test_first_bytes_win_over_the_ending(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    path = write_arrow(tmp_path / "t.parquet", pa.table({"a": [1]})).rename(tmp_path / "t.csv")
+    assert read(path).columns == {"a": [1]}
+
+
+def test_unknown_ending_is_sniffed(tmp_path):
+    assert columns(tmp_path, "t.data", "a;b\n1;2\n") == {"a": [1], "b": [2]}
+    assert columns(tmp_path, "t", ' [{"a": 1}]') == {"a": [1]}
+    assert columns(tmp_path, "t.log", '{"a": 1}\n{"a": 2}') == {"a": [1, 2]}
+    for data in (b"just words", bytes(range(1, 256)), b"a,b\n1\n"):
+        assert ".ndjson" in str(refused(write(tmp_path, "t.data", data)))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json", "t.parquet", "t.arrow", "t.db", "t"])
+def test_empty_files(tmp_path, name):
+    assert "empty" in str(refused(write(tmp_path, name, b"")))
+
+
+def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
+    write(tmp_path, "books.csv", "a\n1\n")
+    assert "did you mean 'books.csv'?" in str(refused(tmp_path / "book.csv"))
+    assert "check the name" in str(refused(tmp_path / "zzz.parquet"))
+    assert "there is no folder" in str(refused(tmp_path / "no" / "books.csv"))
+    assert "there is no folder" in str(refused(tmp_path / "books.csv" / "x"))
+    assert "qkv.open" in str(refused(tmp_path))
+    assert "cannot be opened" in str(refused(tmp_path / ("x" * 5000)))
+    assert "cannot be opened" in str(refused("a\0b.csv"))
+    assert "no file was named" in str(refused(" "))
+
+    def deny(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", deny)
+    assert "chmod" in str(refused(tmp_path / "books.csv"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("name", ["pipe", "pipe.csv", "pipe.parquet"])
+def test_a_pipe_is_read_once(tmp_path, name):
+    path = tmp_path / name
+    os.mkfifo(path)
+    data = b"PAR1" if name.endswith("parquet") else b"a,b\n" + b"1,2\n" * 100_000
+    writer = threading.Thread(target=path.write_bytes, args=(data,))
+    writer.start()
+    if name.endswith("parquet"):
+        assert "save it to a file first" in str(refused(path))
+    else:
+        assert read(path).columns == {"a": [1] * 100_000, "b": [2] * 100_000}
+    writer.join()
+
+
+def test_sources_that_are_no_source(tmp_path):
+    with pytest.raises(DtypeError, match="int"):
+        read(5)  # type: ignore[arg-type]
+    with pytest.raises(CombinationError, match="table='x'"):
+        read(write(tmp_path, "t.csv", "a\n1\n"), table="x")
+    assert "download" in str(refused("https://example.org/books.csv"))
+    assert "known are" in str(refused("mysql://host/shop"))
+    assert read(f"file://{tmp_path}/t.csv").columns == {"a": [1]}
+
+
+def test_progress_reaches_its_total(tmp_path):
+    pytest.importorskip("pyarrow")
+    paths = [
+        write(tmp_path, "t.csv", "a,b\n" + "1,2\n" * 40_000),
+        write(tmp_path, "t.jsonl", '{"a": 1}\n' * 40_000),
+        write_sqlite(tmp_path / "t.db", BOOKS),
+        write_arrow(tmp_path / "t.parquet", arrow_table()),
+    ]
+    for path in paths:
+        seen: list[tuple[int, int | None]] = []
+        read(path, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        done = [each for each, _ in seen]
+        assert done == sorted(done) and seen[-1][0] == seen[-1][1]
+
+
+def test_an_interrupting_progress_is_heard(tmp_path):
+    def stop(done: int, total: int | None) -> None:
+        raise ValueError("enough")
+
+    for name, data in (("t.csv", "a,b\n1,2\n"), ("t.jsonl", '{"a": 1}')):
+        with pytest.raises(ValueError, match=r"^enough$"):
+            read(write(tmp_path, name, data), progress=stop)
+
+
+def test_public_names():
+    assert sources.__all__ == ["read", "from_frame", "Table", "SourceError"]
