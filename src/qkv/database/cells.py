@@ -1,0 +1,230 @@
+"""Cells: what may stand in a column, as JSON text to be kept and as a digest to be found by.
+
+A cell is text, a number, bytes, a vector, a date, a tuple of cells, None, or JSON: lists and
+mappings of these. What JSON cannot say is a mapping with one name that begins with "$".
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import is_array, to_numpy
+from qkv.errors import ArgumentError, DtypeError
+
+KINDS = ("text", "number", "vector", "bytes", "tuple", "json", "date")
+"""What a column of keys may hold, all of one kind; values may also be "any"."""
+
+DIGEST = 16
+
+_DATES = {"$date": datetime.date, "$datetime": datetime.datetime, "$time": datetime.time}
+
+
+def kind(cell: Any) -> str:
+    """The kind of a cell.
+
+    >>> [kind(x) for x in ("Li", 3.5, b"raw", (1, "a"), {"a": [1]}, [0.5, 1.0])]
+    ['text', 'number', 'bytes', 'tuple', 'json', 'json']
+    """
+    if isinstance(cell, str):
+        return "text"
+    if isinstance(cell, int | float | np.number | Decimal) and not isinstance(cell, bool):
+        return "number"
+    if isinstance(cell, bytes | bytearray | memoryview):
+        return "bytes"
+    if isinstance(cell, tuple):
+        return "tuple"
+    if isinstance(cell, datetime.date | datetime.time):
+        return "date"
+    if cell is None or isinstance(cell, bool | np.bool_ | list | Mapping):
+        return "json"
+    if is_array(cell):
+        return "number" if len(cell.shape) == 0 else "vector"
+    raise DtypeError(
+        f"a {type(cell).__name__} cannot be kept: use text, a number, bytes, a vector, a date, a "
+        "tuple, or JSON"
+    )
+
+
+def common(cells: Iterable[Any]) -> str:
+    """The one kind that all cells have, or "any".
+
+    >>> common(["a", "b"]), common([1, 2.5]), common([1, "a"])
+    ('text', 'number', 'any')
+    """
+    kinds = {kind(cell) for cell in cells}
+    return kinds.pop() if len(kinds) == 1 else "any"
+
+
+def dumps(cells: Mapping[str, Any]) -> str:
+    """A row as JSON text, from which `loads` makes the same cells again.
+
+    >>> text = dumps({"key": ("Li", b"x"), "value": float("inf")})
+    >>> text
+    '{"key": {"$tuple": ["Li", {"$bytes": "eA=="}]}, "value": {"$float": "inf"}}'
+    >>> loads(text)
+    {'key': ('Li', b'x'), 'value': inf}
+    """
+    row = {name: cell if type(cell) is int else plain(cell) for name, cell in cells.items()}
+    return json.dumps(row, ensure_ascii=False, allow_nan=False)
+
+
+def loads(text: str) -> dict[str, Any]:
+    cells = json.loads(text)
+    if "$" in text:
+        return {name: _cell(cell) for name, cell in cells.items()}
+    return cells  # type: ignore[no-any-return]
+
+
+def plain(cell: Any) -> Any:
+    """A cell as what JSON has."""
+    if cell is None or isinstance(cell, str | bool | int):
+        if isinstance(cell, str):
+            _encodable(cell)
+        return cell
+    if isinstance(cell, float):
+        return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
+    if isinstance(cell, np.bool_ | np.number):
+        return plain(cell.item())
+    if isinstance(cell, Decimal):
+        return {"$decimal": str(cell)}
+    if isinstance(cell, bytes | bytearray | memoryview):
+        return {"$bytes": base64.b64encode(cell).decode()}
+    if isinstance(cell, tuple):
+        return {"$tuple": [plain(x) for x in cell]}
+    if isinstance(cell, list):
+        return [plain(x) for x in cell]
+    if isinstance(cell, Mapping):
+        for name in cell:
+            if not isinstance(name, str):
+                raise DtypeError(f"a mapping's names must be text to be kept, not {name!r}")
+        inner = {name: plain(x) for name, x in cell.items()}
+        return {"$dict": inner} if any(name.startswith("$") for name in inner) else inner
+    for tag, type_ in reversed(_DATES.items()):
+        if isinstance(cell, type_):
+            tag = "$datetime" if isinstance(cell, datetime.datetime) else tag
+            return {tag: cell.isoformat()}  # type: ignore[attr-defined]
+    if is_array(cell):
+        array = np.ascontiguousarray(to_numpy(cell))
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        text = base64.b64encode(array.tobytes()).decode()
+        return {"$array": [array.dtype.str, list(array.shape), text]}
+    kind(cell)  # raises
+    raise AssertionError(cell)
+
+
+def _cell(plain: Any) -> Any:
+    """The cell that `plain` made."""
+    if isinstance(plain, list):
+        return [_cell(x) for x in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        ((tag, inner),) = plain.items()
+        if tag in _TAGS:
+            return _TAGS[tag](inner)
+    return {name: _cell(x) for name, x in plain.items()}
+
+
+def _array(parts: Sequence[Any]) -> np.ndarray:
+    dtype, shape, text = parts
+    return np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape)
+
+
+_TAGS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$decimal": Decimal,
+    "$bytes": base64.b64decode,
+    "$tuple": lambda inner: tuple(_cell(x) for x in inner),
+    "$dict": lambda inner: {name: _cell(x) for name, x in inner.items()},
+    "$array": _array,
+    "$date": datetime.date.fromisoformat,
+    "$datetime": datetime.datetime.fromisoformat,
+    "$time": datetime.time.fromisoformat,
+}
+
+
+def digest(key: Any) -> bytes:
+    """What a key is found by: equal for keys that Python calls equal, else different.
+
+    >>> digest(1) == digest(1.0) == digest(True), digest("1") == digest(1)
+    (True, False)
+    """
+    if isinstance(key, str):
+        _encodable(key)
+        return blake2b(b"s" + key.encode(), digest_size=DIGEST).digest()
+    if key is None:
+        raise ArgumentError("a key must not be None: nothing could ask for it")
+    if is_array(key) and len(key.shape) == 1:
+        return digests(key[None])[0]
+    text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return blake2b(b"j" + text.encode(), digest_size=DIGEST).digest()
+
+
+def digests(keys: Any) -> list[bytes]:
+    """One for each key of a sequence, or for each row of an array (m, d)."""
+    if is_array(keys) and len(keys.shape) == 2:
+        rows = to_numpy(keys)
+        shape = json.dumps(list(rows.shape[1:])).encode()
+        found = []
+        for start in range(0, len(rows), 4096):
+            block = np.ascontiguousarray(rows[start : start + 4096], dtype="<f8") + 0.0
+            bad = np.isnan(block).any(axis=1)
+            if bad.any():
+                raise ArgumentError(
+                    f"key {start + int(bad.argmax())} holds NaN, which equals no key"
+                )
+            found += [
+                blake2b(b"v" + shape + row, digest_size=DIGEST).digest()
+                for row in map(bytes, block)
+            ]
+        return found
+    return [digest(key) for key in keys]
+
+
+def _same(key: Any) -> Any:
+    """A key in the one form that all its equals share."""
+    if isinstance(key, str) or key is None:
+        return key
+    if isinstance(key, bool | np.bool_ | int | np.integer):
+        return int(key)
+    if isinstance(key, Decimal):
+        key = int(key) if key.is_finite() and key == key.to_integral_value() else float(key)
+        return _same(key)
+    if isinstance(key, float | np.floating):
+        number = float(key)
+        if math.isnan(number):
+            raise ArgumentError("a key must not be NaN, which equals no key, not even itself")
+        if number.is_integer():
+            return int(number)
+        return number if math.isfinite(number) else {"$float": str(number)}
+    if isinstance(key, tuple):
+        return {"$tuple": [_same(x) for x in key]}
+    if isinstance(key, list):
+        return [_same(x) for x in key]
+    if isinstance(key, Mapping):
+        return {"$dict": {str(name): _same(x) for name, x in key.items()}}
+    if is_array(key):
+        array = to_numpy(key)
+        if array.ndim == 0:
+            return _same(array.item())
+        return {"$vector": digests(array.reshape(1, -1))[0].hex(), "shape": list(array.shape)}
+    return plain(key)
+
+
+def _encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"the text {text[:40]!r} holds a lone surrogate at {error.start}, which no file can "
+            "keep: decode it with the right encoding first"
+        ) from None

@@ -1,0 +1,179 @@
+"""The plan of a table: its columns, which of them are the key and the value, and their kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import is_array, to_numpy
+from qkv.database import cells
+from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
+
+Columns = dict[str, Any]
+"""A column's name → its cells: a list, or an array (m, d) with a vector for each row."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What the first rows fixed.
+
+    A key of several columns is a tuple, a value of several columns a mapping. `key_kind` and
+    `value_kind` are of `cells.KINDS`; a value may also be "numbers", several columns of them, or
+    "any".
+    """
+
+    columns: tuple[str, ...]
+    key: tuple[str, ...]
+    value: tuple[str, ...]
+    key_kind: str
+    value_kind: str
+    unique: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Schema:
+        told: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()
+        }
+        return cls(**told)
+
+    @classmethod
+    def of(cls, columns: Columns, key: Sequence[str], value: Sequence[str], unique: bool) -> Schema:
+        """The plan that these first rows ask for."""
+        for name in (*key, *value):
+            if name not in columns:
+                raise unknown("column", name, columns)
+        key_kind = "tuple" if len(key) > 1 else _key_kind(columns[key[0]], key[0])
+        if key_kind == "any":
+            raise DtypeError(
+                f"the keys (column {key[0]!r}) are of several types: "
+                f"{', '.join(sorted({cells.kind(x) for x in columns[key[0]]}))}; a database has "
+                "keys of one type"
+            )
+        kinds = [kind_of(columns[name]) for name in value]
+        if len(value) == 1:
+            value_kind = kinds[0]
+        else:
+            value_kind = "numbers" if kinds and set(kinds) == {"number"} else "any"
+        return cls(tuple(columns), tuple(key), tuple(value), key_kind, value_kind, unique)
+
+    @property
+    def pools(self) -> bool:
+        """Whether values are numbers, so that Σ αᵢ vᵢ means something."""
+        return self.value_kind in ("number", "numbers", "vector")
+
+    def keys_of(self, columns: Columns) -> Any:
+        """The keys of some rows: a list, or an array of vectors."""
+        if len(self.key) == 1:
+            return columns[self.key[0]]
+        return list(zip(*(columns[name] for name in self.key), strict=True))
+
+    def key_of(self, row: Mapping[str, Any]) -> Any:
+        if len(self.key) == 1:
+            return row.get(self.key[0])
+        return tuple(row.get(name) for name in self.key)
+
+    def value_of(self, row: Mapping[str, Any]) -> Any:
+        if len(self.value) == 1:
+            return row.get(self.value[0])
+        return {name: row.get(name) for name in self.value}
+
+    def check(self, columns: Columns) -> None:
+        """Refuse rows of other types than the first ones."""
+        keys = self.keys_of(columns)
+        if len(self.key) == 1:
+            came = _key_kind(keys, self.key[0])
+            if came != self.key_kind:
+                raise DtypeError(
+                    f"a key is {_example(keys, self.key_kind)}, but the keys of this database are "
+                    f"of type {self.key_kind}: the first rows fixed that"
+                )
+        if self.value_kind in ("any", "json"):
+            return
+        for name in self.value:
+            wish = "number" if self.value_kind == "numbers" else self.value_kind
+            if kind_of(columns[name]) != wish:
+                raise DtypeError(
+                    f"a value is {_example(columns[name], wish)}, but the values of this database "
+                    f"are of type {wish}: the first rows fixed that"
+                )
+
+    def fill(self, columns: Columns) -> Columns:
+        """The same rows with every column of the table, None where a row says nothing."""
+        for name in columns:
+            if name not in self.columns:
+                raise unknown("column", name, self.columns)
+        size = length(columns)
+        for name in (*self.key, *self.value):
+            if name not in columns:
+                raise ArgumentError(f"the rows have no column {name!r}, which the database needs")
+        return {name: columns.get(name, [None] * size) for name in self.columns}
+
+    def pooled(self, columns: Columns) -> np.ndarray | None:
+        """The values as an array (m, d_v), where they are numbers."""
+        if self.value_kind == "vector":
+            return vectors(columns[self.value[0]], "value")
+        if not self.pools:
+            return None
+        return np.array([columns[name] for name in self.value], dtype=float).T
+
+
+def kind_of(column: Any) -> str:
+    if is_array(column):
+        return "vector" if len(column.shape) == 2 else "number"
+    return cells.common(column) if len(column) else "any"
+
+
+def _key_kind(column: Any, name: str) -> str:
+    if not is_array(column):
+        absent = next((i for i, key in enumerate(column) if key is None), None)
+        if absent is not None:
+            raise ArgumentError(f"key {absent} (column {name}) is None: nothing could ask for it")
+    return kind_of(column)
+
+
+def vectors(column: Any, what: str) -> np.ndarray:
+    """A column of vectors as one array (m, d), float16, float32 or float64."""
+    try:
+        rows = column if is_array(column) else np.stack([to_numpy(x) for x in column])
+    except ValueError:
+        shapes = sorted({tuple(x.shape) for x in column})
+        raise ShapeError(f"the {what}s have vectors of several shapes: {shapes}") from None
+    rows = to_numpy(rows)
+    if rows.ndim != 2:
+        raise ShapeError(f"a {what} must be a vector, not an array of shape {rows.shape[1:]}")
+    if rows.dtype.kind in "biu":
+        rows = rows.astype(float)
+    if rows.dtype.kind != "f" or rows.dtype.itemsize > 8:
+        raise DtypeError(f"the {what}s are vectors of {rows.dtype}: real numbers are needed")
+    return rows
+
+
+def length(columns: Columns) -> int:
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ShapeError(f"columns must have one length, not {sizes}")
+    return next(iter(sizes.values()), 0)
+
+
+def transposed(rows: Iterable[Mapping[str, Any]]) -> Columns:
+    """Rows with named cells as columns; a cell that a row does not name is None."""
+    rows = list(rows)
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise DtypeError(f"a row must be a mapping of columns, not {type(row).__name__}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _example(column: Any, wish: str) -> str:
+    if is_array(column):
+        return kind_of(column)
+    wrong = next((x for x in column if cells.kind(x) != wish), None)
+    text = repr(wrong)
+    return f"{text if len(text) < 40 else text[:39] + '…'} ({cells.kind(wrong)})"

@@ -1,0 +1,129 @@
+"""Cells: every type comes back the same, equal keys are found, others are not."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.database import cells
+from qkv.errors import ArgumentError, DtypeError
+
+leaf = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.binary()
+    | st.dates()
+    | st.datetimes()
+    | st.times()
+)
+cell = st.recursive(
+    leaf,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text("$abf", max_size=6) | st.just("$float"), inner)
+    ),
+    max_leaves=8,
+)
+
+
+def same(a, b):
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(cell)
+def test_a_row_comes_back_as_it_was(x):
+    assert same(cells.loads(cells.dumps({"c": x}))["c"], x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
+def test_arrays_come_back_with_their_dtype(dtype):
+    x = np.arange(6).reshape(2, 3).astype(dtype)
+    back = cells.loads(cells.dumps({"c": x}))["c"]
+    assert back.dtype == x.dtype
+    np.testing.assert_array_equal(back, x)
+
+
+def test_a_decimal_comes_back():
+    assert cells.loads(cells.dumps({"c": Decimal("1.10")}))["c"] == Decimal("1.10")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        (2**60, float(2**60)),
+        (np.int64(7), 7),
+        (np.float32(0.5), 0.5),
+        ((1, "a"), (1.0, "a")),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (Decimal("1.0"), 1),
+        (np.array([1.0, 2.0]), np.array([1, 2])),
+        (np.array([0.0]), np.array([-0.0])),
+    ],
+)
+def test_equal_keys_have_one_digest(a, b):
+    assert cells.digest(a) == cells.digest(b)
+
+
+def test_different_keys_have_different_digests():
+    keys = [
+        *("", "a", "A", "1", "1.0", "true", "null", '"a"', "a\x00", " a"),
+        *(0, 1, -1, 0.5, 1e300, math.inf, -math.inf, 2**70),
+        *(b"", b"a", b"\x00", (), ("a",), ("a", "b"), ("ab",), (("a",), "b"), (1,)),
+        *([], [1], ["a"], {}, {"a": 1}, {"a": "1"}),
+        *(datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1)),
+        *(np.array([1.0]), np.array([1.0, 0.0]), np.array([[1.0]])),
+    ]
+    assert len({cells.digest(key) for key in keys}) == len(keys)
+
+
+@given(st.lists(st.tuples(cell, cell), max_size=3))
+def test_digests_agree_with_equality(pairs):
+    for a, b in pairs:
+        try:
+            found = cells.digest(a) == cells.digest(b)
+        except ArgumentError:
+            continue
+        assert found == (a == b)
+
+
+def test_digests_of_an_array_are_those_of_its_rows():
+    rows = np.random.default_rng(0).normal(size=(9, 4)).astype("float32")
+    assert cells.digests(rows) == [cells.digest(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "key", [None, math.nan, np.float32("nan"), (1, math.nan), np.array([math.nan])]
+)
+def test_a_key_that_equals_nothing_is_refused(key):
+    with pytest.raises(ArgumentError, match=r"NaN|None"):
+        cells.digest(key)
+
+
+def test_what_cannot_be_kept_is_said():
+    with pytest.raises(DtypeError, match="a set cannot be kept"):
+        cells.dumps({"c": {1, 2}})
+    with pytest.raises(DtypeError, match="names must be text"):
+        cells.dumps({"c": {1: 2}})
+    with pytest.raises(ArgumentError, match="lone surrogate at 1"):
+        cells.dumps({"c": "a\ud800"})
+    with pytest.raises(ArgumentError, match="lone surrogate"):
+        cells.digest("\ud800")
