@@ -1,0 +1,162 @@
+"""Keys as vectors: pick an encoder by name, build one, or let the keys' types decide."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import is_array
+from qkv.database import cells
+from qkv.database.encoders.arrays import Arrays
+from qkv.database.encoders.base import Encoder
+from qkv.database.encoders.characters import Characters
+from qkv.database.encoders.custom import Custom
+from qkv.database.encoders.exact import Exact
+from qkv.database.encoders.heads import Columns, Heads
+from qkv.database.encoders.learned import Learned
+from qkv.database.encoders.numbers import Numbers
+from qkv.database.encoders.sentences import Sentences
+from qkv.database.encoders.text import Text
+from qkv.database.encoders.vectors import Vectors
+from qkv.database.encoders.words import Words, installed
+from qkv.errors import ArgumentError, DtypeError, unknown
+
+ENCODERS: dict[str, type[Encoder]] = {
+    "arrays": Arrays,
+    "characters": Characters,
+    "columns": Columns,
+    "custom": Custom,
+    "exact": Exact,
+    "heads": Heads,
+    "learned": Learned,
+    "numbers": Numbers,
+    "sentences": Sentences,
+    "text": Text,
+    "vectors": Vectors,
+    "words": Words,
+}
+
+__all__ = [
+    "ENCODERS",
+    "Arrays",
+    "Characters",
+    "Columns",
+    "Custom",
+    "Encoder",
+    "Exact",
+    "Heads",
+    "Learned",
+    "Numbers",
+    "Sentences",
+    "Text",
+    "Vectors",
+    "Words",
+    "default",
+    "load",
+    "resolve",
+]
+
+
+def load(settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encoder:
+    """The encoder that a database was written with.
+
+    >>> load(Characters(128).settings(), {})
+    Characters(width=128, n=(2, 3), sounds=0.5, idf=False)
+    """
+    kind = settings.get("kind")
+    if kind not in ENCODERS:
+        raise unknown("encoder", kind, ENCODERS)
+    return ENCODERS[kind].build(settings, arrays)
+
+
+def resolve(encoder: Any) -> Encoder:
+    """An encoder from its name, itself, a function (or `module:function`), or a list as heads.
+
+    >>> resolve("exact")
+    Exact(width=256)
+    """
+    if isinstance(encoder, Encoder):
+        return encoder
+    if isinstance(encoder, str):
+        if ":" in encoder:
+            return Custom(_imported(encoder))
+        if encoder not in ENCODERS:
+            raise unknown("encoder", encoder, ENCODERS)
+        try:
+            return ENCODERS[encoder]()
+        except TypeError:
+            raise DtypeError(f"encoder {encoder!r} has parameters: build it") from None
+    if isinstance(encoder, type):
+        raise DtypeError(
+            f"encoder is the class {encoder.__name__}: build it, {encoder.__name__}(…)"
+        )
+    if isinstance(encoder, list | tuple | Mapping):
+        return Heads(encoder)
+    if callable(encoder):
+        return Custom(encoder)
+    raise DtypeError(f"encoder must be a name, an encoder or a function, not {encoder!r}")
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(f"encoder {path!r} cannot be imported: {error}") from None
+    return found
+
+
+def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
+    """The encoder for keys of these types, not yet fitted.
+
+    Text: letters and meaning, side by side. Numbers and dates: `Numbers`. Vectors: themselves.
+    Tuples: each column by its type. JSON: the letters of its text. Bytes: only themselves.
+
+    >>> default([1.5, 2])
+    Numbers(bandwidth=None, units=None, mean=None, unit=None)
+    """
+    if is_array(keys):
+        columns = len(keys.shape)  # type: ignore[attr-defined]
+        return Numbers() if columns == 1 else Arrays()
+    if not len(keys):
+        raise ArgumentError("there are no keys to choose an encoder by")
+    kind = cells.common(keys)
+    if kind == "text":
+        return text()
+    if kind in ("number", "date"):
+        return Numbers()
+    if kind == "vector" or (kind == "json" and all(map(_is_vector, keys))):
+        return Arrays()
+    if kind == "bytes":
+        return Exact()
+    if kind == "tuple":
+        return _columns(keys, names)
+    return Characters()
+
+
+def text() -> Encoder:
+    """Characters for slips of the hand, and Words for meaning where wordllama is installed."""
+    return Text() if installed() else Characters()
+
+
+def _columns(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoder:
+    widths = {len(key) for key in keys}
+    if len(widths) > 1:
+        return Exact()
+    columns = list(zip(*keys, strict=True))
+    # What is missing in a column is refused later, with its row, by the encoder of the others.
+    heads = [default([x for x in column if x is not None] or column) for column in columns]
+    if all(isinstance(head, Numbers) for head in heads):
+        return Numbers()
+    if len(names) != len(heads):
+        return Columns(heads)
+    return Columns(dict(zip(names, heads, strict=True)))
+
+
+def _is_vector(key: Any) -> bool:
+    return isinstance(key, list) and bool(key) and cells.common(key) == "number"

@@ -1,0 +1,93 @@
+"""Keys that are vectors already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.arrays import is_array, to_numpy
+from qkv.database.encoders.base import Encoder, batch
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import ScaledDot, Score
+
+
+@dataclass(frozen=True)
+class Arrays(Encoder):
+    """x = the key itself, compared by qᵀk/√d.
+
+    Keys are vectors of one length, or the rows of one array (m, width) of any framework.
+
+    >>> Arrays().fit([[1.0, 2.0]]).encode(np.array([[3, 4], [5, 6]])).tolist()
+    [[3.0, 4.0], [5.0, 6.0]]
+    """
+
+    size: int | None = None
+    kind: ClassVar[str] = "arrays"
+
+    @property
+    def width(self) -> int:
+        if self.size is None:
+            raise ArgumentError("Arrays must be fitted to keys before it knows their width")
+        return self.size
+
+    def fit(self, keys: Sequence[Any]) -> Arrays:
+        return replace(self, size=int(matrix(keys[:1]).shape[1]))
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        out = matrix(keys) if len(keys) else np.empty((0, self.width), np.float32)
+        if out.shape[1] != self.width:
+            raise ShapeError(
+                f"the keys are vectors of {self.width} numbers, but these have {out.shape[1]}"
+            )
+        return out
+
+    def score(self, rows: int) -> Score:
+        return ScaledDot()
+
+    def reads(self, query: Any) -> bool:
+        return not isinstance(query, str | bytes) and hasattr(query, "__len__")
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "width": self.size}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Arrays:
+        return cls(settings["width"])
+
+
+def matrix(keys: Sequence[Any]) -> np.ndarray:
+    """Vectors as one array (m, width) float32, refused with the row that does not fit."""
+    batch(keys)
+    if is_array(keys):
+        whole = to_numpy(keys)
+        if whole.ndim != 2:
+            raise ShapeError(f"an array of keys must be (rows, width), not {whole.shape}")
+        rows = whole
+    else:
+        first = None
+        vectors = []
+        for i, key in enumerate(keys):
+            vector = to_numpy(key) if is_array(key) else np.asarray(key)
+            if vector.dtype.kind not in "iufb" or vector.ndim != 1:
+                raise DtypeError(f"key {i} must be a vector of numbers, not {_told(key)}")
+            first = len(vector) if first is None else first
+            if len(vector) != first:
+                raise ShapeError(f"key {i} has {len(vector)} numbers where key 0 has {first}")
+            vectors.append(vector)
+        rows = np.stack(vectors)
+    if rows.dtype.kind not in "iufb":
+        raise DtypeError(f"vectors must hold real numbers, not {rows.dtype}")
+    with np.errstate(over="ignore"):
+        out = np.ascontiguousarray(rows, np.float32)
+    bad = ~np.isfinite(out).all(axis=1)
+    if bad.any():
+        raise ArgumentError(f"key {int(bad.argmax())} holds NaN or a number beyond float32")
+    return out
+
+
+def _told(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,214 @@
+"""Text by its letters: the approximate match of keys that are spelled almost alike."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.errors import ArgumentError
+
+SEPARATOR = "\x1e"
+SPACE = 32
+
+BLOCK = 1024
+"""Texts at a time: their counts stay in cache."""
+
+SLOTS = 1 << 16
+"""Entries of the table of how common n-grams are; those that share one share their weight."""
+
+_DROPPED = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
+"""Apostrophes and accents: people leave them out."""
+
+_KEPT = set("#&@%*" + SEPARATOR)
+
+_VOWELS = np.array([ord(vowel) for vowel in "aeiouy"], np.uint32)
+
+
+@dataclass(frozen=True)
+class Characters(Encoder):
+    """x_b = Σ_g ±w(g) over the n-grams g of the text's words with hash(g) = b; then x / ‖x‖.
+
+    A word is padded by one space on each side, so that its ends count; n-grams are `n[0]` to
+    `n[1]` letters long. A last letter, the space and the next word's first are one too: the order
+    of words counts a little. Case, accents and punctuation do not. Each word counts once more,
+    `sounds` times as much, with all vowels alike and a repeated letter once, so that Lee is near
+    Li. The hash is fixed: a text has the same vector in every process and on every machine. With
+    `idf`, `fit` weights an n-gram by how few of the m keys have it, ln((1 + m) / (1 + df)) + 1.
+
+    >>> encoder = Characters()
+    >>> right, slip, other = encoder.encode(["The Alchemist", "the alchmist", "Dracula"])
+    >>> bool(right @ slip > 0.7), bool(abs(right @ other) < 0.2)
+    (True, True)
+    """
+
+    width: int = 256
+    n: tuple[int, int] = (2, 3)
+    sounds: float = 0.5
+    idf: bool = False
+    table: np.ndarray | None = field(default=None, compare=False, repr=False)
+    kind: ClassVar[str] = "characters"
+
+    def __post_init__(self) -> None:
+        low, high = self.n
+        object.__setattr__(self, "n", (int(low), int(high)))
+        if not 1 <= low <= high <= 16:
+            raise ArgumentError(f"Characters: n must be two lengths from 1 to 16, not {self.n}")
+        if not 8 <= self.width <= 1 << 20:
+            raise ArgumentError(f"Characters: width must be from 8 to {1 << 20}, not {self.width}")
+        if not 0 <= self.sounds <= 100:
+            raise ArgumentError(f"Characters: sounds must be from 0 to 100, not {self.sounds!r}")
+
+    def fit(self, keys: Sequence[Any]) -> Characters:
+        if not self.idf:
+            return self
+        count = np.zeros(SLOTS, np.int64)
+        for _, block in blocks(texts(keys)):
+            row, code, _ = self._grams(block)
+            seen = np.unique(row * SLOTS + (code >> np.uint32(16)))
+            count += np.bincount(seen % SLOTS, minlength=SLOTS)
+        table = np.log((1 + len(keys)) / (1.0 + count)) + 1
+        return replace(self, table=table.astype(np.float32))
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        keys = texts(keys)
+        if self.idf and self.table is None:
+            raise ArgumentError("Characters(idf=True) must be fitted to keys before it encodes")
+        out = np.empty((len(keys), self.width), np.float32)
+        for start, block in blocks(keys):
+            row, code, weight = self._grams(block)
+            # The high bits choose the place, and the lowest the sign.
+            place = (code.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
+            weight = np.where(code & np.uint32(1), weight, -weight)
+            if self.table is not None:
+                weight *= self.table[code >> np.uint32(16)]
+            at = row * self.width + place.astype(np.int64)
+            count = np.bincount(at, weight, len(block) * self.width)
+            out[start : start + len(block)] = count.reshape(len(block), self.width)
+        return unit(out)
+
+    def _grams(self, block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row, hash and weight (g,) of every n-gram of the texts."""
+        letters, row = spelled(block)
+        found = [(*pair, 1.0) for pair in hashes(letters, row, self.n, seed=2166136261)]
+        if self.sounds:
+            heard = hashes(*sounded(letters, row), self.n, seed=84696351)
+            found += [(*pair, float(self.sounds)) for pair in heard]
+        if not found:
+            return row[:0], letters[:0], np.empty(0, np.float32)
+        rows, codes, weights = zip(*found, strict=True)
+        weight = np.repeat(np.array(weights, np.float32), [len(code) for code in codes])
+        return np.concatenate(rows), np.concatenate(codes), weight
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, str)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "width": self.width,
+            "n": list(self.n),
+            "sounds": self.sounds,
+            "idf": self.idf,
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {} if self.table is None else {"table": self.table}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Characters:
+        low, high = settings["n"]
+        return cls(
+            settings["width"],
+            (low, high),
+            settings["sounds"],
+            settings["idf"],
+            arrays.get("table"),
+        )
+
+
+def blocks(keys: list[str]) -> Iterator[tuple[int, list[str]]]:
+    for start in range(0, len(keys), BLOCK):
+        yield start, keys[start : start + BLOCK]
+
+
+def plain(text: str) -> str:
+    """Text without case, accents, compatibility forms and punctuation, which becomes a space.
+
+    >>> plain("Les Misérables: Gulliver’s C++")
+    'les miserables  gullivers c++'
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFKD", text)
+    text = text.casefold()
+    table: dict[int, str | None] = dict(_DROPPED)
+    for letter in set(text) - _KEPT:
+        if unicodedata.category(letter)[0] in "PZC":
+            table.setdefault(ord(letter), " ")
+    return text.translate(table)
+
+
+def spelled(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The letters of all texts (t,) uint32, words between spaces, and each one's row (t,)."""
+    joined = SEPARATOR.join(block)
+    if joined.count(SEPARATOR) != len(block) - 1:
+        joined = SEPARATOR.join(text.replace(SEPARATOR, " ") for text in block)
+    joined = f" {plain(joined)} "
+    if joined.isascii():
+        letters = np.frombuffer(joined.encode(), np.uint8).astype(np.uint32)
+    else:
+        code = joined.encode("utf-32-le", "surrogatepass")
+        letters = np.frombuffer(code, "<u4").astype(np.uint32)
+    ends = letters == ord(SEPARATOR)
+    letters[ends] = SPACE
+    # A separator is the space before the next text's first word.
+    row = np.cumsum(ends)
+    first = np.ones(len(letters), bool)
+    first[1:] = (letters[1:] != SPACE) | (letters[:-1] != SPACE) | (row[1:] != row[:-1])
+    return letters[first], row[first]
+
+
+def sounded(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same with all vowels alike, and a letter that is repeated once."""
+    letters = np.where(np.isin(letters, _VOWELS), _VOWELS[0], letters)
+    new = np.ones(len(letters), bool)
+    new[1:] = (letters[1:] != letters[:-1]) | (row[1:] != row[:-1])
+    return letters[new], row[new]
+
+
+def hashes(
+    letters: np.ndarray, row: np.ndarray, n: tuple[int, int], seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each length: the row (r,) and the 32-bit hash (r,) of every n-gram of the words."""
+    inside = letters != SPACE
+    code = np.full(len(letters), seed, np.uint32)
+    # An n-gram may begin or end with a word's border, but not reach across it,
+    whole = np.ones(len(letters), bool)
+    for length in range(1, n[1] + 1):
+        count = len(letters) - length + 1
+        if count <= 0:
+            return
+        code = (code[:count] ^ letters[length - 1 :]) * np.uint32(16777619)
+        if length == 1:
+            good = inside
+        elif length == 2:
+            good = inside[:-1] | inside[1:]
+        else:
+            whole = whole[:count] & inside[length - 2 : length - 2 + count]
+            good = whole
+        if length == 3:  # except by one letter on each side, so that the order of words counts
+            good = whole | (inside[:-2] & inside[2:] & (row[:-2] == row[2:]))
+        if length >= n[0]:
+            yield row[:count][good], scramble(code[good])
+
+
+def scramble(code: np.ndarray) -> np.ndarray:
+    """MurmurHash3's last step: every bit of the result depends on every bit of the code."""
+    code = (code ^ (code >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    code = (code ^ (code >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    code ^= code >> np.uint32(16)
+    return code

@@ -1,0 +1,120 @@
+"""Keys by a function of your own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.arrays import is_array, to_numpy
+from qkv.database.encoders.base import Encoder, batch
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import ScaledDot, Score
+
+_SEEN: dict[str, Callable[..., Any]] = {}
+"""The functions that this process made encoders of, by name."""
+
+
+@dataclass(frozen=True, init=False)
+class Custom(Encoder):
+    """x = function(keys): a list of m keys → m vectors of one width, as an array or as lists.
+
+    They are compared by qᵀk/√d. A database keeps the function's name (`module:function`, or the
+    `name` given here), never the function. It is opened again by a program that has made its
+    `Custom` first, or with `encoder=`: a name in a file is not imported, for that would run code.
+
+    >>> length = Custom(lambda keys: [[len(key)] for key in keys], width=1, name="length")
+    >>> length.encode(["Li", "Zhang"]).tolist()
+    [[2.0], [5.0]]
+    """
+
+    function: Callable[[list[Any]], Any]
+    size: int | None = None
+    name: str | None = None
+    kind: ClassVar[str] = "custom"
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Any],
+        width: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not callable(function) or isinstance(function, type):
+            raise DtypeError(f"Custom: function must be a function of a list, not {function!r}")
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "size", None if width is None else int(width))
+        object.__setattr__(self, "name", name or import_path(function))
+        if self.name:
+            _SEEN[self.name] = function
+
+    @property
+    def width(self) -> int:
+        if self.size is None:
+            raise ArgumentError("Custom: give width=, or fit it to keys first")
+        return self.size
+
+    def fit(self, keys: Sequence[Any]) -> Custom:
+        if self.size is not None:
+            return self
+        return Custom(self.function, self._call(keys[:1]).shape[1], self.name)
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        batch(keys)
+        if not len(keys):
+            return np.empty((0, self.width), np.float32)
+        out = self._call(keys)
+        if out.shape[1] != self.width:
+            raise ShapeError(f"{self._told} gave {out.shape[1]} numbers a key, not {self.width}")
+        return out
+
+    def _call(self, keys: Sequence[Any]) -> np.ndarray:
+        result = self.function(list(keys))
+        out = np.asarray(to_numpy(result) if is_array(result) else result)
+        if out.ndim != 2 or len(out) != len(keys):
+            raise ShapeError(f"{self._told} must give ({len(keys)}, width), not {out.shape}")
+        if out.dtype.kind not in "iufb":
+            raise DtypeError(f"{self._told} must give real numbers, not {out.dtype}")
+        with np.errstate(over="ignore"):
+            out = np.ascontiguousarray(out, np.float32)
+        bad = ~np.isfinite(out).all(axis=1)
+        if bad.any():
+            key = keys[int(bad.argmax())]
+            raise ArgumentError(f"{self._told} gave NaN or infinity for the key {key!r}")
+        return out
+
+    @property
+    def _told(self) -> str:
+        return f"the function {self.name or self.function!r}"
+
+    def score(self, rows: int) -> Score:
+        return ScaledDot()
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name, "width": self.size}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Custom:
+        name = settings["name"]
+        if name not in _SEEN:
+            what = f"the function {name!r}" if name else "a function without a name"
+            raise ArgumentError(
+                f"the keys were encoded by {what}: open the database with encoder=Custom(function)"
+            )
+        return cls(_SEEN[name], settings["width"], name)
+
+
+def import_path(function: Any) -> str | None:
+    """`module:name` where a function can be found again, or None.
+
+    >>> from math import sqrt
+    >>> import_path(sqrt), import_path(lambda keys: keys)
+    ('math:sqrt', None)
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    found = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is function and found is not None else None

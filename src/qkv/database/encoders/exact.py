@@ -1,0 +1,58 @@
+"""A key that is only itself: codes that agree with no other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database import cells
+from qkv.database.encoders.base import Encoder, batch
+from qkv.errors import ArgumentError
+from qkv.scores import ScaledDot, Score
+
+
+@dataclass(frozen=True)
+class Exact(Encoder):
+    """x = ±1/√width, the signs being the bits of the key's digest.
+
+    Equal keys have the dot product 1, any others about 0 (± 1/√width), and different vectors, so
+    `scores.Exact()` is exactly right as well. The default score puts nearly all the weight on an
+    equal key, and spreads it where there is none.
+
+    >>> a, b, c = Exact().encode(["Li", "Li", b"Li"])
+    >>> float(a @ b), bool(abs(a @ c) < 0.3)
+    (1.0, True)
+    """
+
+    width: int = 256
+    kind: ClassVar[str] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.width < 64 or self.width > 512 or self.width % 8:
+            raise ArgumentError(
+                f"Exact: width must be a multiple of 8 from 64 to 512, not {self.width}"
+            )
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        size = self.width // 8
+        codes = b"".join(
+            blake2b(digest, digest_size=size).digest() for digest in cells.digests(batch(keys))
+        )
+        bits = np.unpackbits(np.frombuffer(codes, np.uint8)).reshape(len(keys), self.width)
+        return (bits * np.float32(2) - 1) / np.float32(math.sqrt(self.width))
+
+    def score(self, rows: int) -> Score:
+        # e^τ against m − 1 rows of about e^0: a lead of e⁶ leaves them less than 1 % together.
+        return ScaledDot(math.log(max(rows, 1)) + 6)
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "width": self.width}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Exact:
+        return cls(settings["width"])

@@ -1,0 +1,183 @@
+"""Several encoders side by side: one dot product that is the weighted sum of their similarities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, batch
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+
+
+@dataclass(frozen=True)
+class Heads(Encoder):
+    """s(q, k) = Σ_h w_h s_h(q, k), with Σ w_h = 1: each head looks at the whole key.
+
+    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`. Each head's vector is stretched by √w_h and
+    they are laid end to end, so that one dot product is that sum. `heads` is a list of encoders
+    (or their names), or a mapping from names of your own; weights are equal unless given.
+
+    >>> from qkv.database.encoders import Characters, Exact
+    >>> both = Heads([Characters(), Exact()], weights=[3, 1])
+    >>> a, b = both.encode(["Li", "Lee"])
+    >>> bool(abs(a @ a - 1) < 1e-6), both.width
+    (True, 512)
+    """
+
+    heads: Any
+    weights: Any = None
+    names: tuple[str, ...] = field(default=(), compare=False)
+    kind: ClassVar[str] = "heads"
+
+    def __post_init__(self) -> None:
+        from qkv.database.encoders import resolve
+
+        heads, names, what = self.heads, self.names, type(self).__name__
+        if isinstance(heads, Mapping):
+            names, heads = tuple(map(str, heads)), tuple(heads.values())
+        if isinstance(heads, str) or not isinstance(heads, Sequence) or not heads:
+            raise DtypeError(
+                f"{what}: heads must be a list or a mapping of encoders, not {heads!r}"
+            )
+        heads = tuple(resolve(head) for head in heads)
+        weights = self.weights
+        if isinstance(weights, Mapping):
+            if set(weights) - set(names):
+                raise ArgumentError(f"{what}: weights for {sorted(weights)}, but heads {names}")
+            weights = [weights.get(name, 1.0) for name in names]
+        weights = [1.0] * len(heads) if weights is None else [float(w) for w in weights]
+        if len(weights) != len(heads):
+            raise ShapeError(f"{what}: {len(weights)} weights for {len(heads)} heads")
+        if not all(0 <= w < math.inf for w in weights) or not sum(weights):
+            raise ArgumentError(f"{what}: weights must be 0 or more, and some above, not {weights}")
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "weights", tuple(w / sum(weights) for w in weights))
+        object.__setattr__(self, "names", tuple(names) or tuple(map(str, range(len(heads)))))
+
+    @property
+    def width(self) -> int:
+        return sum(head.head_width for head in self.heads)
+
+    def fit(self, keys: Sequence[Any]) -> Heads:
+        parts = self._parts(batch(keys), False)
+        return replace(self, heads=tuple(h.fit(p) for h, p in zip(self.heads, parts, strict=True)))
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        return self._vectors(keys, False)
+
+    def query(self, queries: Sequence[Any]) -> np.ndarray:
+        return self._vectors(queries, True)
+
+    def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        out = np.empty((len(batch(keys)), self.width), np.float32)
+        stretch = np.sqrt(self.shares(keys)).astype(np.float32)
+        parts = self._parts(keys, query)
+        at = 0
+        for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
+            stop = at + head.head_width
+            np.multiply(head.head(part, query), stretch[..., i : i + 1], out=out[:, at:stop])
+            at = stop
+        return out
+
+    def shares(self, keys: Sequence[Any]) -> np.ndarray:
+        """Each head's part in the vector of a key, (h,) for all alike or (m, h); sums are 1."""
+        return np.asarray(self.weights)
+
+    def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        return self.query(keys) if query else self.encode(keys)
+
+    def _parts(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
+        """What each head is to look at."""
+        return [keys] * len(self.heads)
+
+    def reads(self, query: Any) -> bool:
+        return all(head.reads(query) for head in self.heads)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "names": list(self.names),
+            "weights": list(self.weights),
+            "heads": [head.settings() for head in self.heads],
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {
+            f"{i}.{name}": array
+            for i, head in enumerate(self.heads)
+            for name, array in head.arrays().items()
+        }
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Heads:
+        from qkv.database.encoders import load
+
+        heads = []
+        for i, inner in enumerate(settings["heads"]):
+            own = f"{i}."
+            heads.append(
+                load(inner, {k[len(own) :]: v for k, v in arrays.items() if k.startswith(own)})
+            )
+        return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
+
+
+@dataclass(frozen=True)
+class Columns(Heads):
+    """s(q, k) = Σ_c w_c s_c(q_c, k_c): each head looks at its own column of a key that is a tuple.
+
+    A query is such a tuple too, where None asks nothing of a column and leaves the weight to the
+    others; or a mapping from names of columns; or one value, which is asked of every column that
+    can read it and need match one only.
+
+    >>> from qkv.database.encoders import Characters, Numbers
+    >>> books = [("Dracula", 1897), ("Emma", 1815)]
+    >>> both = Columns({"title": Characters(), "year": Numbers()}).fit(books)
+    >>> queries = both.query([("Dracla", None), {"year": 1820}, "Ema"])
+    >>> (queries @ both.encode(books).T).argmax(axis=1).tolist()
+    [0, 1, 1]
+    """
+
+    kind: ClassVar[str] = "columns"
+
+    def _parts(self, keys: Sequence[Any], query: bool) -> list[Sequence[Any]]:
+        count = len(self.heads)
+        rows = [self._spread(key) if query else key for key in keys]
+        for i, row in enumerate(rows):
+            if not isinstance(row, tuple | list) or len(row) != count:
+                raise ShapeError(f"key {i} must be a tuple of {count} columns, not {row!r}")
+        return [[row[c] for row in rows] for c in range(count)]
+
+    def query(self, queries: Sequence[Any]) -> np.ndarray:
+        out = self._vectors(queries, True)
+        weights = np.asarray(self.weights)
+        for row, query in zip(out, queries, strict=True):
+            asked = weights[[part is not None for part in self._spread(query)]]
+            # As sharp as if there were only these columns, or only one of them.
+            whole = asked.sum() if isinstance(query, tuple | list | Mapping) else asked.max()
+            row /= np.float32(whole) if whole else 1
+        return out
+
+    def _spread(self, query: Any) -> Any:
+        """A query as a tuple of columns."""
+        if isinstance(query, tuple | list) and len(query) == len(self.heads):
+            return query
+        if isinstance(query, Mapping):
+            strange = sorted(set(query) - set(self.names))
+            if strange:
+                raise ArgumentError(
+                    f"no column {strange[0]!r}: columns are {', '.join(self.names)}"
+                )
+            return tuple(query.get(name) for name in self.names)
+        if isinstance(query, tuple):
+            return query
+        spread = tuple(query if head.reads(query) else None for head in self.heads)
+        if all(part is None for part in spread):
+            raise DtypeError(f"no column can read the query {query!r}: pass a tuple of columns")
+        return spread
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, tuple) or any(head.reads(query) for head in self.heads)

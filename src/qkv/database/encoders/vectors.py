@@ -1,0 +1,334 @@
+"""Text by the vectors of its words, from a file: GloVe text, word2vec text or binary."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.errors import ArgumentError, QkvError
+
+BLOCK = 1 << 22
+"""Bytes read at a time."""
+
+_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_PART = re.compile(r"[^\W_]+")
+
+
+class FileError(QkvError, ValueError):
+    """A file of vectors is damaged, or is not the one that the keys were encoded with."""
+
+
+class MissingFile(QkvError, FileNotFoundError):
+    """A file of vectors is not where it was."""
+
+
+@dataclass(frozen=True)
+class Vectors(Encoder):
+    """x = mean of the file's vectors of the text's words; then x / ‖x‖, and 0 if it knows none.
+
+    The file is GloVe's text, or word2vec's text or binary, perhaps gzipped. It is streamed into
+    memory once, when the first text comes. Queries may hold words that no key has, so all words
+    are kept, or the first `limit`: such files begin with the commonest. A database keeps the path
+    and a checksum, not the vectors, and says which file is missing.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "tiny.txt"
+    >>> _ = path.write_text("cat 1 0\\nkitten 0.8 0.6\\ntax 0 1\\n")
+    >>> Vectors(path).encode(["A cat!", "the tax"]).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+
+    path: str | os.PathLike[str]
+    limit: int | None = None
+    size: int | None = None
+    checksum: str | None = None
+    kind: ClassVar[str] = "vectors"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.path.abspath(os.fspath(self.path)))
+        if self.limit is not None and self.limit < 1:
+            raise ArgumentError(f"Vectors: limit must be at least 1 word, not {self.limit!r}")
+
+    @property
+    def width(self) -> int:
+        return self.size if self.size is not None else self.table.vectors.shape[1]
+
+    @property
+    def table(self) -> Table:
+        """The file's words and vectors."""
+        table = read(Path(self.path), self.limit)
+        if self.checksum is not None and table.checksum != self.checksum:
+            raise FileError(
+                f"{self.path} has changed since the keys were encoded: bring back the old file, "
+                "or encode the keys again"
+            )
+        return table
+
+    def fit(self, keys: Sequence[Any]) -> Vectors:
+        table = self.table
+        return replace(self, size=table.vectors.shape[1], checksum=table.checksum)
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        table, keys = self.table, texts(keys)
+        out = np.zeros((len(keys), table.vectors.shape[1]), np.float32)
+        for i, text in enumerate(keys):
+            rows = table.rows(text)
+            if rows:
+                out[i] = table.vectors[rows].mean(axis=0)
+        return unit(out)
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, str)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "path": self.path,
+            "limit": self.limit,
+            "width": self.size,
+            "checksum": self.checksum,
+        }
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Vectors:
+        _present(Path(settings["path"]))
+        return cls(*(settings[name] for name in ("path", "limit", "width", "checksum")))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words and their vectors (words, width), and the checksum of the bytes that were read."""
+
+    index: dict[str, int]
+    vectors: np.ndarray
+    checksum: str
+
+    def rows(self, text: str) -> list[int]:
+        """The row of each known word; one with a hyphen or an apostrophe whole, else by parts."""
+        found = []
+        for word in _WORD.findall(text):
+            row = self._row(word)
+            parts = [word] if row is not None else _PART.findall(word)
+            found += [row for row in map(self._row, parts) if row is not None]
+        return found
+
+    def _row(self, word: str) -> int | None:
+        row = self.index.get(word)
+        return self.index.get(word.lower()) if row is None else row
+
+
+def read(path: Path, limit: int | None = None) -> Table:
+    """The vectors of a file, kept for the next that asks."""
+    _present(path)
+    facts = path.stat()
+    return _read(path, limit, facts.st_mtime_ns, facts.st_size)
+
+
+def _present(path: Path) -> None:
+    if not path.is_file():
+        raise MissingFile(f"Vectors: the file {path} is missing: put it there, or pass encoder=")
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, limit: int | None, changed: int, size: int) -> Table:
+    index: dict[str, int] = {}
+    blocks: list[np.ndarray] = []
+    digest = blake2b(digest_size=16)
+    zipped = path.suffix == ".gz"
+    with (
+        open(path, "rb") as raw,
+        gzip.GzipFile(fileobj=raw) if zipped else nullcontext(raw) as file,
+        _bar(path.name, size) as advance,
+    ):
+
+        def chunk() -> bytes:
+            try:
+                data = file.read(BLOCK)
+            except (OSError, EOFError) as error:
+                raise FileError(f"{path}: damaged, {error}") from None
+            digest.update(data)
+            advance(raw.tell())
+            return data
+
+        for words, vectors in _blocks(path, chunk):
+            new = []
+            for i, word in enumerate(words):
+                if word not in index and (limit is None or len(index) < limit):
+                    index[word] = len(index)
+                    new.append(i)
+            blocks.append(vectors if len(new) == len(vectors) else vectors[new])
+            if limit is not None and len(index) >= limit:
+                break
+    if not index:
+        raise FileError(f"{path}: no word vectors in it")
+    return Table(index, _joined(blocks), digest.hexdigest())
+
+
+Block = tuple[list[str], np.ndarray]
+
+
+def _blocks(path: Path, chunk: Callable[[], bytes]) -> Iterator[Block]:
+    """Words and their vectors, some at a time, whichever format it is."""
+    data = chunk()
+    first, _, rest = data.partition(b"\n")
+    fields = first.split()
+    if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit():
+        count, width = map(int, fields)
+        if not 0 < width < 1 << 16:
+            raise FileError(f"{path}, line 1: vectors of {width} numbers")
+        if _is_text(rest, width):
+            return _text(path, chunk, rest, width, count)
+        return _binary(path, chunk, rest, width, count)
+    if not _is_text(data, len(fields) - 1):
+        raise FileError(
+            f"{path}, line 1: neither GloVe (a word and its numbers) nor word2vec (a line with "
+            "the number of words and of numbers)"
+        )
+    return _text(path, chunk, data, len(fields) - 1)
+
+
+def _is_text(data: bytes, width: int) -> bool:
+    numbers = data.partition(b"\n")[0].split()[1:]
+    if not 0 < width <= len(numbers):
+        return False
+    try:
+        return all(np.isfinite(float(number)) for number in numbers[-width:])
+    except ValueError:
+        return False
+
+
+def _text(
+    path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int | None = None
+) -> Iterator[Block]:
+    """Lines of a word and `width` numbers: `count` of them after a header, or all there are."""
+    start = 1 if count is None else 2
+    line, more = start, True
+    while more:
+        data = chunk()
+        more = bool(data)
+        data = rest + data
+        cut = data.rfind(b"\n") + 1 if more else len(data)
+        lines, rest = data[:cut].split(b"\n"), data[cut:]
+        if not lines[-1]:
+            lines.pop()
+        if lines:
+            yield _parsed(path, lines, width, line)
+            line += len(lines)
+    if count is not None and line - start != count:
+        raise FileError(f"{path}: line 1 promises {count} words, but {line - start} follow")
+
+
+def _parsed(path: Path, lines: list[bytes], width: int, line: int) -> Block:
+    pairs = [text.rstrip().partition(b" ") for text in lines]
+    if all(tail.count(b" ") == width - 1 for _, _, tail in pairs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                numbers = np.fromstring(
+                    b" ".join(tail for _, _, tail in pairs), np.float32, sep=" "
+                )
+            except (DeprecationWarning, ValueError):
+                numbers = np.empty(0, np.float32)  # some word among the numbers: find its line
+        if len(numbers) == len(lines) * width and np.isfinite(numbers).all():
+            return [_word(word) for word, _, _ in pairs], numbers.reshape(-1, width)
+    words, rows = [], []
+    for i, text in enumerate(lines, line):
+        word, *fields = text.rstrip().rsplit(b" ", width)  # a word may hold spaces
+        try:
+            row = [float(field) for field in fields]
+        except ValueError:
+            row = []
+        if len(row) != width or not word or not np.isfinite(row).all():
+            raise FileError(
+                f"{path}, line {i}: not a word and {width} numbers: {_shown(text)}; the file is "
+                "damaged or cut off"
+            )
+        words.append(_word(word))
+        rows.append(row)
+    return words, np.array(rows, np.float32)
+
+
+def _binary(
+    path: Path, chunk: Callable[[], bytes], rest: bytes, width: int, count: int
+) -> Iterator[Block]:
+    """`count` times: a word, a space, `width` little-endian float32, perhaps a new line."""
+    size, done, at, data = 4 * width, 0, 0, rest
+    while done < count:
+        words: list[str] = []
+        numbers = bytearray()
+        while done < count:
+            space = data.find(b" ", at)
+            if space < 0 or space + 1 + size > len(data):
+                break
+            words.append(_word(data[at:space].lstrip(b"\n")))
+            numbers += data[space + 1 : space + 1 + size]
+            at = space + 1 + size
+            done += 1
+        if words:
+            vectors = np.frombuffer(bytes(numbers), "<f4").reshape(-1, width)
+            bad = ~np.isfinite(vectors).all(axis=1)
+            if bad.any():
+                i = int(bad.argmax())
+                raise FileError(
+                    f"{path}, word {done - len(words) + i + 1} ({words[i]!r}): not {width} finite "
+                    "numbers; the file is damaged"
+                )
+            yield words, vectors.astype(np.float32)
+        if done < count:
+            more = chunk()
+            data, at = data[at:] + more, 0
+            if not more or len(data) > 4 * BLOCK:
+                raise FileError(
+                    f"{path}: damaged or cut off after word {done} of {count} "
+                    f"({_shown(data[:60])} follows)"
+                )
+
+
+def _word(word: bytes) -> str:
+    return word.decode("utf-8", "replace")
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:60].decode("utf-8", "replace"))
+
+
+def _joined(blocks: list[np.ndarray]) -> np.ndarray:
+    """All blocks as one, each let go as soon as it is copied."""
+    out = np.empty((sum(map(len, blocks)), blocks[0].shape[1]), np.float32)
+    at = len(out)
+    while blocks:
+        block = blocks.pop()
+        out[at - len(block) : at] = block
+        at -= len(block)
+    out.flags.writeable = False
+    return out
+
+
+@contextmanager
+def _bar(name: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, for a file that takes a while."""
+    if size < 4 * BLOCK or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda done: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"reading {name}", total=size)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,129 @@
+"""Text by what its words mean: wordllama's token vectors, which come with its package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.errors import MissingExtra
+
+BLOCK = 4096
+MODEL = "l2_supercat_256"
+
+
+@dataclass(frozen=True)
+class Words(Encoder):
+    """x = mean of the vectors of the text's tokens; then x / ‖x‖, and 0 for no text.
+
+    The vectors are wordllama's, read from its package folder: nothing is downloaded. Capital
+    letters do not count unless `lower` is False: most of its tokens know them, but people who ask
+    do not type them.
+
+    >>> encoder = Words()
+    >>> cat, kitten, tax = encoder.encode(["a cat", "a kitten", "income tax"])
+    >>> bool(cat @ kitten > 0.5 > cat @ tax)
+    True
+    """
+
+    lower: bool = True
+    kind: ClassVar[str] = "words"
+
+    @property
+    def width(self) -> int:
+        return int(self.table.shape[1])
+
+    @property
+    def table(self) -> np.ndarray:
+        """The vector of each token, (vocabulary, width) float32, read-only."""
+        return _table()
+
+    def tokens(self, keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of all texts in one row (t,), and where each text's begin (m + 1,).
+
+        >>> ids, offsets = Words().tokens(["the cat", ""])
+        >>> ids.tolist(), offsets.tolist()
+        ([278, 6635], [0, 2, 2])
+        """
+        keys = [text.lower() for text in texts(keys)] if self.lower else texts(keys)
+        found = _tokenizer().encode_batch_fast(keys, add_special_tokens=False)
+        lists = [item.ids for item in found]
+        offsets = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        flat = np.fromiter((id for ids in lists for id in ids), np.int32, int(offsets[-1]))
+        return flat, offsets
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        keys = texts(keys)
+        out = np.empty((len(keys), self.width), np.float32)
+        for start in range(0, len(keys), BLOCK):
+            ids, offsets = self.tokens(keys[start : start + BLOCK])
+            out[start : start + BLOCK] = sums(self.table, ids, offsets)
+        return unit(out)
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, str)
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind, "model": MODEL, "lower": self.lower}
+
+    @classmethod
+    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Words:
+        folder()
+        return cls(settings["lower"])
+
+
+def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Σ of table[ids] over each text, (m, width); 0 for a text of no tokens."""
+    out = np.zeros((len(offsets) - 1, table.shape[1]), np.float32)
+    some = np.flatnonzero(offsets[1:] > offsets[:-1])
+    if len(some):
+        out[some] = np.add.reduceat(table[ids], offsets[some], axis=0)
+    return out
+
+
+def installed() -> bool:
+    return find_spec("wordllama") is not None and find_spec("tokenizers") is not None
+
+
+def folder() -> Path:
+    """wordllama's package folder; its own loader would set up logging and look for a network."""
+    spec = find_spec("wordllama")
+    if spec is None or not spec.submodule_search_locations or find_spec("tokenizers") is None:
+        raise MissingExtra('Words reads the vectors of wordllama: pip install "qkv[text]"')
+    return Path(spec.submodule_search_locations[0])
+
+
+def _file(*parts: str) -> Path:
+    path = folder().joinpath(*parts)
+    if not path.is_file():
+        raise MissingExtra(
+            f"Words: wordllama has no {'/'.join(parts)}; install a release that brings its "
+            'vectors: pip install "qkv[text]"'
+        )
+    return path
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Any:
+    path = _file("tokenizers", "l2_supercat_tokenizer_config.json")
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+@lru_cache(maxsize=1)
+def _table() -> np.ndarray:
+    path = _file("weights", f"{MODEL}.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="np") as file:
+        table = np.ascontiguousarray(file.get_tensor("embedding.weight"), np.float32)
+    table.flags.writeable = False
+    return table

@@ -1,0 +1,49 @@
+"""What a store raises: each fault names the file and the next step."""
+
+from __future__ import annotations
+
+from qkv.errors import QkvError
+
+
+class Damaged(QkvError, OSError):
+    """A file of the store is missing, cut short or changed."""
+
+
+class Locked(QkvError, OSError):
+    """Another writer holds the store."""
+
+
+class NotAStore(QkvError, OSError):
+    """The path holds something else, or a store of a newer format."""
+
+
+class NoStore(NotAStore, FileNotFoundError):
+    """There is nothing at the path."""
+
+
+class Unwritable(QkvError, OSError):
+    """The store cannot be written: a full disk, a read-only folder."""
+
+
+class Closed(QkvError, ValueError):
+    """The store was closed, or belongs to the process that this one was forked from."""
+
+
+class DuplicateKey(QkvError, ValueError):
+    """A key that must be unique is there already; `position` is its place in the call."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class UnknownVersion(QkvError, LookupError):
+    """No such version, or a compaction dropped it."""
+
+
+class UnknownRow(QkvError, LookupError):
+    """No such row in this version."""
+
+
+class SkippedRows(UserWarning):
+    """Rows were left out of a scan because their file is damaged."""

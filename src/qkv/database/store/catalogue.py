@@ -1,0 +1,285 @@
+"""The catalogue: one SQLite file with rows, versions, settings, and the list of segments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
+
+FILE = "catalogue.sqlite"
+FORMAT = 1
+APPLICATION = 0x716B7601  # "qkv" and 1
+
+TABLES = """
+CREATE TABLE rows (id INTEGER PRIMARY KEY, digest BLOB NOT NULL, record TEXT NOT NULL,
+    crc INTEGER NOT NULL, died INTEGER);
+CREATE INDEX rows_digest ON rows (digest);
+CREATE INDEX rows_died ON rows (died) WHERE died IS NOT NULL;
+CREATE TABLE settings (number INTEGER PRIMARY KEY, text TEXT NOT NULL, crc INTEGER NOT NULL);
+CREATE TABLE generations (number INTEGER PRIMARY KEY, layout TEXT, arrays TEXT, bytes INTEGER,
+    checksum BLOB);
+CREATE TABLE versions (number INTEGER PRIMARY KEY, time TEXT NOT NULL, what TEXT NOT NULL,
+    added INTEGER NOT NULL, removed INTEGER NOT NULL, rows INTEGER NOT NULL,
+    last INTEGER NOT NULL, generation INTEGER NOT NULL, settings INTEGER NOT NULL);
+CREATE TABLE segments (file TEXT PRIMARY KEY, generation INTEGER NOT NULL, first INTEGER NOT NULL,
+    last INTEGER NOT NULL, rows INTEGER NOT NULL, bytes INTEGER NOT NULL, checksum BLOB NOT NULL);
+CREATE TABLE resting (generation INTEGER NOT NULL, id INTEGER NOT NULL, tensors BLOB NOT NULL,
+    crc INTEGER NOT NULL, PRIMARY KEY (generation, id)) WITHOUT ROWID;
+CREATE TABLE discarded (file TEXT PRIMARY KEY);
+CREATE TABLE counters (files INTEGER NOT NULL);
+"""
+
+SEGMENT = "file, generation, first, last, rows, bytes, checksum"
+
+
+class Head(NamedTuple):
+    """One version: its number, the last id given out, how many rows live, and what they use."""
+
+    number: int
+    last: int
+    rows: int
+    generation: int
+    settings: int
+
+
+class Catalogue:
+    """A connection that threads share, whose errors name the file.
+
+    >>> catalogue = Catalogue(None)
+    >>> catalogue.head()
+    Head(number=0, last=-1, rows=0, generation=0, settings=0)
+    >>> catalogue.close()
+    """
+
+    def __init__(self, path: Path | None, *, write: bool = True, create: bool = False) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self._process = os.getpid()
+        with self._naming():
+            self._connection = _connect(path, write, create)
+        try:
+            if path is None or create:
+                self._create()
+        except BaseException:
+            self.close()
+            raise
+
+    def _create(self) -> None:
+        """Make the tables, unless another process was faster."""
+        with self._naming():
+            if self.path is not None:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+        with self.transaction():
+            if self.one("PRAGMA application_id") != (0,):
+                return
+            for statement in TABLES.split(";")[:-1]:
+                self.run(statement)
+            self.run("INSERT INTO counters VALUES (1)")
+            self.run("INSERT INTO generations (number) VALUES (0)")
+            self.run("INSERT INTO settings VALUES (0, '{}', ?)", crc32(b"{}"))
+            self.run("INSERT INTO versions VALUES (0, ?, 'create', 0, 0, 0, -1, 0, 0)", now())
+            self.run(f"PRAGMA application_id = {APPLICATION}")
+            self.run(f"PRAGMA user_version = {FORMAT}")
+
+    def identify(self) -> bool:
+        """True for a store, False for an empty file; an error for anything else."""
+        assert self.path is not None
+        application = self.value("PRAGMA application_id")
+        number = self.value("PRAGMA user_version")
+        if application == APPLICATION and number == FORMAT:
+            return True
+        if application == APPLICATION and number > FORMAT:
+            raise NotAStore(
+                f"{self.path.parent} has format {number}, and this qkv reads up to {FORMAT}: "
+                "install a newer qkv"
+            )
+        if application == 0 and self.value("SELECT count(*) FROM sqlite_master") == 0:
+            return False
+        raise NotAStore(
+            f"{self.path} is an SQLite file, but not a qkv catalogue: give the path of a store"
+        )
+
+    def all(self, statement: str, *values: Any) -> list[Any]:
+        with self.lock, self._naming():
+            return self._connection.execute(statement, values).fetchall()
+
+    def one(self, statement: str, *values: Any) -> Any:
+        with self.lock, self._naming():
+            return self._connection.execute(statement, values).fetchone()
+
+    def value(self, statement: str, *values: Any) -> Any:
+        found = self.one(statement, *values)
+        return None if found is None else found[0]
+
+    def run(self, statement: str, *values: Any) -> int:
+        """Execute and give the number of rows that changed."""
+        with self.lock, self._naming():
+            return self._connection.execute(statement, values).rowcount
+
+    def many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
+        with self.lock, self._naming():
+            return self._connection.executemany(statement, rows).rowcount
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of it or nothing, durable at the end."""
+        with self._bracket("BEGIN IMMEDIATE"):
+            yield
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[None]:
+        """Several reads of one state."""
+        with self._bracket("BEGIN"):
+            yield
+
+    @contextlib.contextmanager
+    def _bracket(self, begin: str) -> Iterator[None]:
+        with self.lock:
+            try:
+                # One that was interrupted twice may not have come to its end.
+                self._rollback()
+                self.run(begin)
+                yield
+                self.run("COMMIT")
+            except BaseException:
+                self._rollback()
+                raise
+
+    def _rollback(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def head(self, version: int | None = None) -> Head | None:
+        """A version, or the newest."""
+        fields = "number, last, rows, generation, settings"
+        if version is None:
+            found = self.one(f"SELECT {fields} FROM versions ORDER BY number DESC LIMIT 1")
+        else:
+            found = self.one(f"SELECT {fields} FROM versions WHERE number = ?", version)
+        if found is None:
+            return None
+        if not all(isinstance(cell, int) for cell in found):
+            raise self.damaged("a version in it is not what was written")
+        return Head(*found)
+
+    def settings(self, number: int) -> str:
+        found = self.one("SELECT text, crc FROM settings WHERE number = ?", number)
+        if found is None or not isinstance(found[0], str) or crc32(found[0].encode()) != found[1]:
+            raise self.damaged("its settings are not what was written")
+        return str(found[0])
+
+    def damaged(self, what: str) -> Damaged:
+        return Damaged(
+            f"{self.path} is damaged: {what}. Restore it from a copy, or save what can be read "
+            "with qkv check --repair, which keeps the damaged file"
+        )
+
+    def close(self) -> None:
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            with self.lock:
+                connection.close()
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise Closed(
+                f"{self._name()} was opened before this process was forked: open it again here"
+            )
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._named(error) from error
+
+    def _name(self) -> str:
+        return "the store" if self.path is None else self.path.parent.name
+
+    def _named(self, error: sqlite3.Error) -> Exception:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        text = str(error)
+        if "closed database" in text:
+            return Closed(f"{self._name()} is closed: open it again")
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in text:
+            return self.damaged(text)
+        if "no such table" in text or "no such column" in text:
+            return self.damaged(text)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return Locked(f"{self.path} is busy ({text}): try again when its writer is done")
+        if code in (
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_IOERR,
+            sqlite3.SQLITE_READONLY,
+            sqlite3.SQLITE_CANTOPEN,
+            sqlite3.SQLITE_PERM,
+        ):
+            return Unwritable(
+                f"{self.path}: {text}; nothing was changed. Look at the disk's room and the "
+                "folder's permissions, and try again"
+            )
+        return error
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def row_crc(row: int, digest: bytes, record: str) -> int:
+    """The checksum of one row, over everything that never changes; −1 where that is not a row."""
+    if not isinstance(digest, bytes) or not isinstance(record, str):
+        return -1
+    return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
+
+
+def _connect(path: Path | None, write: bool, create: bool) -> sqlite3.Connection:
+    if path is None:
+        return _open(":memory:")
+    name = path.absolute().as_uri()
+    writable = os.access(path.parent, os.W_OK)
+    try:
+        if write:
+            connection = _open(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER)
+        else:
+            # The log's index is written even by readers.
+            connection = _open(f"{name}?mode={'rw' if writable else 'ro'}", *_READER)
+    except sqlite3.OperationalError:
+        # A folder that cannot be written has no place for that index; without a log none is needed.
+        if write or writable or Path(f"{path}-wal").exists():
+            raise
+        connection = _open(f"{name}?immutable=1", *_READER)
+    return connection
+
+
+_READER = (
+    "PRAGMA query_only = 1",
+    "PRAGMA trusted_schema = OFF",
+    "SELECT count(*) FROM sqlite_master",
+)
+_WRITER = (
+    "PRAGMA synchronous = FULL",
+    "PRAGMA trusted_schema = OFF",
+    "PRAGMA cache_size = -65536",
+    "PRAGMA temp_store = MEMORY",
+    "PRAGMA journal_size_limit = 67108864",
+)
+
+
+def _open(name: str, *statements: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        name, timeout=10.0, isolation_level=None, check_same_thread=False, uri=True
+    )
+    try:
+        for statement in statements:
+            connection.execute(statement).fetchall()
+    except BaseException:
+        connection.close()
+        raise
+    return connection

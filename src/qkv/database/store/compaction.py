@@ -1,0 +1,198 @@
+"""Compaction: segments merged, dead rows dropped, older versions forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qkv.database.faults import Locked
+from qkv.database.store import ledger, sizes
+from qkv.database.store.catalogue import Catalogue, Head
+from qkv.database.store.draft import Draft
+from qkv.database.store.layout import Layout, Piece
+from qkv.database.store.lock import Pins
+from qkv.database.store.segments import Entry
+from qkv.database.store.shelf import Shelf
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What a compaction did: live rows, what it dropped, and the versions that readers still need.
+
+    `held` are the older versions that somebody reads; a later compaction drops them.
+    """
+
+    rows: int
+    dropped_rows: int
+    dropped_versions: int
+    held: tuple[int, ...]
+    files_before: int
+    files_after: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.rows:,} rows in {self.files_after} files, {self.bytes_after:,} bytes "
+            f"(before: {self.files_before} files, {self.bytes_before:,} bytes); dropped "
+            f"{self.dropped_rows:,} dead rows and {self.dropped_versions:,} older versions"
+        )
+        if self.held:
+            versions = ", ".join(map(str, self.held))
+            text += f"; kept version {versions} for its readers: compact again when they are done"
+        return text
+
+
+def compact(
+    catalogue: Catalogue,
+    shelf: Shelf,
+    pins: Pins,
+    head: Head,
+    files: int,
+    progress: Progress | None,
+) -> tuple[CompactReport, list[str]]:
+    """Compact, as the writer; give the report and the files that are to be removed."""
+    heads = [
+        Head(*line)
+        for line in catalogue.all(
+            "SELECT number, last, rows, generation, settings FROM versions ORDER BY number"
+        )
+    ]
+    # A version that was seized cannot be opened until it is gone.
+    dropped = [one for one in heads if one.number != head.number and pins.seize(one.number)]
+    gone = {one.number for one in dropped}
+    kept = [one for one in heads if one.number not in gone]
+    generations = sorted({one.generation for one in kept})
+    needs = _Needs(catalogue, kept)
+    before = ledger.segments(catalogue)
+    replaced = [entry for entry in before if entry.generation not in generations]
+
+    draft = Draft(shelf, head.generation, files, catalogue.settings(head.settings))
+    plans = {}
+    for generation in generations:
+        layout = ledger.layout(catalogue, generation) or Layout()
+        entries = [entry for entry in before if entry.generation == generation]
+        worn = {
+            e.file for e in entries if needs.dead_in(shelf.get(e, layout).ids, generation).any()
+        }
+        plans[generation] = (layout, _runs(entries, worn))
+    total = sum(entry.rows for _, runs in plans.values() for run in runs for entry in run)
+    done = 0
+    for generation, (layout, runs) in plans.items():
+        draft.generation = generation
+        for run in runs:
+
+            def pieces(run: list[Entry], layout: Layout, generation: int) -> Iterator[Piece]:
+                nonlocal done
+                for entry in run:
+                    piece = copied(shelf, entry, layout)
+                    keep = ~needs.dead_in(piece.ids, generation)
+                    some = {name: tensor[keep] for name, tensor in piece.tensors.items()}
+                    yield piece if keep.all() else Piece(piece.ids[keep], some)
+                    done += entry.rows
+                    if progress is not None:
+                        progress(done, total)
+
+            draft.segments(layout, pieces(run, layout, generation))
+            replaced += run
+    draft.settle()
+
+    marks = ",".join("?" * len(generations))
+    arrays = catalogue.all(
+        f"SELECT arrays FROM generations WHERE arrays IS NOT NULL AND number NOT IN ({marks})",
+        *generations,
+    )
+    unwanted = needs.unwanted()
+    with catalogue.transaction():
+        catalogue.many("DELETE FROM versions WHERE number = ?", [(number,) for number in gone])
+        catalogue.many("DELETE FROM rows WHERE id = ?", ((row,) for row in unwanted.tolist()))
+        catalogue.run(f"DELETE FROM resting WHERE generation NOT IN ({marks})", *generations)
+        catalogue.run(f"DELETE FROM generations WHERE number NOT IN ({marks})", *generations)
+        for generation in generations:
+            catalogue.many(
+                "DELETE FROM resting WHERE generation = ? AND id = ?",
+                ((generation, row) for row in needs.dead(generation).tolist()),
+            )
+        catalogue.run("DELETE FROM settings WHERE number NOT IN (SELECT settings FROM versions)")
+        ledger.discard(catalogue, replaced)
+        catalogue.many("INSERT OR IGNORE INTO discarded VALUES (?)", arrays)
+        draft.enter(catalogue)
+
+    after = ledger.segments(catalogue)
+    report = CompactReport(
+        rows=head.rows,
+        dropped_rows=len(unwanted),
+        dropped_versions=sum(one.number > 0 for one in dropped),
+        held=tuple(one.number for one in kept[:-1]),
+        files_before=len(before),
+        files_after=len(after),
+        bytes_before=sum(entry.size for entry in before),
+        bytes_after=sum(entry.size for entry in after),
+    )
+    return report, [entry.file for entry in replaced] + [file for (file,) in arrays]
+
+
+def shrink(catalogue: Catalogue) -> None:
+    """Give the catalogue's empty pages back to the system, where they are many."""
+    if 4 * catalogue.value("PRAGMA freelist_count") > catalogue.value("PRAGMA page_count"):
+        # A reader at work is in the way; the next compaction tries again.
+        with contextlib.suppress(Locked):
+            catalogue.run("VACUUM")
+            catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Piece:
+    """A segment to be copied: read in full first, so that damage is not sealed as sound."""
+    shelf.verify(entry.file, entry.size, entry.checksum)
+    segment = shelf.get(entry, layout)
+    return Piece(segment.ids, segment.tensors)
+
+
+class _Needs:
+    """Which of the rows that died are in a version that is kept."""
+
+    def __init__(self, catalogue: Catalogue, kept: Sequence[Head]) -> None:
+        found = catalogue.all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
+        self._ids, self._died = np.array(found, np.int64).reshape(-1, 2).T
+        self._kept = kept
+        self._dead = {
+            generation: self._without([one for one in kept if one.generation == generation])
+            for generation in {one.generation for one in kept}
+        }
+
+    def unwanted(self) -> np.ndarray:
+        """The rows that no kept version has."""
+        return self._without(self._kept)
+
+    def dead(self, generation: int) -> np.ndarray:
+        """The rows that no kept version of this generation has."""
+        return self._dead[generation]
+
+    def dead_in(self, ids: np.ndarray, generation: int) -> np.ndarray:
+        """Which of the ids are dead in a generation, (m,)."""
+        dead = self._dead[generation]
+        begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
+        return np.isin(ids, dead[begin:end], assume_unique=True)
+
+    def _without(self, heads: Sequence[Head]) -> np.ndarray:
+        wanted = np.zeros(len(self._ids), bool)
+        for head in heads:
+            wanted |= (self._ids <= head.last) & (self._died > head.number)
+        rest: np.ndarray = self._ids[~wanted]
+        return rest
+
+
+def _runs(entries: Sequence[Entry], worn: set[str]) -> list[list[Entry]]:
+    """Neighbours that are to be written anew: segments with dead rows, and small ones together."""
+    runs: list[list[Entry]] = [[]]
+    for entry in entries:
+        if entry.file in worn or entry.size < sizes.SEGMENT_BYTES // 2:
+            runs[-1].append(entry)
+        else:
+            runs.append([])
+    return [run for run in runs if len(run) > 1 or (run and run[0].file in worn)]

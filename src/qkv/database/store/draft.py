@@ -1,0 +1,72 @@
+"""A draft: files that are written and not yet in the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from qkv.database.store import sizes
+from qkv.database.store.catalogue import SEGMENT, Catalogue
+from qkv.database.store.layout import Layout, Piece, Tensors, cut
+from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.shelf import Shelf
+
+
+class Draft:
+    """New files of a generation, numbered from `files` on.
+
+    Each says of itself under which `settings` it was written, for the day that the catalogue is
+    lost.
+    """
+
+    def __init__(self, shelf: Shelf, generation: int, files: int, settings: str) -> None:
+        self.generation = generation
+        self.files = files
+        self._shelf = shelf
+        self._settings = settings
+        self._entries: list[Entry] = []
+        self._arrays: tuple[str, int, bytes] | None = None
+
+    def segments(self, layout: Layout, pieces: Iterable[Piece]) -> None:
+        """Write rows, cut into segments."""
+        rows = max(1, sizes.SEGMENT_BYTES // (layout.row_bytes + 8))
+        for group in cut(pieces, rows):
+            file = self._name("segment")
+            size, checksum = self._shelf.put(file, layout, group, self._notes())
+            first, last = int(group[0].ids[0]), int(group[-1].ids[-1])
+            count = sum(len(piece.ids) for piece in group)
+            entry = Entry(file, self.generation, first, last, count, size, checksum)
+            self._entries.append(entry)
+
+    def fix(self, arrays: Tensors) -> None:
+        """Write the arrays of the generation."""
+        file = self._name("arrays")
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._arrays = (file, *self._shelf.put_arrays(file, arrays, self._notes()))
+
+    def settle(self) -> None:
+        """Make all of it durable: before this, the catalogue must not speak of it."""
+        if self._entries or self._arrays:
+            self._shelf.settle()
+
+    def enter(self, catalogue: Catalogue) -> None:
+        """Make the files part of the store, inside a transaction."""
+        if self._entries or self._arrays:
+            catalogue.run("UPDATE counters SET files = ?", self.files)
+            marks = "?, ?, ?, ?, ?, ?, ?"
+            catalogue.many(f"INSERT INTO segments ({SEGMENT}) VALUES ({marks})", self._entries)
+        if self._arrays:
+            catalogue.run(
+                "UPDATE generations SET arrays = ?, bytes = ?, checksum = ? WHERE number = ?",
+                *self._arrays,
+                self.generation,
+            )
+
+    def _notes(self) -> dict[str, str]:
+        return {"generation": str(self.generation), "settings": self._settings}
+
+    def _name(self, kind: str) -> str:
+        name = f"{kind}-{self.files:08d}{SUFFIX}"
+        self.files += 1
+        return name

@@ -1,0 +1,213 @@
+"""Who may write and what is being read: one writer, and readers that pin the version they read."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+from types import ModuleType
+
+from qkv.database.faults import Locked, Unwritable
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+WRITER = "lock"
+READERS = "readers"
+PATIENCE = 0.2
+"""Seconds to wait for a writer that is only tidying up."""
+
+
+def _module(folder: Path) -> ModuleType:
+    if fcntl is None:
+        raise Unwritable(
+            f"{folder.name} cannot be locked: a store on disk needs POSIX file locks, which this "
+            "system has not; keep the database in memory"
+        )
+    return fcntl
+
+
+class WriteLock:
+    """The one writer of a folder, across processes: `flock` on a file with the holder's id inside.
+
+    The system drops the lock when its holder dies, so nothing is ever left locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = -1
+
+    @property
+    def held(self) -> bool:
+        return self._file >= 0
+
+    def take(self, patience: float = PATIENCE) -> None:
+        if self.held:
+            return
+        locks = _module(self._folder)
+        try:
+            file = os.open(self._folder / WRITER, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise Unwritable(
+                f"{self._folder / WRITER} cannot be opened for writing ({error.strerror}): "
+                "make the folder writable, or only read"
+            ) from error
+        until = time.monotonic() + patience
+        while True:
+            try:
+                locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() < until:
+                    time.sleep(0.005)
+                    continue
+                holder = os.pread(file, 32, 0).decode("ascii", "replace").strip()
+                os.close(file)
+                who = f"process {holder or 'unknown'}"
+                if holder == str(os.getpid()):
+                    who = f"this process ({holder}), which has it open twice"
+                raise Locked(
+                    f"{self._folder.name} is locked by {who}: close it there, or wait until it is "
+                    "closed, and try again; reading needs no lock"
+                ) from error
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        self._file = file
+
+    def drop(self) -> None:
+        if self.held:
+            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's.
+            os.close(self._file)
+            self._file = -1
+
+
+class Pins:
+    """The versions that are being read, so that compaction keeps what they need.
+
+    A reader of version v holds a shared lock on byte v of one file; a compaction drops a version
+    only while it holds that byte alone. Where the system has no locks that belong to an open file
+    (`F_OFD_SETLK`), a reader locks the whole file, and holds every version.
+
+    >>> pins = Pins(None)
+    >>> pins.hold(3), pins.seize(3), pins.seize(2), pins.hold(2)
+    (True, False, True, False)
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._process = os.getpid()
+        self._held: Counter[int] = Counter()
+        self._seized: set[int] = set()
+        self._reader = self._seizer = -1
+        self._lock = threading.Lock()
+        self._dropped: deque[int] = deque()
+
+    def hold(self, version: int) -> bool:
+        """Pin a version; False while a compaction is dropping it."""
+        with self._lock:
+            got = version not in self._seized
+            if got and not self._held[version]:
+                got = self._share(version)
+            if got:
+                self._held[version] += 1
+        self._settle()
+        return got
+
+    def release(self, version: int) -> None:
+        """Let go of one hold. A finaliser may call this at any moment, even inside `hold`."""
+        self._dropped.append(version)
+        self._settle()
+
+    def seize(self, version: int) -> bool:
+        """Claim a version for dropping; False where somebody reads it."""
+        with self._lock:
+            got = not self._held[version] and (self._folder is None or self._claim(version))
+            if got:
+                self._seized.add(version)
+        self._settle()
+        return got
+
+    def unseize(self) -> None:
+        """Give up all claims."""
+        with self._lock:
+            self._seized.clear()
+            if self._seizer >= 0:
+                os.close(self._seizer)
+                self._seizer = -1
+
+    def close(self) -> None:
+        self.unseize()
+        with self._lock:
+            self._held.clear()
+            if self._reader >= 0:
+                os.close(self._reader)
+                self._reader = -1
+
+    def _settle(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    version = self._dropped.popleft()
+                    if self._held[version] > 1:
+                        self._held[version] -= 1
+                    elif self._held.pop(version, 0):
+                        self._unshare(version)
+            finally:
+                self._lock.release()
+
+    def _open(self) -> int:
+        assert self._folder is not None
+        try:
+            return os.open(self._folder / READERS, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return os.open(self._folder / READERS, os.O_RDONLY)
+
+    def _share(self, version: int) -> bool:
+        if self._folder is None or fcntl is None:
+            return True
+        if self._reader < 0:
+            try:
+                self._reader = self._open()
+            except OSError:
+                return True  # a read-only folder without the file: nobody compacts it either
+        return _lock(self._reader, version, exclusive=False)
+
+    def _unshare(self, version: int) -> None:
+        # The locks of a forked child are its parent's.
+        if self._reader < 0 or os.getpid() != self._process:
+            return
+        assert fcntl is not None
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            fcntl.fcntl(self._reader, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, version))
+        elif not self._held:
+            fcntl.flock(self._reader, fcntl.LOCK_UN)
+
+    def _claim(self, version: int) -> bool:
+        # Another open file than the reader's, so that our own pins are in the way too.
+        if self._seizer < 0:
+            self._seizer = self._open()
+        return _lock(self._seizer, version, exclusive=True)
+
+
+def _range(kind: int, version: int) -> bytes:
+    """C's `struct flock` for the one byte of a version."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, version, 1, 0)
+
+
+def _lock(file: int, version: int, *, exclusive: bool) -> bool:
+    assert fcntl is not None
+    try:
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _range(kind, version))
+        else:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,361 @@
+"""A new catalogue from all that can be read of a damaged one and from the segments.
+
+Only the newest version comes back, as a new version. The damaged catalogue and every file that the
+new one does not use are moved into a folder beside it: nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from qkv.database.faults import Damaged
+from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Head, now, row_crc
+from qkv.database.store.layout import Layout
+from qkv.database.store.segments import Entry, read_notes
+from qkv.database.store.shelf import Disk, Files
+from qkv.database.store.sweep import number
+
+KEPT = "damaged"
+"""The folder, with a number, for what was replaced."""
+_MAGIC = b"SQLite format 3\0"
+
+
+def rebuild(folder: Path) -> list[str] | None:
+    """Make the catalogue anew; give what was lost, or None where nothing could be read."""
+    with tempfile.TemporaryDirectory(prefix="repair-", dir=folder) as name:
+        place = Path(name)
+        found = _salvaged(folder, place)
+        if found is None:
+            return None
+        fresh = place / "fresh.sqlite"
+        told, used = _write(found, folder, fresh)
+        kept = _new_folder(folder)
+        # A log would be read into the new catalogue, so it goes first. From here on a crash leaves
+        # a store without a sound catalogue, which is what it was.
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{folder / FILE}{suffix}", kept / f"{FILE}{suffix}")
+        with contextlib.suppress(FileNotFoundError):
+            os.link(folder / FILE, kept / FILE)
+        os.replace(fresh, folder / FILE)
+        for file in Disk(folder).files():
+            if number(file) is not None and file not in used:
+                os.replace(folder / file, kept / file)
+        for some in (kept, folder):
+            Files().fsync_folder(some)
+    return told
+
+
+@dataclass
+class _Found:
+    """What could be read."""
+
+    newest: Head | None = None
+    rows: dict[int, tuple[bytes, str, int | None]] = field(default_factory=dict)
+    resting: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    settings: dict[int, str] = field(default_factory=dict)
+    noted: str | None = None
+    """The settings that the newest segment was written under."""
+    layouts: dict[int, str] = field(default_factory=dict)
+    arrays: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    files: int = 0
+
+    @property
+    def generation(self) -> int:
+        if self.newest is not None:
+            return self.newest.generation
+        known = [entry.generation for entry in self.entries] + [some for some, _ in self.resting]
+        return max(known, default=0)
+
+
+def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]]:
+    """Write the new catalogue; give what was lost, and the files in use."""
+    generation = found.generation
+    layout = found.layouts.get(generation)
+    entries = [entry for entry in found.entries if entry.generation == generation]
+    resting = {
+        row: packed
+        for (some, row), packed in found.resting.items()
+        if some == generation and layout is not None
+    }
+    with_tensors = set(resting)
+    disk = Disk(folder)
+    for entry in entries:
+        with contextlib.suppress(Damaged):
+            with_tensors.update(disk.get(entry, Layout.parse(layout or "[]")).ids.tolist())
+    live = sum(died is None for _, _, died in found.rows.values())
+    last = max([-1, *found.rows, *with_tensors, *(entry.last for entry in entries)])
+    # Above any version in which a row died.
+    version = 1 + max((died or 0 for _, _, died in found.rows.values()), default=0)
+    told = []
+    text = found.noted
+    if found.newest is None:
+        told.append(f"the list of versions is lost; {live:,} rows could be read")
+    else:
+        version = max(version, found.newest.number + 1)
+        last = max(last, found.newest.last)
+        text = found.settings.get(found.newest.settings, text)
+        if live != found.newest.rows:
+            told.append(f"of {found.newest.rows:,} rows {live:,} could be read")
+    if text is None:
+        told.append("the settings are lost")
+    text = text or "{}"
+
+    catalogue = Catalogue(path, create=True)
+    try:
+        with catalogue.transaction():
+            for table in ("versions", "settings", "generations"):
+                catalogue.run(f"DELETE FROM {table}")
+            rows = dict(found.rows)
+            # Rows that have tensors and no record are dead from the beginning.
+            rows.update((row, (b"", "", 0)) for row in with_tensors - set(rows))
+            catalogue.many(
+                "INSERT INTO rows VALUES (?, ?, ?, ?, ?)",
+                (
+                    (row, *cells[:2], row_crc(row, *cells[:2]), cells[2])
+                    for row, cells in rows.items()
+                ),
+            )
+            catalogue.many(
+                "INSERT INTO resting VALUES (?, ?, ?, ?)",
+                ((generation, row, packed, crc32(packed)) for row, packed in resting.items()),
+            )
+            catalogue.run("INSERT INTO settings VALUES (0, ?, ?)", text, crc32(text.encode()))
+            arrays = found.arrays.get(generation, (None, None, None))
+            catalogue.run(
+                "INSERT INTO generations VALUES (?, ?, ?, ?, ?)", generation, layout, *arrays
+            )
+            catalogue.many(
+                f"INSERT INTO segments ({SEGMENT}) VALUES (?, ?, ?, ?, ?, ?, ?)", entries
+            )
+            catalogue.run("UPDATE counters SET files = ?", found.files)
+            catalogue.run(
+                "INSERT INTO versions VALUES (?, ?, 'repair', 0, 0, ?, ?, ?, 0)",
+                *(version, now(), live, last, generation),
+            )
+        catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
+    finally:
+        catalogue.close()
+    Files().sync(path)
+    return told, {entry.file for entry in entries} | {str(arrays[0])}
+
+
+def _salvaged(folder: Path, place: Path) -> _Found | None:
+    """All that the catalogue and the files tell; None where that is not one row."""
+    best = _Found()
+    for remedy, make in enumerate(_REMEDIES):
+        copy = place / f"copy-{remedy}.sqlite"
+        if not (folder / FILE).exists():
+            break
+        shutil.copyfile(folder / FILE, copy)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(f"{folder / FILE}-wal", f"{copy}-wal")
+        try:
+            make(copy)
+        except (sqlite3.Error, OSError):
+            continue
+        found = _read(copy)
+        if len(found.rows) > len(best.rows) or (found.newest and not best.newest):
+            best = found
+        if best.newest is not None and len(best.rows) >= best.newest.rows:
+            break
+    _add_files(best, folder)
+    return best if best.rows or best.newest is not None else None
+
+
+def _read(path: Path) -> _Found:
+    found = _Found()
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+    except sqlite3.Error:
+        return found
+    try:
+        connection.text_factory = lambda text: text.decode("utf-8", "strict")
+        _read_tables(connection, found)
+    finally:
+        connection.close()
+    return found
+
+
+def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
+    def lines(statement: str) -> Iterator[Any]:
+        """What can be read before the damage, and from behind it."""
+        for order in ("", " DESC"):
+            try:
+                yield from connection.execute(statement + order)
+                return
+            except (sqlite3.Error, UnicodeDecodeError):
+                continue
+
+    for line in lines(
+        "SELECT number, last, rows, generation, settings FROM versions ORDER BY number"
+    ):
+        if all(isinstance(cell, int) for cell in line):
+            found.newest = max(found.newest or Head(*line), Head(*line))
+    for some, text, crc in lines("SELECT number, text, crc FROM settings ORDER BY number"):
+        if isinstance(text, str) and crc32(text.encode()) == crc:
+            found.settings[some] = text
+    for some, layout, *arrays in lines(
+        "SELECT number, layout, arrays, bytes, checksum FROM generations ORDER BY number"
+    ):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if layout is not None:
+                Layout.parse(layout)
+                found.layouts[some] = layout
+            if arrays[0] is not None:
+                found.arrays[some] = tuple(arrays)
+    entries = {
+        line[0]: Entry(*line) for line in lines(f"SELECT {SEGMENT} FROM segments ORDER BY file")
+    }
+    found.entries = list(entries.values())
+    for (files,) in lines("SELECT files FROM counters ORDER BY files"):
+        found.files = max(found.files, files)
+    bound = max([-1, *(entry.last for entry in found.entries)])
+    if found.newest is not None:
+        bound = max(bound, found.newest.last)
+    else:
+        with contextlib.suppress(sqlite3.Error):
+            bound = max(bound, connection.execute("SELECT max(id) FROM rows").fetchone()[0] or -1)
+
+    def keep(line: Any) -> None:
+        row, digest, record, crc, died = line
+        if (
+            isinstance(digest, bytes)
+            and isinstance(record, str)
+            and (died is None or isinstance(died, int))
+            and row_crc(row, digest, record) == crc
+        ):
+            found.rows[row] = (digest, record, died)
+
+    _spans(connection, "SELECT id, digest, record, crc, died FROM rows WHERE id", bound, keep)
+    generations = set(found.layouts) | {found.generation}
+    for generation in generations:
+
+        def rest(line: Any, generation: int = generation) -> None:
+            row, packed, crc = line
+            if isinstance(packed, bytes) and crc32(packed) == crc:
+                found.resting[generation, row] = packed
+
+        _spans(
+            connection,
+            f"SELECT id, tensors, crc FROM resting WHERE generation = {generation} AND id",
+            bound,
+            rest,
+        )
+
+
+def _spans(
+    connection: sqlite3.Connection, statement: str, bound: int, keep: Callable[[Any], None]
+) -> None:
+    """Read a table by ids, halving what cannot be read until single rows are lost."""
+    spans = [(0, bound)] if bound >= 0 else []
+    while spans:
+        begin, end = spans.pop()
+        try:
+            for line in connection.execute(f"{statement} BETWEEN ? AND ?", (begin, end)):
+                keep(line)
+        except (sqlite3.Error, UnicodeDecodeError):
+            if begin < end:
+                middle = (begin + end) // 2
+                spans += [(middle + 1, end), (begin, middle)]
+
+
+def _add_files(found: _Found, folder: Path) -> None:
+    """What the files tell that the catalogue does not tell any more, the newest file first."""
+    names = Disk(folder).files()
+    files = {given: name for name in names if (given := number(name)) is not None}
+    listed = {entry.file for entry in found.entries} | {some[0] for some in found.arrays.values()}
+    for given, file in sorted(files.items(), reverse=True):
+        # A number that was not given out is of a commit that did not finish.
+        if found.files and given >= found.files:
+            continue
+        with contextlib.suppress(Damaged, ValueError, KeyError):
+            notes, entry = read_notes(folder / file)
+            if entry.rows < 0:
+                arrays = (file, entry.size, entry.checksum)
+                found.arrays.setdefault(entry.generation, arrays)
+                continue
+            if found.newest is None or entry.generation == found.newest.generation:
+                found.noted = found.noted or notes["settings"]
+            same = [other for other in found.entries if other.generation == entry.generation]
+            apart = all(entry.last < o.first or o.last < entry.first for o in same)
+            found.layouts.setdefault(entry.generation, notes["layout"])
+            if file not in listed and apart:
+                found.entries.append(entry)
+    found.files = max([found.files, *(given + 1 for given in files)])
+    found.entries.sort(key=lambda entry: (entry.generation, entry.first))
+
+
+def _as_it_is(path: Path) -> None:
+    pass
+
+
+def _with_header(path: Path) -> None:
+    """Put right what is the same in the header of every catalogue, and make up for cut pages."""
+    with open(path, "r+b") as file:
+        there = file.seek(0, os.SEEK_END) // 4096
+        file.seek(28)
+        said = int.from_bytes(file.read(4), "big")
+        # A header that was hit may say anything; every table begins within the first pages.
+        pages = max(said if said <= 8 * there else 0, there, 16)
+        file.truncate(pages * 4096)
+        for offset, content in (
+            (0, _MAGIC + (4096).to_bytes(2, "big") + bytes((2, 2, 0, 64, 32, 32))),
+            (28, pages.to_bytes(4, "big")),
+            (44, (4).to_bytes(4, "big")),
+            (56, (1).to_bytes(4, "big")),
+        ):
+            file.seek(offset)
+            file.write(content)
+        file.seek(24)
+        counter = file.read(4)
+        file.seek(92)
+        file.write(counter)
+
+
+def _with_first_page(vacuumed: bool) -> Callable[[Path], None]:
+    """Put a new catalogue's first page in place: its tables begin on the same pages."""
+
+    def make(path: Path) -> None:
+        model = path.with_suffix(".model")
+        catalogue = Catalogue(model, create=True)
+        if vacuumed:
+            catalogue.run("VACUUM")
+        catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
+        catalogue.close()
+        page = model.read_bytes()[:4096]
+        with open(path, "r+b") as file:
+            file.write(page)
+        _with_header(path)
+
+    return make
+
+
+_REMEDIES: tuple[Callable[[Path], None], ...] = (
+    _as_it_is,
+    _with_header,
+    _with_first_page(False),
+    _with_first_page(True),
+)
+
+
+def _new_folder(folder: Path) -> Path:
+    """A new folder for what is replaced."""
+    count = 1
+    while True:
+        kept = folder / f"{KEPT}-{count}"
+        try:
+            kept.mkdir()
+            return kept
+        except FileExistsError:
+            count += 1

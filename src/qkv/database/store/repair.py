@@ -1,0 +1,284 @@
+"""Checking a store: every file against its checksum, every count against the rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unwritable
+from qkv.database.store import ledger, rebuild, sizes
+from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, row_crc
+from qkv.database.store.layout import Layout
+from qkv.database.store.lock import READERS, WRITER, WriteLock
+from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.shelf import Disk
+from qkv.database.store.sweep import leftovers
+
+SHOWN = 5
+"""Rows that are named one by one; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a file, and whether that was mended."""
+
+    file: str
+    what: str
+    repaired: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}{' (repaired)' if self.repaired else ''}"
+
+
+def check(
+    path: str | os.PathLike[str],
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Problem]:
+    """What is wrong with a store; an empty list where nothing is.
+
+    Without `repair` nothing is changed. With it, what a crash left behind is removed, and a damaged
+    catalogue is made anew from all that can be read; the damaged one is kept in a folder beside it.
+    A damaged segment cannot be mended here: restore it, or encode the rows again.
+    `progress(done, total)` counts bytes.
+
+    >>> import tempfile
+    >>> from qkv.database.store import Store
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Store(folder) as store:
+    ...         _ = store.commit(records=["one"], digests=[b"1"])
+    ...     check(folder)
+    []
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise NoStore(f"{folder} does not exist: give the path of a store")
+    names = set(os.listdir(folder)) if folder.is_dir() else set()
+    if not names & {FILE, READERS, WRITER} and not any(name.endswith(SUFFIX) for name in names):
+        raise NotAStore(f"{folder} is not a store: give the path of a store")
+    lock = WriteLock(folder)
+    if repair:
+        lock.take()
+    try:
+        return list(_problems(folder, lock, repair, progress))
+    finally:
+        lock.drop()
+
+
+def _problems(
+    folder: Path, lock: WriteLock, repair: bool, progress: Callable[[int, int], None] | None
+) -> Iterator[Problem]:
+    faults = _catalogue_faults(folder)
+    if faults and repair:
+        told = rebuild.rebuild(folder)
+        for fault in faults:
+            yield Problem(FILE, fault, repaired=told is not None)
+        if told is None:
+            yield Problem(FILE, "nothing in it could be read: restore it from a copy")
+            return
+        for what in told:
+            yield Problem(FILE, what)
+    elif faults:
+        for fault in faults:
+            yield Problem(FILE, fault)
+        return
+    disk = Disk(folder)
+    catalogue = Catalogue(folder / FILE, write=repair)
+    try:
+        yield from _leftovers(folder, catalogue, disk, lock, repair)
+        yield from _files(catalogue, disk, progress)
+        for what in _counts(catalogue, disk):
+            yield Problem(FILE, what)
+    finally:
+        catalogue.close()
+
+
+def _catalogue_faults(folder: Path) -> list[str]:
+    """What is wrong with the catalogue itself."""
+    if not (folder / FILE).exists():
+        return ["it is missing"]
+    try:
+        catalogue = Catalogue(folder / FILE, write=False)
+    except Damaged as fault:
+        return [_reason(fault)]
+    try:
+        if not catalogue.identify():
+            return ["it is empty"]
+        told = [str(line) for (line,) in catalogue.all("PRAGMA integrity_check(20)")]
+        if told != ["ok"]:
+            return [f"SQLite says: {line}" for line in told]
+        leftovers(catalogue, [])
+        return list(_torn(catalogue))
+    except Damaged as fault:
+        return [_reason(fault)]
+    finally:
+        catalogue.close()
+
+
+def _reason(fault: Exception) -> str:
+    return str(fault).split(" is damaged: ")[-1].split(". Restore")[0]
+
+
+def _torn(catalogue: Catalogue) -> Iterator[str]:
+    """Lines whose checksums differ."""
+    yield from _few(
+        [
+            row
+            for row, digest, record, crc in _rows(catalogue)
+            if row_crc(row, digest, record) != crc
+        ],
+        "row {} is not what was written",
+    )
+    bad = []
+    for (generation,) in catalogue.all("SELECT number FROM generations"):
+        ledger.layout(catalogue, generation)
+        for row, packed, crc in catalogue.all(
+            "SELECT id, tensors, crc FROM resting WHERE generation = ?", generation
+        ):
+            if crc32(packed) != crc:
+                bad.append(row)
+    yield from _few(bad, "the tensors of row {} are not what was written")
+    for number, text, crc in catalogue.all("SELECT number, text, crc FROM settings"):
+        if crc32(text.encode()) != crc:
+            yield f"settings {number} are not what was written"
+
+
+def _few(rows: list[int], text: str) -> Iterator[str]:
+    for row in rows[:SHOWN]:
+        yield text.format(row)
+    if len(rows) > SHOWN:
+        yield f"and {len(rows) - SHOWN:,} rows more"
+
+
+def _rows(catalogue: Catalogue) -> Iterator[tuple[int, bytes, str, int]]:
+    after = -1
+    while page := catalogue.all(
+        "SELECT id, digest, record, crc FROM rows WHERE id > ? ORDER BY id LIMIT ?",
+        after,
+        sizes.PAGE,
+    ):
+        yield from page
+        after = page[-1][0]
+
+
+def _leftovers(
+    folder: Path, catalogue: Catalogue, disk: Disk, lock: WriteLock, repair: bool
+) -> Iterator[Problem]:
+    held = lock.held
+    try:
+        if not held:
+            lock.take(patience=0)
+        found = leftovers(catalogue, disk.files())
+        if repair:
+            for file in found:
+                disk.discard(file)
+            disk.settle()
+        there = disk.files()
+        if repair:
+            listed = catalogue.all("SELECT file FROM discarded")
+            with catalogue.transaction():
+                gone = [line for line in listed if line[0] not in there]
+                catalogue.many("DELETE FROM discarded WHERE file = ?", gone)
+        for file, what in found.items():
+            yield Problem(file, what, repaired=file not in there)
+    except (Locked, Unwritable):
+        found = dict.fromkeys(leftovers(catalogue, disk.files()), "")  # its writer is at work
+    finally:
+        if not held:
+            lock.drop()
+    used = {file for (file,) in catalogue.all("SELECT file FROM segments")}
+    used |= {file for (file,) in catalogue.all("SELECT arrays FROM generations")}
+    for file in disk.files():
+        if file not in used and file not in found:
+            yield Problem(file, "no version uses it, and it may be yours: move it elsewhere")
+
+
+def _files(
+    catalogue: Catalogue, disk: Disk, progress: Callable[[int, int], None] | None
+) -> Iterator[Problem]:
+    """Every file, read in full."""
+    done: set[str] = set()
+    size = 0
+    while True:
+        with catalogue.view():
+            lines = [
+                Entry(*e) for e in catalogue.all(f"SELECT {SEGMENT} FROM segments ORDER BY file")
+            ]
+            layouts = dict(catalogue.all("SELECT number, layout FROM generations"))
+            arrays = catalogue.all(
+                "SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL"
+            )
+        files = [(e.file, e.size, e.checksum, e) for e in lines]
+        files += [(*line, None) for line in arrays]
+        left = [line for line in files if line[0] not in done]
+        if not left:
+            return
+        total = size + sum(line[1] for line in left)
+        for file, length, checksum, entry in left:
+            done.add(file)
+            try:
+                disk.verify(file, length, checksum)
+                if entry is not None:
+                    segment = disk.get(entry, Layout.parse(layouts[entry.generation]))
+                    if not (np.diff(segment.ids) > 0).all():
+                        yield Problem(file, "its ids do not ascend")
+            except Damaged as fault:
+                if _used(catalogue, file):
+                    rows = f" ({entry.rows:,} rows)" if entry is not None else ""
+                    yield Problem(file, f"{_reason(fault)}{rows}")
+            size += length
+            if progress is not None:
+                progress(size, total)
+
+
+def _used(catalogue: Catalogue, file: str) -> bool:
+    """Whether a file is still part of the store: a compaction may have replaced it meanwhile."""
+    return bool(
+        catalogue.value("SELECT count(*) FROM segments WHERE file = ?", file)
+        or catalogue.value("SELECT count(*) FROM generations WHERE arrays = ?", file)
+    )
+
+
+def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
+    """Whether the newest version has the rows it says, and each of them its tensors."""
+    with catalogue.view():
+        head = catalogue.head()
+        if head is None:
+            yield "it has no version"
+            return
+        found = catalogue.all("SELECT id FROM rows WHERE died IS NULL")
+        live = np.fromiter((row for (row,) in found), np.int64, len(found))
+        entries = [
+            Entry(*line)
+            for line in catalogue.all(
+                f"SELECT {SEGMENT} FROM segments WHERE generation = ?", head.generation
+            )
+        ]
+        layout = catalogue.value("SELECT layout FROM generations WHERE number = ?", head.generation)
+        resting = catalogue.all("SELECT id FROM resting WHERE generation = ?", head.generation)
+    if len(live) != head.rows:
+        yield f"version {head.number} should have {head.rows:,} rows, and {len(live):,} are there"
+    if len(live) and live.max() > head.last:
+        yield f"row {live.max()} is newer than the newest version"
+    ids = [np.fromiter((row for (row,) in resting), np.int64, len(resting))]
+    for entry in entries:
+        try:
+            ids.append(disk.get(entry, Layout.parse(layout)).ids)
+        except Damaged:
+            # The file is told of already; its rows count as there.
+            ids.append(live[(live >= entry.first) & (live <= entry.last)])
+    missing = np.setdiff1d(live, np.concatenate(ids))
+    if len(missing):
+        yield (
+            f"{len(missing):,} rows have lost their tensors, the first is row {missing[0]}: "
+            "encode the rows again"
+        )
+    settings = catalogue.value("SELECT count(*) FROM settings WHERE number = ?", head.settings)
+    if not settings:
+        yield f"the settings of version {head.number} are missing"

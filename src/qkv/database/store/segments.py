@@ -1,0 +1,189 @@
+"""Segments: immutable safetensors files of row ids and tensors, mapped into memory.
+
+A file is 8 bytes of length, a JSON header, then the tensors without gaps. `ids` comes first and
+wide types before narrow ones, so that every tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.database.faults import Damaged
+from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensors
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
+CHUNK = 8 << 20
+
+Column = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
+"""A tensor of a file: its name, type and shape, and its rows in pieces."""
+Notes = Mapping[str, str]
+"""What a file says of itself, for a catalogue that has lost its line."""
+
+
+class Entry(NamedTuple):
+    """What the catalogue knows of a segment."""
+
+    file: str
+    generation: int
+    first: int
+    last: int
+    rows: int
+    size: int
+    checksum: bytes
+
+
+class Segment:
+    """One file's rows: `ids` (m,) and `tensors`, each (m, …), read-only."""
+
+    def __init__(self, ids: np.ndarray, tensors: Tensors, memory: mmap.mmap | None = None) -> None:
+        self.ids = ids
+        self.tensors = tensors
+        self._memory = memory
+
+    def release(self, start: int, stop: int) -> None:
+        """Tell the system that these rows' pages are not needed; reading them maps them again."""
+        if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        origin = np.frombuffer(self._memory, np.uint8).ctypes.data
+        for array in (self.ids, *self.tensors.values()):
+            rows = array[start:stop]
+            begin = rows.ctypes.data - origin
+            first = begin - begin % mmap.PAGESIZE
+            if rows.nbytes:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, begin + rows.nbytes - first)
+
+
+def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
+    """Map a segment, if it has the structure that the catalogue says."""
+    memory = _map(path, entry.size)
+    found = _views(path, memory)
+    ids = found.pop(IDS, np.zeros(0))
+    same = {name: (dtype, (entry.rows, *dims)) for name, dtype, dims in layout.fields}
+    if (
+        {name: (array.dtype, array.shape) for name, array in found.items()} != same
+        or ids.dtype != np.dtype("<i8")
+        or ids.shape != (entry.rows,)
+        or (ids[0], ids[-1]) != (entry.first, entry.last)
+    ):
+        raise damaged(path, "its header is not the one that was written")
+    return Segment(ids, {name: found[name] for name in layout.names}, memory)
+
+
+def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
+    return _views(path, _map(path, size))
+
+
+def damaged(path: Path, what: str) -> Damaged:
+    """The error for a file that is not as it was written."""
+    return Damaged(
+        f"{path} is damaged: {what}. Restore it from a copy, or open the store with "
+        "skip_damaged=True to use the other rows; qkv check lists all damage"
+    )
+
+
+def read_notes(path: Path) -> tuple[dict[str, str], Entry]:
+    """What a file says of itself, and its line for the catalogue; arrays have −1 rows."""
+    memory = _map(path, path.stat().st_size)
+    ids = _views(path, memory).get(IDS)
+    notes = dict(_header(path, memory)[0]["__metadata__"])
+    generation = int(notes["generation"])
+    checksum = blake2b(memory, digest_size=32).digest()
+    if ids is None or not len(ids):
+        return notes, Entry(path.name, generation, -1, -1, -1, len(memory), checksum)
+    first, last = int(ids[0]), int(ids[-1])
+    return notes, Entry(path.name, generation, first, last, len(ids), len(memory), checksum)
+
+
+def chunks(
+    columns: Sequence[Column],
+    notes: Notes,
+) -> Iterator[Any]:
+    """The bytes of a file, some megabytes at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "qkv", **notes}}
+    begin = 0
+    for name, dtype, shape, _ in columns:
+        end = begin + dtype.itemsize * int(np.prod(shape))
+        header[name] = {
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    yield len(text).to_bytes(8, "little") + text
+    for _, dtype, _, arrays in columns:
+        for array in arrays:
+            if not array.size:
+                continue
+            if not array.ndim:
+                array = array.reshape(1)
+            step = max(1, CHUNK // max(1, array[:1].nbytes))
+            for start in range(0, len(array), step):
+                rows = np.ascontiguousarray(array[start : start + step], dtype)
+                yield rows.reshape(-1).view(np.uint8).data
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise damaged(path, "it is missing") from None
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({error.strerror})") from error
+    try:
+        found = os.fstat(file).st_size
+        if found != size:
+            raise damaged(path, f"it has {found:,} bytes, and {size:,} were written")
+        if not size:
+            raise damaged(path, "it is empty")
+        if sys.version_info >= (3, 13):
+            return mmap.mmap(file, 0, access=mmap.ACCESS_READ, trackfd=False)
+        return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(file)
+
+
+def _header(path: Path, memory: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header and where the data begins."""
+    length = int.from_bytes(memory[:8], "little")
+    if not 2 <= length <= len(memory) - 8:
+        raise damaged(path, "it has no header")
+    try:
+        header = json.loads(memory[8 : 8 + length])
+    except ValueError as error:
+        raise damaged(path, "its header cannot be read") from error
+    if not isinstance(header, dict):
+        raise damaged(path, "its header cannot be read")
+    return header, 8 + length
+
+
+def _views(path: Path, memory: mmap.mmap) -> dict[str, np.ndarray]:
+    """Every tensor of a mapped file, read-only, where its bytes lie."""
+    header, origin = _header(path, memory)
+    views, reached = {}, 0
+    try:
+        fields = [(name, line) for name, line in header.items() if name != "__metadata__"]
+        for name, line in sorted(fields, key=lambda field: field[1]["data_offsets"]):
+            dtype, shape = DTYPES[line["dtype"]], tuple(line["shape"])
+            begin, end = line["data_offsets"]
+            count = int(np.prod(shape))
+            if begin != reached or end - begin != count * dtype.itemsize:
+                raise ValueError(name)
+            views[name] = np.frombuffer(memory, dtype, count, origin + begin).reshape(shape)
+            reached = end
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, "its header cannot be read") from error
+    if origin + reached != len(memory):
+        raise damaged(path, "its header does not cover its data")
+    return views

@@ -1,0 +1,239 @@
+"""Shelves: where immutable files are kept, a folder or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from qkv.database.faults import Unwritable
+from qkv.database.store.layout import IDS, Layout, Piece, Tensors, named, storable
+from qkv.database.store.segments import (
+    CHUNK,
+    SUFFIX,
+    TEMPORARY,
+    Column,
+    Entry,
+    Notes,
+    Segment,
+    chunks,
+    damaged,
+    open_arrays,
+    open_segment,
+)
+
+
+class Files:
+    """The calls that make a file durable. Tests put a file system that forgets in their place."""
+
+    def write(self, path: Path, chunks: Iterable[Any]) -> None:
+        with open(path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            self.fsync(file.fileno(), path)
+
+    def fsync(self, file: int, path: Path) -> None:
+        os.fsync(file)
+
+    def sync(self, path: Path) -> None:
+        """Make a file durable that somebody else has written."""
+        file = os.open(path, os.O_RDONLY)
+        try:
+            self.fsync(file, path)
+        finally:
+            os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def fsync_folder(self, folder: Path) -> None:
+        self.sync(folder)
+
+
+class Shelf(Protocol):
+    """Where immutable files are kept: a folder, or memory."""
+
+    def put(
+        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+    ) -> tuple[int, bytes]:
+        """Keep the pieces as one segment; give its size and checksum."""
+
+    def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]: ...
+
+    def settle(self) -> None:
+        """After this, what was put survives a loss of power."""
+
+    def get(self, entry: Entry, layout: Layout) -> Segment: ...
+
+    def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]: ...
+
+    def verify(self, file: str, size: int, checksum: bytes) -> None:
+        """Read all of a file and raise `Damaged` where it is not what was written."""
+
+    def discard(self, file: str) -> None: ...
+
+    def files(self) -> list[str]:
+        """The names of all segments, arrays and temporary files that are there."""
+
+
+class Memory:
+    """A shelf in memory."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}
+
+    def put(
+        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+    ) -> tuple[int, bytes]:
+        ids = _joined([piece.ids for piece in pieces])
+        tensors = {n: _joined([piece.tensors[n] for piece in pieces]) for n in layout.names}
+        self._segments[file] = Segment(ids, tensors)
+        return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
+
+    def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]:
+        for name, array in arrays.items():
+            named(name)
+            storable(name, array, least=0)
+        self._arrays[file] = {name: _joined([array]) for name, array in arrays.items()}
+        return sum(array.nbytes for array in arrays.values()), b""
+
+    def settle(self) -> None:
+        pass
+
+    def get(self, entry: Entry, layout: Layout) -> Segment:
+        return self._segments[entry.file]
+
+    def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
+        return dict(self._arrays[file])
+
+    def verify(self, file: str, size: int, checksum: bytes) -> None:
+        pass
+
+    def discard(self, file: str) -> None:
+        self._segments.pop(file, None)
+        self._arrays.pop(file, None)
+
+    def files(self) -> list[str]:
+        return [*self._segments, *self._arrays]
+
+
+class Disk:
+    """A shelf in a folder: written under another name, synced, renamed; read through a map."""
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        self._folder = folder
+        self._files = files or Files()
+        self._open: WeakValueDictionary[str, Segment] = WeakValueDictionary()
+
+    def put(
+        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+    ) -> tuple[int, bytes]:
+        rows = sum(len(piece.ids) for piece in pieces)
+        columns: list[Column] = [(IDS, np.dtype("<i8"), (rows,), [piece.ids for piece in pieces])]
+        columns += [
+            (name, dtype, (rows, *dims), [piece.tensors[name] for piece in pieces])
+            for name, dtype, dims in layout.fields
+        ]
+        return self._put(file, columns, {**notes, "layout": layout.text()})
+
+    def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]:
+        columns: list[Column] = []
+        for name, array in arrays.items():
+            named(name)
+            columns.append((name, storable(name, array, least=0), array.shape, [array]))
+        columns.sort(key=lambda column: (-column[1].itemsize, column[0]))
+        return self._put(file, columns, notes)
+
+    def settle(self) -> None:
+        self._files.fsync_folder(self._folder)
+
+    def get(self, entry: Entry, layout: Layout) -> Segment:
+        segment = self._open.get(entry.file)
+        if segment is None:
+            segment = open_segment(self._path(entry.file), entry, layout)
+            self._open[entry.file] = segment
+        return segment
+
+    def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
+        return open_arrays(self._path(file), size)
+
+    def verify(self, file: str, size: int, checksum: bytes) -> None:
+        path = self._path(file)
+        found = blake2b(digest_size=32)
+        length = 0
+        try:
+            with open(path, "rb") as source:
+                while chunk := source.read(CHUNK):
+                    length += len(chunk)
+                    found.update(chunk)
+        except FileNotFoundError:
+            raise damaged(path, "it is missing") from None
+        except OSError as error:
+            raise damaged(path, f"it cannot be read ({error.strerror})") from error
+        if length != size:
+            raise damaged(path, f"it has {length:,} bytes, and {size:,} were written")
+        if found.digest() != checksum:
+            raise damaged(path, "its content is not what was written (the checksum differs)")
+
+    def discard(self, file: str) -> None:
+        self._open.pop(file, None)
+        # What cannot be removed now is removed by the next writer.
+        with contextlib.suppress(OSError):
+            self._files.unlink(self._path(file))
+
+    def files(self) -> list[str]:
+        return sorted(
+            name for name in os.listdir(self._folder) if name.endswith((SUFFIX, SUFFIX + TEMPORARY))
+        )
+
+    def _path(self, file: str) -> Path:
+        # A catalogue from elsewhere must not name files outside of its folder.
+        if os.path.basename(file) != file:
+            raise damaged(self._folder / "catalogue.sqlite", f"it names the file {file!r}")
+        return self._folder / file
+
+    def _put(
+        self,
+        file: str,
+        columns: Sequence[Column],
+        notes: Notes,
+    ) -> tuple[int, bytes]:
+        checksum = blake2b(digest_size=32)
+        length = 0
+
+        def summed() -> Iterator[Any]:
+            nonlocal length
+            for chunk in chunks(columns, notes):
+                checksum.update(chunk)
+                length += len(chunk)
+                yield chunk
+
+        path = self._path(file)
+        temporary = self._path(file + TEMPORARY)
+        try:
+            self._files.write(temporary, summed())
+            self._files.rename(temporary, path)
+        except OSError as error:
+            raise Unwritable(
+                f"{path} cannot be written ({error.strerror or error}): nothing was changed; make "
+                "room or make the folder writable, and try again"
+            ) from error
+        return length, checksum.digest()
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """One array of one's own that nobody can change."""
+    joined = arrays[0].copy() if len(arrays) == 1 else np.concatenate(arrays)
+    joined.flags.writeable = False
+    return joined

@@ -1,0 +1,429 @@
+"""A snapshot: one version of a store, which no later commit or compaction changes."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from qkv.database.faults import Damaged, SkippedRows, UnknownRow
+from qkv.database.store import ledger, sizes
+from qkv.database.store.catalogue import SEGMENT, Catalogue, Head, row_crc
+from qkv.database.store.layout import Layout
+from qkv.database.store.lock import Pins
+from qkv.database.store.segments import Entry, Segment
+from qkv.database.store.shelf import Shelf
+from qkv.errors import ArgumentError
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows that lie together: ids (m,), tensors {name: (m, …)}, and which live (None: all)."""
+
+    ids: np.ndarray
+    tensors: dict[str, np.ndarray]
+    live: np.ndarray | None = None
+    _segment: Segment | None = field(default=None, repr=False)
+    _start: int = field(default=0, repr=False)
+
+
+class Graves:
+    """The ids that are dead, ascending, remembered from one version to the next."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._dead = np.zeros(0, np.int64)
+
+    def at(self, catalogue: Catalogue, version: int) -> np.ndarray:
+        with catalogue.lock:
+            newer = version >= self._version
+            since, dead = (self._version, self._dead) if newer else (0, self._dead[:0])
+            found = catalogue.all(
+                # Lost rows that a repair listed have died in version 0.
+                "SELECT id FROM rows WHERE died > ? AND died <= ?",
+                since or -1,
+                version,
+            )
+            if found:
+                more = np.fromiter((row for (row,) in found), np.int64, len(found))
+                dead = np.sort(np.concatenate([dead, more]))
+            if newer:
+                self._version, self._dead = version, dead
+            return dead
+
+
+class _Listing(NamedTuple):
+    """Where the tensors of a version are, and which of its ids are dead."""
+
+    entries: list[Entry]
+    resting: Segment
+    dead: np.ndarray
+
+
+class _Moved(Exception):
+    """A compaction put another segment in this one's place."""
+
+
+class Snapshot:
+    """The rows of one version; get one from `Store.at`. Its version is kept until `close`.
+
+    >>> from qkv.database.store import Store
+    >>> store = Store()
+    >>> ids = store.commit(records=["one"], digests=[b"1"], tensors={"key": np.ones((1, 2))}).ids
+    >>> with store.at() as snapshot:
+    ...     _ = store.commit(remove=ids)
+    ...     snapshot.records(snapshot.find(b"1")), len(snapshot), len(store.at())
+    (['one'], 1, 0)
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        catalogue: Catalogue,
+        shelf: Shelf,
+        pins: Pins,
+        graves: Graves,
+        head: Head,
+        skip_damaged: bool,
+    ) -> None:
+        self._owner = owner  # a store that nobody holds closes itself
+        self._catalogue = catalogue
+        self._shelf = shelf
+        self._graves = graves
+        self._head = head
+        self._skip_damaged = skip_damaged
+        self._open: dict[str, Segment] = {}
+        self._found: _Listing | None = None
+        self._ids: np.ndarray | None = None
+        self._layout_found: Layout | None = None
+        self._settings: str | None = None
+        self._finalizer = weakref.finalize(self, pins.release, head.number)
+        # At the end of the process its locks go by themselves.
+        self._finalizer.atexit = False
+
+    @property
+    def version(self) -> int:
+        return self._head.number
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if self._settings is None:
+            self._settings = self._catalogue.settings(self._head.settings)
+        return dict(json.loads(self._settings))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors."""
+        return self._layout().names
+
+    def __len__(self) -> int:
+        return self._head.rows
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let a compaction drop this version; what was read stays valid."""
+        self._finalizer()
+
+    def find(self, digest: bytes) -> list[int]:
+        """The ids of the live rows with this digest, oldest first."""
+        head = self._head
+        found = self._catalogue.all(
+            "SELECT id FROM rows WHERE digest = ? AND id <= ? AND (died IS NULL OR died > ?)"
+            " ORDER BY id",
+            digest,
+            head.last,
+            head.number,
+        )
+        return [row for (row,) in found]
+
+    def find_many(self, digests: Sequence[bytes]) -> list[list[int]]:
+        with self._catalogue.lock:
+            return [self.find(digest) for digest in digests]
+
+    def records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """The records of live rows, in the order of the ids."""
+        wanted = [int(row) for row in ids]
+        found: dict[int, str] = {}
+        statement = (
+            "SELECT id, digest, record, crc FROM rows WHERE id IN (SELECT value FROM json_each(?))"
+            " AND id <= ? AND (died IS NULL OR died > ?)"
+        )
+        one = statement.replace("IN (SELECT value FROM json_each(?))", "= ?")
+        for start in range(0, len(wanted), sizes.PAGE):
+            some = wanted[start : start + sizes.PAGE]
+            for row, digest, record, crc in self._catalogue.all(
+                statement if len(some) > 1 else one,
+                json.dumps(some) if len(some) > 1 else some[0],
+                self._head.last,
+                self._head.number,
+            ):
+                if row_crc(row, digest, record) != crc:
+                    raise self._catalogue.damaged(f"row {row} is not what was written")
+                found[row] = record
+        try:
+            return [found[row] for row in wanted]
+        except KeyError as error:
+            raise self._unknown(error.args[0]) from None
+
+    def rows(self) -> Iterator[tuple[int, str]]:
+        """The live rows by id, (id, record), some at a time."""
+        after = -1
+        while True:
+            page = self._catalogue.all(
+                "SELECT id, digest, record, crc FROM rows WHERE id > ? AND id <= ?"
+                " AND (died IS NULL OR died > ?) ORDER BY id LIMIT ?",
+                after,
+                self._head.last,
+                self._head.number,
+                sizes.PAGE,
+            )
+            for row, digest, record, crc in page:
+                if row_crc(row, digest, record) == crc:
+                    yield row, record
+                else:
+                    fault = self._catalogue.damaged(f"row {row} is not what was written")
+                    if not self._skip_damaged:
+                        raise fault
+                    warnings.warn(f"1 row was left out: {fault}", SkippedRows, stacklevel=2)
+            if len(page) < sizes.PAGE:
+                return
+            after = page[-1][0]
+
+    def ids(self) -> np.ndarray:
+        """The ids of the live rows (m,), ascending."""
+        if self._ids is None:
+            self._ids = self._ids_of_segments()
+            if self._ids is None:
+                found = self._catalogue.all(
+                    "SELECT id FROM rows WHERE id <= ? AND (died IS NULL OR died > ?) ORDER BY id",
+                    self._head.last,
+                    self._head.number,
+                )
+                self._ids = np.fromiter((row for (row,) in found), np.int64, len(found))
+            self._ids.flags.writeable = False
+        return self._ids
+
+    def parts(self, window: int | None = None, resident: int = sizes.RESIDENT) -> Iterator[Part]:
+        """All rows by id, a segment at a time, or `window` rows at a time.
+
+        Where the tensors take more than `resident` bytes, the windows are small, and when the
+        next one is asked for, the system may take back the memory of the last.
+        """
+        after = -1
+        total, width = self._sizes()
+        scarce = total > resident
+        if window is None and scarce:
+            window = max(1, sizes.WINDOW // max(1, width))
+        while True:
+            listing = self._listing()
+            for entry in listing.entries:
+                if entry.last <= after:
+                    continue
+                try:
+                    segment = self._segment(entry)
+                except _Moved:
+                    break  # go on with the segments that took its place
+                if segment is None:
+                    continue
+                for part in self._windows(segment, listing.dead, after, window):
+                    yield part
+                    if scarce:
+                        self.release(part)
+                after = entry.last
+            else:
+                yield from self._windows(listing.resting, listing.dead, after, window)
+                return
+
+    def release(self, part: Part) -> None:
+        """Tell the system that the memory of a part is not needed any more."""
+        if part._segment is not None:
+            part._segment.release(part._start, part._start + len(part.ids))
+
+    def tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The rows of one tensor for these ids, in their order: (len(ids), …)."""
+        wanted = np.asarray(ids, np.int64).reshape(-1)
+        fields = {field[0]: field for field in self._layout().fields}
+        if name not in fields:
+            raise ArgumentError(f"no tensor {name!r}: there are {', '.join(fields) or 'none'}")
+        _, dtype, dims = fields[name]
+        result = np.empty((len(wanted), *dims), dtype)
+        order = np.argsort(wanted, kind="stable")
+        ascending = wanted[order]
+        listing = self._listing()
+        live = alive(ascending, listing.dead)
+        if live is not None:
+            raise self._unknown(int(ascending[live.argmin()]))
+        done = np.zeros(len(wanted), bool)
+        while True:
+            listing = self._listing()
+            for entry in (*listing.entries, None):
+                if entry is None:
+                    segment: Segment | None = listing.resting
+                    begin, end = 0, len(ascending)
+                else:
+                    begin, end = np.searchsorted(ascending, (entry.first, entry.last + 1))
+                    if begin == end or done[begin:end].all():
+                        continue
+                    try:
+                        segment = self._segment(entry, strict=True)
+                    except _Moved:
+                        break
+                assert segment is not None
+                some = ascending[begin:end]
+                if len(segment.ids):
+                    at = np.minimum(np.searchsorted(segment.ids, some), len(segment.ids) - 1)
+                    there = segment.ids[at] == some
+                    result[order[begin:end][there]] = segment.tensors[name][at[there]]
+                    done[begin:end] |= there
+            else:
+                break
+        done &= ascending <= self._head.last
+        if not done.all():
+            raise self._unknown(int(ascending[done.argmin()]))
+        return result
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that were fixed with this version's generation, read-only."""
+        found = self._catalogue.one(
+            "SELECT arrays, bytes FROM generations WHERE number = ?", self._head.generation
+        )
+        if found is None or found[0] is None:
+            return {}
+        return self._shelf.get_arrays(*found)
+
+    def _unknown(self, row: int) -> UnknownRow:
+        return UnknownRow(f"row {row} is not in version {self.version}: find() and ids() give rows")
+
+    def _layout(self) -> Layout:
+        if self._layout_found is None:
+            found = ledger.layout(self._catalogue, self._head.generation)
+            self._layout_found = found or Layout()
+        return self._layout_found
+
+    def _listing(self, fresh: bool = False) -> _Listing:
+        """Where everything is, read at one moment."""
+        with self._catalogue.lock:
+            if self._found is None or fresh:
+                layout = self._layout()
+                head = self._head
+                with self._catalogue.view():
+                    entries = self._catalogue.all(
+                        f"SELECT {SEGMENT} FROM segments WHERE generation = ? AND first <= ?"
+                        " ORDER BY first",
+                        head.generation,
+                        head.last,
+                    )
+                    resting = self._catalogue.all(
+                        "SELECT id, tensors, crc FROM resting WHERE generation = ? AND id <= ?"
+                        " ORDER BY id",
+                        head.generation,
+                        head.last,
+                    )
+                    dead = self._graves.at(self._catalogue, head.number)
+                self._found = _Listing(
+                    [Entry(*entry) for entry in entries],
+                    rested(self._catalogue, layout, resting, self._skip_damaged),
+                    dead,
+                )
+            return self._found
+
+    def _segment(self, entry: Entry, strict: bool = False) -> Segment | None:
+        """An open segment; None if it is damaged and to be skipped."""
+        segment = self._open.get(entry.file)
+        if segment is None:
+            try:
+                segment = self._shelf.get(entry, self._layout())
+            except (Damaged, KeyError) as fault:
+                if entry not in self._listing(fresh=True).entries:
+                    raise _Moved from None
+                if strict or not self._skip_damaged:
+                    raise
+                rows = f"{entry.rows:,} rows were left out"
+                warnings.warn(f"{rows}: {fault}", SkippedRows, stacklevel=4)
+                return None
+            self._open[entry.file] = segment
+        return segment
+
+    def _windows(
+        self, segment: Segment, dead: np.ndarray, after: int, window: int | None
+    ) -> Iterator[Part]:
+        begin = int(np.searchsorted(segment.ids, after, side="right"))
+        end = int(np.searchsorted(segment.ids, self._head.last, side="right"))
+        step = window or max(1, end - begin)
+        for start in range(begin, end, step):
+            rows = slice(start, min(start + step, end))
+            ids = segment.ids[rows]
+            yield Part(
+                ids,
+                {name: tensor[rows] for name, tensor in segment.tensors.items()},
+                alive(ids, dead),
+                segment,
+                start,
+            )
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of all segments, and of one row."""
+        width = self._layout().row_bytes + 8
+        return sum(entry.size for entry in self._listing().entries), width
+
+    def _ids_of_segments(self) -> np.ndarray | None:
+        """The live ids from the segments, which is fast; None where they do not tell them all."""
+        found: list[Part] = []
+        try:
+            listing = self._listing()
+            for entry in listing.entries:
+                segment = self._shelf.get(entry, self._layout())
+                found.extend(self._windows(segment, listing.dead, -1, None))
+            found.extend(self._windows(listing.resting, listing.dead, -1, None))
+        except (Damaged, KeyError):
+            return None
+        live = [part.ids if part.live is None else part.ids[part.live] for part in found]
+        ids = np.concatenate(live) if live else np.zeros(0, np.int64)
+        return ids if len(ids) == len(self) else None
+
+
+def rested(
+    catalogue: Catalogue,
+    layout: Layout,
+    rows: Sequence[tuple[int, bytes, int]],
+    skip_damaged: bool = False,
+) -> Segment:
+    """Resting rows (id, tensors, crc) as a segment in memory."""
+    sound = [line for line in rows if crc32(line[1]) == line[2]]
+    if len(sound) < len(rows):
+        row = next(line[0] for line in rows if crc32(line[1]) != line[2])
+        fault = catalogue.damaged(f"the tensors of row {row} are not what was written")
+        if not skip_damaged:
+            raise fault
+        left = len(rows) - len(sound)
+        warnings.warn(f"{left:,} rows were left out: {fault}", SkippedRows, stacklevel=4)
+    ids = np.fromiter((row for row, _, _ in sound), np.int64, len(sound))
+    return Segment(ids, layout.unpack([packed for _, packed, _ in sound]))
+
+
+def alive(ids: np.ndarray, dead: np.ndarray) -> np.ndarray | None:
+    """Which ids are not among the dead; None where none is. Both ascend.
+
+    >>> alive(np.array([1, 4, 6]), np.array([2, 4])).tolist(), alive(np.array([1]), np.array([2]))
+    ([True, False, True], None)
+    """
+    if not len(ids) or not len(dead):
+        return None
+    begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
+    if begin == end:
+        return None
+    some = dead[begin:end]
+    at = np.minimum(np.searchsorted(some, ids), len(some) - 1)
+    live: np.ndarray = some[at] != ids
+    return None if live.all() else live

@@ -1,0 +1,567 @@
+"""The store itself: commit, recode, compact, and snapshots of every version."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from qkv.database.faults import (
+    Closed,
+    Damaged,
+    Locked,
+    NoStore,
+    NotAStore,
+    UnknownVersion,
+    Unwritable,
+)
+from qkv.database.store import compaction, ledger, sizes
+from qkv.database.store.catalogue import FILE, Catalogue, Head
+from qkv.database.store.compaction import CompactReport, Progress
+from qkv.database.store.draft import Draft
+from qkv.database.store.layout import Layout, Piece, Tensors
+from qkv.database.store.lock import READERS, WRITER, Pins, WriteLock
+from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.shelf import Disk, Files, Memory, Shelf
+from qkv.database.store.snapshot import Graves, Snapshot, rested
+from qkv.database.store.sweep import leftovers
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a commit made: the version, and the ids of its new rows."""
+
+    version: int
+    ids: range
+
+
+@dataclass(frozen=True)
+class Version:
+    """One line of a store's history."""
+
+    number: int
+    time: str
+    what: str
+    added: int
+    removed: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Desk:
+    """What the writer knows without looking: the newest version, and what rests."""
+
+    head: Head
+    layout: Layout | None
+    files: int
+    resting: int
+
+
+class Store:
+    """Rows with ids that only grow, kept as versions.
+
+    A row is a record (text), a digest to find it by, and named tensors. `path=None` keeps all in
+    memory. Any number of processes may read; the first commit takes the lock for writing and keeps
+    it until `close`. One store may be used by many threads.
+
+    >>> store = Store()
+    >>> added = store.commit(
+    ...     records=["Li, Mu", "Zhang, Aston"],
+    ...     digests=[b"Li", b"Zhang"],
+    ...     tensors={"key": np.eye(2, dtype=np.float32)},
+    ... )
+    >>> added
+    Commit(version=1, ids=range(0, 2))
+    >>> snapshot = store.at()
+    >>> snapshot.records(snapshot.find(b"Li"))
+    ['Li, Mu']
+    >>> store.commit(remove=[0])
+    Commit(version=2, ids=range(2, 2))
+    >>> store.at().find(b"Li"), store.at(1).find(b"Li")
+    ([], [0])
+    """
+
+    path: Path | None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        create: bool = True,
+        skip_damaged: bool = False,
+        files: Files | None = None,
+    ) -> None:
+        self._process = os.getpid()
+        self.path = None if path is None else Path(path)
+        self._skip_damaged = skip_damaged
+        self._writer: Catalogue | None = None
+        self._desk: _Desk | None = None
+        self._writing_lock = threading.RLock()
+        self._busy = ""
+        self._closed = False
+        self._write_lock: WriteLock | None = None
+        self._shelf: Shelf
+        if self.path is None:
+            self._shelf = Memory()
+            self._reader = self._writer = Catalogue(None)
+        else:
+            _prepare(self.path, create)
+            self._shelf = Disk(self.path, files)
+            self._reader = Catalogue(self.path / FILE, write=False)
+            self._write_lock = WriteLock(self.path)
+        self._pins = Pins(self.path)
+        self._graves = Graves()
+        try:
+            self._tidy()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The connections of a forked child are its parent's.
+        if os.getpid() == self._process:
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def __repr__(self) -> str:
+        where = "in memory" if self.path is None else str(self.path)
+        return f"<Store {where}{', closed' if self._closed else ''}>"
+
+    @property
+    def version(self) -> int:
+        """The newest version, by this or any other process; 0 is the empty store."""
+        return self._newest().number
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the newest version."""
+        return dict(json.loads(self._reader.settings(self._newest().settings)))
+
+    def at(self, version: int | None = None) -> Snapshot:
+        """One version, the newest by default, which stays as it is while the snapshot is held."""
+        while True:
+            with self._reader.lock:
+                head = self._newest() if version is None else self._reader.head(version)
+                if head is not None and self._pins.hold(head.number):
+                    # A compaction may have dropped it before the hold.
+                    if self._reader.head(head.number) is not None:
+                        return Snapshot(
+                            self,
+                            self._reader,
+                            self._shelf,
+                            self._pins,
+                            self._graves,
+                            head,
+                            self._skip_damaged,
+                        )
+                    self._pins.release(head.number)
+            if version is not None:
+                raise self._unknown(version)
+            time.sleep(0.001)
+
+    def versions(self) -> list[Version]:
+        """The versions that are kept, oldest first."""
+        return [
+            Version(*line)
+            for line in self._reader.all(
+                "SELECT number, time, what, added, removed, rows FROM versions WHERE number > 0"
+                " ORDER BY number"
+            )
+        ]
+
+    def arrays(self, version: int | None = None) -> dict[str, np.ndarray]:
+        """The arrays that were fixed with a version's generation, read-only."""
+        with self.at(version) as snapshot:
+            return snapshot.arrays()
+
+    def commit(
+        self,
+        *,
+        records: Sequence[str] = (),
+        digests: Sequence[bytes] = (),
+        tensors: Tensors = _NONE,
+        remove: Iterable[int] = (),
+        settings: Mapping[str, Any] | None = None,
+        arrays: Tensors | None = None,
+        unique: bool = False,
+        what: str = "add",
+    ) -> Commit:
+        """One new version: the rows `remove` die, new rows are born, the settings are replaced.
+
+        `tensors[name]` is (len(records), …), of the same names, shapes and types in all commits
+        until `recode`. `arrays` fixes a generation's arrays, once. `unique` refuses a digest that
+        lives already or comes twice. A commit that changes nothing makes no version.
+        """
+        records, digests = list(records), list(digests)
+        gone = sorted({_id(row) for row in remove})
+        if len(records) != len(digests):
+            raise ArgumentError(
+                f"there must be one digest for each record: {len(records)} records, "
+                f"{len(digests)} digests"
+            )
+        with self._writing("commit") as (catalogue, desk):
+            head, layout, fitted = desk.head, desk.layout, {}
+            if records:
+                tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+                layout = layout or Layout.of(tensors)
+                fitted = layout.fit(tensors, len(records))
+            text = _text(settings)
+            if text is not None and text == catalogue.settings(head.settings):
+                text = None
+            ids = range(head.last + 1, head.last + 1 + len(records))
+            if not (records or gone or arrays or text is not None):
+                return Commit(head.number, ids)
+            if arrays and catalogue.value(
+                "SELECT arrays FROM generations WHERE number = ?", head.generation
+            ):
+                raise CombinationError("the arrays of a generation are fixed: use recode")
+
+            draft = self._draft(catalogue, desk, text)
+            resting = desk.resting + len(records)
+            full = bool(records) and not _rests(layout, resting)
+            absorbed: list[Entry] = []
+            if full:
+                assert layout is not None
+                new = Piece(np.arange(ids.start, ids.stop, dtype=np.int64), fitted)
+                absorbed, pieces = self._gather(catalogue, head.generation, layout)
+                draft.segments(layout, [*pieces, new])
+                resting = 0
+            if arrays:
+                draft.fix(arrays)
+            draft.settle()
+
+            with catalogue.transaction():
+                ledger.bury(catalogue, gone, head.number + 1)
+                if unique:
+                    ledger.distinct(catalogue, digests, look=bool(head.rows))
+                ledger.bear(catalogue, ids, digests, records)
+                if layout is not None and desk.layout is None:
+                    ledger.shape(catalogue, head.generation, layout)
+                if full:
+                    ledger.wake(catalogue, head.generation)
+                elif records and layout is not None:
+                    ledger.rest(catalogue, head.generation, ids, layout.pack(fitted, len(ids)))
+                ledger.discard(catalogue, absorbed)
+                draft.enter(catalogue)
+                newest = Head(
+                    number=head.number + 1,
+                    last=ids.stop - 1,
+                    rows=head.rows + len(ids) - len(gone),
+                    generation=head.generation,
+                    settings=ledger.settle(catalogue, text, head.settings),
+                )
+                ledger.enter(catalogue, newest, what, len(ids), len(gone))
+            self._desk = _Desk(newest, layout, draft.files, resting)
+            if absorbed:
+                self._clear(catalogue, [entry.file for entry in absorbed])
+            return Commit(newest.number, ids)
+
+    def recode(
+        self,
+        blocks: Iterable[tuple[Sequence[int] | np.ndarray, Tensors]],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        arrays: Tensors | None = None,
+        what: str = "learn",
+    ) -> Commit:
+        """One new version in which every live row has other tensors: a new generation.
+
+        `blocks` are (ids, tensors), together all live rows by ascending id. Older versions keep
+        theirs. Memory is needed for one segment.
+        """
+        with self._writing("recode") as (catalogue, desk):
+            head = desk.head
+            with self.at(head.number) as snapshot:
+                live = snapshot.ids()
+            text = _text(settings)
+            draft = self._draft(catalogue, desk, text)
+            draft.generation += 1
+            layout: Layout | None = None
+            held: list[Piece] = []
+            count = done = 0
+            for block, tensors in blocks:
+                ids = np.array(block, np.int64).reshape(-1)
+                tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+                layout = layout or Layout.of(tensors)
+                fitted = layout.fit(tensors, len(ids))
+                _follow(ids, live[done : done + len(ids)])
+                done += len(ids)
+                count += len(ids)
+                # The caller may use the memory of a block again.
+                held.append(Piece(ids, {name: tensor.copy() for name, tensor in fitted.items()}))
+                if count * (layout.row_bytes + 8) >= sizes.SEGMENT_BYTES:
+                    draft.segments(layout, held)
+                    held, count = [], 0
+            if done != len(live):
+                raise ArgumentError(
+                    f"recode: {len(live) - done:,} live rows got no tensors, the first is row "
+                    f"{live[done]}"
+                )
+            if layout is not None and not _rests(layout, count):
+                draft.segments(layout, held)
+                held, count = [], 0
+            if arrays:
+                draft.fix(arrays)
+            draft.settle()
+
+            with catalogue.transaction():
+                ledger.generation(catalogue, draft.generation)
+                if layout is not None:
+                    ledger.shape(catalogue, draft.generation, layout)
+                    for piece in held:
+                        packed = layout.pack(piece.tensors, len(piece.ids))
+                        ledger.rest(catalogue, draft.generation, piece.ids.tolist(), packed)
+                draft.enter(catalogue)
+                newest = head._replace(
+                    number=head.number + 1,
+                    generation=draft.generation,
+                    settings=ledger.settle(catalogue, text, head.settings),
+                )
+                ledger.enter(catalogue, newest, what, 0, 0)
+            self._desk = _Desk(newest, layout, draft.files, count)
+            return Commit(newest.number, range(newest.last + 1, newest.last + 1))
+
+    def compact(self, progress: Progress | None = None) -> CompactReport:
+        """Merge segments, drop dead rows, forget older versions.
+
+        A version that anybody reads is kept, and so are its rows. `progress(done, total)` counts
+        rows that are copied.
+        """
+        with self._writing("compact") as (catalogue, desk):
+            try:
+                report, files = compaction.compact(
+                    catalogue, self._shelf, self._pins, desk.head, desk.files, progress
+                )
+            finally:
+                self._pins.unseize()
+            self._desk = None
+            self._clear(catalogue, files)
+            if self.path is not None:
+                compaction.shrink(catalogue)
+            return report
+
+    def close(self) -> None:
+        """Give the lock back and close the files. Snapshots cannot be read any more."""
+        with self._writing_lock:
+            self._closed = True
+            if self._writer is not None:
+                self._writer.close()
+            self._reader.close()
+            self._pins.close()
+            if self._write_lock is not None:
+                self._write_lock.drop()
+
+    def _newest(self) -> Head:
+        head = self._reader.head()
+        if head is None:
+            raise self._reader.damaged("it has no version")
+        return head
+
+    def _unknown(self, version: int) -> UnknownVersion:
+        newest = self._newest().number
+        if version > newest or version < 0:
+            return UnknownVersion(f"version {version} does not exist: the newest is {newest}")
+        oldest = self._reader.value("SELECT min(number) FROM versions")
+        return UnknownVersion(
+            f"version {version} was dropped by a compaction: the oldest kept is {oldest}"
+        )
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[tuple[Catalogue, _Desk]]:
+        """The lock for writing, the writer's connection, and the newest state."""
+        with self._writing_lock:
+            if self._closed:
+                raise Closed("the store is closed: open it again")
+            if self._busy:
+                raise CombinationError(f"{what} cannot run inside {self._busy}: let it end first")
+            if self._write_lock is not None and not self._write_lock.held:
+                self._write_lock.take()
+                self._desk = None
+            if self._writer is None:
+                assert self.path is not None
+                self._writer = Catalogue(self.path / FILE)
+            catalogue = self._writer
+            self._busy = what
+            try:
+                if self._desk is None:
+                    self._sweep(catalogue)
+                    self._desk = _desk(catalogue)
+                yield catalogue, self._desk
+            except BaseException:
+                self._desk = None
+                with contextlib.suppress(Exception):
+                    self._sweep(catalogue)
+                raise
+            finally:
+                self._busy = ""
+
+    def _sweep(self, catalogue: Catalogue) -> None:
+        """Remove what an unfinished commit or compaction left. Needs the lock for writing."""
+        found = leftovers(catalogue, self._shelf.files())
+        self._clear(catalogue, list(found))
+
+    def _clear(self, catalogue: Catalogue, files: Sequence[str]) -> None:
+        """Remove files that no version uses."""
+        for file in files:
+            self._shelf.discard(file)
+        listed = catalogue.all("SELECT file FROM discarded")
+        if not listed:
+            return
+        there = set(self._shelf.files())
+        # A file that a loss of power brings back must still be known as discarded.
+        self._shelf.settle()
+        # The commit is done; the next writer tries again.
+        with contextlib.suppress(QkvError), catalogue.transaction():
+            gone = [line for line in listed if line[0] not in there]
+            catalogue.many("DELETE FROM discarded WHERE file = ?", gone)
+
+    def _tidy(self) -> None:
+        """Clean up after a crash, if nobody writes at this moment."""
+        if self._write_lock is None:
+            return
+        if not leftovers(self._reader, self._shelf.files()):
+            return
+        try:
+            self._write_lock.take(patience=0)
+        except (Locked, Unwritable):
+            return
+        try:
+            writer = Catalogue(self._reader.path)
+            try:
+                self._sweep(writer)
+            finally:
+                writer.close()
+        finally:
+            self._write_lock.drop()
+
+    def _draft(self, catalogue: Catalogue, desk: _Desk, text: str | None) -> Draft:
+        settings = catalogue.settings(desk.head.settings) if text is None else text
+        return Draft(self._shelf, desk.head.generation, desk.files, settings)
+
+    def _gather(
+        self, catalogue: Catalogue, generation: int, layout: Layout
+    ) -> tuple[list[Entry], list[Piece]]:
+        """What goes into a segment before new rows: small segments, if many, and resting rows."""
+        entries = ledger.segments(catalogue, generation)
+        small: list[Entry] = []
+        while entries and entries[-1].size < sizes.SEGMENT_BYTES // sizes.FEW:
+            small.insert(0, entries.pop())
+        if len(small) < sizes.FEW:
+            small = []
+        try:
+            pieces = [compaction.copied(self._shelf, entry, layout) for entry in small]
+        except Damaged:  # it stays where it is, for whoever can mend it
+            small, pieces = [], []
+        rows = catalogue.all(
+            "SELECT id, tensors, crc FROM resting WHERE generation = ? ORDER BY id", generation
+        )
+        segment = rested(catalogue, layout, rows)
+        return small, [*pieces, Piece(segment.ids, segment.tensors)]
+
+
+def _prepare(folder: Path, create: bool) -> None:
+    """Make sure that the folder is a store, or say what it is."""
+    if not folder.exists():
+        if not create:
+            raise NoStore(f"{folder} does not exist: give the path of a store, or create=True")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unwritable(f"{folder} cannot be made ({error.strerror})") from error
+    if not folder.is_dir():
+        raise NotAStore(f"{folder} is a file: a store is a folder")
+    path = folder / FILE
+    names = set(os.listdir(folder))
+    # A store that was ever finished has one of these.
+    old = names & {READERS, WRITER} or any(name.endswith(SUFFIX) for name in names)
+    there = FILE in names
+    if there and _identified(path):
+        return
+    if old:
+        raise Damaged(
+            f"{path} is {'empty' if there else 'missing'}: restore it from a copy, or save what "
+            "can be read with qkv check --repair"
+        )
+    if names and not there:
+        raise NotAStore(f"{folder} is a folder with other files: give the path of a store")
+    if not create:
+        raise NoStore(f"{folder} is empty: give the path of a store, or create=True")
+    catalogue = Catalogue(path, create=True)
+    catalogue.close()
+    with open(folder / READERS, "ab"):
+        pass
+    for place in (folder, folder.absolute().parent):
+        with contextlib.suppress(OSError):
+            Files().fsync_folder(place)
+
+
+def _identified(path: Path) -> bool:
+    catalogue = Catalogue(path, write=False)
+    try:
+        return catalogue.identify()
+    finally:
+        catalogue.close()
+
+
+def _desk(catalogue: Catalogue) -> _Desk:
+    head = catalogue.head()
+    if head is None:
+        raise catalogue.damaged("it has no version")
+    return _Desk(
+        head,
+        ledger.layout(catalogue, head.generation),
+        catalogue.value("SELECT files FROM counters"),
+        catalogue.value("SELECT count(*) FROM resting WHERE generation = ?", head.generation),
+    )
+
+
+def _rests(layout: Layout | None, rows: int) -> bool:
+    """Whether so many rows are too few for a segment."""
+    if layout is None:
+        return True
+    return rows < sizes.RESTING_ROWS and rows * layout.row_bytes < sizes.RESTING_BYTES
+
+
+def _id(row: Any) -> int:
+    if isinstance(row, bool) or not isinstance(row, int | np.integer):
+        raise DtypeError(f"remove takes row ids, which are integers, not {row!r}")
+    return int(row)
+
+
+def _text(settings: Mapping[str, Any] | None) -> str | None:
+    if settings is None:
+        return None
+    try:
+        return json.dumps(dict(settings), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"settings must be JSON: {error}") from error
+
+
+def _follow(ids: np.ndarray, live: np.ndarray) -> None:
+    if len(ids) != len(live) or not np.array_equal(ids, live):
+        different = np.flatnonzero(ids[: len(live)] != live)
+        at = int(different[0]) if len(different) else len(live)
+        row = ids[at] if at < len(ids) else "nothing"
+        expected = f"row {live[at]}" if at < len(live) else "the end"
+        raise ArgumentError(
+            f"recode: blocks must give all live rows by ascending id: expected {expected}, not "
+            f"row {row}"
+        )

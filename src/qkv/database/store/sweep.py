@@ -1,0 +1,50 @@
+"""Which files of a store nobody needs: those of a commit or a compaction that did not finish."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from qkv.database.store.catalogue import Catalogue
+from qkv.database.store.segments import SUFFIX, TEMPORARY
+
+_NAME = re.compile(rf"(?:segment|arrays)-(\d{{8,}}){re.escape(SUFFIX)}")
+
+
+def number(file: str) -> int | None:
+    """The number in a file's name; None for a name that is not ours.
+
+    >>> number("segment-00000012.safetensors"), number("mine.safetensors")
+    (12, None)
+    """
+    found = _NAME.fullmatch(file)
+    return int(found[1]) if found else None
+
+
+def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
+    """The files that no version needs, and why that is certain.
+
+    Numbers are given out in the transaction that makes a file part of the store, so a higher one
+    was never part of it. A file that neither rule is about is left alone.
+    """
+    with catalogue.view():
+        following = catalogue.value("SELECT files FROM counters")
+        discarded = {file for (file,) in catalogue.all("SELECT file FROM discarded")}
+        used = {file for (file,) in catalogue.all("SELECT file FROM segments")}
+        used |= {file for (file,) in catalogue.all("SELECT arrays FROM generations")}
+    highest = max((number(str(file)) or 0 for file in used), default=0)
+    if not isinstance(following, int) or following <= highest:
+        raise catalogue.damaged("its count of files is not what was written")
+    found = {}
+    for file in files:
+        plain = file.removesuffix(TEMPORARY)
+        given = number(plain)
+        if given is None or file in used:
+            continue
+        if plain != file:
+            found[file] = "a file that was never finished"
+        elif file in discarded:
+            found[file] = "left by a compaction"
+        elif given >= following:
+            found[file] = "left by a commit that did not finish"
+    return found

@@ -1,0 +1,112 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database.encoders import Arrays, Characters, Columns, Exact, Heads, Numbers
+from qkv.database.encoders.base import unit
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import Gaussian
+
+BOOKS = [("Dracula", 1897), ("Frankenstein", 1818), ("Solaris", 1961), ("Dune", 1965)]
+
+
+def test_one_product_is_the_weighted_sum_of_cosines() -> None:
+    keys, queries = ["Li", "Lipton", "Zhang"], ["Lee", "Zang"]
+    heads = Heads([Characters(), Exact(64)], weights=[3, 1])
+    got = heads.query(queries) @ heads.encode(keys).T
+    want = sum(
+        weight * (encoder.encode(queries) @ encoder.encode(keys).T)
+        for weight, encoder in ((0.75, Characters()), (0.25, Exact(64)))
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert heads.weights == (0.75, 0.25)
+
+
+def test_vectors_of_any_length_count_by_their_direction() -> None:
+    keys = np.array([[3.0, 4.0], [0.0, 100.0]])
+    both = Heads([Arrays(), Arrays()]).fit(keys)
+    got = both.query(keys) @ both.encode(keys).T
+    np.testing.assert_allclose(got, unit(keys) @ unit(keys).T, atol=1e-6)
+
+
+def test_columns_of_text_and_numbers_add_up() -> None:
+    columns = Columns({"title": Characters(), "year": Numbers()}, {"title": 3}).fit(BOOKS)
+    queries = [("Dracla", 1900), ("dune", 1960)]
+    got = columns.query(queries) @ columns.encode(BOOKS).T
+    titles, years = zip(*BOOKS, strict=True)
+    numbers = Numbers().fit(years)
+    text = Characters().encode([q[0] for q in queries]) @ Characters().encode(titles).T
+    number = Gaussian()(numbers.encode([q[1] for q in queries]), numbers.encode(years))
+    np.testing.assert_allclose(got, 0.75 * text + 0.25 * number, atol=1e-5)
+
+
+def test_none_leaves_the_weight_to_the_other_columns() -> None:
+    columns = Columns({"title": Characters(), "year": Numbers()}).fit(BOOKS)
+    keys = columns.encode(BOOKS)
+    title = Characters().encode(["Dracla"]) @ Characters().encode([b[0] for b in BOOKS]).T
+    for query in (("Dracla", None), {"title": "Dracla"}, "Dracla"):
+        np.testing.assert_allclose(columns.query([query]) @ keys.T, title, atol=1e-5)
+    assert not columns.query([(None, None)]).any()
+
+
+def test_one_value_is_asked_of_every_column_that_reads_it() -> None:
+    rows = [("Dune", "Frank Herbert", 1965), ("Emma", "Jane Austen", 1815)]
+    columns = Columns([Characters(), Characters(), Numbers()]).fit(rows)
+    found = columns.query(["jane asten", "dune", 1964]) @ columns.encode(rows).T
+    assert found.argmax(axis=1).tolist() == [1, 0, 0]
+    # A name that fills one column matches as well as if it had been asked of that column alone.
+    assert found[1, 0] == pytest.approx(1, abs=0.15)
+
+
+def test_heads_nest() -> None:
+    inner = Heads([Characters(), Exact()])
+    outer = Columns({"title": inner, "year": Numbers()}).fit(BOOKS)
+    found = outer.query(BOOKS) @ outer.encode(BOOKS).T
+    assert found.argmax(axis=1).tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(np.diag(found), 0.5, atol=1e-5)  # a cosine of 1, a distance of 0
+    assert outer.width == 256 + 256 + 3
+
+
+def test_arrays_keep_each_heads_own() -> None:
+    heads = Heads([Characters(idf=True), Characters(32, idf=True)]).fit(["a", "b", "ab"])
+    assert sorted(heads.arrays()) == ["0.table", "1.table"]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "says"),
+    [
+        (lambda: Heads([]), DtypeError, "heads must be a list"),
+        (lambda: Heads("characters"), DtypeError, "heads must be a list"),
+        (lambda: Heads(["charcters"]), ArgumentError, "did you mean"),
+        (lambda: Heads(["exact"], weights=[1, 2]), ShapeError, "2 weights for 1 heads"),
+        (lambda: Heads(["exact"], weights=[-1]), ArgumentError, "0 or more"),
+        (lambda: Heads(["exact"], weights=[0]), ArgumentError, "some above"),
+        (lambda: Heads({"a": "exact"}, {"b": 1}), ArgumentError, "weights for"),
+    ],
+)
+def test_bad_heads_are_refused(build: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("query", "error", "says"),
+    [
+        (("Dune",), ShapeError, "key 0 must be a tuple of 2 columns"),
+        ({"titel": "Dune"}, ArgumentError, "no column 'titel': columns are title, year"),
+        (b"Dune", DtypeError, "no column can read"),
+        (("Dune", "old"), DtypeError, "must be a number, not 'old'"),
+    ],
+)
+def test_bad_queries_are_refused(query: Any, error: type[Exception], says: str) -> None:
+    columns = Columns({"title": Characters(), "year": Numbers()}).fit(BOOKS)
+    with pytest.raises(error, match=says):
+        columns.query([query])
+
+
+def test_a_missing_cell_is_refused_with_its_row() -> None:
+    rows = [("Dune", 1965), ("Emma", None)]
+    columns = Columns([Characters(), Numbers()])
+    with pytest.raises(DtypeError, match="key 1 must be a number, not None"):
+        columns.fit(rows)

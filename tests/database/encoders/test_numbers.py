@@ -1,0 +1,138 @@
+import datetime
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database.encoders import Numbers
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import Gaussian
+
+
+def test_numbers_become_standard_deviations() -> None:
+    keys = [2.0, 3.0, 7.0]
+    got = Numbers().fit(keys).encode([2, 3.0, 7, np.float32(4)])
+    want = (np.array([2, 3, 7, 4]) - np.mean(keys)) / np.std(keys)
+    np.testing.assert_allclose(got[:, 0], want, rtol=1e-6)
+
+
+def test_columns_of_mixed_units_count_the_same() -> None:
+    keys = [(3.1, 50_000), (3.5, 62_000), (3.9, 90_000), (2.8, 41_000)]
+    x = Numbers().fit(keys).encode(keys)
+    np.testing.assert_allclose(x.mean(axis=0), 0, atol=1e-6)
+    np.testing.assert_allclose(x.std(axis=0), 1, rtol=1e-5)
+    scaled = [(gpa * 1000, salary / 7) for gpa, salary in keys]
+    np.testing.assert_allclose(Numbers().fit(scaled).encode(scaled), x, atol=1e-5)
+
+
+def test_arrays_tuples_and_lists_are_alike() -> None:
+    keys = [(1.0, 5.0), (2.0, 9.0), (4.0, 1.0)]
+    encoder = Numbers().fit(keys)
+    for same in (np.array(keys), [list(key) for key in keys], [np.array(key) for key in keys]):
+        np.testing.assert_array_equal(encoder.encode(same), encoder.encode(keys))
+
+
+def test_the_bandwidth_is_scotts_unless_given() -> None:
+    one, two = Numbers().fit([1.0, 2.0]), Numbers().fit([(1.0, 2.0), (2.0, 3.0)])
+    assert one.score(32) == Gaussian(0.5)
+    assert two.score(64) == Gaussian(0.5)
+    assert Numbers(0.25).fit([1.0, 2.0]).score(1000) == Gaussian(0.25)
+
+
+def test_units_replace_the_standard_deviation() -> None:
+    encoder = Numbers(units=(0.1, 5000)).fit([(3.0, 50_000), (4.0, 60_000)])
+    np.testing.assert_allclose(
+        np.diff(encoder.encode([(3, 50_000), (3.1, 55_000)]), axis=0), 1, rtol=1e-4
+    )
+    assert encoder.score(1000) == Gaussian(1.0)
+    assert Numbers(2.0, units=0.1).fit([3.0]).score(1000) == Gaussian(2.0)
+
+
+def test_a_column_of_one_value_is_compared_in_its_own_unit() -> None:
+    x = Numbers().fit([(1.0, 7.0), (2.0, 7.0)]).encode([(1.0, 7.0), (1.0, 9.0)])
+    assert x[:, 1].tolist() == [0.0, 2.0]
+
+
+def test_far_from_zero_no_digit_is_lost() -> None:
+    keys = [1e9 + i for i in range(5)]
+    x = Numbers().fit(keys).encode(keys)[:, 0]
+    np.testing.assert_allclose(np.diff(x), 1 / np.std(range(5)), rtol=1e-6)
+
+
+def test_dates_count_as_days() -> None:
+    day = datetime.date
+    keys = [day(2024, 2, 28), day(2024, 3, 1), datetime.datetime(2024, 3, 2, 12)]
+    x = Numbers(units=1).fit(keys).encode(keys)[:, 0]
+    np.testing.assert_allclose(np.diff(x), [2, 1.5], rtol=1e-5)
+    zone = datetime.timezone(datetime.timedelta(hours=6))
+    pair = [datetime.datetime(2024, 3, 2, 12, tzinfo=zone), datetime.datetime(2024, 3, 2, 6)]
+    x = Numbers(units=1).fit(keys).encode(pair)[:, 0]
+    assert x[0] == x[1]
+    clock = Numbers(units=1).fit([datetime.time(0)]).encode([datetime.time(18)])
+    assert clock.tolist() == [[0.75]]
+
+
+def test_decimals_and_booleans_are_numbers() -> None:
+    assert Numbers(units=1).fit([0]).encode([Decimal("1.5"), True]).tolist() == [[1.5], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "says"),
+    [
+        ([1.0, math.nan], ArgumentError, "key 1 is not a finite"),
+        ([1.0, 2.0, math.inf], ArgumentError, "key 2"),
+        ([1.0, None], DtypeError, "key 1 must be a number, not None"),
+        ([1.0, "3"], DtypeError, "key 1 must be a number, not '3'"),
+        ([(1, 2), (1,)], ShapeError, "key 1 has 1 numbers where key 0 has 2"),
+        ([(1, 2), (1, None)], DtypeError, "key 1"),
+        ([1, 10**400], ArgumentError, "key 1"),
+        (np.array([1.0, np.nan]), ArgumentError, "key 1"),
+        (np.array(["1"]), DtypeError, "real numbers"),
+        (np.zeros((2, 2, 2)), ShapeError, "rows, columns"),
+        ([], ArgumentError, "at least one"),
+        ([1e308, -1e308], ArgumentError, "too large"),
+    ],
+)
+def test_what_is_no_number_is_refused_with_its_row(
+    keys: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        Numbers().fit(keys)
+
+
+def test_keys_must_fit_what_was_fitted() -> None:
+    with pytest.raises(ArgumentError, match="fitted"):
+        Numbers().encode([1.0])
+    encoder = Numbers().fit([(1.0, 2.0)])
+    with pytest.raises(ShapeError, match="2 numbers each, but these have 1"):
+        encoder.encode([1.0])
+    with pytest.raises(ShapeError, match="3 units for keys of 2"):
+        Numbers(units=(1, 2, 3)).fit([(1.0, 2.0)])
+    with pytest.raises(ArgumentError, match="too far"):
+        Numbers(units=1e-30).fit([0.0]).encode([1e20])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"bandwidth": 0}, {"bandwidth": -1.0}, {"units": 0}, {"units": (1, -1)}]
+)
+def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(bad))} must be above 0"):
+        Numbers(**bad)
+
+
+@pytest.mark.parametrize("bandwidth", [None, 0.5])
+def test_as_a_head_its_product_is_the_gaussian(bandwidth: float | None) -> None:
+    keys = [(1.0, 20.0), (3.0, 10.0), (-2.0, 0.0)]
+    encoder = Numbers(bandwidth).fit(keys)
+    queries = [(0.0, 5.0), (9.0, 9.0)]
+    got = encoder.head(queries, query=True) @ encoder.head(keys).T
+    want = Gaussian(bandwidth or 1.0)(encoder.encode(queries), encoder.encode(keys))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_what_it_reads() -> None:
+    encoder = Numbers().fit([1.0, 2.0])
+    assert encoder.reads(3) and encoder.reads(2.5)
+    assert not encoder.reads("3") and not encoder.reads((1, 2)) and not encoder.reads(None)

@@ -1,0 +1,147 @@
+"""The default for text gives weights that a person can read."""
+
+import csv
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database.encoders import Text
+from qkv.errors import ArgumentError
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("wordllama")
+
+BOOKS = Path(__file__).parents[3] / "examples" / "data" / "books.csv"
+
+
+@pytest.fixture(scope="module")
+def books() -> list[dict[str, str]]:
+    with BOOKS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def ask(queries: list[str], keys: list[str]) -> np.ndarray:
+    encoder = Text().fit(keys)
+    return qkv.weights(encoder.query(queries), encoder.encode(keys), score=encoder.score(len(keys)))
+
+
+def effective_rows(alpha: np.ndarray) -> np.ndarray:
+    return np.exp(-(alpha * np.log(np.maximum(alpha, 1e-30))).sum(axis=-1))
+
+
+def slips(title: str, some: random.Random) -> list[str]:
+    """A letter dropped, doubled, replaced, and two swapped, all in lower case."""
+    title = title.lower()
+    letters = [i for i, letter in enumerate(title) if letter.isalnum()]
+    a, b, c = (some.choice(letters) for _ in range(3))
+    swap = some.choice(letters[:-1])
+    return [
+        title[:a] + title[a + 1 :],
+        title[:b] + title[b] + title[b:],
+        title[:c] + some.choice("abcdefghijklmnopqrstuvwxyz") + title[c + 1 :],
+        title[:swap] + title[swap + 1] + title[swap] + title[swap + 2 :],
+    ]
+
+
+def test_a_title_typed_right_takes_more_than_half(books: list[dict[str, str]]) -> None:
+    titles = [book["title"] for book in books]
+    for typed in (titles, [title.lower() for title in titles], [t.upper() for t in titles]):
+        assert np.diag(ask(typed, titles)).min() > 0.5
+
+
+def test_a_title_with_one_slip_takes_more_than_half(books: list[dict[str, str]]) -> None:
+    titles, some = [book["title"] for book in books], random.Random(11)
+    pairs = [(i, slip) for i, title in enumerate(titles) for slip in slips(title, some)]
+    right, queries = zip(*pairs, strict=True)
+    weight = ask(list(queries), titles)[range(len(right)), right]
+    assert (weight > 0.5).mean() > 0.98
+
+
+def test_the_alchemist(books: list[dict[str, str]]) -> None:
+    titles = [book["title"] for book in books]
+    (alpha,) = ask(["the alchmist"], titles)
+    assert titles[int(alpha.argmax())] == "The Alchemist"
+    assert alpha.max() > 0.9
+
+
+def test_a_vague_query_spreads(books: list[dict[str, str]]) -> None:
+    vague = ["a book about love", "a novel about a family", "something sad", "an old story"]
+    for column in ("title", "summary"):
+        assert effective_rows(ask(vague, [book[column] for book in books])).min() > 10
+
+
+PARAPHRASES = {
+    "a man turns into an insect": "The Metamorphosis",
+    "dinosaurs brought back to life in a theme park": "Jurassic Park",
+    "children walk through a closet into a snowy magical kingdom": (
+        "The Lion, the Witch and the Wardrobe"
+    ),
+    "teenagers forced to fight to the death on television": "The Hunger Games",
+    "a spider saves a pig": "Charlotte's Web",
+    "the discovery of the structure of DNA": "The Double Helix",
+    "surviving the holocaust told as a comic with mice and cats": "Maus",
+    "a portrait ages instead of the man": "The Picture of Dorian Gray",
+    "evolution by natural selection": "On the Origin of Species",
+    "living alone in a cabin in the woods": "Walden",
+    "monks murdered in a monastery with a secret library": "The Name of the Rose",
+    "the satan visits moscow with a black cat": "The Master and Margarita",
+    "an unfaithful wife throws herself under a train": "Anna Karenina",
+    "how our brain makes fast and slow decisions": "Thinking, Fast and Slow",
+    "hobbits carry a magic ring to destroy it": "The Fellowship of the Ring",
+    # These three it does not find: no word in common, and none that is near enough.
+    "young lovers from enemy families": "Romeo and Juliet",
+    "big brother watches everyone in a totalitarian state": "Nineteen Eighty-Four",
+    "a robot companion for an ill child": "Klara and the Sun",
+}
+
+
+def test_a_paraphrase_lands_in_the_top_three(books: list[dict[str, str]]) -> None:
+    titles = [book["title"] for book in books]
+    alpha = ask(list(PARAPHRASES), [book["summary"] for book in books])
+    right = [titles.index(title) for title in PARAPHRASES.values()]
+    place = (alpha > alpha[range(len(right)), right][:, None]).sum(axis=1)
+    assert (place < 3).sum() >= 15
+
+
+def test_lee_is_mostly_li() -> None:
+    names = ["Zhang", "Lipton", "Li", "Smola", "Hu", "Werness"]
+    lee, li, strange = ask(["Lee", "li", "Okonkwo"], names)
+    assert lee[2] > 0.5
+    assert li[2] > 0.9
+    assert strange.max() < 0.6
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30, 20_000])
+def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str]]) -> None:
+    some = random.Random(5)
+    words = sorted({word for book in books for word in book["summary"].split()})
+    others = {" ".join(some.choices(words, k=some.randint(2, 5))) for _ in range(rows)}
+    keys = ["One Hundred Years of Solitude", *sorted(others)][:rows]
+    right, slip, vague = ask(
+        ["one hundred years of solitude", "one hundred yaers of solitude", "something sad"],
+        keys,
+    )
+    assert right[0] > 0.5
+    assert slip[0] > 0.5
+    assert effective_rows(vague) > min(rows / 2, 10)
+
+
+def test_letters_count_in_short_texts_and_words_in_long_ones() -> None:
+    shares = Text(half=10).shares(["", "x" * 10, "x" * 90])
+    np.testing.assert_allclose(shares, [[1, 0], [0.5, 0.5], [0.1, 0.9]])
+
+
+def test_it_is_as_wide_as_its_heads() -> None:
+    assert Text().width == 512
+    vectors = Text().encode(["The Alchemist", "a longer text about a shepherd and his treasure"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+
+
+def test_bad_parameters_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="half"):
+        Text(half=0)
+    with pytest.raises(ArgumentError, match="use Heads"):
+        Text(weights=[1, 3])

@@ -1,0 +1,74 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database.encoders import Characters, Words, default, load, words
+from qkv.errors import MissingExtra
+
+pytest.importorskip("tokenizers")
+wordllama = pytest.importorskip("wordllama")
+
+TEXTS = ["the cat sat", "a kitten", "Income Tax", "naïve 日本", "x"]
+
+
+def test_it_is_wordllamas_embedding() -> None:
+    folder = words.folder()
+    model = wordllama.WordLlama.load(cache_dir=folder, disable_download=True)
+    want = model.embed(TEXTS, norm=True)
+    np.testing.assert_allclose(Words(lower=False).encode(TEXTS), want, atol=1e-5)
+    want = model.embed([text.lower() for text in TEXTS], norm=True)
+    np.testing.assert_allclose(Words().encode(TEXTS), want, atol=1e-5)
+
+
+def test_meaning_is_near() -> None:
+    query = Words().query(["a book about the ocean"])
+    keys = ["the sea", "a tax form", "a parliament"]
+    assert (query @ Words().encode(keys).T).argmax() == 0
+
+
+def test_tokens_and_table_give_the_same_sum() -> None:
+    encoder = Words()
+    ids, offsets = encoder.tokens([*TEXTS, ""])
+    assert offsets.tolist()[-1] == offsets.tolist()[-2] == len(ids)
+    assert encoder.table.shape == (32000, encoder.width)
+    one = encoder.table[ids[offsets[0] : offsets[1]]].mean(axis=0)
+    np.testing.assert_allclose(one / np.linalg.norm(one), encoder.encode(TEXTS)[0], atol=1e-6)
+    with pytest.raises(ValueError, match="read-only"):
+        encoder.table[0] = 0
+
+
+def test_no_text_is_no_vector() -> None:
+    assert not Words().encode([""]).any()
+
+
+def test_it_loads_no_more_than_it_needs_and_sets_up_nothing() -> None:
+    # wordllama's own loader configures the root logger and imports a network library.
+    code = """if True:
+        import json, logging, sys
+        from qkv.database.encoders import Words
+        Words().encode(["the cat"])
+        print(json.dumps([logging.root.handlers == [], sorted(
+            {"wordllama", "requests", "torch"} & set(sys.modules))]))"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(out.stdout) == [True, []]
+
+
+def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "wordllama" else real(name, *rest)
+
+    settings = Words().settings()
+    monkeypatch.setattr(words, "find_spec", without)
+    words._table.cache_clear()
+    with pytest.raises(MissingExtra, match=r'pip install "qkv\[text\]"'):
+        load(settings, {})
+    with pytest.raises(MissingExtra, match=r"qkv\[text\]"):
+        Words().encode(["a"])
+    assert default(["a", "b"]) == Characters()

@@ -1,0 +1,199 @@
+"""Every acknowledged row survives, and no half of another: killed writers, forgetful disks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from qkv.database.store import Store, check, sizes
+from qkv.database.store.shelf import Files
+from tests.database import crash
+
+FULL = os.environ.get("QKV_FULL") == "1"
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    for name in ("RESTING_ROWS", "SEGMENT_BYTES", "FEW"):
+        monkeypatch.setattr(sizes, name, getattr(sizes, name))
+    crash.tighten()
+
+
+def test_killed_writers():
+    crash.battery(200 if FULL else 20, seed=1)
+
+
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals need the main thread"
+)
+# An interrupt may fall between opening a file and the `with` that closes it.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_interrupts(tmp_path, tight, place):
+    """Ctrl-C at any moment: the step is done or not done, and the same store goes on."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    rng = random.Random(3)
+    model, interrupted = crash.Model(), 0
+    old = signal.signal(signal.SIGALRM, stop)
+    try:
+        with Store(tmp_path / "s" if place == "disk" else None) as s:
+            while interrupted < (300 if FULL else 40):
+                step = crash.plan(rng, model)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.random() * 0.004 + 1e-5)
+                    crash.perform(s, step, model)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                [model] = [m for m in (model.after(step), model) if m.matches(s)][:1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    if place == "disk":
+        assert check(tmp_path / "s") == []
+
+
+class PowerCut(BaseException):
+    """The machine stops here."""
+
+
+class Forgetful(Files):
+    """A disk that keeps only what was synced, and by chance some of the rest.
+
+    It works on a real folder and remembers what a power cut would leave: the content of each file
+    as last synced, the folder as last synced, and the changes since.
+    """
+
+    def __init__(self, budget: int, skip: tuple[str, ...] = ()) -> None:
+        self.budget = budget
+        self.skip = skip
+        self.content: dict[str, object] = {}  # an inode for each name, as programs see it
+        self.synced: set[int] = set()
+        self.folder: dict[str, object] = {}  # the same, as the disk has it
+        self.changes: list[tuple[str, str, object]] = []
+
+    def tick(self) -> None:
+        self.budget -= 1
+        if self.budget < 0:
+            raise PowerCut
+
+    def write(self, path, chunks):
+        self.tick()
+        inode = self.content[path.name] = bytearray()
+        self.changes.append(("link", path.name, inode))
+        super().write(path, (self.noted(inode, chunk) for chunk in chunks))
+
+    def noted(self, inode, chunk):
+        inode += bytes(chunk)
+        return chunk
+
+    def fsync(self, file, path):
+        self.tick()
+        if "fsync" not in self.skip and path.name in self.content:
+            self.synced.add(id(self.content[path.name]))
+
+    def rename(self, source, target):
+        self.tick()
+        inode = self.content.pop(source.name)
+        self.content[target.name] = inode
+        self.changes.append(("unlink", source.name, inode))
+        self.changes.append(("link", target.name, inode))
+        super().rename(source, target)
+
+    def unlink(self, path):
+        self.tick()
+        if path.name in self.content:
+            self.changes.append(("unlink", path.name, self.content.pop(path.name)))
+        super().unlink(path)
+
+    def fsync_folder(self, folder):
+        self.tick()
+        if "fsync_folder" not in self.skip:
+            for change in self.changes:
+                self.apply(change)
+            self.changes = []
+
+    def apply(self, change):
+        kind, name, inode = change
+        if kind == "link":
+            self.folder[name] = inode
+        else:
+            self.folder.pop(name, None)
+
+    def cut(self, folder: Path, target: Path, rng: random.Random) -> None:
+        """What is found after the power comes back. SQLite keeps its own promise."""
+        target.mkdir()
+        for file in folder.iterdir():
+            if not file.name.endswith((".safetensors", ".tmp")):
+                shutil.copyfile(file, target / file.name)
+        keep = rng.choice([0.0, 0.5, 1.0])
+        for change in self.changes:
+            if rng.random() < keep:
+                self.apply(change)
+        for name, inode in self.folder.items():
+            content = bytes(inode)
+            if id(inode) not in self.synced:
+                content = content[: rng.randrange(len(content) + 1)]
+            (target / name).write_bytes(content)
+
+
+def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
+    """Work until the power is cut, look at what is left, and go on with that."""
+    rng = random.Random(seed)
+    model, place = crash.Model(), folder / "0"
+    disk = Forgetful(0)
+    for turn in range(1, 6):
+        before = disk
+        disk = Forgetful(rng.randrange(1, 60), skip)
+        # What is there after a cut is all on the disk.
+        for name, inode in before.folder.items():
+            if place.exists() and (place / name).exists():
+                inode = bytearray((place / name).read_bytes())
+                disk.content[name] = disk.folder[name] = inode
+                disk.synced.add(id(inode))
+        pending = None
+        with pytest.raises(PowerCut), Store(place, files=disk) as s:
+            while True:
+                pending = crash.plan(rng, model)
+                crash.perform(s, pending, model)
+                model, pending = model.after(pending), None
+        after = folder / str(turn)
+        disk.cut(place, after, rng)
+        with Store(after) as s:
+            possible = [model] + ([model.after(pending)] if pending else [])
+            matching = [one for one in possible if one.matches(s)]
+            assert matching, f"version {s.version} is neither before nor after {pending}"
+            model = matching[-1]
+        assert check(after) == []
+        place = after
+
+
+@pytest.mark.parametrize("seed", range(200 if FULL else 20))
+def test_power_cuts(tmp_path, tight, seed):
+    power_cuts(tmp_path, seed)
+
+
+@pytest.mark.parametrize("forgotten", ["fsync", "fsync_folder"])
+def test_a_sync_that_is_left_out_is_noticed(tmp_path, tight, forgotten):
+    """The battery can tell: without either sync it finds a store that lost rows."""
+
+    def broken(seed):
+        (tmp_path / str(seed)).mkdir()
+        try:
+            power_cuts(tmp_path / str(seed), seed, skip=(forgotten,))
+        except (AssertionError, OSError):
+            return True
+        return False
+
+    assert any(broken(seed) for seed in range(20))

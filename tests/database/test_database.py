@@ -1,0 +1,581 @@
+"""The database as a person uses it, in memory and on disk."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas
+import polars
+import pytest
+import torch
+
+import qkv
+from qkv import scores, weightings
+from qkv.database import AbsentKey, Database
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    QkvError,
+    ShapeError,
+)
+
+NAMES = {
+    "Zhang": "Aston",
+    "Lipton": "Zachary",
+    "Li": "Mu",
+    "Smola": "Alex",
+    "Hu": "Rachel",
+    "Werness": "Brent",
+}
+STUDENTS = {
+    "name": ["John Doe", "Jane Roe", "Ann Poe", "Bo Coe"],
+    "major": ["psychology", "law", "psychology", "physics"],
+    "gpa": [3.5, 3.9, 3.5, 2.8],
+    "salary": [70.0, 95.0, 72.0, 60.0],
+}
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make(request, tmp_path):
+    """Database(...), in memory or on disk."""
+    made = []
+
+    def build(data=None, values=None, **how):
+        if request.param == "memory":
+            D = Database(**how)
+        else:
+            D = qkv.open(tmp_path / f"{len(made)}.qkv", **how)
+        made.append(D)
+        if values is not None:
+            D.add(data, values)
+        elif data is not None:
+            D.add(data)
+        return D
+
+    yield build
+    for D in made:
+        D.close()
+
+
+# The mapping
+
+
+def test_the_seeds_names(make):
+    D = make(NAMES)
+    assert D["Li"] == "Mu"
+    assert len(D) == 6
+    assert "Li" in D
+    assert "Lee" not in D
+    assert list(D) == list(NAMES)
+    assert dict(D.items()) == NAMES
+    assert D.get("Lee") is None
+    assert D.get("Lee", 5) == 5
+
+
+def test_a_key_that_is_absent_names_the_nearest(make):
+    D = make(NAMES)
+    with pytest.raises(KeyError, match="no row has the key 'Lee': the nearest are 'Li'") as caught:
+        D["Lee"]
+    assert isinstance(caught.value, QkvError)
+    assert caught.value.nearest[0] == "Li"
+    with pytest.raises(AbsentKey, match=r"^no row has the key 'x'$"):
+        make()["x"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (["a", "b"], ["x", "y"]),
+        ([1, 2], [10, 20]),
+        ([1.5, -2.5], [True, None]),
+        ([b"a", b"\x00\xff"], [b"", b"\xfe"]),
+        ([("a", 1), ("a", 2)], [{"n": [1, None]}, {"n": []}]),
+        ([{"a": 1}, {"a": [2]}], ["x", 3]),
+        (["a", "b"], [np.array([1.0, 2.0]), np.array([3.0, 4.0])]),
+        ([np.array([1.0, 2.0]), np.array([3.0, 4.0])], ["x", "y"]),
+    ],
+    ids=repr,
+)
+def test_keys_and_values_of_any_type_come_back(make, keys, values):
+    D = make(keys, values)
+    for key, value in zip(keys, values, strict=True):
+        np.testing.assert_equal(D[key], value)
+        assert key in D
+    for found, key in zip(D, keys, strict=True):
+        np.testing.assert_equal(found, key)
+
+
+def test_keys_may_repeat_and_the_newest_counts(make):
+    D = make([(3.5, "Ann"), (3.5, "Bo"), (2.0, "Cy")])
+    assert D[3.5] == "Bo"
+    assert D.all(3.5) == ["Ann", "Bo"]
+    assert D.all(9.9) == []
+    assert len(D) == 3
+
+
+def test_unique_refuses_repeats_and_keeps_the_old(make):
+    D = make({"a": 1}, unique=True)
+    with pytest.raises(QkvError):
+        D.add("a", 2)
+    with pytest.raises(QkvError):
+        D.add(["b", "b"], [1, 2])
+    assert dict(D.items()) == {"a": 1}
+    D.update("a", 3)
+    assert dict(D.items()) == {"a": 3}
+
+
+def test_update_and_remove(make):
+    D = make(NAMES)
+    D.update("Li", "Wei")
+    D["Hu"] = "Jin"
+    D.update({"New": "One", "Zhang": "Three"})
+    assert (D["Li"], D["Hu"], D["New"], D["Zhang"]) == ("Wei", "Jin", "One", "Three")
+    assert len(D) == 7
+    assert D.remove(["Li", "Hu"]) == 2
+    del D["New"]
+    assert sorted(D) == ["Lipton", "Smola", "Werness", "Zhang"]
+    with pytest.raises(AbsentKey):
+        D.remove(["Smola", "Li"])
+    assert "Smola" in D  # all or nothing
+    D.add("Li", "Again")
+    assert D.all("Li") == ["Again"]
+
+
+def test_update_of_a_repeated_key_changes_the_newest(make):
+    D = make([("a", 1), ("a", 2)])
+    D.update("a", 3)
+    assert D.all("a") == [1, 3]
+
+
+def test_None_is_a_value(make):
+    D = make({"a": None})
+    assert D["a"] is None
+    D.add("b", None)
+    D.update("b", "x")
+    assert D["b"] == "x"
+
+
+@pytest.mark.parametrize("key", [math.nan, None])
+def test_a_key_that_equals_nothing_is_refused(make, key):
+    D = make()
+    with pytest.raises(ArgumentError, match="key 1"):
+        D.add([1.0, key], ["a", "b"]) if key is not None else D.add(["x", key], ["a", "b"])
+    assert len(D) == 0
+
+
+def test_the_first_rows_fix_the_types(make):
+    D = make(NAMES)
+    with pytest.raises(DtypeError, match="keys of this database are of type text"):
+        D.add(5, "five")
+    with pytest.raises(DtypeError, match="values of this database are of type text"):
+        D.add("five", 5)
+    with pytest.raises(DtypeError, match="several types"):
+        make([("a", 1), (2, 3)])
+    V = make(np.eye(3), np.eye(3))
+    with pytest.raises(QkvError):
+        V.add(np.eye(2), np.eye(2))
+
+
+def test_wrong_shapes_and_arguments(make):
+    D = make(NAMES)
+    with pytest.raises(ShapeError, match="2 keys came with 1 values"):
+        D.add(["a", "b"], ["x"])
+    with pytest.raises(DtypeError, match="mapping or pairs"):
+        D.add(5)
+    with pytest.raises(DtypeError, match="as many as the keys"):
+        D.add(["a", "b"], "xy")
+    with pytest.raises(ArgumentError, match="top must be"):
+        D.ask("Li", top=0)
+    with pytest.raises(ArgumentError, match="did you mean 'softmax'"):
+        D.ask("Li", weighting="sofmax")
+    with pytest.raises(ArgumentError, match="did you mean 'cosine'"):
+        D.ask("Li", score="cosin")
+    with pytest.raises(CombinationError, match="empty"):
+        make().ask("x")
+    with pytest.raises(CombinationError, match="can be negative"):
+        D.ask("Li", weighting="normalized")
+    with pytest.raises(ShapeError, match="vectors of"):
+        D.ask(np.ones(3))
+
+
+def test_nothing_is_half_added(make):
+    D = make(NAMES)
+    with pytest.raises(QkvError):
+        D.add(["ok", float("nan")], ["a", "b"])
+    assert "ok" not in D
+    assert len(D) == 6
+
+
+# Tables
+
+
+@pytest.mark.parametrize("frame", [pandas.DataFrame, polars.DataFrame])
+def test_a_frame(frame):
+    D = Database.from_frame(frame(STUDENTS), key="name", value="major")
+    assert D["John Doe"] == "psychology"
+    assert D.columns == tuple(STUDENTS)
+
+
+def test_find_people_by_major():
+    D = Database.from_columns(STUDENTS, key="name", value="major")
+    M = D.swap()
+    assert M.all("psychology") == ["John Doe", "Ann Poe"]
+    assert M.columns == D.columns
+    S = D.by("gpa", "salary")
+    assert S.all(3.5) == [70.0, 72.0]
+
+
+def test_a_value_of_several_columns():
+    D = Database.from_columns(STUDENTS)
+    assert D["Jane Roe"] == {"major": "law", "gpa": 3.9, "salary": 95.0}
+    N = Database.from_columns(STUDENTS, key="name", value=["gpa", "salary"])
+    pooled = N.ask("Jane Roe", weighting="average").value
+    assert pooled == pytest.approx({"gpa": 3.425, "salary": 74.25})
+    N.add("Cy", {"gpa": 1.0, "salary": 2.0})
+    assert N["Cy"] == {"gpa": 1.0, "salary": 2.0}
+    with pytest.raises(ArgumentError, match="mapping of gpa, salary"):
+        N.add("Di", 5)
+
+
+def test_a_key_of_several_columns():
+    D = Database.from_columns(STUDENTS, key=["name", "gpa"], value="salary")
+    assert D["Ann Poe", 3.5] == 72.0
+    assert D.ask(("Ann Poe", 3.5), weighting="hard").value == 72.0
+    with pytest.raises(ArgumentError, match="a tuple of 2"):
+        D.add("Cy", 1.0)
+
+
+def test_rows_with_other_columns(tmp_path):
+    with qkv.open(tmp_path / "d.qkv", key="name", value="major") as D:
+        D.extend([{"name": "Ann", "major": "art", "year": 1}, {"name": "Bo", "major": "law"}])
+        assert list(D.rows())[1] == {"name": "Bo", "major": "law", "year": None}
+        with pytest.raises(ArgumentError, match="did you mean 'year'"):
+            D.extend([{"name": "Cy", "major": "x", "yaer": 2}])
+        with pytest.raises(ArgumentError, match="no column 'major'"):
+            D.extend([{"name": "Cy"}])
+        assert len(D) == 2
+
+
+def test_a_source(tmp_path):
+    file = tmp_path / "books.csv"
+    file.write_text("title,author,year\nDune,Herbert,1965\nEmma,Austen,1815\n")
+    with Database.from_source(file, path=tmp_path / "b.qkv", value="author") as D:
+        assert D["Emma"] == "Austen"
+    with qkv.open(tmp_path / "b.qkv") as D:
+        assert D.ask("Dune", where="year < 1900").value == "Austen"
+    with pytest.raises(ArgumentError, match="holds a database already"):
+        Database.from_source(file, path=tmp_path / "b.qkv")
+
+
+# Asking
+
+
+def test_soft_answers_are_the_equation(make):
+    gpa, pay = np.array([3.1, 3.5, 3.6, 4.0]), np.array([70.0, 82.0, 86.0, 95.0])
+    D = make(gpa, pay)
+    encoder = D.encoder
+    a = D.ask(3.55)
+    code = encoder.encode(gpa.tolist())
+    s = encoder.score(4)(encoder.query([3.55]), code)[0].astype(float)
+    alpha = np.exp(s) / np.exp(s).sum()
+    np.testing.assert_allclose(a.weights, alpha, rtol=1e-5)
+    assert a.value == pytest.approx(alpha @ pay, rel=1e-5)
+    assert a.spread == pytest.approx(np.sqrt(alpha @ (pay - alpha @ pay) ** 2), rel=1e-4)
+    assert a.entropy == pytest.approx(-(alpha * np.log(alpha)).sum(), rel=1e-5)
+    assert a.effective_rows == pytest.approx(np.exp(a.entropy))
+    assert a.lse == pytest.approx(np.log(np.exp(s).sum()), abs=1e-5)
+    assert [row.weight for row in a.rows] == pytest.approx(sorted(alpha, reverse=True), rel=1e-5)
+    for row in a.rows:
+        assert a.weights[row.index] == row.weight
+        assert (row.key, row.value) == (gpa[row.index], pay[row.index])
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    ["softmax", "hard", "average", "sparsemax", "entmax15", weightings.TopK(2), "sigmoid", "raw"],
+)
+def test_every_weighting_gives_the_weights_of_qkv_weights(make, weighting):
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(20, 5)), rng.normal(size=(20, 2))
+    D = make(keys, values)
+    q = rng.normal(size=(3, 5))
+    true = qkv.weights(q, keys, weighting=weighting)
+    for i, answer in enumerate(D.ask(q, weighting=weighting, top=20)):
+        np.testing.assert_allclose(answer.weights, true[i], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(answer.value, true[i] @ values, rtol=1e-5, atol=1e-6)
+        assert len(answer.rows) == np.count_nonzero(answer.weights)
+
+
+def test_an_exact_question_and_an_absent_one(make):
+    D = make(NAMES)
+    a = D.ask("Li", score="exact", weighting="normalized")
+    assert (a.value, a.effective_rows, a.engine) == ("Mu", 1.0, "exact index")
+    assert a.weights.tolist() == [0, 0, 1, 0, 0, 0]
+    b = D.ask("Lee", score="exact", weighting="normalized")
+    assert (b.value, b.rows, b.effective_rows) == (None, [], 0.0)
+    assert "nothing" in str(b)
+    assert "No row answers" in b.explain()
+
+
+def test_equal_values_add_up(make):
+    D = make([("cat", "pet"), ("dog", "pet"), ("cow", "farm")])
+    a = D.ask("dog", weighting="average")
+    assert a.value == "pet"
+    assert [(share.value, pytest.approx(share.weight)) for share in a.values] == [
+        ("pet", 2 / 3),
+        ("farm", 1 / 3),
+    ]
+
+
+def test_a_batch_of_questions(make):
+    D = make(NAMES)
+    answers = D.ask(["Li", "Hu"])
+    assert [a.value for a in answers] == ["Mu", "Rachel"]
+
+
+def test_ties_go_to_the_lowest_row(make):
+    D = make([("a", 1.0), ("a", 2.0), ("b", 3.0)])
+    assert D.ask("a", weighting="hard").rows[0].index == 0
+    assert [row.index for row in D.ask("a", top=2).rows] == [0, 1]
+
+
+def test_where_loses_no_rows():
+    """The filter comes before the weights: k rows that pass are found however few pass."""
+    n = 1000
+    columns = {
+        "title": [f"book {i}" for i in range(n)],
+        "year": list(range(n)),
+        "genre": ["poetry" if i % 100 == 0 else "prose" for i in range(n)],
+    }
+    D = Database.from_columns(columns, key="title", value="year")
+    a = D.ask("book 555", where={"genre": "poetry"}, top=50)
+    assert len(a.rows) == 10
+    assert a.total == 10
+    assert {row.value % 100 for row in a.rows} == {0}
+    assert a.weights.sum() == pytest.approx(1)
+    b = D.ask("book 555", where="year > 990 and genre != 'poetry'", top=50)
+    assert sorted(row.value for row in b.rows) == list(range(991, 1000))
+    c = D.ask("book 555", where=lambda row: row["year"] == 7)
+    assert c.value == 7
+    d = D.ask("book 555", where="year < 0")
+    assert (d.value, d.rows, d.lse) == (None, [], -math.inf)
+    with pytest.raises(ArgumentError, match="did you mean 'year'"):
+        D.ask("x", where={"yaer": 3})
+
+
+def test_rows_above_a_weight(make):
+    D = make([(float(i), float(i)) for i in range(10)])
+    a = D.ask(4.0, top=1)
+    above = a.above(0.05)
+    assert above[0].key == 4.0
+    assert all(row.weight >= 0.05 for row in above)
+    assert len(above) == (a.weights >= 0.05).sum() > 1
+    with pytest.raises(ArgumentError, match="between 0 and 1"):
+        a.above(0)
+
+
+def test_removed_rows_have_no_weight(make):
+    D = make([(0.0, 1.0), (1.0, 100.0), (2.0, 3.0)])
+    D.remove(1.0)
+    a = D.ask(1.0, weighting="average")
+    assert a.value == 2.0
+    assert a.weights.shape == (2,)
+    assert [row.index for row in a.rows] == [0, 1]
+
+
+def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
+    from qkv.database import database
+
+    D = make(NAMES)
+    true = [a.weights for a in D.ask(["Li", "Lee"])]
+    monkeypatch.setattr(database, "HELD", 1)
+    monkeypatch.setattr(database, "AT_ONCE", 6)
+    for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
+        np.testing.assert_allclose(a.weights, weights, rtol=1e-5)
+
+
+def test_a_score_that_is_a_function(make):
+    D = make(np.arange(4.0)[:, None], np.arange(4.0))
+    a = D.ask(np.array([2.2]), score=lambda q, k: -10 * abs(q - k.T))
+    assert a.rows[0].index == 2
+
+
+def test_a_tolerance_lowers_the_score(make):
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(50, 4)).astype("float32")
+    w = [rng.normal(size=s).astype("float32") for s in ((8, 4), (8, 4), (8,))]
+    D = make(keys, keys)
+    score = scores.Additive(*w)
+    exact, near = (D.ask(keys[0], score=score, tolerance=t).weights for t in (None, 1e-3))
+    np.testing.assert_allclose(near, exact, rtol=5e-3)
+
+
+# Attention with gradients
+
+
+@pytest.mark.parametrize("width", [2, 20])
+def test_attend_is_qkv_attend_with_gradients(make, width):
+    rng = np.random.default_rng(1)
+    keys, values = rng.normal(size=(60, 4)), rng.normal(size=(60, width))
+    D = make(keys[:40], values[:40])
+    D.add(keys[40:], values[40:])
+    D.remove([keys[3], keys[50]])
+    keep = np.delete(np.arange(60), [3, 50])
+    code = D.ask(keys[0]).engine
+    assert "scan" in code
+    q = torch.tensor(rng.normal(size=(3, 4)), requires_grad=True)
+    out = D.attend(q)
+    # The codes are kept in the precision that the encoder gives.
+    k, v = (torch.tensor(x[keep]) for x in (keys, values))
+    true = qkv.attend(q, k, v)
+    torch.testing.assert_close(out, true, rtol=1e-5, atol=1e-6)
+    g = torch.tensor(rng.normal(size=(3, width)))
+    (found,) = torch.autograd.grad(out, q, g)
+    (wanted,) = torch.autograd.grad(true, q, g)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    one = D.attend(q[0])
+    torch.testing.assert_close(one, true[0], rtol=1e-5, atol=1e-6)
+
+
+def test_attend_of_text_and_numbers(make):
+    D = make([(1.0, 10.0), (2.0, 20.0)])
+    assert D.attend(1.5)[0] == pytest.approx(15.0)
+    assert D.attend([1.0, 2.0]).shape == (2, 1)
+    T = make({"a": 1.0, "b": 3.0})
+    assert T.attend("a", weighting="average")[0] == pytest.approx(2.0)
+    with pytest.raises(CombinationError, match="only numbers can be pooled"):
+        make(NAMES).attend("Li")
+    with pytest.raises(ArgumentError, match="for ask"):
+        T.attend("a", score="exact")
+
+
+def test_the_gradient_reaches_a_number_in_its_own_unit(make):
+    gpa, pay = [3.0, 3.2, 3.5, 3.9], [60.0, 66.0, 75.0, 99.0]
+    D = make(gpa, pay)
+    q = torch.tensor([3.3, 3.6], dtype=torch.float64, requires_grad=True)
+    D.attend(q).sum().backward()
+    step = 1e-4
+    ahead, behind = (np.asarray(D.attend(np.array([3.3, 3.6]) + s)) for s in (step, -step))
+    np.testing.assert_allclose(q.grad, (ahead - behind)[:, 0] / (2 * step), rtol=1e-5)
+    one = torch.tensor(3.3, requires_grad=True)
+    assert D.attend(one).shape == (1,)
+
+
+def test_attend_takes_where(make):
+    D = Database.from_columns({"k": [1.0, 2.0, 3.0], "v": [1.0, 2.0, 4.0]}, key="k", value="v")
+    assert D.attend(2.0, weighting="average", where="k > 1")[0] == pytest.approx(3.0)
+
+
+# Versions
+
+
+def test_versions(make):
+    D = make({"a": 1})
+    first = D.version
+    D.add("b", 2)
+    second = D.version
+    D.remove("a")
+    past = D.at(first)
+    assert dict(past.items()) == {"a": 1}
+    assert dict(D.at(second).items()) == {"a": 1, "b": 2}
+    assert dict(D.items()) == {"b": 2}
+    assert past.ask("a").value == 1.0
+    with pytest.raises(CombinationError, match="past and cannot change"):
+        past.add("c", 3)
+    with pytest.raises(CombinationError, match="past and cannot change"):
+        past.remove("a")
+    with pytest.raises(QkvError):
+        D.at(99)
+    assert [v.what for v in D.versions()] == ["add", "add", "remove"]
+
+
+def test_compaction_keeps_the_rows(make):
+    D = make(NAMES)
+    D.remove("Li")
+    D.compact()
+    assert dict(D.items()) == {k: v for k, v in NAMES.items() if k != "Li"}
+    assert D.ask("Hu").value == "Rachel"
+
+
+def test_an_encoder_is_fitted_anew_when_the_keys_have_doubled(make):
+    D = make([(0.0, 0.0)])
+    for i in range(1, 9):
+        D.add(float(i), float(i))
+    assert D.ask(4.0, weighting="hard").value == 4.0
+    fitted = D._view.settings["fitted"]
+    assert fitted == 8
+    np.testing.assert_allclose(D._view.snapshot.tensor("code", D._view.ids)[:8].mean(), 0, atol=0.2)
+
+
+def test_another_encoder_is_a_new_version(make):
+    D = make(NAMES)
+    before, kind = D.version, D.encoder.kind
+    D.encode("characters")
+    assert D.encoder.kind == "characters"
+    assert D["Li"] == "Mu"
+    assert D.ask("Lipten").value == "Zachary"
+    assert D.at(before).encoder.kind == kind
+    assert D.at(before).ask("Lipten").value == "Zachary"
+
+
+def test_an_answer_outlives_later_versions(make):
+    D = make([(0.0, 1.0), (1.0, 3.0)])
+    a = D.ask(0.0, weighting="average")
+    D.remove([0.0])
+    D.compact()
+    assert a.spread == pytest.approx(1.0)
+    assert len(a.above(0.1)) == 2
+
+
+# On disk
+
+
+def test_it_is_there_when_opened_again(tmp_path):
+    path = tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(NAMES)
+        before = D.ask("Lee").weights
+    with qkv.open(path) as D:
+        assert dict(D.items()) == NAMES
+        np.testing.assert_array_equal(D.ask("Lee").weights, before)
+        assert D.info()["rows"] == 6
+        assert D.info()["bytes"] > 0
+        assert "6 rows" in repr(D)
+
+
+def test_a_missing_path_is_made_or_refused(tmp_path):
+    with pytest.raises(QkvError, match=r"absent\.qkv"):
+        qkv.open(tmp_path / "absent.qkv", create=False)
+    with qkv.open(tmp_path / "new.qkv") as D:
+        assert len(D) == 0
+        assert list(D) == []
+        assert D.info()["rows"] == 0
+        assert "empty" in repr(D)
+        assert "x" not in D
+
+
+def test_vectors_on_disk_keep_their_dtype(tmp_path):
+    for dtype in ("float16", "float32", "float64"):
+        with qkv.open(tmp_path / dtype) as D:
+            D.add(np.eye(3, dtype=dtype), np.eye(3, dtype=dtype))
+            value = D[np.eye(3, dtype=dtype)[1]]
+            assert value.dtype == dtype
+            np.testing.assert_array_equal(value, [0, 1, 0])
+
+
+def test_a_custom_encoder_is_asked_for_again(tmp_path):
+    from qkv.database.encoders import Custom
+
+    encoder = Custom(lambda keys: np.array([[len(k), 1.0] for k in keys], "float32"), width=2)
+    path = tmp_path / "d.qkv"
+    with qkv.open(path, encoder=encoder) as D:
+        D.add(["a", "bbb"], [1, 2])
+        assert D.ask("xxxx", weighting="hard").value == 2
+    with qkv.open(path, create=False) as D:
+        assert D["a"] == 1
+        with pytest.raises(QkvError, match="encoder="):
+            D.ask("xxxx")
+    with qkv.open(path, encoder=encoder) as D:
+        assert D.ask("xxxx", weighting="hard").value == 2

@@ -1,0 +1,997 @@
+"""The store: what goes in comes out, at every version, in memory and on disk."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from qkv.database.faults import (
+    Closed,
+    Damaged,
+    DuplicateKey,
+    Locked,
+    NoStore,
+    NotAStore,
+    SkippedRows,
+    UnknownRow,
+    UnknownVersion,
+    Unwritable,
+)
+from qkv.database.store import Commit, Store, check, lock, segments, shelf, sizes
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make(request, tmp_path):
+    """A function that opens the same store again; in memory there is but one."""
+    opened = []
+
+    def open_store(**options):
+        if request.param == "memory":
+            if not opened:
+                opened.append(Store())
+            return opened[0]
+        for one in opened:
+            one.close()
+        opened.append(Store(tmp_path / "books.qkv", **options))
+        return opened[-1]
+
+    yield open_store
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Limits so low that a few rows reach them."""
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 8)
+    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 20 * 24)
+    monkeypatch.setattr(sizes, "FEW", 4)
+    monkeypatch.setattr(sizes, "PAGE", 7)
+
+
+def keys(ids):
+    """A tensor that tells its row: (m, 2) float32."""
+    ids = np.asarray(ids, np.float32).reshape(-1, 1)
+    return np.concatenate([ids, -ids], axis=1)
+
+
+def add(target, count, **options):
+    start = target.at().version and target._newest().last + 1
+    ids = range(start, start + count)
+    made = target.commit(
+        records=[f"record {i}" for i in ids],
+        digests=[b"digest %d" % i for i in ids],
+        tensors={"key": keys(ids), "value": np.asarray(ids, np.int64)},
+        **options,
+    )
+    assert made.ids == ids
+    return made
+
+
+def whole(snap):
+    """Everything that a snapshot holds, read in every way there is: {id: (record, key)}."""
+    ids = snap.ids()
+    assert len(ids) == len(snap) and (np.diff(ids) > 0).all()
+    rows = dict(snap.rows())
+    assert list(rows) == ids.tolist()
+    assert snap.records(ids) == list(rows.values())
+    seen, tensors = [], []
+    for part in snap.parts():
+        live = slice(None) if part.live is None else part.live
+        assert part.live is None or not part.live.all()
+        seen.append(part.ids[live])
+        if "key" in part.tensors:
+            tensors.append(part.tensors["key"][live])
+            assert not part.tensors["key"].flags.writeable
+    assert np.concatenate(seen).tolist() == ids.tolist() if seen else not len(ids)
+    key = np.concatenate(tensors) if tensors else np.zeros((0, 2))
+    if len(ids):
+        np.testing.assert_array_equal(snap.tensor("key", ids[::-1]), key[::-1])
+    return {int(i): (rows[int(i)], tuple(k)) for i, k in zip(ids, key.tolist(), strict=True)}
+
+
+def expected(ids):
+    return {int(i): (f"record {i}", (float(i), -float(i))) for i in ids}
+
+
+def test_what_goes_in_comes_out(make):
+    with make() as s:
+        assert s.version == 0 and len(s.at()) == 0 and s.settings == {} and s.versions() == []
+        add(s, 3, settings={"key": "title"})
+        snap = s.at()
+        assert whole(snap) == expected(range(3))
+        assert snap.find(b"digest 1") == [1] and snap.find(b"none") == []
+        assert snap.find_many([b"digest 2", b"none"]) == [[2], []]
+        assert snap.settings == s.settings == {"key": "title"}
+        assert snap.names == ("value", "key")
+        np.testing.assert_array_equal(snap.tensor("value", [2, 0, 2]), [2, 0, 2])
+        [version] = s.versions()
+        assert (version.number, version.what, version.added, version.rows) == (1, "add", 3, 3)
+        assert version.time.endswith("+00:00")
+
+
+def test_it_is_there_after_reopening(make):
+    add(make(), 5)
+    make().commit(remove=[1, 3])
+    assert whole(make().at()) == expected([0, 2, 4])
+    assert whole(make().at(1)) == expected(range(5))
+
+
+def test_a_repeated_digest_is_found_oldest_first(make):
+    s = make()
+    one = {"key": keys([0]), "value": np.zeros(1, np.int64)}
+    for _ in range(3):
+        s.commit(records=["same"], digests=[b"d"], tensors=one)
+    assert s.at().find(b"d") == [0, 1, 2]
+    s.commit(remove=[1])
+    assert s.at().find(b"d") == [0, 2] and s.at(3).find(b"d") == [0, 1, 2]
+
+
+def test_many_single_rows_make_few_files(tmp_path):
+    with Store(tmp_path / "s") as s:
+        for i in range(5000):
+            s.commit(records=[str(i)], digests=[b"%d" % i], tensors={"key": keys([i])})
+        snap = s.at()
+        assert len(snap) == 5000 and snap.find(b"4999") == [4999]
+        np.testing.assert_array_equal(snap.tensor("key", range(5000)), keys(range(5000)))
+        sizes = [len(part.ids) for part in snap.parts()]
+        assert sizes == [4096, 904]
+        assert len(list((tmp_path / "s").glob("*.safetensors"))) == 1
+    assert check(tmp_path / "s") == []
+
+
+def test_small_segments_become_one(make, small, monkeypatch):
+    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 4 * 1024)
+    s = make()
+    for _ in range(60):
+        add(s, 3)
+    assert whole(s.at()) == expected(range(180))
+    for version in (1, 7, 31, 60):
+        assert whole(s.at(version)) == expected(range(3 * version))
+    assert len(s._shelf.files()) < 180 / 9
+    assert whole(make().at()) == expected(range(180))
+
+
+def test_a_large_commit_is_cut(make, small):
+    s = make()
+    add(s, 2)
+    add(s, 100)
+    add(s, 1)
+    assert [len(part.ids) for part in s.at().parts()] == [20] * 5 + [2, 1]
+    assert whole(s.at()) == expected(range(103))
+    assert whole(s.at(1)) == expected(range(2))
+
+
+def test_windows(make, small):
+    s = make()
+    add(s, 50)
+    s.commit(remove=[4, 5, 49])
+    parts = list(s.at().parts(window=6, resident=0))
+    assert max(len(part.ids) for part in parts) == 6
+    assert np.concatenate([part.ids for part in parts]).tolist() == list(range(50))
+    dead = [int(i) for p in parts if p.live is not None for i in p.ids[~p.live]]
+    assert dead == [4, 5, 49]
+    # Pages that were given back are read again.
+    for part in parts:
+        s.at().release(part)
+        np.testing.assert_array_equal(part.tensors["key"], keys(part.ids))
+
+
+def test_one_commit_removes_and_adds(make):
+    s = make()
+    add(s, 2)
+    made = s.commit(
+        records=["new"],
+        digests=[b"digest 1"],
+        tensors={"key": keys([2]), "value": np.array([2])},
+        remove=[1],
+        unique=True,
+        what="update",
+    )
+    assert s.at().find(b"digest 1") == [2] == list(made.ids)
+    last = s.versions()[-1]
+    assert (last.what, last.added, last.removed, last.rows) == ("update", 1, 1, 2)
+
+
+def test_nothing_changed_makes_no_version(make):
+    s = make()
+    assert s.commit() == Commit(0, range(0))
+    add(s, 1, settings={"a": 1})
+    assert s.commit(settings={"a": 1}).version == 1 == s.version
+    assert s.commit(settings={"a": 2}).version == 2
+    assert (s.at(1).settings, s.at(2).settings) == ({"a": 1}, {"a": 2})
+
+
+def test_unique_names_the_position(make):
+    s = make()
+    add(s, 2)
+    tensors = {"key": keys([2, 3]), "value": np.array([2, 3])}
+    with pytest.raises(DuplicateKey, match="position 1 is there already, as row 1") as caught:
+        s.commit(records=["a", "b"], digests=[b"x", b"digest 1"], tensors=tensors, unique=True)
+    assert caught.value.position == 1
+    with pytest.raises(DuplicateKey, match="position 1 is the one at position 0 again"):
+        s.commit(records=["a", "b"], digests=[b"x", b"x"], tensors=tensors, unique=True)
+    assert s.version == 1 and whole(s.at()) == expected(range(2))
+
+
+def test_bad_input_changes_nothing(make):
+    s = make()
+    add(s, 2)
+    good = {"key": keys([2]), "value": np.array([2])}
+
+    def bad(error, match, **changes):
+        call = {"records": ["r"], "digests": [b"d"], "tensors": good} | changes
+        with pytest.raises(error, match=match):
+            s.commit(**call)
+
+    bad(ArgumentError, "2 records, 1 digests", records=["r", "r"])
+    bad(ArgumentError, "'key', 'value'.*not 'key'", tensors={"key": keys([2])})
+    bad(ShapeError, r"\(1, 2\), not \(2, 2\)", tensors=good | {"key": keys([2, 3])})
+    bad(ShapeError, r"\(1, 2\), not \(1, 1\)", tensors=good | {"key": keys([2])[:, :1]})
+    bad(DtypeError, "float32.*not float64", tensors=good | {"key": keys([2]).astype(float)})
+    bad(DtypeError, r"records\[0\] must be text", records=[3])
+    bad(DtypeError, r"digest bytes", digests=["d"])
+    bad(ArgumentError, "not valid Unicode", records=["\ud800"])
+    bad(UnknownRow, "row 7 cannot be removed", remove=[0, 7])
+    bad(DtypeError, "integers, not 'x'", remove=["x"])
+    bad(ArgumentError, "settings must be JSON", settings={"a": object()})
+    s.commit(remove=[0])
+    bad(UnknownRow, "row 0 cannot be removed", remove=[0])
+    assert s.version == 2 and whole(s.at()) == expected([1])
+    with pytest.raises(UnknownRow, match="row 0 is not in version 2"):
+        s.at().records([1, 0])
+    with pytest.raises(UnknownRow, match="row 0 is not in version 2"):
+        s.at().tensor("key", [0])
+    with pytest.raises(UnknownRow, match="row 5 is not in version 2"):
+        s.at().tensor("key", [5, 1])
+    with pytest.raises(ArgumentError, match="no tensor 'keys'"):
+        s.at().tensor("keys", [1])
+
+
+def test_names_and_types_that_cannot_be_stored():
+    with Store() as s:
+        for name in ("ids", "__metadata__", ""):
+            with pytest.raises(ArgumentError, match="cannot be named"):
+                s.commit(records=["r"], digests=[b"d"], tensors={name: np.zeros(1)})
+        with pytest.raises(DtypeError, match="complex128, which cannot be stored"):
+            s.commit(records=["r"], digests=[b"d"], tensors={"key": np.zeros(1, complex)})
+        with pytest.raises(ShapeError, match="one entry for each row"):
+            s.commit(records=["r"], digests=[b"d"], tensors={"key": np.float32(1)})
+
+
+@pytest.mark.parametrize(
+    "dtype", ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u1", "?", ">f4"]
+)
+@pytest.mark.parametrize("dims", [(), (3,), (2, 0), (2, 3)])
+def test_every_type_and_shape(make, small, dtype, dims):
+    s = make()
+    rng = np.random.default_rng(1)
+    tensor = rng.integers(0, 2, (30, *dims)).astype(dtype)
+    for start, stop in ((0, 3), (3, 28), (28, 30)):
+        some = tensor[start:stop]
+        texts = [str(i) for i in range(start, stop)]
+        s.commit(records=texts, digests=[t.encode() for t in texts], tensors={"t": some, "u": some})
+    found = make().at().tensor("t", range(30))
+    np.testing.assert_array_equal(found, tensor)
+    assert found.dtype == np.dtype(dtype).newbyteorder("<")
+
+
+def test_rows_without_tensors(make, small):
+    s = make()
+    for count in (3, 30):
+        s.commit(records=["r"] * count, digests=[b"d"] * count)
+    s.commit(remove=[5])
+    assert s.at().ids().tolist() == [i for i in range(33) if i != 5] and s.at().names == ()
+
+
+@pytest.mark.parametrize("text", ["", "a\0b", "ünï", "𝕏" * 5000, '{"a": 1}'])
+def test_any_text_is_kept(make, text):
+    s = make()
+    s.commit(records=[text, text], digests=[b"", b"\0\xff"])
+    assert make().at().records([1, 0]) == [text, text] and make().at().find(b"\0\xff") == [1]
+
+
+def test_a_segment_is_a_plain_safetensors_file(tmp_path, small):
+    with Store(tmp_path) as s:
+        add(s, 20)
+        [file] = tmp_path.glob("*.safetensors")
+        found = load_file(file)
+        np.testing.assert_array_equal(found["ids"], range(20))
+        np.testing.assert_array_equal(found["key"], keys(range(20)))
+        assert struct.unpack("<Q", file.read_bytes()[:8])[0] % 64 == 56
+
+
+def test_recode_is_a_new_generation(make, small):
+    s = make()
+    add(s, 30, settings={"encoder": "first"}, arrays={"w": np.eye(2)})
+    s.commit(remove=[3, 29])
+    ids = s.at().ids()
+    before = s.at()
+
+    def blocks():
+        for some in np.array_split(ids, 5):
+            yield some, {"key": keys(some) * 10}
+
+    made = s.recode(
+        blocks(), settings={"encoder": "second"}, arrays={"w": np.zeros((0, 3)), "b": np.array(3.0)}
+    )
+    assert made.version == 3 and s.versions()[-1].what == "learn"
+    s = make()
+    np.testing.assert_array_equal(s.at().tensor("key", ids), keys(ids) * 10)
+    assert s.at().names == ("key",) and s.at().settings == {"encoder": "second"}
+    assert s.arrays()["w"].shape == (0, 3) and s.arrays()["b"] == 3.0
+    np.testing.assert_array_equal(s.arrays(2)["w"], np.eye(2))
+    assert whole(s.at(2)) == expected(ids) and whole(s.at(1)) == expected(range(30))
+    assert before.version == 2
+    s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
+    np.testing.assert_array_equal(s.at().tensor("key", [30, 0]), [[30, -30], [0, 0]])
+    with pytest.raises(CombinationError, match="use recode"):
+        s.commit(arrays={"w": np.eye(2)})
+
+
+def test_recode_wants_every_row_in_order(make):
+    s = make()
+    add(s, 6)
+    s.commit(remove=[2])
+
+    def bad(*blocks, match):
+        with pytest.raises(ArgumentError, match=match):
+            s.recode([(ids, {"key": keys(ids)}) for ids in blocks])
+        assert s.version == 2
+
+    bad([0, 1, 3], match="2 live rows got no tensors, the first is row 4")
+    bad([0, 1], [4, 3, 5], match="expected row 3, not row 4")
+    bad([0, 1, 2], match="expected row 3, not row 2")
+    bad([0, 1, 3, 4, 5], [6], match="expected the end, not row 6")
+    with pytest.raises(CombinationError, match="commit cannot run inside recode"):
+        s.recode((s.commit(remove=[0]), {}) for _ in range(1))
+    assert s.version == 2 and whole(s.at()) == expected([0, 1, 3, 4, 5])
+
+
+def test_recode_of_nothing(make):
+    s = make()
+    assert s.recode([], settings={"a": 1}).version == 1
+    add(s, 2)
+    assert whole(make().at()) == expected(range(2))
+
+
+def test_compaction_drops_the_dead_and_the_past(make, small):
+    s = make()
+    for _ in range(5):
+        add(s, 30)
+    gone = list(range(10, 70)) + list(range(100, 150, 2))
+    s.commit(remove=gone)
+    left = sorted(set(range(150)) - set(gone))
+    seen = []
+    report = s.compact(lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert (report.rows, report.dropped_rows, report.dropped_versions) == (65, 85, 5)
+    assert report.held == () and report.files_after < report.files_before
+    assert "dropped 85 dead rows" in str(report)
+    assert whole(s.at()) == expected(left) and s.version == 6
+    with pytest.raises(UnknownVersion, match=r"version 3 was dropped.*oldest kept is 6"):
+        s.at(3)
+    with pytest.raises(UnknownVersion, match="version 9 does not exist: the newest is 6"):
+        s.at(9)
+    assert len(s._shelf.files()) == report.files_after
+    # Ids go on where they were, even if the last rows are gone.
+    assert add(s, 1).ids == range(150, 151)
+    s.commit(remove=[150])
+    s.compact()
+    assert add(make(), 1).ids == range(151, 152)
+    again = s.compact() if s.path is None else make().compact()
+    assert again.dropped_rows == 0
+
+
+def test_compaction_leaves_alone_what_is_good(tmp_path, small):
+    with Store(tmp_path) as s:
+        add(s, 60)
+        before = sorted(tmp_path.glob("*.safetensors"))
+        s.compact()
+        assert sorted(tmp_path.glob("*.safetensors")) == before
+        s.commit(remove=range(20, 40))
+        s.compact()
+        assert sorted(tmp_path.glob("*.safetensors")) == [before[0], before[2]]
+        assert whole(s.at()) == expected([*range(20), *range(40, 60)])
+
+
+def test_compaction_keeps_what_is_read_here(make, small):
+    s = make()
+    add(s, 40)
+    old = s.at()
+    unread = s.at()
+    half = old.parts()
+    first = next(half)
+    s.commit(remove=range(0, 40, 2))
+    add(s, 30)
+    report = s.compact()
+    assert report.held == (1,) and "kept version 1 for its readers" in str(report)
+    rest = np.concatenate([first.ids, *(part.ids for part in half)])
+    assert rest.tolist() == list(range(40))
+    assert whole(old) == whole(unread) == whole(s.at(1)) == expected(range(40))
+    ids = s.at().ids()
+    s.recode([(ids, {"key": keys(ids) + 1})])
+    s.compact()
+    assert whole(old) == expected(range(40))
+    old.close()
+    del unread
+    assert s.compact().held == ()
+    np.testing.assert_array_equal(s.at().tensor("key", ids), keys(ids) + 1)
+    with pytest.raises(UnknownVersion):
+        s.at(1)
+
+
+def test_compaction_drops_a_generation(make, small):
+    s = make()
+    add(s, 30, arrays={"w": np.eye(2)})
+    ids = s.at().ids()
+    s.recode([(ids, {"key": keys(ids) + 1})], arrays={"w": np.ones(1)})
+    s.compact()
+    assert s.arrays()["w"].tolist() == [1.0]
+    assert len(s._shelf.files()) == 2
+    np.testing.assert_array_equal(make().at().tensor("key", ids), keys(ids) + 1)
+
+
+READER = """
+import sys
+from qkv.database.store import Store
+with Store(sys.argv[1], create=False) as s:
+    old = s.at(1)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(old.ids().tolist(), old.tensor("key", [0, 39]).tolist(), old.records([0])[0], flush=True)
+    old.close()
+    print("closed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("system", ["ranges", "whole file"])
+def test_compaction_keeps_what_another_process_reads(tmp_path, small, system, monkeypatch):
+    program = textwrap.dedent(READER)
+    if system == "whole file":
+        monkeypatch.delattr(lock.fcntl, "F_OFD_SETLK")
+        program = "import fcntl\ndel fcntl.F_OFD_SETLK\n" + program
+    with Store(tmp_path) as s:
+        add(s, 40)
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout.readline() == "ready\n"
+            s.commit(remove=range(0, 30))
+            add(s, 10)
+            assert 1 in s.compact().held
+            child.stdin.write("\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+            assert line == f"{list(range(40))} {keys([0, 39]).tolist()} record 0\n"
+            assert child.stdout.readline() == "closed\n"
+            report = s.compact()
+            assert report.held == () and report.dropped_rows == 30
+            child.stdin.write("\n")
+    assert check(tmp_path) == []
+
+
+def test_one_writer(tmp_path):
+    one, two = Store(tmp_path / "books.qkv"), Store(tmp_path / "books.qkv")
+    with one, two:
+        add(one, 1)
+        with pytest.raises(
+            Locked, match=r"books.qkv is locked by this process \(\d+\).*twice.*close"
+        ):
+            add(two, 1)
+        assert whole(two.at()) == expected([0])  # reading needs no lock
+        one.close()
+        add(two, 1)
+        assert whole(two.at()) == expected([0, 1])
+
+
+HOLDER = """
+import sys
+from qkv.database.store import Store
+s = Store(sys.argv[1])
+s.commit(records=["held"], digests=[b"d"])
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_dead_writer_holds_nothing(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline() == b"held\n"
+        with Store(tmp_path) as s:
+            with pytest.raises(Locked, match=f"is locked by process {child.pid}: close it there"):
+                s.commit(remove=[0])
+            with pytest.raises(Locked):
+                check(tmp_path, repair=True)
+            assert check(tmp_path) == []
+            assert s.at().records([0]) == ["held"]
+            child.kill()
+            child.wait()
+            s.commit(remove=[0])
+            assert len(s.at()) == 0
+
+
+def test_readers_see_what_another_process_commits(tmp_path):
+    with Store(tmp_path) as reader, Store(tmp_path) as writer:
+        for count in range(1, 4):
+            add(writer, 1, settings={"count": count})
+            assert reader.version == count and len(reader.at()) == count
+            assert reader.settings == {"count": count}
+
+
+def test_threads(tmp_path, small):
+    failures = []
+    with Store(tmp_path) as s:
+        add(s, 1)
+        done = threading.Event()
+
+        def write():
+            try:
+                for count in range(1, 60):
+                    add(s, 3)
+                    if count % 7 == 0:
+                        s.commit(remove=s.at().ids()[-1:])
+                    if count % 20 == 0:
+                        s.compact()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                done.set()
+
+        def read():
+            try:
+                while not done.is_set():
+                    snap = s.at()
+                    assert whole(snap) == expected(snap.ids())
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for work in (write, read, read)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_closed_and_forked(tmp_path):
+    s = Store(tmp_path)
+    add(s, 1)
+    snap = s.at()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def child():
+        try:
+            s.at()
+            there.send("read")
+        except Closed as error:
+            there.send(str(error))
+        os._exit(0)
+
+    process = context.Process(target=child)
+    process.start()
+    assert "open it again here" in here.recv()
+    process.join()
+    here.close()
+    there.close()
+    add(s, 1)
+    s.close()
+    s.close()
+    for use in (lambda: add(s, 1), s.at, s.versions, lambda: snap.find(b"d")):
+        with pytest.raises(Closed, match="closed: open it again"):
+            use()
+
+
+def test_what_is_not_a_store(tmp_path):
+    with pytest.raises(NoStore, match="does not exist"):
+        Store(tmp_path / "none", create=False)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(NoStore):
+        check(tmp_path / "none")
+    file = tmp_path / "file.csv"
+    file.write_text("a,b\n")
+    with pytest.raises(NotAStore, match=r"file.csv is a file"):
+        Store(file)
+    with pytest.raises(NotAStore, match="folder with other files"):
+        Store(tmp_path)
+    with pytest.raises(NotAStore):
+        check(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoStore, match="empty"):
+        Store(tmp_path / "empty", create=False)
+    Store(tmp_path / "empty").close()
+    Store(tmp_path / "empty", create=False).close()
+    other = tmp_path / "other"
+    other.mkdir()
+    with sqlite3.connect(other / "catalogue.sqlite") as connection:
+        connection.execute("CREATE TABLE t (a)")
+    connection.close()
+    with pytest.raises(NotAStore, match="not a qkv catalogue"):
+        Store(other)
+
+
+def test_a_newer_format(tmp_path):
+    Store(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(NotAStore, match="format 99, and this qkv reads up to 1: install a newer"):
+        Store(tmp_path)
+
+
+def test_creation_that_was_cut_short_goes_on(tmp_path):
+    (tmp_path / "catalogue.sqlite").touch()
+    with pytest.raises(NoStore):
+        Store(tmp_path, create=False)
+    with Store(tmp_path) as s:
+        add(s, 1)
+
+
+def filled(path):
+    """Three segments of 20 rows, 3 resting rows; gives the segments' paths."""
+    with Store(path) as s:
+        add(s, 60, settings={"key": "title"}, arrays={"w": np.eye(2)})
+        add(s, 3)
+        s.commit(remove=[5, 61])
+    return sorted(path.glob("segment*"))
+
+
+def flip(path, offset, mask=1):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= mask
+    path.write_bytes(content)
+
+
+LEFT = sorted(set(range(63)) - {5, 61})
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "long", "header", "empty", "length"])
+def test_a_damaged_segment(tmp_path, small, harm):
+    path = filled(tmp_path)[1]
+    content = path.read_bytes()
+    match harm:
+        case "missing":
+            path.unlink()
+        case "short":
+            path.write_bytes(content[:-9])
+        case "long":
+            path.write_bytes(content + b"\0")
+        case "header":
+            flip(path, content.index(b'"key"') + 2)
+        case "empty":
+            path.write_bytes(b"")
+        case "length":
+            flip(path, 7, 0x80)
+    before = sorted(os.listdir(tmp_path))
+    [problem] = check(tmp_path)
+    assert problem.file == path.name and "20 rows" in problem.what and not problem.repaired
+    [problem] = check(tmp_path, repair=True)
+    assert not problem.repaired
+    with Store(tmp_path) as s:
+        snap = s.at()
+        with pytest.raises(Damaged, match=rf"{path.name} is damaged.*skip_damaged") as caught:
+            list(snap.parts())
+        assert isinstance(caught.value, OSError) and isinstance(caught.value, QkvError)
+        # What does not need the segment is there.
+        assert snap.find(b"digest 25") == [25] and snap.records([25]) == ["record 25"]
+        assert snap.ids().tolist() == LEFT and len(dict(snap.rows())) == 61
+        np.testing.assert_array_equal(snap.tensor("key", [1, 45, 62]), keys([1, 45, 62]))
+        with pytest.raises(Damaged, match=path.name):
+            snap.tensor("key", [1, 25])
+        snap.close()
+        s.commit(remove=[21])
+        with pytest.raises(Damaged, match=path.name):
+            s.compact()
+    with Store(tmp_path, skip_damaged=True) as s:
+        snap = s.at()
+        with pytest.warns(SkippedRows, match=f"20 rows were left out.*{path.name}"):
+            seen = np.concatenate([part.ids for part in snap.parts()])
+        assert seen.tolist() == [*range(20), *range(40, 63)]
+        add(s, 10)
+        ids = s.at().ids()
+        # Other tensors for every row: the damaged file is not needed any more.
+        s.recode([(ids, {"key": keys(ids)})])
+        assert whole(s.at()) == expected(ids)
+    assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
+
+
+def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
+    path = filled(tmp_path)[0]
+    flip(path, path.stat().st_size - 3)
+    [problem] = check(tmp_path)
+    assert problem.file == path.name and "checksum" in problem.what
+    with Store(tmp_path) as s, pytest.raises(Damaged, match="checksum"):
+        s.compact()
+    with Store(tmp_path) as s:
+        assert s.version == 3 and len(s.at()) == 61
+        for _ in range(30):
+            add(s, 3)  # small segments are joined, but not with this one
+    [problem] = check(tmp_path)
+    assert problem.file == path.name
+
+
+def test_damaged_arrays(tmp_path):
+    filled(tmp_path)
+    [path] = tmp_path.glob("arrays*")
+    flip(path, path.stat().st_size - 1)
+    [problem] = check(tmp_path)
+    assert problem.file == path.name
+    path.unlink()
+    with Store(tmp_path) as s, pytest.raises(Damaged, match=r"arrays.*missing"):
+        s.arrays()
+
+
+def test_a_damaged_resting_row(tmp_path, small):
+    filled(tmp_path)
+    path = tmp_path / "catalogue.sqlite"
+    flip(path, path.read_bytes().index(np.array([62.0, -62.0], np.float32).tobytes()))
+    [problem] = check(tmp_path)
+    assert problem.what == "the tensors of row 62 are not what was written"
+    with Store(tmp_path) as s, pytest.raises(Damaged, match="tensors of row 62"):
+        list(s.at().parts())
+    skipped = pytest.warns(SkippedRows, match=r"1 rows were left out.*row 62")
+    with Store(tmp_path, skip_damaged=True) as s, skipped:
+        assert s.at().tensor("key", [60]).tolist() == keys([60]).tolist()
+    told = check(tmp_path, repair=True)
+    assert told[0].repaired and "1 rows have lost their tensors" in told[-1].what
+    with Store(tmp_path) as s:
+        assert s.at().ids().tolist() == LEFT and s.at().records([62]) == ["record 62"]
+        with pytest.raises(UnknownRow, match="row 62"):
+            s.at().tensor("key", [62])
+        ids = s.at().ids()
+        s.recode([(ids, {"key": keys(ids)})])
+        assert whole(s.at()) == expected(LEFT)
+    assert check(tmp_path) == []
+
+
+def test_leftovers_are_removed_by_the_next_to_open(tmp_path, small):
+    filled(tmp_path)
+    with Store(tmp_path) as s:
+        following = s._reader.value("SELECT files FROM counters")
+    (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
+    (tmp_path / f"segment-{following + 1:08d}.safetensors.tmp").write_bytes(b"")
+    mine = tmp_path / "mine.safetensors"
+    mine.write_bytes(b"mine")
+    unknown = tmp_path / "segment-00000000.safetensors"
+    unknown.write_bytes(b"?")
+    problems = check(tmp_path)
+    assert len(problems) == 4 and not any(problem.repaired for problem in problems)
+    assert len(os.listdir(tmp_path)) == len(set(os.listdir(tmp_path)))
+    problems = check(tmp_path, repair=True)
+    assert sorted(problem.repaired for problem in problems) == [False, False, True, True]
+    assert "move it elsewhere" in str(problems[-1])
+    (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
+    Store(tmp_path).close()
+    assert mine.exists() and unknown.exists()
+    assert not (tmp_path / f"segment-{following:08d}.safetensors").exists()
+
+
+def test_a_full_disk_changes_nothing(tmp_path, small):
+    class Full(shelf.Files):
+        def fsync(self, file, path):
+            raise OSError(28, "No space left on device")
+
+    filled(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    with Store(tmp_path, files=Full()) as s:
+        with pytest.raises(Unwritable, match=r"No space left.*nothing was changed"):
+            add(s, 30)
+        assert s.version == 3
+        add(s, 1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "lock"]) or "lock" in before
+    with Store(tmp_path) as s:
+        assert whole(s.at()) == expected([*LEFT, 63])
+    assert check(tmp_path) == []
+
+
+def catalogue_of(path):
+    return path / "catalogue.sqlite"
+
+
+def page_of(path, text):
+    """Where a text lies in the catalogue."""
+    content = catalogue_of(path).read_bytes()
+    return content.index(text)
+
+
+HARMS = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "magic": lambda path: flip(path, 3),
+    "header": lambda path: path.write_bytes(bytes(100) + path.read_bytes()[100:]),
+    "first page": lambda path: path.write_bytes(b"\xff" * 4096 + path.read_bytes()[4096:]),
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-4096]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "noise": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "record": lambda path: flip(path, path.read_bytes().index(b"record 17") + 2),
+    "settings": lambda path: flip(path, path.read_bytes().index(b"title") + 2),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_catalogue(tmp_path, small, harm):
+    filled(tmp_path)
+    path = tmp_path / "catalogue.sqlite"
+    HARMS[harm](path)
+    broken = path.read_bytes() if path.exists() else None
+    files = sorted(os.listdir(tmp_path))
+    problems = check(tmp_path)
+    assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
+    if harm not in ("record", "settings", "short", "half"):
+        with pytest.raises(Damaged, match=r"catalogue.sqlite.*qkv check --repair"):
+            Store(tmp_path)
+    if harm == "record":
+        with Store(tmp_path) as s:
+            with pytest.raises(Damaged, match="row 17 is not what was written"):
+                s.at().records([17])
+            assert s.at().records([16]) == ["record 16"]
+        with Store(tmp_path, skip_damaged=True) as s, pytest.warns(SkippedRows, match="row 17"):
+            assert len(dict(s.at().rows())) == 60
+    if harm == "settings":
+        with Store(tmp_path) as s, pytest.raises(Damaged, match="settings are not what was"):
+            _ = s.settings
+    assert path.exists() == (broken is not None)
+    told = check(tmp_path, repair=True)
+    if harm in ("missing", "empty", "noise"):
+        assert not any(problem.repaired for problem in told)
+        assert sorted(set(os.listdir(tmp_path)) - {"lock"}) == sorted(set(files) - {"lock"})
+        return
+    assert any(problem.repaired for problem in told)
+    assert (tmp_path / "damaged-1" / "catalogue.sqlite").read_bytes() == broken
+    again = check(tmp_path)
+    with Store(tmp_path) as s:
+        snap = s.at()
+        found = dict(snap.rows())
+        assert found == {i: f"record {i}" for i in found}
+        assert s.version == 4 or harm == "half"
+        if harm in ("magic", "header", "first page", "settings"):
+            assert whole(snap) == expected(LEFT) and again == []
+            assert snap.settings == {"key": "title"}
+            np.testing.assert_array_equal(snap.arrays()["w"], np.eye(2))
+        if harm == "record":
+            assert whole(snap) == expected(set(LEFT) - {17}) and again == []
+            assert any("of 61 rows 60 could be read" in problem.what for problem in told)
+        add(s, 1)
+
+
+def test_a_damaged_page_loses_only_its_rows(tmp_path):
+    with Store(tmp_path) as s:
+        texts = [f"{i:05d} " + "x" * 100 for i in range(2000)]
+        s.commit(records=texts, digests=[t[:5].encode() for t in texts], settings={"a": 1})
+        s.commit(remove=[3])
+    path = tmp_path / "catalogue.sqlite"
+    content = bytearray(path.read_bytes())
+    start = content.index(b"01000 xxx") // 4096 * 4096
+    content[start : start + 4096] = b"\xff" * 4096
+    path.write_bytes(content)
+    assert check(tmp_path)
+    with Store(tmp_path) as s:
+        assert s.at().records([0]) == texts[:1]
+        with pytest.raises(Damaged, match="malformed"):
+            list(s.at().rows())
+    assert any(problem.repaired for problem in check(tmp_path, repair=True))
+    assert check(tmp_path) == []
+    with Store(tmp_path) as s:
+        found = dict(s.at().rows())
+        assert 1940 < len(found) < 1999 and 3 not in found
+        assert all(texts[i] == text for i, text in found.items())
+        assert s.at().find(b"01999") == [1999] and s.settings == {"a": 1}
+
+
+def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
+    filled(tmp_path)
+    tmp_path.chmod(0o555)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("this user may write everywhere")
+        with Store(tmp_path) as s:
+            assert whole(s.at()) == expected(LEFT)
+            with pytest.raises(Unwritable, match="permissions"):
+                add(s, 1)
+        assert check(tmp_path) == []
+        with pytest.raises(Unwritable):
+            Store(tmp_path / "new")
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
+    inside, outside = tmp_path / "s", tmp_path / "segment-00000001.safetensors"
+    first = filled(inside)[0]
+    first.rename(outside)
+    connection = sqlite3.connect(inside / "catalogue.sqlite", isolation_level=None)
+    connection.execute("UPDATE segments SET file = '../' || file WHERE first = 0")
+    connection.close()
+    with Store(inside) as s:
+        with pytest.raises(Damaged, match=r"names the file '../segment-00000001.safetensors'"):
+            list(s.at().parts())
+        with pytest.raises(Damaged):
+            s.compact()
+    assert outside.exists()
+
+
+def test_a_layout_that_cannot_be_read(tmp_path, small):
+    filled(tmp_path)
+    connection = sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)
+    connection.execute("UPDATE generations SET layout = '[[1]]'")
+    connection.close()
+    with Store(tmp_path) as s:
+        with pytest.raises(Damaged, match="layout in it cannot be read"):
+            list(s.at().parts())
+        assert s.at().records([0]) == ["record 0"]
+    [problem] = check(tmp_path)
+    assert problem.what == "a layout in it cannot be read"
+    check(tmp_path, repair=True)
+    with Store(tmp_path) as s:
+        assert whole(s.at()) == expected(LEFT)
+
+
+def test_a_store_that_nobody_holds_gives_its_lock_back(tmp_path):
+    add(Store(tmp_path), 1)
+    snap = Store(tmp_path).at()
+    assert snap.records([0]) == ["record 0"]  # a snapshot holds its store
+    del snap
+    with Store(tmp_path) as s:
+        add(s, 1)
+
+
+def test_many_dead_rows_over_many_versions(make, small):
+    s = make()
+    add(s, 40)
+    rng = np.random.default_rng(0)
+    left = [list(range(40))]
+    for _ in range(12):
+        s.commit(remove=rng.choice(left[-1], 3, replace=False))
+        left.append(s.at().ids().tolist())
+        assert whole(s.at()) == expected(left[-1])
+    for version in rng.permutation(13):
+        assert whole(s.at(int(version) + 1)) == expected(left[version])
+
+
+def test_an_interrupted_compaction_leaves_the_old_state(tmp_path, small):
+    filled(tmp_path)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with Store(tmp_path) as s:
+        with pytest.raises(KeyboardInterrupt):
+            s.compact(stop)
+        assert whole(s.at()) == expected(LEFT) and whole(s.at(1)) == expected(range(60))
+    assert check(tmp_path) == []
+
+
+def test_opening_is_cheap(tmp_path):
+    filled(tmp_path)
+    started = time.perf_counter()
+    for _ in range(10):
+        Store(tmp_path).close()
+    assert time.perf_counter() - started < 1.0
+
+
+def test_notes_are_json(tmp_path, small):
+    path = filled(tmp_path)[0]
+    notes, entry = segments.read_notes(path)
+    assert json.loads(notes["settings"]) == {"key": "title"} and entry.rows == 20
+    assert Path(entry.file) == Path(path.name)
