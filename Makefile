@@ -12,7 +12,7 @@ PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
 BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
-INSTALL := -e '.[torch,jax,plot,onnx,test,dev]' tensorflow-cpu
+INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,test,dev]' tensorflow-cpu
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 

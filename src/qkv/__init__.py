@@ -11,18 +11,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv import masks, onnx, plot, scores, weightings
+    from qkv import database, masks, onnx, plot, scores, weightings
+    from qkv.answer import Answer
     from qkv.attention import attend, explain, scaled_dot_product_attention, weights
+    from qkv.database import Database, open
     from qkv.errors import QkvError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
+    "Database",
     "QkvError",
     "attend",
+    "database",
     "explain",
     "masks",
     "onnx",
+    "open",
     "plot",
     "scaled_dot_product_attention",
     "scores",
@@ -31,12 +37,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Answer": "answer",
+    "Database": "database",
     "QkvError": "errors",
+    "open": "database",
     "attend": "attention",
     "explain": "attention",
     "scaled_dot_product_attention": "attention",
     "weights": "attention",
 }
+
+_ROOMS = ("answer", "arrays", "attention", "cli", "engines", "errors", "types")
 
 
 def __getattr__(name: str) -> Any:
@@ -44,7 +55,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    if name in __all__ or name in ("arrays", "attention", "engines", "errors", "types"):
+    if name in __all__ or name in _ROOMS:
         return importlib.import_module(f"qkv.{name}")
     raise AttributeError(f"module 'qkv' has no attribute {name!r}")
 

@@ -1,0 +1,306 @@
+"""An answer: Σᵢ αᵢ vᵢ, the rows it came from, and how sure it is."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.errors import ArgumentError, CombinationError, MissingExtra
+
+BAR = 24
+"""Cells of the longest bar in the terminal."""
+LEAST = 0.0005
+"""The smallest weight that three digits can show."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair of the database, and how much it counted.
+
+    `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;
+    `record` has all its columns.
+    """
+
+    key: Any
+    value: Any
+    weight: float
+    index: int
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Share(NamedTuple):
+    """A value, and the weight of all rows that hold it."""
+
+    value: Any
+    weight: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a database says to one query.
+
+    `value` is Σᵢ αᵢ vᵢ where values are numbers or vectors, else the heaviest value, whose
+    rivals stand in `values`. `rows` are the heaviest rows. `entropy` is −Σ αᵢ ln αᵢ and
+    `effective_rows` e^entropy: as many rows as would give it if all counted the same.
+
+    >>> from qkv import Database
+    >>> answer = Database({"Zhang": "Aston", "Li": "Mu", "Smola": "Alex"}).ask("Li")
+    >>> answer.value, answer.rows[0].key
+    ('Mu', 'Li')
+    """
+
+    query: Any
+    value: Any
+    rows: list[Row]
+    values: list[Share]
+    entropy: float
+    lse: float | None
+    total: int
+    """Rows that were asked, after `where`."""
+    engine: str
+    score: str
+    weighting: str
+    _weights: Callable[[], np.ndarray] = field(repr=False, compare=False)
+    _spread: Callable[[], Any] = field(repr=False, compare=False)
+    _above: Callable[[float], list[Row]] = field(repr=False, compare=False)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """α of every row, (m,), in the database's order."""
+        return self._weights()
+
+    @cached_property
+    def spread(self) -> Any:
+        """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
+
+        None where values are not numbers.
+        """
+        return self._spread()
+
+    @property
+    def effective_rows(self) -> float:
+        return math.exp(self.entropy) if self.rows else 0.0
+
+    def above(self, weight: float) -> list[Row]:
+        """Every row of at least this weight, heaviest first."""
+        if not 0 < weight <= 1:
+            raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
+        return self._above(weight)
+
+    def explain(self) -> str:
+        """One paragraph: which rows, which engine, how concentrated."""
+        if not self.rows:
+            return (
+                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} rows "
+                f"({self.score}, {self.weighting}; {self.engine})."
+            )
+        first = self.rows[0]
+        parts = [
+            f"Of {self.total:,} rows, {short(first.key)} counts {_percent(first.weight)}"
+            + (
+                ""
+                if len(self.rows) < 2
+                else f", {short(self.rows[1].key)} {_percent(self.rows[1].weight)}"
+            )
+            + "."
+        ]
+        effective = self.effective_rows
+        parts.append(f"As many rows as {effective:,.1f} of equal weight took part: {self._sure()}.")
+        if isinstance(self.value, float | np.ndarray) and self.spread is not None:
+            spread = self.spread
+            if isinstance(spread, float):
+                parts.append(f"Their values lie {spread:.4g} around {self.value:.4g}.")
+        elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
+            best, next_ = self.values[:2]
+            parts.append(
+                f"The value {short(best.value)} has {_percent(best.weight)} of the weight, "
+                f"{short(next_.value)} {_percent(next_.weight)}."
+            )
+        parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
+        return " ".join(parts)
+
+    def _sure(self) -> str:
+        share = self.rows[0].weight
+        if share > 0.5:
+            return "the answer rests on one row" if share > 0.9 else "one row leads"
+        if self.effective_rows < 0.05 * self.total or self.effective_rows < 4:
+            return "a few rows share the answer"
+        return "the query is vague, or nothing here is near it"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer as JSON has it."""
+        return {
+            "query": jsonable(self.query),
+            "value": jsonable(self.value),
+            "rows": [
+                {
+                    "key": jsonable(row.key),
+                    "value": jsonable(row.value),
+                    "weight": row.weight,
+                    "index": row.index,
+                }
+                for row in self.rows
+            ],
+            "entropy": self.entropy,
+            "effective_rows": self.effective_rows,
+            "engine": self.engine,
+        }
+
+    def to_frame(self) -> Any:
+        """The rows as a data frame of polars or pandas, whichever is there."""
+        columns: dict[str, list[Any]] = {
+            name: [getattr(row, name) for row in self.rows]
+            for name in ("key", "value", "weight", "index")
+        }
+        for row in self.rows:
+            for name in row.record:
+                if name not in columns:
+                    columns[name] = [r.record.get(name) for r in self.rows]
+        for name in ("pandas", "polars"):
+            if name in sys.modules:
+                return sys.modules[name].DataFrame(columns)
+        for name in ("polars", "pandas"):
+            try:
+                return __import__(name).DataFrame(columns)
+            except ModuleNotFoundError:
+                continue
+        raise MissingExtra('to_frame needs polars or pandas: pip install "qkv[tables]"')
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The weights as a figure of matplotlib, also saved where `path` is given."""
+        from qkv import plot
+
+        if not self.rows:
+            raise CombinationError("there is nothing to draw: every weight is 0")
+        figure = plot.bars(
+            [short(row.key, 44) for row in self.rows],
+            [row.weight for row in self.rows],
+            title=f"{short(self.query, 60)} → {short(self.value, 60)}",
+            others=self.total - len(self.rows),
+        )
+        if path is not None:
+            figure.savefig(path, dpi=160, bbox_inches="tight")
+        return figure
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The answer as one page that needs nothing else; written where `path` is given."""
+        page = _PAGE.format(title=html.escape(short(self.query, 80)), body=self._repr_html_())
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    def __str__(self) -> str:
+        value = f"{short(self.query)} → {short(self.value, 60)}"
+        if not self.rows:
+            return f"{short(self.query)} → nothing: every weight is 0"
+        seen = [row for row in self.rows if abs(row.weight) >= LEAST] or self.rows[:1]
+        width = min(max(len(short(row.key, 32)) for row in seen), 32)
+        lines = [
+            f"  {row.weight:.3f} {bar(row.weight):{BAR}} {short(row.key, 32):{width}}  "
+            f"{short(row.value, 40)}".rstrip()
+            for row in seen
+        ]
+        rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
+        if more > 0 and rest >= LEAST:
+            rows = f"{more:,} more row{'s' if more > 1 else ''}"
+            lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {rows}")
+        lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}")
+        return "\n".join([value, *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td class=w>{row.weight:.3f}</td><td class=b><i style='width:"
+            f"{100 * max(min(row.weight, 1.0), 0.0):.1f}%'></i></td>"
+            f"<td>{html.escape(short(row.key, 200))}</td>"
+            f"<td>{html.escape(short(row.value, 400))}</td></tr>"
+            for row in self.rows
+        )
+        value = html.escape(short(self.value, 400)) if self.rows else "nothing"
+        return (
+            f"<style>{_STYLE}</style><div class=qkv-answer>"
+            f"<p class=q>{html.escape(short(self.query, 400))}</p><p class=v>{value}</p>"
+            f"<table><thead><tr><th>weight</th><th></th><th>key</th><th>value</th></tr></thead>"
+            f"<tbody>{cells}</tbody></table>"
+            f"<p class=e>{html.escape(self.explain())}</p></div>"
+        )
+
+
+def bar(weight: float, width: int = BAR) -> str:
+    """A weight between 0 and 1 as a bar of eighths of a cell.
+
+    >>> bar(0.5, 8)
+    '████'
+    """
+    eighths = round(max(min(weight, 1.0), 0.0) * width * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
+
+
+def jsonable(x: Any) -> Any:
+    """Anything a database holds as what JSON has: arrays as lists, the rest as text."""
+    if isinstance(x, np.ndarray):
+        return jsonable(x.tolist())
+    if isinstance(x, np.generic):
+        return jsonable(x.item())
+    if isinstance(x, float) and not math.isfinite(x):
+        return None if math.isnan(x) else str(x)
+    if isinstance(x, Mapping):
+        return {str(name): jsonable(item) for name, item in x.items()}
+    if isinstance(x, list | tuple):
+        return [jsonable(item) for item in x]
+    if isinstance(x, bytes | bytearray):
+        return x.hex()
+    return x if x is None or isinstance(x, str | int | float | bool) else str(x)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def short(x: Any, most: int = 40) -> str:
+    """x on one line of at most `most` characters."""
+    if isinstance(x, float | np.floating):
+        text = f"{x:.6g}"
+    elif isinstance(x, np.ndarray):
+        text = np.array2string(x, precision=4, threshold=6, edgeitems=3)
+    elif isinstance(x, Mapping):
+        text = ", ".join(f"{name}: {short(item, most)}" for name, item in x.items())
+    elif isinstance(x, tuple):
+        text = ", ".join(short(item, most) for item in x)
+    elif isinstance(x, str):
+        text = x
+    else:
+        text = json.dumps(jsonable(x), ensure_ascii=False)
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+_STYLE = """
+.qkv-answer{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:52rem}
+.qkv-answer .q{color:#777;margin:0}.qkv-answer .v{font-size:1.5rem;margin:.1rem 0 .8rem}
+.qkv-answer table{border-collapse:collapse;width:100%}
+.qkv-answer th{font-weight:400;color:#777;text-align:left;font-size:.85rem}
+.qkv-answer td,.qkv-answer th{padding:.25rem .7rem .25rem 0;vertical-align:top;
+border-bottom:1px solid #eee;text-align:left;background:none}
+.qkv-answer .w{font-variant-numeric:tabular-nums;width:3.5rem}
+.qkv-answer .b{width:9rem;min-width:5rem}
+.qkv-answer .b i{display:block;height:.8rem;margin-top:.35rem;background:#cb181d;min-width:1px}
+.qkv-answer .e{color:#555;font-size:.9rem}
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>body{{margin:2rem auto;max-width:52rem;padding:0 1rem}}</style>
+{body}
+</html>
+"""

@@ -1,0 +1,183 @@
+"""−log α(query, right key) of a batch and its gradients: by hand in NumPy, or by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.database.encoders.learned import SIDES, Bag, Input, pooled, pooling
+from qkv.errors import MissingExtra, unknown
+
+Parameters = Mapping[str, np.ndarray]
+
+
+class Batch(NamedTuple):
+    """n queries, c candidate keys, and which of them is right for each query.
+
+    `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width).
+    `right` (n,) is a column of the scores, `share` (n,) what each query counts, together 1, and
+    `barred` the rows and columns of keys that are right too and so must not count as wrong.
+    """
+
+    query: Sequence[Input]
+    key: Sequence[Input]
+    right: np.ndarray
+    share: np.ndarray
+    barred: tuple[np.ndarray, np.ndarray]
+    cosines: Sequence[bool]
+
+    def sides(self) -> list[tuple[str, int, Input]]:
+        return [
+            (side, i, x)
+            for side, found in zip(SIDES, (self.query, self.key), strict=True)
+            for i, x in enumerate(found)
+        ]
+
+
+Gradients = Callable[[Parameters, Batch], tuple[float, dict[str, np.ndarray]]]
+
+
+def gradients(framework: str | None = None) -> tuple[str, Gradients]:
+    """torch's if it is installed, else NumPy's; or the one that is asked for."""
+    if framework is None:
+        framework = "torch" if find_spec("torch") else "numpy"
+    if framework not in FRAMEWORKS:
+        raise unknown("framework", framework, FRAMEWORKS)
+    if framework == "torch" and not find_spec("torch"):
+        raise MissingExtra('learn(framework="torch") needs torch: pip install "qkv[torch]"')
+    return framework, FRAMEWORKS[framework]
+
+
+def by_hand(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
+    """loss = −Σ_i share_i ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
+
+    `parameters` has, for each head and side, w (width, width) and for tokens logits and vectors of
+    those that the batch's ids count, and places; scales (heads,) as logarithms. A gradient is given
+    for every one of them.
+    """
+    scales = np.exp(parameters["scales"])
+    forward = {(side, i): _Side(parameters, side, i, x, batch) for side, i, x in batch.sides()}
+    heads = [(forward["query", i], forward["key", i]) for i in range(len(scales))]
+    s = sum(scale * (q.u @ k.u.T) for scale, (q, k) in zip(scales, heads, strict=True))
+    s[batch.barred] = -np.inf
+    s -= s.max(axis=1, keepdims=True)
+    rows = np.arange(len(s))
+    right = s[rows, batch.right]
+    g = np.exp(s, out=s)
+    total = g.sum(axis=1)
+    loss = float(batch.share @ (np.log(total) - right))
+    g *= (batch.share / total)[:, None]
+    g[rows, batch.right] -= batch.share
+
+    found: dict[str, np.ndarray] = {"scales": np.empty_like(scales)}
+    for i, (scale, (q, k)) in enumerate(zip(scales, heads, strict=True)):
+        to_query = scale * (g @ k.u)
+        found["scales"][i] = np.einsum("ij,ij", to_query, q.u)
+        found |= q.backward(to_query)
+        found |= k.backward(scale * (g.T @ q.u))
+    return loss, found
+
+
+class _Side:
+    """One head's vectors u of the queries or of the keys, and the way back."""
+
+    def __init__(self, p: Parameters, side: str, i: int, input: Input, batch: Batch):
+        self.own = own = f"{i}.{side}."
+        self.p, self.cosine = p, batch.cosines[i]
+        x, stretch = input
+        self.stretch = None if stretch is None else stretch[:, None]
+        self.bag = x if isinstance(x, Bag) else None
+        if isinstance(x, Bag):
+            logits = p[own + "logits"][x.ids] + p[own + "places"][x.places]
+            self.alpha = pooling(logits, x.offsets)
+            x = pooled(p[own + "vectors"], self.alpha, x.ids, x.offsets)
+        self.x: np.ndarray = x
+        y = x @ p[own + "w"].T
+        if self.cosine:
+            length = np.sqrt(np.einsum("ij,ij->i", y, y))
+            self.length = np.where(length == 0, 1, length)[:, None]
+            y /= self.length
+        self.unit = y
+        self.u = y if self.stretch is None else y * self.stretch
+
+    def backward(self, to_u: np.ndarray) -> dict[str, np.ndarray]:
+        own = self.own
+        if self.stretch is not None:
+            to_u = to_u * self.stretch
+        if self.cosine:
+            along = np.einsum("ij,ij->i", to_u, self.unit)[:, None]
+            to_u = (to_u - along * self.unit) / self.length
+        found = {own + "w": to_u.T @ self.x}
+        if self.bag is None:
+            return found
+        ids, offsets, places = self.bag
+        vectors = self.p[own + "vectors"]
+        to_token = np.repeat(to_u @ self.p[own + "w"], np.diff(offsets), axis=0)
+        to_alpha = np.einsum("ij,ij->i", to_token, vectors[ids])
+        to_token *= self.alpha[:, None]
+        found[own + "vectors"] = _gathered(to_token, ids, len(vectors))
+        mean = np.concatenate([[0], np.cumsum(self.alpha * to_alpha, dtype=np.float64)])
+        mean = np.repeat(mean[offsets[1:]] - mean[offsets[:-1]], np.diff(offsets))
+        to_logit = self.alpha * (to_alpha - mean)
+        for name, at in (("logits", ids), ("places", places)):
+            size = len(self.p[own + name])
+            found[own + name] = np.bincount(at, to_logit, size).astype(vectors.dtype)
+        return found
+
+
+def _gathered(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+    """out[id] = Σ of the rows with that id: (size, width)."""
+    out = np.zeros((size, rows.shape[1]), rows.dtype)
+    if len(ids):
+        order = np.argsort(ids, kind="stable")
+        starts = np.flatnonzero(np.diff(ids[order], prepend=-1))
+        out[ids[order][starts]] = np.add.reduceat(rows[order], starts, axis=0)
+    return out
+
+
+def by_torch(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
+    """The same as `by_hand`, differentiated by torch."""
+    import torch
+
+    p = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).requires_grad_()
+        for name, array in parameters.items()
+    }
+
+    def vectors(side: str, i: int, input: Input) -> Any:
+        own = f"{i}.{side}."
+        x, stretch = input
+        if isinstance(x, Bag):
+            ids, offsets = torch.from_numpy(x.ids), torch.from_numpy(x.offsets)
+            logits = p[own + "logits"][ids] + p[own + "places"][torch.from_numpy(x.places)]
+            text = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+            # A shift of all logits of a text does not matter to it, so its top needs no gradient.
+            top = torch.full((len(offsets) - 1,), -torch.inf, dtype=logits.dtype)
+            top = top.scatter_reduce(0, text, logits.detach(), "amax")
+            e = torch.exp(logits - top[text])
+            alpha = e / torch.zeros_like(top).index_add(0, text, e)[text]
+            found = torch.nn.functional.embedding_bag(
+                ids, p[own + "vectors"], offsets[:-1], mode="sum", per_sample_weights=alpha
+            )
+        else:
+            found = torch.from_numpy(np.ascontiguousarray(x))
+        y = found @ p[own + "w"].T
+        if batch.cosines[i]:
+            y = torch.nn.functional.normalize(y, dim=1)
+        return y if stretch is None else y * torch.from_numpy(stretch)[:, None]
+
+    u = {(side, i): vectors(side, i, x) for side, i, x in batch.sides()}
+    s = sum(p["scales"][i].exp() * (u["query", i] @ u["key", i].T) for i in range(len(batch.key)))
+    rows, columns = map(torch.from_numpy, batch.barred)
+    s = s.index_put((rows, columns), torch.tensor(-torch.inf, dtype=s.dtype))
+    right = torch.from_numpy(batch.right)
+    each = torch.nn.functional.cross_entropy(s, right, reduction="none")
+    loss = each @ torch.from_numpy(batch.share)
+    loss.backward()
+    return loss.item(), {name: tensor.grad.numpy() for name, tensor in p.items()}
+
+
+FRAMEWORKS: dict[str, Gradients] = {"torch": by_torch, "numpy": by_hand}

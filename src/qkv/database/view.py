@@ -1,0 +1,173 @@
+"""One version of a database as it is read: rows with their vectors, found by key or by place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import of
+from qkv.database import cells, encoders, scan
+from qkv.database.encoders import Encoder
+from qkv.database.schema import Schema
+from qkv.database.store import Part, Snapshot
+from qkv.database.where import condition
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+
+CHUNK = 8192
+"""Rows that are read together."""
+
+
+class View:
+    """The rows of one snapshot under their schema; a row's place is its position among the live.
+
+    `encoder` is one that may be the stored one already, so that it need not be built again.
+    """
+
+    def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
+        self.snapshot, self._given = snapshot, encoder
+
+    def __len__(self) -> int:
+        return len(self.snapshot)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return self.snapshot.settings
+
+    @cached_property
+    def schema(self) -> Schema | None:
+        told = self.settings.get("schema")
+        return None if told is None else Schema.from_dict(told)
+
+    @property
+    def plan(self) -> Schema:
+        """The schema of a view that has rows."""
+        assert self.schema is not None
+        return self.schema
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        told, given = self.settings["encoder"], self._given
+        if given is not None and given.settings() == told and not given.arrays():
+            return given
+        return encoders.load(told, self.snapshot.arrays())
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The id of each place, (m,)."""
+        return self.snapshot.ids()
+
+    def inherit(self, old: View) -> None:
+        """Take over what an older view of the same vectors has built."""
+        if "encoder" in vars(old) and old.settings == self.settings:
+            vars(self)["encoder"] = old.encoder
+
+    def find(self, key: Any) -> list[int]:
+        """The ids of the rows with exactly this key, oldest first."""
+        if isinstance(key, list) and self.schema and self.schema.key_kind == "vector":
+            key = np.asarray(key, dtype=float)
+        try:
+            return self.snapshot.find(cells.digest(key))
+        except ArgumentError:
+            return []  # None and NaN are nobody's key
+
+    def rows(self, ids: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+        return self._filled(ids, [cells.loads(text) for text in self.snapshot.records(ids)])
+
+    def values(self, ids: Sequence[int]) -> list[Any]:
+        return [self.plan.value_of(row) for row in self.rows(ids)]
+
+    def all_rows(self) -> Iterator[dict[str, Any]]:
+        """Every row, oldest first."""
+        ids: list[int] = []
+        rows: list[dict[str, Any]] = []
+        for id_, text in self.snapshot.rows():
+            ids.append(id_)
+            rows.append(cells.loads(text))
+            if len(ids) == CHUNK:
+                yield from self._filled(ids, rows)
+                ids, rows = [], []
+        if ids:
+            yield from self._filled(ids, rows)
+
+    def all_keys(self) -> Any:
+        """Every key: a list, or an array of vectors."""
+        if self.plan.key_kind == "vector":
+            return self.snapshot.tensor(self._raw, self.ids)
+        return [self.plan.key_of(cells.loads(text)) for _, text in self.snapshot.rows()]
+
+    @property
+    def _raw(self) -> str:
+        """The tensor that holds the vectors that were given as keys."""
+        return "key" if "key" in self.snapshot.names else "code"
+
+    def _filled(
+        self, ids: Sequence[int] | np.ndarray, rows: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Rows with the vectors that are kept beside them."""
+        plan = self.plan
+        apart = []
+        if plan.key_kind == "vector":
+            apart.append((plan.key[0], self._raw))
+        if plan.value_kind == "vector":
+            apart.append((plan.value[0], "value"))
+        for column, name in apart:
+            for row, vector in zip(rows, self.snapshot.tensor(name, ids), strict=True):
+                row[column] = vector
+        return rows
+
+    def where(self, wish: Any) -> np.ndarray | None:
+        """Which rows pass a condition, (m,); None where all do."""
+        passes = condition(wish, () if self.schema is None else self.schema.columns)
+        if passes is None:
+            return None
+        return np.fromiter((passes(row) for row in self.all_rows()), bool, len(self))
+
+    def parts(self) -> Iterator[Part]:
+        return self.snapshot.parts()
+
+    def pieces(self, live: np.ndarray | None = None, *, value: bool = False) -> scan.Read:
+        """The rows as pieces to be scanned; `live` (m,) leaves some of them out."""
+
+        def read() -> Iterator[scan.Piece]:
+            at = 0
+            for part in self.parts():
+                alive = part.live
+                size = len(part.ids) if alive is None else int(alive.sum())
+                if live is not None:
+                    own = live[at : at + size]
+                    alive = own if alive is None else _within(alive, own)
+                at += size
+                values = part.tensors["value"] if value else None
+                yield scan.Piece(part.tensors["code"], values, alive)
+
+        return read
+
+    @cached_property
+    def width(self) -> int:
+        """Numbers in the vector of a key."""
+        part = next(self.parts())
+        return int(part.tensors["code"].shape[1])
+
+    def check(self, query: Any) -> None:
+        """Refuse vectors that cannot be compared with the keys'."""
+        if len(query.shape) != 2 or query.shape[-1] != self.width:
+            raise ShapeError(
+                f"query has shape {tuple(query.shape)}, but the keys are vectors of {self.width} "
+                f"numbers ({self.encoder.kind}): expected (queries, {self.width})"
+            )
+        if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
+            raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
+
+
+def _within(alive: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """`own` says which of the live rows still are: the flags of all rows.
+
+    >>> _within(np.array([True, False, True]), np.array([False, True])).tolist()
+    [False, False, True]
+    """
+    both = alive.copy()
+    both[alive] = own
+    return both

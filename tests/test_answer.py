@@ -1,0 +1,157 @@
+"""Answers: what they say of themselves, as text, table, page and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas
+import polars
+import pytest
+
+from qkv import Database
+from qkv.answer import Answer, Row, Share, bar, jsonable, short
+from qkv.errors import CombinationError
+
+
+def answer(weights, *, keys=None, values=None, total=None, query="q"):
+    keys = keys or [f"k{i}" for i in range(len(weights))]
+    values = values or [f"v{i}" for i in range(len(weights))]
+    rows = [
+        Row(k, v, w, i, {"key": k, "value": v})
+        for i, (k, v, w) in enumerate(zip(keys, values, weights, strict=True))
+    ]
+    p = np.array(weights) / (sum(weights) or 1)
+    entropy = float(-sum(x * math.log(x) for x in p if x))
+    return Answer(
+        query=query,
+        value=values[0] if weights else None,
+        rows=rows,
+        values=[Share(v, w) for v, w in zip(values, weights, strict=True)],
+        entropy=entropy,
+        lse=0.0,
+        total=len(weights) if total is None else total,
+        engine="scan",
+        score="Dot",
+        weighting="Softmax",
+        _weights=lambda: np.array(weights),
+        _spread=lambda: None,
+        _above=lambda w: [row for row in rows if row.weight >= w],
+    )
+
+
+def test_effective_rows_of_equal_weights_are_their_number():
+    assert answer([0.25] * 4).effective_rows == pytest.approx(4)
+    assert answer([1.0]).effective_rows == 1
+    assert answer([]).effective_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "says"),
+    [
+        ([0.95, 0.05], 2, "the answer rests on one row"),
+        ([0.6, 0.4], 2, "one row leads"),
+        ([0.3, 0.3, 0.4], 100, "a few rows share the answer"),
+        ([0.1] * 10, 10, "the query is vague"),
+    ],
+)
+def test_explain_says_how_concentrated(weights, total, says):
+    text = answer(weights, total=total).explain()
+    assert says in text
+    assert "\n" not in text
+    assert "scan" in text
+    assert "k0" in text
+
+
+def test_the_terminal_shows_bars_and_the_rest():
+    text = str(answer([0.5, 0.25], total=1002))
+    assert text.splitlines() == [
+        "q → v0",
+        "  0.500 ████████████             k0  v0",
+        "  0.250 ██████                   k1  v1",
+        "  0.250 ██████                   1,000 more rows",
+        "  effective rows 1.9 of 1,002",
+    ]
+    assert repr(answer([1.0])) == str(answer([1.0]))
+
+
+def test_rows_that_three_digits_cannot_show_join_the_rest():
+    lines = str(answer([0.99, 0.0004, 0.0003], total=3)).splitlines()
+    assert lines[2].endswith("2 more rows")
+
+
+def test_json():
+    told = answer([0.75, 0.25], values=[1.5, float("nan")]).to_dict()
+    assert json.loads(json.dumps(told)) == {
+        "query": "q",
+        "value": 1.5,
+        "rows": [
+            {"key": "k0", "value": 1.5, "weight": 0.75, "index": 0},
+            {"key": "k1", "value": None, "weight": 0.25, "index": 1},
+        ],
+        "entropy": pytest.approx(0.5623351),
+        "effective_rows": pytest.approx(1.754765),
+        "engine": "scan",
+    }
+
+
+def test_frames_have_all_columns():
+    D = Database.from_columns({"a": ["x", "y"], "b": [1, 2], "c": [True, False]}, value="b")
+    frame = D.ask("x").to_frame()
+    assert isinstance(frame, pandas.DataFrame | polars.DataFrame)
+    assert list(frame.columns) == ["key", "value", "weight", "index", "a", "b", "c"]
+    assert list(frame["key"]) == ["x", "y"]
+
+
+def test_the_page_needs_nothing_else_and_escapes(tmp_path):
+    a = answer([0.5, 0.5], keys=["<script>alert(1)</script>", "b"], query="<b>q</b>")
+    page = a.to_html(tmp_path / "a.html")
+    assert (tmp_path / "a.html").read_text(encoding="utf-8") == page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+    assert a._repr_html_() in page
+    assert "width:50.0%" in page
+
+
+def test_the_picture(tmp_path):
+    figure = answer([0.5, 0.2], keys=["$x", "b"], total=9).plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.5, 0.2, 0.3])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["$x", "b", "7 other rows"]
+    with pytest.raises(CombinationError, match="nothing to draw"):
+        answer([]).plot()
+
+
+def test_an_answer_of_nothing():
+    a = answer([], total=5)
+    assert "nothing" in str(a)
+    assert "No row answers q" in a.explain()
+    assert "nothing" in a.to_html()
+    assert a.to_dict()["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (1 / 3, "0.333333"),
+        ("a\n b", "a b"),
+        ("x" * 50, "x" * 39 + "…"),
+        ({"a": 1.5, "b": "c"}, "a: 1.5, b: c"),
+        (("a", 2), "a, 2"),
+        (None, "null"),
+        (b"\x01", '"01"'),
+        (np.array([1.0, 2.0]), "[1. 2.]"),
+    ],
+)
+def test_short(x, text):
+    assert short(x) == text
+
+
+def test_bars_and_json_of_anything():
+    assert [bar(w, 2) for w in (0, 1 / 16, 0.5, 1, 2, -1)] == ["", "▏", "█", "██", "██", ""]
+    assert jsonable({"a": (np.float32(1), np.arange(2), b"\xff", math.inf)}) == {
+        "a": [1.0, [0, 1], "ff", "inf"]
+    }
