@@ -1,0 +1,161 @@
+"""What does the database cost? Import, open, an exact look-up, a soft one, and memory, CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import qkv
+from bench._results import show
+from bench._side_by_side import compare, keep, size
+
+TEXTS = size(100_000, 1_000)
+M, D = size(1_000_000, 10_000), 256
+LARGE = size(8, 1)
+"""How many times M rows the large store has: 8 GB."""
+
+SYLLABLES = "ba be bo da de do fa fi ga go ka ki la le lo ma mi mo na no pa pe ra ri ro sa so ta tu"
+
+
+def words(rng, count):
+    parts = SYLLABLES.split()
+    return ["".join(rng.choice(parts, rng.integers(1, 4))) for _ in range(count)]
+
+
+def measured(work, ms, goal, found, met, **more):
+    row = {
+        "work": work,
+        "sides": {"qkv": {"ms": ms, **more}},
+        "goals": [{"goal": goal, "found": found, "met": met}],
+    }
+    show(row)
+    return row
+
+
+def child(code, *args):
+    """What a fresh process prints as JSON."""
+    run = [sys.executable, "-c", code, *map(str, args)]
+    return json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+
+
+OPEN = """
+import json, sys, time
+import numpy as np
+import qkv, qkv.database.database
+start = time.perf_counter()
+D = qkv.open(sys.argv[1], create=False)
+rows = len(D)
+opened = time.perf_counter() - start
+ids = np.random.default_rng(0).integers(0, rows, 500)
+keys = D._view.snapshot.tensor("code", ids)
+times = []
+for key in keys:
+    start = time.perf_counter()
+    D[key]
+    times.append(time.perf_counter() - start)
+print(json.dumps({"open": opened, "look": float(np.median(times)), "rows": rows}))
+"""
+
+ASK = """
+import json, resource, sys, time
+import numpy as np
+import qkv
+D = qkv.open(sys.argv[1], create=False)
+query = np.random.default_rng(1).normal(size=int(sys.argv[2])).astype("float32")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+D.ask(query)
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": seconds, "peak": peak / 1024, "before": before / 1024}))
+"""
+
+
+def imported(folder):
+    rng = np.random.default_rng(0)
+    vocabulary = words(rng, 20_000)
+    file = folder / "texts.csv"
+    with file.open("w") as out:
+        out.write("title,author,year\n")
+        for _ in range(TEXTS):
+            title = " ".join(rng.choice(vocabulary, 5))
+            out.write(f"{title},{' '.join(rng.choice(vocabulary, 2))},{rng.integers(1500, 2020)}\n")
+    start = time.perf_counter()
+    with qkv.Database.from_source(file, key="title", path=folder / "texts.qkv") as database:
+        seconds = time.perf_counter() - start
+        assert len(database) == TEXTS
+    work = f"import {TEXTS:,} rows of text from CSV, encoded by letters and words"
+    return measured(work, 1e3 * seconds, "≤ 30 s", seconds, seconds <= 30)
+
+
+def fill(path, times):
+    rng = np.random.default_rng(0)
+    with qkv.open(path) as database:
+        for _ in range(times):
+            keys = rng.normal(size=(M, D)).astype("float32")
+            database.add(keys, rng.normal(size=M))
+
+
+def rows():
+    folder = Path(tempfile.mkdtemp(prefix="qkv-bench-"))
+    try:
+        yield imported(folder)
+        path = folder / "million.qkv"
+        fill(path, 1)
+        found = [child(OPEN, path) for _ in range(5)]
+        opened, look = (min(x[name] for x in found) for name in ("open", "look"))
+        yield measured(f"open {M:,} rows", 1e3 * opened, "≤ 50 ms", 1e3 * opened, opened <= 0.05)
+        yield measured(f"D[key] in {M:,} rows", 1e3 * look, "≤ 0.2 ms", 1e3 * look, look <= 2e-4)
+        yield soft(path)
+        yield large(folder / "large.qkv")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def soft(path):
+    with qkv.open(path, create=False) as database:
+        parts = [part.tensors for part in database._view.snapshot.parts()]
+        arrays = [x for part in parts for x in (part["code"], part["value"])]
+
+        def reading(query):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the file must not be written to
+                for x in arrays:
+                    torch.from_numpy(x).sum()
+
+        rng = np.random.default_rng(1)
+        return compare(
+            f"ask, softmax over {M:,} × {D} f32 on disk",
+            {"qkv": lambda query: database.ask(query) and None, "reading the same bytes": reading},
+            [(rng.normal(size=D).astype("float32"),) for _ in range(3)],
+            goals={"reading the same bytes": 1 / 1.3},
+            rate=(sum(x.nbytes for x in arrays), "GB/s"),
+            repeats=15,
+        )
+
+
+def large(path):
+    fill(path, LARGE)
+    found = child(ASK, path, D)
+    bytes_ = LARGE * M * D * 4
+    return measured(
+        f"ask, softmax over {bytes_ / 1e9:.1f} GB on disk, resident memory",
+        1e3 * found["seconds"],
+        "≤ 500 MB resident",
+        found["peak"] * 1.048576,
+        found["peak"] * 1.048576 <= 500,
+        **{"extra MiB": found["peak"] - found["before"]},
+    )
+
+
+if __name__ == "__main__":
+    keep("database", rows())
