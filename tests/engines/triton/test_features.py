@@ -70,7 +70,7 @@ def test_each_unit_has_the_first_row_of_the_table_that_reaches(h, reach_a, reach
 
 def test_arrays_larger_than_one_look_are_seen_to_the_end(monkeypatch):
     monkeypatch.setattr(features, "LOOKS", 2)
-    a = torch.zeros(5 * features.TILE + 3, 1, device=DEVICE)
+    a = torch.zeros(5 * features.LOOK + 3, 1, device=DEVICE)
     a[-1] = GRID[3]
     for one, two in ((a, a[:0]), (a[:1], a)):
         fit, beyond = fit_of(one, two, TABLE, GRID)

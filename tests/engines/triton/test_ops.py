@@ -139,16 +139,40 @@ def test_even_sizes_need_no_mask():
     agree({"b": 1, "h": 1, "hk": 1, "n": 32, "m": 32, "w": 16, "d": 16}, {})
 
 
+@pytest.mark.parametrize("w", [40, 72])
 @pytest.mark.parametrize("mask", ["open", "window", "lengths", "layout in a band"])
-def test_tiles_by_descriptors(mask, monkeypatch):
+def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
     monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
         monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
-    shape = SHAPE | {"b": 2, "w": 40, "d": 8, "gate": True}
+    wide = w > ops.HELD
+    shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
     agree(shape, MASKS[mask])
-    assert seen == {True}
+    assert seen == {True, not wide}, "on the way back a wide one has none"
+
+
+def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
+    """Their rows do not follow each other."""
+    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    for name in ("pool", "split"):
+        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
+    seen = watch(monkeypatch, "TMA")
+    ops.attend(**formulas.arrays_of(**SHAPE | {"b": 1, "w": 72, "d": 8}), scale=0.3)
+    assert seen == {False}
+
+
+@pytest.mark.parametrize(("waves", "most"), [(1, 5), (2, 7)])
+def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
+    split(monkeypatch)
+    for name in ("pool", "split"):
+        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(waves=waves))
+    seen = watch(monkeypatch, "SPLIT")
+    for programs in (most, most + 1):
+        ops.attend(**formulas.arrays_of(b=programs, h=1, hk=1, n=16, m=96), scale=0.3)
+        assert seen == {programs == most}
+        seen.clear()
 
 
 def test_rows_that_no_descriptor_fits(monkeypatch):

@@ -27,10 +27,12 @@ from qkv.scores import separable
 
 TILE = 2048
 """Elements of x that a program takes."""
-LOOKS = 128
+LOOK = 8192
+"""The same, of one that looks for the largest."""
+LOOKS = 64
 """Programs, at most, that look for the largest of an array's columns."""
-SHARES = 16
-"""Programs among which the coefficients of a fit are divided."""
+SHARE = 16
+"""Coefficients of a fit that a program takes."""
 PLAIN = ops.Tile(1, 1, 1, 4, 3)
 """Warps and stages of these kernels."""
 
@@ -85,29 +87,32 @@ def _fit_kernel(
     h,
     G,
     SIZE: tl.constexpr,
-    SHARES: tl.constexpr,
+    SHARE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """A share of the coefficients of some units; program 0, 0 asks all units whether one has none.
+    """A share of the coefficients of some units; after the last, whether some unit has none.
 
     Every program finds the rows again from the parts: that is quicker than one more launch.
     """
     share = tl.program_id(0)
     unit = tl.arange(0, BLOCK_H)
-    if share + tl.program_id(1) == 0:
+    col = tl.program_id(1) * BLOCK_H + unit
+    if share * SHARE < SIZE:
+        row = tl.minimum(_first(parts, grid, col, h, G, COUNT, BLOCK_G), G - 1)
+        if share == 0:
+            tl.store(fit + col, 1.0 / tl.load(grid + row), mask=col < h)
+        c = share * SHARE + tl.arange(0, SHARE)[:, None]
+        inside = (c < SIZE) & (col < h)[None, :]
+        found = tl.load(table + row[None, :] * SIZE + c, mask=inside)
+        tl.store(fit + (1 + c) * h + col[None, :], found, mask=inside)
+    elif tl.program_id(1) == 0:
         short = tl.zeros((BLOCK_H,), tl.int32)
         for start in range(0, h, BLOCK_H):
             found = _first(parts, grid, start + unit, h, G, COUNT, BLOCK_G)
             short = tl.maximum(short, (found == G).to(tl.int32))
         tl.store(beyond, tl.max(short, 0))
-    col = tl.program_id(1) * BLOCK_H + unit
-    row = tl.minimum(_first(parts, grid, col, h, G, COUNT, BLOCK_G), G - 1)
-    if share == 0:
-        tl.store(fit + col, 1.0 / tl.load(grid + row), mask=col < h)
-    for c in range(share, SIZE, SHARES):
-        tl.store(fit + (1 + c) * h + col, tl.load(table + row * SIZE + c), mask=col < h)
 
 
 @triton.jit
@@ -147,7 +152,9 @@ def _fill(
     BLOCK_H: tl.constexpr,
 ):
     row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    # Two columns and many rows for each thread: a coefficient is loaded once for all its rows.
+    col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    col = tl.max_contiguous(col, 2 if BLOCK_H > 1 else 1)[None, :]
     inside = (row < rows) & (col < h)
     to = out + row * (2 * J * h) + col
     if tl.load(beyond) == 0:
@@ -217,6 +224,7 @@ def _fill_grad(
 ):
     row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    flat = tl.max_contiguous(flat, 2 if BLOCK_H > 1 else 1)
     col = flat[None, :]
     inside = (row < rows) & (col < h)
     at = grad + row * (2 * J * h) + col
@@ -319,7 +327,7 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
     a, b = a.contiguous(), b.contiguous()
     h, (count, _, pairs, order) = a.shape[-1], table.shape
     size = 2 * pairs * order
-    tall, wide = _tile(h)
+    tall, wide = _tile(h, LOOK)
     blocks = -(-h // wide)
     rows_a, rows_b = _rows(a), _rows(b)
     looks = min(-(-max(rows_a, rows_b, 1) // tall), max(LOOKS // blocks, 1))
@@ -334,13 +342,14 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
     narrow = min(wide, 32)
     facts = {
         "SIZE": size,
-        "SHARES": SHARES,
+        "SHARE": SHARE,
         "COUNT": 2 * looks,
         "BLOCK_G": ops._power_of_2(count),
         "BLOCK_H": narrow,
     }
     arrays = (parts, table, grid, fit, beyond)
-    ops._launch(_fit_kernel, (SHARES, -(-h // narrow)), arrays, (), (h, count), facts, PLAIN)
+    programs = (1 + -(-size // SHARE), -(-h // narrow))
+    ops._launch(_fit_kernel, programs, arrays, (), (h, count), facts, PLAIN)
     return fit, beyond
 
 

@@ -130,6 +130,27 @@ def products(
 
 
 @triton.jit
+def products_described(
+    left,
+    left_start,
+    right,
+    right_start,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`products` of the rows that begin at these, copied by descriptors."""
+    x = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in tl.range(0, WIDTH, CHUNK):
+        a = left.load([left_start, start])
+        b = right.load([right_start, start])
+        x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
 def gate_half(x, FAST: tl.constexpr):
     """A gate's half of the logit as `gate` wants it, so that the pair costs one addition."""
     if FAST:
@@ -330,7 +351,9 @@ def pool_tiles(
     scale, alpha = numbers
     ROWS: tl.constexpr = acc.shape[0]
     near = tl.arange(0, COLS)
-    for t in tl.range(lo, hi):
+    # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
+    FLAT: tl.constexpr = WIDE and TMA
+    for t in tl.range(lo, hi, flatten=FLAT):
         if LAYOUT:
             start = tl.load(at + t) * COLS
         else:
@@ -345,7 +368,9 @@ def pool_tiles(
             p = live.to(tl.float32) if MASKED else tl.full((ROWS, COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
-            if WIDE:
+            if FLAT:
+                x = products_described(query, 0, key, start, ROWS, COLS, W, BLOCK_W, PRECISION)
+            elif WIDE:
                 x = products(
                     query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
                 )
@@ -510,6 +535,8 @@ def pool(
         tl.full((ROWS,), NONE, dtype=tl.float32),
         tl.zeros((ROWS,), dtype=tl.float32),
     )
+    FLAT: tl.constexpr = WIDE and TMA
+    query = described(query, n - first, tl.cast(q_n, tl.int64), W, ROWS, BLOCK_W, FLAT)
     rows = (q, query, offset, i, a, first_a, first_b)
     k_m = tl.cast(k_m, tl.int64)
     v_m = tl.cast(v_m, tl.int64)

@@ -198,7 +198,7 @@ def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded
         return Tile(64, 32, 32, 4, 2) if wide <= 64 or w > HELD_BACK else Tile(32, 32, 32, 4, 1)
     if name == "pool":
         if w > HELD:
-            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3)
+            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, described=d <= 128)
         if d > 256:
             return Tile(64, 32, 64, 8, 2)
         if wide > 128:
@@ -480,9 +480,13 @@ def _fitting(call: _Call, name: str, rows: int, run: Any) -> None:
 
 
 def _parts(call: _Call, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
-    """Into how many parts a loop over so many rows is split, and the tiles of each."""
+    """Into how many parts a loop over so many rows is split, and the tiles of each.
+
+    Where each program has a processor to itself and three of four are busy, nothing is: joining
+    the parts would take what is won.
+    """
     room, tiles, least = _processors(call.query.device), -(-rows // block), max(LEAST // block, 1)
-    if programs >= room or tiles < 2 * least:
+    if programs >= (room if waves > 1 else 3 * room // 4) or tiles < 2 * least:
         return 1, tiles
     span = max(-(-tiles * programs // (room * waves)), least)
     return -(-tiles // span), span
@@ -549,7 +553,7 @@ def _pool(call: _Call, out: Tensor, lse: Tensor, kept: Tensor) -> None:
             "PACKED": packed,
             "FOLD": call.fold,
             "CUT": call.cut(tile.cols),
-            "TMA": tile.described and call.described and not wide,
+            "TMA": tile.described and call.described and not (wide and packed),
         }
         arrays = (*call.inputs, at, counts, *targets)
         whole = (
