@@ -71,7 +71,7 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 		$(call apt,libgomp1 libquadmath0); fi
 	@touch $@
 
-demo: env ## Tell the seeds' stories and write their heatmaps
+demo: env ## Build books.qkv, ask it, tell the seeds' other stories, draw them into demo/
 	@$(BIN)/python examples/demo.py
 
 test: env env-mxnet ## Run every check below and count

@@ -48,6 +48,7 @@ def test_code_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(page.read_text(encoding="utf-8")):
