@@ -243,6 +243,8 @@ def test_a_key_of_several_columns():
     D = Database.from_columns(STUDENTS, key=["name", "gpa"], value="salary")
     assert D["Ann Poe", 3.5] == 72.0
     assert D.ask(("Ann Poe", 3.5), weighting="hard").value == 72.0
+    assert D.ask({"name": "Jane Roe"}, weighting="hard").value == 95.0
+    assert D.ask((None, 2.8), weighting="hard").value == 60.0
     with pytest.raises(ArgumentError, match="a tuple of 2"):
         D.add("Cy", 1.0)
 

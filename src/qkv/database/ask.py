@@ -9,11 +9,14 @@ import numpy as np
 
 from qkv import scores
 from qkv.answer import Answer, Row, Share
-from qkv.arrays import is_array, to_numpy
+from qkv.arrays import is_array, threads, to_numpy
 from qkv.database import cells, scan
 from qkv.database.view import View
 from qkv.errors import CombinationError
 from qkv.weightings import Softmax, Weighting
+
+CACHED = 2**16
+"""Scores of a piece that its passes find in the cache."""
 
 SHARES = 1024
 """Rows whose values are compared to find the heaviest value."""
@@ -103,19 +106,37 @@ class Asked:
         return alpha, np.maximum(entropy, 0), lse
 
     def _softmax(self, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same in few passes: ln Σ e^d − Σ α d is the entropy, d the lead over the best."""
-        if self.live is not None:
-            s = np.where(self.live, s, -np.inf)
+        """The same in few passes over s, which they spend, in pieces that stay in the cache.
+
+        With d the lead of a score over the best, the entropy is ln Σ e^d − Σ α d.
+        """
+        dead = None if self.live is None else ~self.live
+        if dead is not None:
+            s[:, dead] = -np.inf
         top = s.max(axis=1, keepdims=True)
-        lead = s - np.where(np.isfinite(top), top, 0)
-        alpha = np.exp(lead)
-        total = alpha.sum(axis=1, keepdims=True)
-        alpha /= np.where(total > 0, total, 1)
-        if self.live is not None:
-            lead[:, ~self.live] = 0
-        entropy = np.log(total)[:, 0] - np.einsum("nm,nm->n", alpha, lead)
-        lse = np.where(total > 0, top + np.log(total), -np.inf)[:, 0]
-        return alpha, np.where(total[:, 0] > 0, np.maximum(entropy, 0), 0), lse
+        safe = np.where(np.isfinite(top), top, 0)
+        alpha = np.empty_like(s)
+        step = max(CACHED // len(s), 1)
+        spans = [slice(at, at + step) for at in range(0, s.shape[1], step)]
+
+        def lift(at: slice) -> np.ndarray:
+            with np.errstate(all="ignore"):
+                lead = np.subtract(s[:, at], safe, out=s[:, at])
+                some = np.exp(lead, out=alpha[:, at])
+                if dead is not None:
+                    lead[:, dead[at]] = 0
+                return np.stack([some.sum(axis=1), np.einsum("nm,nm->n", some, lead)])
+
+        total, along = np.sum(threads.each(lift, spans), axis=0, dtype=float)
+        factor = np.where(total > 0, 1 / np.where(total > 0, total, 1), 0)[:, None]
+
+        def scale(at: slice) -> None:
+            np.multiply(alpha[:, at], factor.astype(alpha.dtype), out=alpha[:, at])
+
+        threads.each(scale, spans)
+        entropy = np.log(total) - along * factor[:, 0]
+        lse = np.where(total > 0, safe[:, 0] + np.log(total), -np.inf)
+        return alpha, np.where(total > 0, np.maximum(entropy, 0), 0), lse
 
     def _pooled(self, alpha: np.ndarray) -> np.ndarray:
         used = (alpha != 0).any(axis=0) if self.weighting.sparse else np.ones(1)

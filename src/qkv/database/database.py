@@ -425,7 +425,8 @@ class Database:
         if self._schema is not None:
             encoder = self._view.encoder
         else:
-            wish = self._encoder_wish or encoders.default(keys)
+            names = schema.key if len(schema.key) > 1 else ()
+            wish = self._encoder_wish or encoders.default(keys, names)
             encoder = wish.fit(keys)
             arrays = encoder.arrays()
             first = {

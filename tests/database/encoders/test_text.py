@@ -91,8 +91,8 @@ PARAPHRASES = {
     "an unfaithful wife throws herself under a train": "Anna Karenina",
     "how our brain makes fast and slow decisions": "Thinking, Fast and Slow",
     "hobbits carry a magic ring to destroy it": "The Fellowship of the Ring",
-    # These three it does not find: no word in common, and none that is near enough.
     "young lovers from enemy families": "Romeo and Juliet",
+    # These two it does not find: they share no word with the summary, and none near enough.
     "big brother watches everyone in a totalitarian state": "Nineteen Eighty-Four",
     "a robot companion for an ill child": "Klara and the Sun",
 }

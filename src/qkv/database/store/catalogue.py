@@ -28,7 +28,8 @@ CREATE TABLE generations (number INTEGER PRIMARY KEY, layout TEXT, arrays TEXT, 
     checksum BLOB);
 CREATE TABLE versions (number INTEGER PRIMARY KEY, time TEXT NOT NULL, what TEXT NOT NULL,
     added INTEGER NOT NULL, removed INTEGER NOT NULL, rows INTEGER NOT NULL,
-    last INTEGER NOT NULL, generation INTEGER NOT NULL, settings INTEGER NOT NULL);
+    last INTEGER NOT NULL, generation INTEGER NOT NULL, settings INTEGER NOT NULL,
+    crc INTEGER NOT NULL);
 CREATE TABLE segments (file TEXT PRIMARY KEY, generation INTEGER NOT NULL, first INTEGER NOT NULL,
     last INTEGER NOT NULL, rows INTEGER NOT NULL, bytes INTEGER NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE resting (generation INTEGER NOT NULL, id INTEGER NOT NULL, tensors BLOB NOT NULL,
@@ -48,6 +49,11 @@ class Head(NamedTuple):
     rows: int
     generation: int
     settings: int
+
+    @classmethod
+    def of(cls, line: Sequence[Any]) -> Head:
+        number, _, _, _, _, rows, last, generation, settings = line
+        return cls(number, last, rows, generation, settings)
 
 
 class Catalogue:
@@ -85,7 +91,7 @@ class Catalogue:
             self.run("INSERT INTO counters VALUES (1)")
             self.run("INSERT INTO generations (number) VALUES (0)")
             self.run("INSERT INTO settings VALUES (0, '{}', ?)", crc32(b"{}"))
-            self.run("INSERT INTO versions VALUES (0, ?, 'create', 0, 0, 0, -1, 0, 0)", now())
+            self.enter(Head(0, -1, 0, 0, 0), "create", 0, 0)
             self.run(f"PRAGMA application_id = {APPLICATION}")
             self.run(f"PRAGMA user_version = {FORMAT}")
 
@@ -158,18 +164,30 @@ class Catalogue:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
+    def enter(self, head: Head, what: str, added: int, removed: int) -> None:
+        """A new version."""
+        number, last, rows, generation, settings = head
+        line = (number, now(), what, added, removed, rows, last, generation, settings)
+        self.run(
+            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", *line, line_crc(line)
+        )
+
+    def versions(self, where: str = "", *values: Any) -> list[tuple[Any, ...]]:
+        """(number, time, what, added, removed, rows, last, generation, settings), ascending."""
+        found = []
+        for *line, crc in self.all(f"SELECT * FROM versions {where} ORDER BY number", *values):
+            if line_crc(line) != crc:
+                raise self.damaged(f"version {line[0]} is not what was written")
+            found.append(tuple(line))
+        return found
+
     def head(self, version: int | None = None) -> Head | None:
         """A version, or the newest."""
-        fields = "number, last, rows, generation, settings"
         if version is None:
-            found = self.one(f"SELECT {fields} FROM versions ORDER BY number DESC LIMIT 1")
+            found = self.versions("WHERE number = (SELECT max(number) FROM versions)")
         else:
-            found = self.one(f"SELECT {fields} FROM versions WHERE number = ?", version)
-        if found is None:
-            return None
-        if not all(isinstance(cell, int) for cell in found):
-            raise self.damaged("a version in it is not what was written")
-        return Head(*found)
+            found = self.versions("WHERE number = ?", version)
+        return Head.of(found[0]) if found else None
 
     def settings(self, number: int) -> str:
         found = self.one("SELECT text, crc FROM settings WHERE number = ?", number)
@@ -230,6 +248,11 @@ class Catalogue:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def line_crc(line: Iterable[Any]) -> int:
+    """The checksum of a line: of its cells as text, with "|" between them."""
+    return crc32("|".join(map(str, line)).encode(errors="replace"))
 
 
 def row_crc(row: int, digest: bytes, record: str) -> int:

@@ -57,12 +57,7 @@ def compact(
     progress: Progress | None,
 ) -> tuple[CompactReport, list[str]]:
     """Compact, as the writer; give the report and the files that are to be removed."""
-    heads = [
-        Head(*line)
-        for line in catalogue.all(
-            "SELECT number, last, rows, generation, settings FROM versions ORDER BY number"
-        )
-    ]
+    heads = [Head.of(line) for line in catalogue.versions()]
     # A version that was seized cannot be opened until it is gone.
     dropped = [one for one in heads if one.number != head.number and pins.seize(one.number)]
     gone = {one.number for one in dropped}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from zlib import crc32
 
 from qkv.database.faults import DuplicateKey, UnknownRow
-from qkv.database.store.catalogue import SEGMENT, Catalogue, Head, now, row_crc
+from qkv.database.store.catalogue import SEGMENT, Catalogue, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry
 from qkv.errors import ArgumentError, DtypeError
@@ -118,15 +118,6 @@ def settle(catalogue: Catalogue, text: str | None, old: int) -> int:
     new = 1 + int(catalogue.value("SELECT max(number) FROM settings"))
     catalogue.run("INSERT INTO settings VALUES (?, ?, ?)", new, text, crc32(text.encode()))
     return new
-
-
-def enter(catalogue: Catalogue, head: Head, what: str, added: int, removed: int) -> None:
-    """A new version."""
-    number, last, rows, generation, settings = head
-    catalogue.run(
-        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        *(number, now(), what, added, removed, rows, last, generation, settings),
-    )
 
 
 def discard(catalogue: Catalogue, entries: Sequence[Entry]) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
-from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Head, now, row_crc
+from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Head, line_crc, row_crc
 from qkv.database.store.layout import Layout
-from qkv.database.store.segments import Entry, read_notes
+from qkv.database.store.segments import Entry, number, read_notes
 from qkv.database.store.shelf import Disk, Files
-from qkv.database.store.sweep import number
 
 KEPT = "damaged"
 """The folder, with a number, for what was replaced."""
@@ -139,10 +138,7 @@ def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]
                 f"INSERT INTO segments ({SEGMENT}) VALUES (?, ?, ?, ?, ?, ?, ?)", entries
             )
             catalogue.run("UPDATE counters SET files = ?", found.files)
-            catalogue.run(
-                "INSERT INTO versions VALUES (?, ?, 'repair', 0, 0, ?, ?, ?, 0)",
-                *(version, now(), live, last, generation),
-            )
+            catalogue.enter(Head(version, last, live, generation, 0), "repair", 0, 0)
         catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         catalogue.close()
@@ -197,11 +193,10 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
             except (sqlite3.Error, UnicodeDecodeError):
                 continue
 
-    for line in lines(
-        "SELECT number, last, rows, generation, settings FROM versions ORDER BY number"
-    ):
-        if all(isinstance(cell, int) for cell in line):
-            found.newest = max(found.newest or Head(*line), Head(*line))
+    for *line, crc in lines("SELECT * FROM versions ORDER BY number"):
+        if len(line) == 9 and line_crc(line) == crc:
+            head = Head.of(line)
+            found.newest = max(found.newest or head, head)
     for some, text, crc in lines("SELECT number, text, crc FROM settings ORDER BY number"):
         if isinstance(text, str) and crc32(text.encode()) == crc:
             found.settings[some] = text
@@ -212,14 +207,15 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
             if layout is not None:
                 Layout.parse(layout)
                 found.layouts[some] = layout
-            if arrays[0] is not None:
+            if number(arrays[0]) is not None and list(map(type, arrays)) == [str, int, bytes]:
                 found.arrays[some] = tuple(arrays)
-    entries = {
-        line[0]: Entry(*line) for line in lines(f"SELECT {SEGMENT} FROM segments ORDER BY file")
-    }
-    found.entries = list(entries.values())
+    for line in lines(f"SELECT {SEGMENT} FROM segments ORDER BY file"):
+        kinds = [str, int, int, int, int, int, bytes]
+        if list(map(type, line)) == kinds and number(line[0]) is not None:
+            entry = Entry(*line)
+            found.entries += [] if entry in found.entries else [entry]
     for (files,) in lines("SELECT files FROM counters ORDER BY files"):
-        found.files = max(found.files, files)
+        found.files = files if isinstance(files, int) else 0
     bound = max([-1, *(entry.last for entry in found.entries)])
     if found.newest is not None:
         bound = max(bound, found.newest.last)

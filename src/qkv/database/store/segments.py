@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -23,6 +24,7 @@ from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensors
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 CHUNK = 8 << 20
+_NAME = re.compile(rf"(?:segment|arrays)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
 
 Column = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
 """A tensor of a file: its name, type and shape, and its rows in pieces."""
@@ -63,6 +65,16 @@ class Segment:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, begin + rows.nbytes - first)
 
 
+def number(file: str) -> int | None:
+    """The number in a file's name; None for a name that is not ours.
+
+    >>> number("segment-00000012.safetensors"), number("mine.safetensors")
+    (12, None)
+    """
+    found = _NAME.fullmatch(file)
+    return int(found[1]) if found else None
+
+
 def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
     """Map a segment, if it has the structure that the catalogue says."""
     memory = _map(path, entry.size)
@@ -73,9 +85,10 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
         {name: (array.dtype, array.shape) for name, array in found.items()} != same
         or ids.dtype != np.dtype("<i8")
         or ids.shape != (entry.rows,)
-        or (ids[0], ids[-1]) != (entry.first, entry.last)
     ):
         raise damaged(path, "its header is not the one that was written")
+    if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
+        raise damaged(path, "its ids are not those that were written")
     return Segment(ids, {name: found[name] for name in layout.names}, memory)
 
 

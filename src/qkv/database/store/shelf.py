@@ -24,6 +24,7 @@ from qkv.database.store.segments import (
     Segment,
     chunks,
     damaged,
+    number,
     open_arrays,
     open_segment,
 )
@@ -199,7 +200,7 @@ class Disk:
 
     def _path(self, file: str) -> Path:
         # A catalogue from elsewhere must not name files outside of its folder.
-        if os.path.basename(file) != file:
+        if number(file.removesuffix(TEMPORARY)) is None:
             raise damaged(self._folder / "catalogue.sqlite", f"it names the file {file!r}")
         return self._folder / file
 

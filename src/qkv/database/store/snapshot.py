@@ -400,9 +400,12 @@ def rested(
     skip_damaged: bool = False,
 ) -> Segment:
     """Resting rows (id, tensors, crc) as a segment in memory."""
-    sound = [line for line in rows if crc32(line[1]) == line[2]]
+    sound = [
+        line for line in rows if crc32(line[1]) == line[2] and len(line[1]) == layout.row_bytes
+    ]
     if len(sound) < len(rows):
-        row = next(line[0] for line in rows if crc32(line[1]) != line[2])
+        kept = {line[0] for line in sound}
+        row = next(line[0] for line in rows if line[0] not in kept)
         fault = catalogue.damaged(f"the tensors of row {row} are not what was written")
         if not skip_damaged:
             raise fault

@@ -179,13 +179,7 @@ class Store:
 
     def versions(self) -> list[Version]:
         """The versions that are kept, oldest first."""
-        return [
-            Version(*line)
-            for line in self._reader.all(
-                "SELECT number, time, what, added, removed, rows FROM versions WHERE number > 0"
-                " ORDER BY number"
-            )
-        ]
+        return [Version(*line[:6]) for line in self._reader.versions("WHERE number > 0")]
 
     def arrays(self, version: int | None = None) -> dict[str, np.ndarray]:
         """The arrays that were fixed with a version's generation, read-only."""
@@ -268,7 +262,7 @@ class Store:
                     generation=head.generation,
                     settings=ledger.settle(catalogue, text, head.settings),
                 )
-                ledger.enter(catalogue, newest, what, len(ids), len(gone))
+                catalogue.enter(newest, what, len(ids), len(gone))
             self._desk = _Desk(newest, layout, draft.files, resting)
             if absorbed:
                 self._clear(catalogue, [entry.file for entry in absorbed])
@@ -335,7 +329,7 @@ class Store:
                     generation=draft.generation,
                     settings=ledger.settle(catalogue, text, head.settings),
                 )
-                ledger.enter(catalogue, newest, what, 0, 0)
+                catalogue.enter(newest, what, 0, 0)
             self._desk = _Desk(newest, layout, draft.files, count)
             return Commit(newest.number, range(newest.last + 1, newest.last + 1))
 

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from qkv.database.store.catalogue import Catalogue
-from qkv.database.store.segments import SUFFIX, TEMPORARY
-
-_NAME = re.compile(rf"(?:segment|arrays)-(\d{{8,}}){re.escape(SUFFIX)}")
-
-
-def number(file: str) -> int | None:
-    """The number in a file's name; None for a name that is not ours.
-
-    >>> number("segment-00000012.safetensors"), number("mine.safetensors")
-    (12, None)
-    """
-    found = _NAME.fullmatch(file)
-    return int(found[1]) if found else None
+from qkv.database.store.segments import TEMPORARY, number
 
 
 def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
