@@ -50,10 +50,10 @@ def test_effective_rows_of_equal_weights_are_their_number():
 @pytest.mark.parametrize(
     ("weights", "total", "says"),
     [
-        ([0.95, 0.05], 2, "the answer rests on one row"),
-        ([0.6, 0.4], 2, "one row leads"),
-        ([0.3, 0.3, 0.4], 100, "a few rows share the answer"),
-        ([0.1] * 10, 10, "the query is vague"),
+        ([0.95, 0.05], 2, ": sure."),
+        ([0.6, 0.4], 2, ": fairly sure."),
+        ([0.4, 0.3, 0.3], 100, "undecided between a few rows"),
+        ([0.1] * 10, 10, "unsure, many rows share the weight"),
     ],
 )
 def test_explain_says_how_concentrated(weights, total, says):
@@ -62,6 +62,12 @@ def test_explain_says_how_concentrated(weights, total, says):
     assert "\n" not in text
     assert "scan" in text
     assert "k0" in text
+
+
+def test_a_mean_of_many_rows_is_no_doubt():
+    for keys, says in (([0.0], "one row decides"), ([0.0, 9.0, 9.1, 9.2, 9.3, 9.4], "many rows")):
+        D = Database([(k, k) for k in keys])
+        assert says in D.ask(9.2 if len(keys) > 1 else 0.0, weighting="average").explain()
 
 
 def test_the_terminal_shows_bars_and_the_rest():

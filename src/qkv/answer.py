@@ -114,7 +114,9 @@ class Answer:
             + "."
         ]
         effective = self.effective_rows
-        parts.append(f"As many rows as {effective:,.1f} of equal weight took part: {self._sure()}.")
+        parts.append(
+            f"As many rows as {effective:,.1f} of equal weight took part: {self.sureness}."
+        )
         if isinstance(self.value, float | np.ndarray) and self.spread is not None:
             spread = self.spread
             if isinstance(spread, float):
@@ -128,13 +130,21 @@ class Answer:
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
 
-    def _sure(self) -> str:
-        share = self.rows[0].weight
-        if share > 0.5:
-            return "the answer rests on one row" if share > 0.9 else "one row leads"
-        if self.effective_rows < 0.05 * self.total or self.effective_rows < 4:
-            return "a few rows share the answer"
-        return "the query is vague, or nothing here is near it"
+    @property
+    def sureness(self) -> str:
+        """How concentrated the weights are, in a few words."""
+        if not self.rows:
+            return "no answer"
+        first, effective = self.rows[0].weight, self.effective_rows
+        if not self.values:  # pooled: many rows are no doubt, but a mean
+            if first > 0.9:
+                return "one row decides"
+            return f"a mean of {'a few' if effective < 4 else 'many'} rows"
+        if first > 0.5:
+            return "sure" if first > 0.9 else "fairly sure"
+        if effective < 4:
+            return "undecided between a few rows"
+        return "unsure, many rows share the weight"
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON has it."""

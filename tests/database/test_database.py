@@ -117,9 +117,9 @@ def test_keys_may_repeat_and_the_newest_counts(make):
 
 def test_unique_refuses_repeats_and_keeps_the_old(make):
     D = make({"a": 1}, unique=True)
-    with pytest.raises(QkvError):
+    with pytest.raises(QkvError, match="the key 'a'"):
         D.add("a", 2)
-    with pytest.raises(QkvError):
+    with pytest.raises(QkvError, match="the key 'b'"):
         D.add(["b", "b"], [1, 2])
     assert dict(D.items()) == {"a": 1}
     D.update("a", 3)
@@ -269,6 +269,34 @@ def test_a_source(tmp_path):
         assert D.ask("Dune", where="year < 1900").value == "Austen"
     with pytest.raises(ArgumentError, match="holds a database already"):
         Database.from_source(file, path=tmp_path / "b.qkv")
+
+
+def test_a_failed_import_leaves_nothing(tmp_path):
+    with pytest.raises(QkvError):
+        Database.from_columns({"k": ["a", "a"], "v": [1, 2]}, unique=True, path=tmp_path / "d.qkv")
+    assert not (tmp_path / "d.qkv").exists()
+
+
+def test_text_that_is_no_text_is_refused(make):
+    with pytest.raises(ArgumentError, match="lone surrogate"):
+        make(NAMES).ask("\ud800")
+
+
+@pytest.mark.filterwarnings("default::qkv.database.faults.SkippedRows")
+def test_the_rows_beside_a_damaged_segment_answer(tmp_path):
+    path = tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(np.arange(5000.0), np.arange(5000.0))
+        D.add([7000.0, 7001.0], [1.0, 2.0])
+    segment = next(path.rglob("*.safetensors"))
+    segment.write_bytes(segment.read_bytes()[:1000])
+    with qkv.open(path) as D:
+        assert D[17.0] == 17.0
+        with pytest.raises(QkvError, match=segment.name):
+            D.ask(7000.0)
+    with qkv.open(path, skip_damaged=True) as D:
+        answer = D.ask(7001.0, weighting="hard", where="key > 10")
+        assert (answer.value, answer.total, answer.weights.tolist()) == (2.0, 2, [0.0, 1.0])
 
 
 # Asking

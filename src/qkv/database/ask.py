@@ -36,7 +36,7 @@ class Asked:
     ):
         self.view, self.score, self.weighting = view, score, weighting
         self.live, self.top, self.tolerance = live, top, tolerance
-        self.total = len(view) if live is None else int(live.sum())
+        self.total = len(view.ids) if live is None else int(live.sum())
         known = type(score).__module__.startswith("qkv.") and not scores.is_open(score)
         if weighting.needs_nonnegative and known and not score.nonnegative:
             raise CombinationError(
@@ -64,14 +64,14 @@ class Asked:
     def _scores(self, queries: Any) -> tuple[np.ndarray, str]:
         view = self.view
         if isinstance(self.score, scores.Exact):
-            s = np.zeros((len(queries), len(view)))
+            s = np.zeros((len(queries), len(view.ids)))
             for i, key in enumerate(queries):
-                s[i, np.searchsorted(view.ids, view.find(key))] = 1.0
+                s[i, np.isin(view.ids, view.find(key))] = 1.0
             return s, "exact index"
         code = self._encoded(queries)
-        s = scan.score_all(view.pieces(), code, self._lowered(code), len(view))
+        s = scan.score_all(view.pieces(), code, self._lowered(code), len(view.ids))
         pieces = sum(1 for _ in view.parts())
-        return s, f"scan of {len(view):,} rows in {pieces} piece{'s' if pieces > 1 else ''}"
+        return s, f"scan of {len(view.ids):,} rows in {pieces} piece{'s' if pieces > 1 else ''}"
 
     def _lowered(self, code: np.ndarray) -> Any:
         """The score, or a faster one within the tolerance, where one is given."""

@@ -88,7 +88,7 @@ def plain(cell: Any) -> Any:
     """A cell as what JSON has."""
     if cell is None or isinstance(cell, str | bool | int):
         if isinstance(cell, str):
-            _encodable(cell)
+            check_text(cell)
         return cell
     if isinstance(cell, float):
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
@@ -159,7 +159,7 @@ def digest(key: Any) -> bytes:
     (True, False)
     """
     if isinstance(key, str):
-        _encodable(key)
+        check_text(key)
         return blake2b(b"s" + key.encode(), digest_size=DIGEST).digest()
     if key is None:
         raise ArgumentError("a key must not be None: nothing could ask for it")
@@ -220,7 +220,7 @@ def _same(key: Any) -> Any:
     return plain(key)
 
 
-def _encodable(text: str) -> None:
+def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

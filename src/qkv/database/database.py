@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from qkv.arrays import is_array, of, to_numpy
 from qkv.database import cells, encoders, scan
 from qkv.database.ask import Asked
 from qkv.database.encoders import Encoder
+from qkv.database.faults import DuplicateKey
 from qkv.database.schema import Columns, Schema, length, transposed, vectors
 from qkv.database.store import Store
 from qkv.database.view import View
@@ -143,6 +145,7 @@ class Database:
         columns = {str(name): column for name, column in columns.items()}
         keys = _names(key) if key is not None else (_first_text(columns),)
         values = _names(value) if value is not None else _others(columns, keys)
+        fresh = path is not None and not Path(path).exists()
         made = cls._on(Store(path), key=keys, value=values, encoder=encoder, unique=unique)
         if path is not None and made._schema is not None:
             made.close()
@@ -153,6 +156,8 @@ class Database:
             made._write(columns, progress=progress, what="import")
         except BaseException:
             made.close()
+            if fresh and path is not None:
+                shutil.rmtree(path, ignore_errors=True)
             raise
         return made
 
@@ -230,12 +235,12 @@ class Database:
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Every (key, value), oldest first."""
         view = self._view
-        for row in view.all_rows():
+        for _, row in view.all_rows():
             yield view.plan.key_of(row), view.plan.value_of(row)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every row with all its columns, oldest first."""
-        return self._view.all_rows()
+        return (row for _, row in self._view.all_rows())
 
     def __getitem__(self, key: Any) -> Any:
         """The value of the newest row with exactly this key."""
@@ -452,16 +457,24 @@ class Database:
         records = [
             cells.dumps({name: column[i] for name, column in kept.items()}) for i in range(size)
         ]
-        self._store.commit(
-            records=records,
-            digests=digests,
-            tensors=tensors,
-            remove=remove,
-            settings=first or None,
-            arrays=arrays,
-            unique=schema.unique,
-            what=what,
-        )
+        try:
+            self._store.commit(
+                records=records,
+                digests=digests,
+                tensors=tensors,
+                remove=remove,
+                settings=first or None,
+                arrays=arrays,
+                unique=schema.unique,
+                what=what,
+            )
+        except DuplicateKey as error:
+            at = error.position
+            raise DuplicateKey(
+                f"the key {keys[at]!r} (row {at}) is there already or comes twice, and keys are "
+                "unique here: update it, or leave it out",
+                at,
+            ) from None
         self._refit()
 
     def _refit(self) -> None:
@@ -644,7 +657,11 @@ class Database:
         if is_array(query):
             array = to_numpy(query)
             return array.reshape(-1).tolist(), array.ndim == 0
-        return (query, False) if isinstance(query, list) else ([query], True)
+        queries = query if isinstance(query, list) else [query]
+        for text in queries:
+            if isinstance(text, str):
+                cells.check_text(text)
+        return queries, queries is not query
 
     # Learning
 

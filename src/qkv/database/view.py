@@ -56,8 +56,10 @@ class View:
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """The id of each place, (m,)."""
-        return self.snapshot.ids()
+        """The id of each place, (m,): the rows whose vectors can be read."""
+        parts = self.parts()
+        live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
+        return np.concatenate(live) if live else np.zeros(0, np.int64)
 
     def inherit(self, old: View) -> None:
         """Take over what an older view of the same vectors has built."""
@@ -79,18 +81,17 @@ class View:
     def values(self, ids: Sequence[int]) -> list[Any]:
         return [self.plan.value_of(row) for row in self.rows(ids)]
 
-    def all_rows(self) -> Iterator[dict[str, Any]]:
-        """Every row, oldest first."""
+    def all_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every id and row, oldest first."""
         ids: list[int] = []
         rows: list[dict[str, Any]] = []
         for id_, text in self.snapshot.rows():
             ids.append(id_)
             rows.append(cells.loads(text))
             if len(ids) == CHUNK:
-                yield from self._filled(ids, rows)
+                yield from zip(ids, self._filled(ids, rows), strict=True)
                 ids, rows = [], []
-        if ids:
-            yield from self._filled(ids, rows)
+        yield from zip(ids, self._filled(ids, rows), strict=True)
 
     def all_keys(self) -> Any:
         """Every key: a list, or an array of vectors."""
@@ -107,8 +108,9 @@ class View:
         self, ids: Sequence[int] | np.ndarray, rows: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Rows with the vectors that are kept beside them."""
-        plan = self.plan
-        apart = []
+        if not rows:
+            return rows
+        plan, apart = self.plan, []
         if plan.key_kind == "vector":
             apart.append((plan.key[0], self._raw))
         if plan.value_kind == "vector":
@@ -123,7 +125,8 @@ class View:
         passes = condition(wish, () if self.schema is None else self.schema.columns)
         if passes is None:
             return None
-        return np.fromiter((passes(row) for row in self.all_rows()), bool, len(self))
+        passed = [id_ for id_, row in self.all_rows() if passes(row)]
+        return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
 
     def parts(self) -> Iterator[Part]:
         return self.snapshot.parts()

@@ -1,0 +1,71 @@
+"""The command line: `qkv ask books.csv "the alchemist"`.
+
+Typer is loaded here; NumPy, rich and the database when a command runs, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from qkv.cli import ask, demo, keep, learn, sentence
+from qkv.cli.command import CODES, STOPPED, Command, as_command
+
+COMMANDS: dict[str, Command] = {
+    "ask": ask.ask,
+    "get": ask.get,
+    "plot": ask.plot,
+    "import": keep.import_,
+    "add": keep.add,
+    "remove": keep.remove,
+    "info": keep.info,
+    "versions": keep.versions,
+    "check": keep.check,
+    "compact": keep.compact,
+    "learn": learn.learn,
+    "weights": sentence.weights,
+    "demo": demo.demo,
+}
+
+app = typer.Typer(
+    # Rich's help pages are pretty and take as long again as everything else.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog="\b\nExit codes:\n" + "\n".join(f"{code:5}  {what}" for code, what in CODES.items()),
+)
+for name, function in COMMANDS.items():
+    app.command(name)(as_command(function))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import qkv
+
+        print(f"qkv {qkv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _qkv(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Ask a table in words: attention as a database query.
+
+    Every row answers, weighted by how well its key matches. Results go to stdout, everything else
+    to stderr. Every command takes --json.
+    """
+
+
+def main() -> None:
+    """The entry point of the `qkv` command."""
+    try:
+        app(prog_name="qkv")
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)

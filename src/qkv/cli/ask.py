@@ -1,0 +1,195 @@
+"""`qkv ask`, `get` and `plot`: questions to a database."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qkv.cli import options
+from qkv.cli.command import NOTHING, Result
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from qkv.answer import Answer
+
+BAR = 14
+Query = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="QUERY",
+        help="What to ask. A key of several columns: 'first, second'. "
+        "With - each line of stdin is a query.",
+        show_default=False,
+    ),
+]
+
+
+def ask(
+    source: options.Source,
+    query: Query,
+    key: options.Key = None,
+    value: options.Value = None,
+    score: options.Score = None,
+    weighting: options.Weighting = None,
+    top: options.Top = 5,
+    where: options.Where = None,
+    at: options.At = None,
+    table: options.Table = None,
+    encoder: options.Encoder = None,
+    skip: options.Skip = False,
+) -> Iterator[Result]:
+    """Answer QUERY from all rows, the best matches most.
+
+    Prints the value, then the heaviest rows with their weights, then how sure the answer is.
+    """
+    from qkv.cli.source import cell, opened
+
+    if source == "-" and query == ["-"]:
+        raise ArgumentError("stdin cannot be both the table and the queries")
+    how = _how(score, weighting, top, where)
+    columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
+    with opened(source, **columns, at=at, skip=skip) as database:
+        for text in _queries(query):
+            answer = database.ask(cell(database, text), **how)
+            code = 0 if answer.rows else NOTHING
+            yield Result(answer.to_dict(), functools.partial(draw, answer), code)
+
+
+def get(
+    source: options.Source,
+    key_text: Annotated[
+        str, typer.Argument(metavar="KEY", help="The key, exactly.", show_default=False)
+    ],
+    all_rows: Annotated[
+        bool, typer.Option("--all", help="Every value of a key that repeats, oldest first.")
+    ] = False,
+    key: options.Key = None,
+    value: options.Value = None,
+    at: options.At = None,
+    table: options.Table = None,
+) -> Result:
+    """Look KEY up exactly.
+
+    Where it is absent, the nearest keys are named and the exit code is 1.
+    """
+    from qkv.cli import screen
+    from qkv.cli.source import cell, opened
+
+    with opened(source, key=key, value=value, table=table, at=at) as database:
+        wanted = cell(database, key_text, "the key")
+        if not all_rows:
+            found = [database[wanted]]
+        else:
+            found = list(database.all(wanted)) or [database[wanted]]
+    data = {"key": wanted, "values": found} if all_rows else {"key": wanted, "value": found[0]}
+
+    def show() -> None:
+        for item in found:
+            screen.line(screen.text(item))
+
+    return Result(data, show)
+
+
+def plot(
+    source: options.Source,
+    query: Query,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The picture: .png, .svg, .pdf; or .html for a page.",
+        ),
+    ] = Path("answer.png"),
+    key: options.Key = None,
+    value: options.Value = None,
+    score: options.Score = None,
+    weighting: options.Weighting = None,
+    top: options.Top = 10,
+    where: options.Where = None,
+    at: options.At = None,
+    table: options.Table = None,
+    encoder: options.Encoder = None,
+    skip: options.Skip = False,
+) -> Result:
+    """Ask, and draw the answer's weights into a file."""
+    from qkv.cli import files, screen
+    from qkv.cli.source import cell, opened
+
+    if query == ["-"]:
+        raise ArgumentError("plot draws one query: - would be many")
+    files.check_name(output, (*files.PICTURES, ".html"))
+    columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
+    with opened(source, **columns, at=at, skip=skip) as database:
+        answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
+        if not answer.rows:
+            return Result(answer.to_dict(), lambda: draw(answer), NOTHING)
+        if output.suffix.lower() == ".html":
+            files.write(output, answer.to_html().encode())
+        else:
+            files.write_figure(output, answer.plot())
+    data = {**answer.to_dict(), "written": str(output)}
+    return Result(data, lambda: screen.line(str(output)))
+
+
+def _how(
+    score: str | None, weighting: str | None, top: int, where: list[str] | None
+) -> dict[str, Any]:
+    from qkv.cli import values
+
+    return {
+        "score": values.score(score),
+        "weighting": values.weighting(weighting or "softmax"),
+        "top": top,
+        "where": values.where(where),
+    }
+
+
+def draw(answer: Answer) -> None:
+    """The value, the rows with bars, and a line on how sure it is."""
+    from qkv.cli import screen
+
+    if not answer.rows:
+        screen.line(f"nothing: every weight is 0 among {answer.total:,} rows")
+        return
+    pooled = isinstance(answer.value, float)
+    value = screen.around(answer.value, answer.spread) if pooled else screen.text(answer.value)
+    screen.line(value, "bold")
+    screen.line()
+    plain = screen.ascii_only()
+    width = min(BAR, screen.console().width // 5)
+    rows = [
+        (
+            screen.bar(row.weight, width, ascii_only=plain),
+            screen.percent(row.weight),
+            screen.cell(row.key),
+            screen.cell(row.value),
+        )
+        for row in answer.rows
+    ]
+    screen.table(
+        ("weight", "", "key", "value"), rows, right=[""], colour=["weight"], whole=["weight", ""]
+    )
+    screen.line()
+    dot = "|" if plain else "·"
+    parts = (
+        f"effective rows {answer.effective_rows:,.1f} of {answer.total:,}",
+        answer.sureness,
+        answer.engine,
+    )
+    screen.line(f" {dot} ".join(parts), "dim")
+
+
+def _queries(words: list[str]) -> Iterator[str]:
+    if words != ["-"]:
+        yield " ".join(words)
+        return
+    for line in sys.stdin:
+        if line.strip():
+            yield line.rstrip("\r\n")

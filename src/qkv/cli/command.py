@@ -1,0 +1,169 @@
+"""One way for every command: find the result, print it for people or as JSON, end with a code.
+
+A command is a function that returns a `Result`, or yields several. It prints nothing itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from qkv.errors import MissingExtra, QkvError
+
+OK, NOTHING, USAGE, DAMAGED, LOCKED, EXTRA = range(6)
+BUG, STOPPED, PIPE = 70, 130, 141
+
+CODES = {
+    OK: "done",
+    NOTHING: "nothing found: no such key, or no row that passes --where",
+    USAGE: "bad usage or bad input: a wrong option, source, column or value",
+    DAMAGED: "a file of the store is damaged; `qkv check` says which",
+    LOCKED: "another process is writing to the store",
+    EXTRA: "an optional package is missing; the message says which",
+    BUG: "a bug in qkv; --debug shows where",
+    STOPPED: "stopped by Ctrl-C",
+    PIPE: "whoever read the output went away",
+}
+"""What each exit code means; `qkv --help` and docs/cli.md print this table."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found: as data for programs, drawn for people, and the exit code."""
+
+    data: Any
+    draw: Callable[[], None]
+    code: int = OK
+
+
+class Nothing(QkvError):
+    """What was looked for is not there; `data` joins the error in JSON."""
+
+    def __init__(self, message: str, **data: Any):
+        super().__init__(message)
+        self.data = data
+
+
+Command = Callable[..., Result | Iterable[Result]]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object to a line.")]
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, show where it was raised.")]
+
+
+def as_command(function: Command) -> Callable[..., None]:
+    """The function as typer wants it: with --json and --debug, and with errors made one line."""
+    names = {"as_json": Json, "debug": Debug}
+    signature = inspect.signature(function, eval_str=True)
+    both = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=False)
+        for name, kind in names.items()
+    ]
+
+    @functools.wraps(function)
+    def run(*, as_json: bool = False, debug: bool = False, **arguments: Any) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                code = _print(function(**arguments), as_json)
+        except (Exception, KeyboardInterrupt) as error:
+            code, message = diagnose(error)
+            if debug and code not in (PIPE, STOPPED):
+                traceback.print_exception(error)
+            if code == PIPE:
+                _silence()
+            else:
+                more = error.data if isinstance(error, Nothing) else {}
+                _complain({"error": message, "code": code, **more}, as_json)
+        if code != OK:
+            raise typer.Exit(code)
+
+    parameters = [*signature.parameters.values(), *both]
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=None
+    )
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def diagnose(error: BaseException) -> tuple[int, str]:
+    """The exit code of an error, and what to say.
+
+    >>> diagnose(KeyboardInterrupt())
+    (130, 'stopped')
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED, "stopped"
+    if isinstance(error, BrokenPipeError):
+        return PIPE, ""
+    if isinstance(error, QkvError):
+        return _code(error), str(error)
+    if isinstance(error, MemoryError):
+        return USAGE, "there is not enough memory for this"
+    if isinstance(error, OSError):
+        name = f"{os.fspath(error.filename)!s}: " if error.filename is not None else ""
+        return USAGE, f"{name}{error.strerror or error}"
+    kind = type(error).__name__
+    return BUG, f"a bug, {kind}: {error}. Run it again with --debug and report what that prints."
+
+
+def _code(error: QkvError) -> int:
+    from qkv.database.faults import Damaged, Locked
+
+    kinds = {Nothing: NOTHING, Damaged: DAMAGED, Locked: LOCKED, MissingExtra: EXTRA}
+    return next((code for kind, code in kinds.items() if isinstance(error, kind)), USAGE)
+
+
+def _print(results: Result | Iterable[Result], as_json: bool) -> int:
+    from qkv.cli import screen
+
+    code = OK
+    for result in _each(results):
+        if as_json:
+            screen.print_json(result.data)
+        else:
+            screen.make_encodable(sys.stdout)
+            result.draw()
+            sys.stdout.flush()
+        code = max(code, result.code)
+    return code
+
+
+def _each(results: Result | Iterable[Result]) -> Iterator[Result]:
+    if isinstance(results, Result):
+        yield results
+    else:
+        yield from results
+
+
+def _complain(fault: dict[str, Any], as_json: bool) -> None:
+    from qkv.cli import screen
+
+    if as_json:
+        screen.print_json(fault)
+    screen.note(f"qkv: {fault['error']}")
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    from qkv.cli import screen
+
+    screen.note(f"qkv: {message}")
+
+
+def _silence() -> None:
+    """Give stdout somewhere to go: the interpreter flushes it once more when it ends."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,0 +1,91 @@
+"""`qkv demo`: the stories that attention is told with, on tables that are built in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from qkv.cli.command import Result
+
+if TYPE_CHECKING:
+    from qkv.answer import Answer
+
+NAMES = {
+    "Zhang": "Aston",
+    "Lipton": "Zachary",
+    "Li": "Mu",
+    "Smola": "Alex",
+    "Hu": "Rachel",
+    "Werness": "Brent",
+}
+MAJORS = {
+    "John Doe": "psychology",
+    "Jane Roe": "mathematics",
+    "Ann Lee": "computer science",
+    "Tom Hill": "engineering",
+    "Mia Stone": "philosophy",
+    "Raj Patel": "economics",
+}
+# Fourteen invented engineers: grade point averages, starting salaries in thousands.
+SALARIES = {
+    2.41: 61.2,
+    2.58: 64.0,
+    2.66: 62.1,
+    2.79: 66.3,
+    2.93: 65.0,
+    3.02: 69.8,
+    3.15: 67.4,
+    3.28: 72.5,
+    3.37: 71.0,
+    3.46: 76.9,
+    3.58: 74.2,
+    3.71: 79.5,
+    3.86: 83.1,
+    3.97: 85.4,
+}
+
+
+def demo() -> Iterator[Result]:
+    """Tell three short stories on built-in tables.
+
+    The long one, with three hundred books and pictures, is `make demo` in the repository.
+    """
+    from qkv.cli import screen
+    from qkv.database import Database
+
+    with Database(NAMES) as names:
+        yield _told("A key that is there: names['Li']", "Li", names.ask("Li", weighting="hard"))
+        yield _told("A name that is not: names.ask('Lee')", "Lee", names.ask("Lee"))
+    with Database(MAJORS) as majors:
+        by_major = majors.by(key="value", value="key")
+        yield _told(
+            "Find people by major: swap key and value, ask for 'numbers and proofs'",
+            "numbers and proofs",
+            by_major.ask("numbers and proofs"),
+        )
+    with Database(SALARIES) as salaries:
+        yield _told("GPA 3.5: what salary, in thousands?", 3.5, salaries.ask(3.5))
+
+    yield Result(
+        {"next": NEXT},
+        lambda: screen.line("Try next:\n" + "\n".join(f"  {line}" for line in NEXT)),
+    )
+
+
+NEXT = [
+    'qkv ask TABLE.csv "what you look for" --key COLUMN --value COLUMN',
+    "qkv import TABLE.csv TABLE.qkv --key COLUMN",
+    'qkv weights "the cat sat on the mat because it was tired"',
+]
+
+
+def _told(title: str, query: Any, answer: Answer) -> Result:
+    from qkv.cli import screen
+    from qkv.cli.ask import draw
+
+    def show() -> None:
+        screen.line(title, "bold")
+        draw(answer)
+        screen.line()
+
+    return Result({"story": title, **answer.to_dict()}, show)

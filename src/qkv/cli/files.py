@@ -1,0 +1,56 @@
+"""Pictures and pages on disk, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from qkv.errors import ArgumentError
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Put the content in place of whatever the path held, by a rename."""
+    if path.is_dir():
+        raise ArgumentError(f"{path} is a folder: name a file in it")
+    check_parent(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes a file for its owner's eyes only; a picture is as public as any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def check_parent(path: Path) -> None:
+    """Refuse a path in a folder that is not there."""
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+def check_name(path: Path, endings: Sequence[str]) -> None:
+    """Refuse a file whose ending is none of these, before any work is done for it."""
+    if path.suffix.lower() not in endings:
+        raise ArgumentError(f"{path}: the name must end in {', '.join(endings)}")
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """A matplotlib figure, in the format that the path's ending names."""
+    check_name(path, PICTURES)
+    picture = BytesIO()
+    kind = path.suffix.lower()[1:]
+    figure.savefig(picture, format=kind, dpi=150, bbox_inches="tight", pad_inches=0.1)
+    write(path, picture.getvalue())

@@ -1,0 +1,274 @@
+"""`qkv import`, `add`, `remove`, `info`, `versions`, `check`, `compact`: keep a database."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qkv.cli import files, options
+from qkv.cli.command import DAMAGED, OK, Result
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+
+def import_(
+    source: options.Source,
+    path: options.Folder,
+    key: options.Key = None,
+    value: options.Value = None,
+    encoder: options.Encoder = None,
+    unique: Annotated[
+        bool, typer.Option("--unique", help="Refuse a key that is there already.")
+    ] = False,
+    append: Annotated[
+        bool, typer.Option("--append", help="Add the rows to a database that is there.")
+    ] = False,
+    table: options.Table = None,
+) -> Result:
+    """Read SOURCE into the new database PATH, all of it or nothing."""
+    from qkv.cli import screen
+    from qkv.cli.source import columns, stored
+    from qkv.database import Database, sources
+
+    if append:
+        if key or value or encoder or unique:
+            raise ArgumentError("--append takes columns and encoder as the database has them")
+        with stored(path) as database:
+            with screen.progress("importing") as progress:
+                read = sources.read(source, table=table, progress=progress).columns
+                rows = (
+                    dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
+                )
+                database.extend(rows, progress=progress)
+            return _kept(database)
+    if path.exists():
+        raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
+    with _whole(path) as part, screen.progress("importing") as progress:
+        made = Database.from_source(
+            source,
+            key=columns(key),
+            value=columns(value),
+            table=table,
+            path=part,
+            encoder=encoder,
+            unique=unique,
+            progress=progress,
+        )
+        made.close()
+    with stored(path) as database:
+        return _kept(database)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end; an error leaves neither."""
+    files.check_parent(path)
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield aside / path.name
+        os.rename(aside / path.name, path)
+        parent = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def add(
+    path: options.Folder,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key.", show_default=False)],
+    value: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[VALUE]", help="The value, where it is one column.", show_default=False
+        ),
+    ] = None,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="COLUMN=TEXT", help="A column's cell; give it again for more."
+        ),
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Replace the newest row that has this key.")
+    ] = False,
+) -> Result:
+    """Add one row to the database PATH.
+
+    A PATH that is not there is made. The first row fixes the types; later ones are read as the
+    columns are.
+    """
+    from qkv.cli import values
+    from qkv.cli.source import cell, stored
+
+    if (value is None) == (not cells):
+        raise ArgumentError("add: give a VALUE, or --set for each column")
+    for text in (key, value or "", *(cells or ())):
+        values.check_text(text, "what was given")
+    with stored(path, create=True) as database:
+        about, example = database.info(), next(database.rows(), {})
+        keys, columns = about["key"] or ["key"], about["value"] or ["value"]
+        wanted = cell(database, key, "the key") if example else values.guess(key)
+        if value is None:
+            given = dict(values.assignment(text, example) for text in cells or ())
+        elif len(columns) > 1:
+            raise ArgumentError(f"add: a value is {', '.join(columns)}: use --set for each")
+        else:
+            given = {columns[0]: values.like(value, example.get(columns[0]), "the value")}
+        if update and wanted in database:
+            _change(database, wanted, given, columns)
+        else:
+            parts = wanted if len(keys) > 1 else (wanted,)
+            # A value's columns that nobody set are empty.
+            empty = dict.fromkeys(about["value"])
+            database.extend([empty | dict(zip(keys, parts, strict=True)) | given])
+        return _kept(database)
+
+
+def _change(database: Database, key: Any, given: dict[str, Any], columns: Sequence[str]) -> None:
+    for name in given:
+        if name not in columns:
+            raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
+    if len(columns) == 1:
+        database.update(key, given[columns[0]])
+    else:
+        database.update(key, {**database[key], **given})
+
+
+def remove(
+    path: options.Folder,
+    keys: Annotated[
+        list[str], typer.Argument(metavar="KEYS", help="The keys, exactly.", show_default=False)
+    ],
+) -> Result:
+    """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
+    from qkv.cli import screen
+    from qkv.cli.source import cell, stored
+
+    with stored(path) as database:
+        removed = database.remove([cell(database, key, "the key") for key in keys])
+        data = {"path": str(path), "removed": removed, "rows": len(database)}
+    return Result(data, lambda: screen.line(f"{path}: {screen.count(removed, 'row')} removed"))
+
+
+def info(
+    source: options.Source,
+    key: options.Key = None,
+    value: options.Value = None,
+    at: options.At = None,
+    table: options.Table = None,
+) -> Result:
+    """Say what SOURCE holds: rows, columns, encoder, version, size."""
+    from qkv.cli import screen
+    from qkv.cli.source import opened
+
+    with opened(source, key=key, value=value, table=table, at=at) as database:
+        data = dict(database.info())
+    shown = {
+        **data,
+        "encoder": (data["encoder"] or {}).get("kind"),
+        "bytes": None if data["bytes"] is None else screen.size(data["bytes"]),
+    }
+    return Result(data, lambda: screen.pairs(shown))
+
+
+def versions(path: options.Folder) -> Result:
+    """List the versions of the database PATH, for --at."""
+    from qkv.cli import screen
+    from qkv.cli.source import stored
+
+    with stored(path) as database:
+        found = [
+            {name: getattr(version, name) for name in VERSION} for version in database.versions()
+        ]
+
+    def show() -> None:
+        rows = [tuple(screen.cell(version[name]) for name in VERSION) for version in found]
+        numbers = ("number", "added", "removed", "rows")
+        screen.table(VERSION, rows, right=numbers, whole=numbers)
+
+    return Result({"path": str(path), "versions": found}, show)
+
+
+VERSION = ("number", "time", "what", "added", "removed", "rows")
+
+
+def check(
+    path: options.Folder,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what a crash left behind; delete no rows.")
+    ] = False,
+) -> Result:
+    """Verify every file of the database PATH.
+
+    Ends with 3 while something is damaged.
+    """
+    from qkv.cli import screen
+    from qkv.database import check as check_store
+
+    with screen.progress("checking") as progress:
+        problems = check_store(path, repair=repair, progress=progress)
+    left = [problem for problem in problems if not problem.repaired]
+    data = {
+        "path": str(path),
+        "clean": not left,
+        "problems": [
+            {"file": str(p.file), "what": p.what, "repaired": p.repaired} for p in problems
+        ],
+    }
+
+    def show() -> None:
+        for problem in problems:
+            state = "repaired: " if problem.repaired else ""
+            screen.line(f"{state}{problem.file}: {screen.printable(problem.what)}")
+        if not problems:
+            screen.line(f"{path}: clean")
+        elif not left:
+            screen.line(f"{path}: clean now")
+
+    return Result(data, show, DAMAGED if left else OK)
+
+
+def compact(path: options.Folder) -> Result:
+    """Shrink the database PATH.
+
+    Removed rows and older versions are dropped for good, and small files merged.
+    """
+    from qkv.cli import screen
+    from qkv.cli.source import stored
+
+    with stored(path) as database, screen.progress("compacting") as progress:
+        report = database.compact(progress=progress)
+    data = {"path": str(path), **screen.fields(report)}
+
+    def show() -> None:
+        dropped = screen.count(report.dropped_rows, "removed row")
+        past = screen.count(report.dropped_versions, "older version")
+        screen.line(f"{path}: {screen.count(report.rows, 'row')}; dropped {dropped}, {past}")
+        if report.held:
+            held = ", ".join(map(str, report.held))
+            screen.note(f"qkv: kept version {held}, which somebody reads: compact again later")
+
+    return Result(data, show)
+
+
+def _kept(database: Database) -> Result:
+    """What a database holds after a change."""
+    from qkv.cli import screen
+
+    path, rows, version = str(database.path), len(database), database.version
+    data = {"path": path, "rows": rows, "version": version}
+    return Result(
+        data, lambda: screen.line(f"{path}: {screen.count(rows, 'row')}, version {version}")
+    )

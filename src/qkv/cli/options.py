@@ -1,0 +1,127 @@
+"""The arguments and options that several commands share, each worded once."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _files(incomplete: str) -> list[str]:
+    """The files and folders that begin so, for the shell's completion."""
+    found = sorted(glob.glob(glob.escape(incomplete) + "*"))
+    return [name + os.sep if os.path.isdir(name) else name for name in found]
+
+
+def _scores(incomplete: str) -> list[str]:
+    from qkv.scores import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def _weightings(incomplete: str) -> list[str]:
+    from qkv.weightings import NAMES
+
+    return [name for name in [*NAMES, "topk:"] if name.startswith(incomplete)]
+
+
+def _encoders(incomplete: str) -> list[str]:
+    from qkv.database.encoders import ENCODERS
+
+    return [name for name in ENCODERS if name.startswith(incomplete)]
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A .qkv folder, a CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, "
+        "sqlite:///FILE?table=NAME, a PostgreSQL URL, or - for CSV on stdin.",
+        show_default=False,
+        autocompletion=_files,
+    ),
+]
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        help="The folder of a database, such as books.qkv.",
+        show_default=False,
+        autocompletion=_files,
+    ),
+]
+Key = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--key",
+        "-k",
+        metavar="COLUMN",
+        help="The column to ask by; give it again for a key of several columns.",
+    ),
+]
+Value = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--value",
+        "-v",
+        metavar="COLUMN",
+        help="The column to answer with; give it again for several columns.",
+    ),
+]
+Table = Annotated[
+    str | None,
+    typer.Option("--table", metavar="NAME", help="Which table, where the source has several."),
+]
+Encoder = Annotated[
+    str | None,
+    typer.Option(
+        "--encoder",
+        "-e",
+        metavar="NAME",
+        help="How keys become vectors: words, characters, numbers … By default their type decides.",
+        autocompletion=_encoders,
+    ),
+]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        "-s",
+        metavar="NAME",
+        help="How keys are compared with the query: cosine, gaussian:0.5 …",
+        autocompletion=_scores,
+    ),
+]
+Weighting = Annotated[
+    str | None,
+    typer.Option(
+        "--weighting",
+        "-w",
+        metavar="NAME",
+        help="How scores become weights: softmax, hard, average, topk:5, entmax15 …",
+        autocompletion=_weightings,
+    ),
+]
+Top = Annotated[
+    int, typer.Option("--top", "-n", metavar="ROWS", min=1, help="How many rows to show.")
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="CONDITION",
+        help="Only rows that pass: genre=fantasy, or \"1900 <= year < 1950 and 'war' in summary\". "
+        "Given again, all must pass.",
+    ),
+]
+At = Annotated[
+    int | None,
+    typer.Option("--at", metavar="VERSION", help="As of this version; see `qkv versions`."),
+]
+Skip = Annotated[
+    bool,
+    typer.Option("--skip-damaged", help="Leave out rows whose file is damaged, and say how many."),
+]

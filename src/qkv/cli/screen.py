@@ -1,0 +1,277 @@
+"""What people see: tables, bars and progress, as wide as the terminal and coloured if it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from qkv.answer import bar as blocks
+from qkv.answer import jsonable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[int, int | None], None]
+
+# Wide enough for any cell: only a terminal has an edge to wrap at.
+NO_EDGE = 1 << 20
+GAP = "  "
+MOMENT = 0.5
+"""Seconds before a bar is worth its place on the screen."""
+
+
+def json_text(data: Any) -> str:
+    """One line of strict JSON: NaN becomes null, arrays and tuples lists.
+
+    >>> print(json_text({"key": ("Li", 1), "spread": float("nan")}))
+    {"key": ["Li", 1], "spread": null}
+    """
+    return json.dumps(jsonable(data), ensure_ascii=False, allow_nan=False)
+
+
+def print_json(data: Any) -> None:
+    """A line of JSON on stdout, in escapes where the stream's encoding lacks a letter."""
+    line = json_text(data)
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeError:
+        line = json.dumps(json.loads(line))
+    print(line, flush=True)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out: data must not steer the terminal.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def cell(x: Any) -> str:
+    """A key or a value on one line.
+
+    >>> cell(3.14159265), cell(("Li", 2)), cell(None), cell("two\\nlines")
+    ('3.14159', 'Li, 2', '–', 'two lines')
+    """
+    if x is None:
+        return "–"
+    if isinstance(x, str):
+        return " ".join(printable(x).split())
+    if isinstance(x, float):
+        return f"{x:.6g}"
+    if isinstance(x, bytes):
+        return f"{len(x)} bytes"
+    if isinstance(x, tuple | list):
+        shown = [cell(v) for v in x[:8]]
+        return ", ".join(shown + ["…"] * (len(x) > 8))
+    if isinstance(x, Mapping):
+        return ", ".join(f"{printable(str(name))}: {cell(item)}" for name, item in x.items())
+    if hasattr(x, "tolist"):
+        return cell(x.tolist())
+    return printable(str(x))
+
+
+def count(number: int, noun: str) -> str:
+    """So many of them.
+
+    >>> count(1, "row"), count(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(number: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(312), size(1_585_158)
+    ('312 B', '1.6 MB')
+    """
+    units = ["B", "kB", "MB", "GB"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1000
+        del units[0]
+    return f"{number:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def around(value: float, spread: float) -> str:
+    """A mean and its spread, to the second digit of the spread.
+
+    >>> around(74.7813, 4.92642), around(0.01234, 0.00031), around(5.0, 0.0)
+    ('74.8 ± 4.9', '0.01234 ± 0.00031', '5 ± 0')
+    """
+    if not (0 < spread < math.inf) or abs(value) > 1e9 * spread:
+        return f"{cell(value)} ± {cell(spread)}"
+    digits = max(1 - math.floor(math.log10(spread)), 0)
+    return f"{value:.{digits}f} ± {spread:.{digits}f}"
+
+
+def fields(record: Any) -> dict[str, Any]:
+    """A dataclass's public fields by name."""
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: getattr(record, name) for name in names if not name.startswith("_")}
+
+
+def pairs(data: Mapping[str, Any]) -> None:
+    """Names and what they are, a line each."""
+    rows = [(name.replace("_", " "), cell(item)) for name, item in data.items()]
+    table(("name", "what"), rows, whole=["name"], heading=False)
+
+
+def text(x: Any) -> str:
+    """A value by itself: text keeps its lines, columns have one each."""
+    if isinstance(x, Mapping):
+        return "\n".join(f"{printable(str(name))}: {cell(item)}" for name, item in x.items())
+    return printable(x) if isinstance(x, str) else cell(x)
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """A share between 0 and 1 as a bar.
+
+    >>> bar(0.5, 4), bar(0.5, 4, ascii_only=True)
+    ('██', '##')
+    """
+    share = share if share == share else 0.0
+    return "#" * round(min(max(share, 0.0), 1.0) * width) if ascii_only else blocks(share, width)
+
+
+def percent(weight: float) -> str:
+    """A weight as people read it.
+
+    >>> percent(0.623), percent(0.004), percent(0.0), percent(1.0)
+    ('62 %', '0.4 %', '0 %', '100 %')
+    """
+    if weight != weight:
+        return "NaN"
+    if 0 < weight < 0.00005:
+        return "<0.01 %"
+    x = 100 * weight
+    digits = 0 if x == 0 or abs(x) >= 9.5 else 1 if abs(x) >= 0.095 else 2
+    return f"{x:.{digits}f} %"
+
+
+def terminal(stream: TextIO | None = None) -> bool:
+    stream = stream or sys.stdout
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Made anew each time: the streams may have been exchanged since."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if terminal(stream) else NO_EDGE
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def ascii_only(stream: TextIO | None = None) -> bool:
+    """Whether the stream's encoding has no blocks to draw with."""
+    encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
+    try:
+        "█▏·→".encode(encoding)
+    except (UnicodeError, LookupError):
+        return True
+    return False
+
+
+def make_encodable(stream: TextIO) -> None:
+    """Let a letter that the stream's encoding lacks become a question mark, not an error."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
+
+
+def line(text: str = "", style: str | None = None) -> None:
+    """A line on stdout, wrapped by the terminal alone."""
+    console().print(text, style=style, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """A line on stderr: said to people, no part of the result."""
+    make_encodable(sys.stderr)
+    print(printable(text), file=sys.stderr)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    colour: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    heading: bool = True,
+) -> None:
+    """A table on stdout. In a terminal long cells are cut with an ellipsis; elsewhere nothing is.
+
+    right, colour: the headings of the columns drawn so; whole: of those that are never cut.
+    """
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    lines = [headings, *rows] if heading else rows
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    out = console()
+    if out.is_terminal:
+        cut = [i for i, name in enumerate(headings) if name not in whole]
+        room = out.width - sum(widths) - len(GAP) * (len(widths) - 1)
+        room += sum(widths[i] for i in cut)
+        for left, i in zip(
+            range(len(cut), 0, -1), sorted(cut, key=widths.__getitem__), strict=True
+        ):
+            widths[i] = max(min(widths[i], room // left), 2)
+            room -= widths[i]
+    for line in lines:
+        drawn = Text()
+        for name, width, item in zip(headings, widths, line, strict=True):
+            if cell_len(item) > width:
+                item = set_cell_size(item, width - 1) + "…"
+            pad = " " * (width - cell_len(item))
+            style = "dim" if line is headings else "red" if name in colour else ""
+            drawn.append(GAP if drawn else "")
+            drawn.append(pad + item if name in right else item + pad, style)
+        drawn.rstrip()
+        out.print(drawn, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Progress | None]:
+    """A bar on stderr, moved by calling with (done, total or None); None where nobody watches.
+
+    What is done in a moment shows none.
+    """
+    if not terminal(sys.stderr):
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        begun, move = time.monotonic(), None
+
+        def moved(done: int, total: int | None) -> None:
+            nonlocal move
+            if move is None and time.monotonic() - begun > MOMENT:
+                move = stack.enter_context(_bars(label))
+            if move is not None:
+                move(done, total)
+
+        yield moved
+
+
+@contextlib.contextmanager
+def _bars(label: str) -> Iterator[Progress]:
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console(stderr=True), transient=True) as bars:
+        task = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

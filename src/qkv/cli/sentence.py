@@ -1,0 +1,233 @@
+"""`qkv weights`: a sentence that attends to itself, as a heatmap."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from qkv.cli.command import Result
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.text import Text
+
+    Weights: TypeAlias = "np.ndarray[Any, Any]"
+
+WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
+MOST_WORDS = 200
+PALE, DEEP = (255, 245, 240), (165, 15, 21)
+SHADES = " ░▒▓█"
+LONGEST_WORD, LONGEST_LABEL = 24, 14
+# A cell's width in characters, for numbers and for bare colour.
+NUMBER, BARE = 4, 2
+
+
+def weights(
+    sentence: Annotated[
+        list[str], typer.Argument(metavar="SENTENCE", help="Words.", show_default=False)
+    ],
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="NUMBER", help="Lower: each word looks at fewer. Higher: at more."),
+    ] = 0.3,
+    others: Annotated[
+        bool, typer.Option("--others", help="A word looks at the other words only, not at itself.")
+    ] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="A word looks only at itself and those before it.")
+    ] = False,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw it into this file too (.png, .svg or .pdf).",
+            show_default=False,
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write it as a page too.", show_default=False),
+    ] = None,
+) -> Result:
+    """Draw how much each word of SENTENCE attends to each other.
+
+    Every word is a query and a key: its vector comes from the Words encoder, its score is the
+    cosine over the temperature, its weights the softmax. A row sums to 1.
+    """
+    words = WORD.findall(" ".join(sentence))
+    if not words:
+        raise ArgumentError(f"the sentence {' '.join(sentence)!r} has no words")
+    if len(words) > MOST_WORDS:
+        raise ArgumentError(f"the sentence has {len(words)} words; at most {MOST_WORDS} are drawn")
+    alpha = attend(words, temperature, others=others, causal=causal)
+    written = []
+    if png is not None:
+        from qkv.cli import files
+        from qkv.plot import heatmaps
+
+        side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
+        ticks: dict[str, Any] = {"xticks": words, "yticks": words}
+        files.write_figure(png, heatmaps(alpha, figsize=(side, side), annotate=True, **ticks))
+        written.append(str(png))
+    if page is not None:
+        from qkv.cli import files
+
+        files.write(page, html_page(words, alpha).encode())
+        written.append(str(page))
+    data = {"words": words, "weights": alpha.tolist(), "written": written}
+    return Result(data, lambda: _draw(words, alpha, written))
+
+
+def attend(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
+    """softmax(cos(wᵢ, wⱼ) / τ), a row per word."""
+    import numpy as np
+
+    import qkv
+    from qkv.database.encoders import Words
+    from qkv.scores import Cosine
+
+    score = Cosine(temperature)
+    vectors = Words().encode(words)
+    seen = np.ones((len(words), len(words)), dtype=bool)
+    if causal:
+        seen &= np.tri(len(words), dtype=bool)
+    if others:
+        seen &= ~np.eye(len(words), dtype=bool)
+    return np.asarray(qkv.weights(vectors, vectors, score=score, mask=seen))
+
+
+def html_page(words: list[str], alpha: Weights) -> str:
+    """One self-contained page: a table whose cells are coloured by their weight."""
+    names = [html.escape(word) for word in words]
+    top = float(alpha.max()) or 1.0
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = []
+    for name, row in zip(names, alpha.tolist(), strict=True):
+        cells = []
+        for other, weight in zip(names, row, strict=True):
+            back, ink = _colours(weight / top)
+            cells.append(
+                f'<td style="background:{back};color:{ink}" title="{name} → {other}: {weight:.4f}">'
+                f"{100 * weight:.0f}</td>"
+            )
+        body.append(f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>')
+    rows = "\n".join(body)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Self-attention</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 15px system-ui, sans-serif; color: #333; background: #fff; margin: 2rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+td {{ min-width: 2.4em; height: 2.2em; text-align: center; font-size: 12px; }}
+th {{ font-weight: normal; padding: 2px 6px; }}
+th[scope=row] {{ text-align: right; position: sticky; left: 0; background: #fff; }}
+thead th[scope=col] {{ writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; }}
+caption {{ caption-side: bottom; text-align: left; padding-top: 1em; color: #666; }}
+</style></head><body>
+<h1>How much each word attends to each other</h1>
+<div class="wide"><table>
+<caption>Weights in percent: a row per query, a column per key; a row sums to 100.</caption>
+<thead><tr><td></td>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody></table></div></body></html>
+"""
+
+
+def _draw(words: list[str], alpha: Weights, written: list[str]) -> None:
+    from qkv.cli import screen
+
+    out = screen.console()
+    coloured = out.is_terminal and out.color_system is not None and not out.no_color
+    for row in heatmap(words, alpha, out.width, coloured, screen.ascii_only()):
+        if out.is_terminal:
+            out.print(row, no_wrap=True, crop=False, overflow="ignore")
+        else:
+            print(row.plain.rstrip())
+    for name in written:
+        screen.note(f"wrote {name}")
+
+
+def heatmap(
+    words: list[str], alpha: Weights, width: int, coloured: bool, ascii_only: bool
+) -> list[Text]:
+    """The lines of the picture: percentages, or shades where they do not fit, in panels of
+    columns as wide as the screen."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    words = [w if cell_len(w) <= LONGEST_WORD else w[: LONGEST_WORD // 2] + "…" for w in words]
+    longest = max(map(cell_len, words))
+    margin = min(longest, LONGEST_LABEL, max(width // 3, 1)) + 1
+    room = max(width - margin, BARE)
+    # Without colours only numbers tell more than a few weights apart.
+    numbers = len(words) * NUMBER <= room or (not coloured and room >= 2 * NUMBER)
+    size = NUMBER if numbers else BARE
+    if numbers and len(words) * (longest + 1) <= room:
+        size = max(longest + 1, NUMBER)
+    panels = math.ceil(len(words) / max(room // size, 1))
+    per_panel = math.ceil(len(words) / panels)
+    top = float(alpha.max()) or 1.0
+    lines = []
+    for start in range(0, len(words), per_panel):
+        columns = range(start, min(start + per_panel, len(words)))
+        if start:
+            lines.append(Text())
+        lines += _headings([words[j] for j in columns], margin, size)
+        for i, word in enumerate(words):
+            text = Text(set_cell_size(word, margin - 1) + " ")
+            for j in columns:
+                weight = float(alpha[i, j])
+                text.append(*_block(weight, weight / top, numbers, size, coloured, ascii_only))
+            lines.append(text)
+    return lines
+
+
+def _headings(words: list[str], margin: int, size: int) -> list[Text]:
+    """The words above their columns, from top to bottom unless all fit."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    if all(cell_len(word) < size for word in words):
+        return [
+            Text(" " * margin + "".join(" " * (size - cell_len(w) - 1) + w + " " for w in words))
+        ]
+    height = max(map(len, words))
+    stood = [word.rjust(height) for word in words]
+
+    def above(letter: str) -> str:
+        right = " " * (size - 1 - cell_len(letter) - bool(size > BARE))
+        return set_cell_size(f"{right} {letter}" if cell_len(letter) < size else letter, size)
+
+    return [Text(" " * margin + "".join(above(word[k]) for word in stood)) for k in range(height)]
+
+
+def _block(
+    weight: float, share: float, numbers: bool, size: int, coloured: bool, ascii_only: bool
+) -> tuple[str, str]:
+    """One cell: its text and its style."""
+    if numbers:
+        text = f"{100 * weight:.0f} ".rjust(size)
+    elif coloured:
+        text = " " * size
+    else:
+        shades = " .:*#" if ascii_only else SHADES
+        text = shades[round(share * (len(shades) - 1))] * size
+    if not coloured:
+        return text, ""
+    back, ink = _colours(share)
+    return text, f"{ink} on {back}"
+
+
+def _colours(share: float) -> tuple[str, str]:
+    """The ground of a cell from pale to deep red, and an ink to be read on it."""
+    share = min(max(share, 0.0), 1.0)
+    red, green, blue = (round(p + share * (d - p)) for p, d in zip(PALE, DEEP, strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if share > 0.5 else "#333333"

@@ -1,0 +1,120 @@
+"""A SOURCE as an open database: a folder as it is, a table read into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv.cli.command import Nothing
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+
+@contextlib.contextmanager
+def opened(
+    source: str | Path,
+    *,
+    key: Sequence[str] | None = None,
+    value: Sequence[str] | None = None,
+    table: str | None = None,
+    encoder: str | None = None,
+    at: int | None = None,
+    skip: bool = False,
+) -> Iterator[Database]:
+    """The database that SOURCE and the options of its columns name, closed at the end."""
+    from qkv.cli import screen
+    from qkv.database import Database
+
+    if is_store(source):
+        for option, given in (("--table", table), ("--encoder", encoder)):
+            if given is not None:
+                raise ArgumentError(f"{option}: {source} is a database and has its own already")
+        with stored(source, skip=skip) as database:
+            chosen = database if at is None else database.at(at)
+            if not key and not value:
+                yield chosen
+                return
+            with screen.progress("encoding") as progress:
+                other = chosen.by(
+                    columns(key or chosen.info()["key"]), columns(value), progress=progress
+                )
+            with closing(other):
+                yield other
+        return
+    if at is not None:
+        raise ArgumentError(
+            f"--at: {named(source)} is a table and has no versions; `qkv import` it first"
+        )
+    with screen.progress("reading") as progress:
+        database = Database.from_source(
+            source,
+            key=columns(key),
+            value=columns(value),
+            table=table,
+            encoder=encoder,
+            progress=progress,
+        )
+    with closing(database):
+        yield database
+
+
+def named(source: str | Path) -> str:
+    """SOURCE to be shown, without the password of a URL.
+
+    >>> named("postgresql://li:secret@host/books")
+    'postgresql://li@host/books'
+    """
+    return re.sub(r"(?<=://)([^:/@]*):[^/@]*@", r"\1@", str(source))
+
+
+def is_store(source: str | Path) -> bool:
+    """Whether SOURCE is the folder of a database, or is named like one that is missing."""
+    return os.path.isdir(source) or (
+        str(source).rstrip("/").endswith(".qkv") and not os.path.isfile(source)
+    )
+
+
+@contextlib.contextmanager
+def stored(path: str | Path, *, create: bool = False, skip: bool = False) -> Iterator[Database]:
+    """The database in a folder, closed at the end."""
+    from qkv.database import open as open_database
+
+    # A new one takes all columns beside its key as the value.
+    opening = open_database(path, create=create, value=None, skip_damaged=skip)
+    with closing(opening) as database:
+        yield database
+
+
+@contextlib.contextmanager
+def closing(database: Database) -> Iterator[Database]:
+    """Close it at the end; before that, let an absent key look for its nearest."""
+    from qkv.database import AbsentKey
+
+    with database:
+        try:
+            yield database
+        except AbsentKey as error:
+            raise Nothing(str(error), key=error.key, nearest=error.nearest) from error
+
+
+def columns(names: Sequence[str] | None) -> Any:
+    """One column by its name, several as a tuple, none as None."""
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else tuple(names)
+
+
+def cell(database: Database, text: str, what: str = "the query") -> Any:
+    """The text as the kind of key that the database has."""
+    from qkv.cli import values
+
+    values.check_text(text, what)
+    if database.info()["key_kind"] in (None, "text"):
+        return text
+    return values.like(text, next(iter(database), text), what)
