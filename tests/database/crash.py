@@ -11,6 +11,7 @@ import argparse
 import copy
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -155,6 +156,7 @@ def kill_once(path: Path, model: Model, rng: random.Random) -> Model:
         time.sleep(rng.random() ** 2 * 0.3)
         child.kill()
         lines += child.stdout.read().splitlines()
+    assert child.returncode == -signal.SIGKILL, "the writer ended by itself"
     pending = None
     for line in lines:
         if line.strip() == "done":

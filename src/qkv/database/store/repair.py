@@ -116,12 +116,27 @@ def _catalogue_faults(folder: Path) -> list[str]:
         told = [str(line) for (line,) in catalogue.all("PRAGMA integrity_check(20)")]
         if told != ["ok"]:
             return [f"SQLite says: {line}" for line in told]
+        if _tables(catalogue) != _expected_tables():
+            return ["its tables are not those that were written"]
         leftovers(catalogue, [])
         return list(_torn(catalogue))
     except Damaged as fault:
         return [_reason(fault)]
     finally:
         catalogue.close()
+
+
+def _tables(catalogue: Catalogue) -> list[tuple[str, str]]:
+    statement = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    return [(str(name), str(sql)) for name, sql in catalogue.all(statement)]
+
+
+def _expected_tables() -> list[tuple[str, str]]:
+    model = Catalogue(None)
+    try:
+        return _tables(model)
+    finally:
+        model.close()
 
 
 def _reason(fault: Exception) -> str:

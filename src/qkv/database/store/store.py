@@ -162,7 +162,7 @@ class Store:
                 head = self._newest() if version is None else self._reader.head(version)
                 if head is not None and self._pins.hold(head.number):
                     # A compaction may have dropped it before the hold.
-                    if self._reader.head(head.number) is not None:
+                    if self._reader.value("SELECT 1 FROM versions WHERE number = ?", head.number):
                         return Snapshot(
                             self,
                             self._reader,
