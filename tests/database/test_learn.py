@@ -382,7 +382,7 @@ class TestLearn:
         pairs = [("cat", "cat"), ("cat", "cats"), ("dog", "dog")]
         task = learn._task(Characters(64), keys, pairs, 0, 0)
         how = learn._How(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
-        run = learn._Run(task, how, gradients.by_hand, Learned.begin(Characters(64), 6))
+        run = learn._Run(task, how, gradients.by_hand, Learned.begin(Characters(64), 6), 0.0)
         run.mine(np.random.default_rng(0))
         assert run.hard is not None
         found = [{keys[i] for i in row} for row in run.hard]

@@ -137,17 +137,17 @@ def learn(
     name, descend = gradients(framework)
     began = time.perf_counter()
     task = _task(encoder, keys, pairs, held_out, seed)
-    run = _Run(task, how, descend, Learned.begin(encoder, len(task.keys), vectors))
+    run = _Run(task, how, descend, Learned.begin(encoder, len(task.keys), vectors), began)
     before = task.recall(task.ranks_before())
-    stopped = run.descend(Path(resume) if resume is not None else None, progress, began)
+    stopped = run.descend(Path(resume) if resume is not None else None, progress)
     learned = run.calibrated()
     report = Report(
         before=before,
-        after=task.recall(task.ranks(learned)),
+        after=task.recall(task.ranks(learned, task.vectors(learned, "key"))),
         loss=tuple(run.losses),
         best=run.best_epoch,
         epochs=run.epoch,
-        seconds=time.perf_counter() - began,
+        seconds=run.seconds(),
         pairs=len(task.train.query),
         held_out=len(task.held.query) if task.holds_out else 0,
         keys=len(task.keys),
@@ -231,12 +231,10 @@ class _Task:
         query = self.encoder.query(_some(self.queries, numbers))[at]
         return self._ranks(query, lambda some: np.asarray(score(some, key)))
 
-    def ranks(self, learned: Learned) -> np.ndarray:
-        key = self.vectors(learned, "key")
-        return self._ranks(self.asked(learned), lambda some: some @ key.T)
-
-    def asked(self, learned: Learned) -> np.ndarray:
-        return learned.project(taken(self.query_features, self.held.query), "query")
+    def ranks(self, learned: Learned, key: np.ndarray) -> np.ndarray:
+        """The same, asked of what was learned, whose vectors of all keys are `key`."""
+        query = learned.project(taken(self.query_features, self.held.query), "query")
+        return self._ranks(query, lambda some: some @ key.T)
 
     def vectors(self, learned: Learned, side: str) -> np.ndarray:
         """Of all keys, or of all queries."""
@@ -376,6 +374,7 @@ class _Run:
     how: _How
     gradients: Gradients
     start: Learned
+    began: float
     epoch: int = 0
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -408,7 +407,11 @@ class _Run:
     def learned(self, parameters: Mapping[str, np.ndarray]) -> Learned:
         return replace(self.start, parameters=parameters)
 
-    def descend(self, path: Path | None, progress: Progress | None, began: float) -> str:
+    def seconds(self) -> float:
+        """Since it began, those before it was resumed among them."""
+        return time.perf_counter() - self.began
+
+    def descend(self, path: Path | None, progress: Progress | None) -> str:
         """Step down until it is time to stop; says why it stopped."""
         how, total = self.how, self.how.epochs * self.steps_an_epoch
         self._fit_sharpness()
@@ -422,7 +425,7 @@ class _Run:
                 while self.epoch < how.epochs:
                     if self.epoch - self.best_epoch >= how.patience:
                         return f"no better for {how.patience} epochs"
-                    in_time = self.one_epoch(began, report)
+                    in_time = self.one_epoch(report)
                     if path is not None:
                         self.save(path)
                     if not in_time:
@@ -431,7 +434,7 @@ class _Run:
                 return f"interrupted in epoch {self.epoch + 1}: the best so far was kept"
         return "all epochs done"
 
-    def one_epoch(self, began: float, report: Progress) -> bool:
+    def one_epoch(self, report: Progress) -> bool:
         how, task = self.how, self.task
         rng = np.random.default_rng([how.seed, 2, self.epoch])
         since = self.epoch - MINE_FROM
@@ -443,7 +446,7 @@ class _Run:
         for _ in range(self.passes):
             order = rng.permutation(count)
             for begin in range(0, count - self.size + 1, self.size):
-                in_time = how.budget_s is None or time.perf_counter() - began < how.budget_s
+                in_time = how.budget_s is None or self.seconds() < how.budget_s
                 if in_time:
                     losses.append(self.one_step(order[begin : begin + self.size], rng))
                     report(self.step, how.epochs * self.steps_an_epoch)
@@ -531,12 +534,14 @@ class _Run:
     def mine(self, rng: np.random.Generator) -> None:
         """For each pair the wrong keys of a sample that its query likes best."""
         task, learned = self.task, self.learned(self.now)
-        count = min(MINED, len(task.keys))
+        # The best of each of so many parts of the sample is found faster than the best of all.
+        parts = min(HARDEST, len(task.keys))
+        count = min(MINED, len(task.keys)) // parts * parts
         sample = np.sort(rng.choice(len(task.keys), count, replace=False))
+        begins = np.arange(0, count, count // parts)
         key = learned.project(taken(task.key_features, sample), "key")
         query = task.vectors(learned, "query")
-        hardest = min(HARDEST, count - 1)
-        self.hard = np.empty((len(task.train.query), hardest), np.int64)
+        self.hard = np.empty((len(task.train.query), parts), np.int64)
         for some in _blocks(len(self.hard), max(1, BLOCK // count)):
             pairs = _Pairs(*(part[some] for part in task.train))
             s = query[pairs.query] @ key.T
@@ -544,25 +549,24 @@ class _Run:
             own = np.flatnonzero(sample[at] == pairs.key)
             s[own, at[own]] = -np.inf
             s[self.barred(pairs, sample)] = -np.inf
-            top = np.argpartition(s, count - hardest, axis=1)[:, count - hardest :]
-            self.hard[some] = sample[top]
+            best = s.reshape(len(s), parts, -1).argmax(axis=2)
+            self.hard[some] = sample[begins + best]
 
     def mark(self) -> tuple[float, float]:
         """How well the held-out part does: the mean of 1/rank, then of ln α at its best τ."""
-        learned = self.learned(self.now)
-        ranks = self.task.ranks(learned)
-        weight = self.task.held.weight
-        return float(np.average(1 / (1.0 + ranks), weights=weight)), -self._sharpness(learned)[1]
+        learned, task = self.learned(self.now), self.task
+        key = task.vectors(learned, "key")
+        reciprocal = np.average(1 / (1.0 + task.ranks(learned, key)), weights=task.held.weight)
+        return float(reciprocal), -self._sharpness(learned, key, task.held)[1]
 
-    def _sharpness(self, learned: Learned, held: bool = True) -> tuple[float, float]:
+    def _sharpness(self, learned: Learned, key: np.ndarray, pairs: _Pairs) -> tuple[float, float]:
         """The factor on τ that makes −ln α least over all keys, and that −ln α."""
         task = self.task
-        pairs = task.held if held else task.train
         count = min(len(pairs.query), max(16, BLOCK // 4 // len(task.keys)))
         some = np.random.default_rng([self.how.seed, 3]).permutation(len(pairs.query))[:count]
         pairs = pairs.take(some)
         query = learned.project(taken(task.query_features, pairs.query), "query")
-        s = (query @ task.vectors(learned, "key").T) * np.float32(learned.sharpness)
+        s = (query @ key.T) * np.float32(learned.sharpness)
         s -= s[np.arange(len(s)), pairs.key][:, None]
         for row, number in enumerate(pairs.query.tolist()):
             for other in task.others.get(number, ()):
@@ -592,7 +596,9 @@ class _Run:
 
     def _fit_sharpness(self) -> None:
         """Begin with the τ that suits the pairs: a wrong one would cost the first epochs."""
-        factor, _ = self._sharpness(self.learned(self.now), held=False)
+        learned = self.learned(self.now)
+        key = self.task.vectors(learned, "key")
+        factor, _ = self._sharpness(learned, key, self.task.train)
         self.now["scales"] += np.float32(math.log(factor))
 
     def calibrated(self) -> Learned:
@@ -600,7 +606,8 @@ class _Run:
         learned = self.learned(self.best)
         if not self.task.holds_out:
             return learned
-        factor, _ = self._sharpness(learned)
+        key = self.task.vectors(learned, "key")
+        factor, _ = self._sharpness(learned, key, self.task.held)
         scales = learned.parameters["scales"] + np.float32(math.log(factor))
         return self.learned({**learned.parameters, "scales": scales})
 
@@ -616,6 +623,7 @@ class _Run:
             "fingerprint": self.fingerprint(),
             "epoch": self.epoch,
             "step": self.step,
+            "seconds": self.seconds(),
             "losses": self.losses,
             "best_epoch": self.best_epoch,
             "best_mark": list(self.best_mark),
@@ -652,6 +660,7 @@ class _Run:
         for name in ("epoch", "step", "losses", "best_epoch"):
             setattr(self, name, state[name])
         self.best_mark = (state["best_mark"][0], state["best_mark"][1])
+        self.began = time.perf_counter() - state["seconds"]
         kept = "now" if self.best_epoch == self.epoch else "best"
         self.best = {name: tensors[f"{kept}/{name}"].copy() for name in self.now}
         self.hard = tensors.get("hard")
