@@ -27,8 +27,8 @@ SYLLABLES = "ba be bo da de do fa fi ga go ka ki la le lo ma mi mo na no pa pe r
 
 
 def words(rng, count):
-    parts = SYLLABLES.split()
-    return ["".join(rng.choice(parts, rng.integers(1, 4))) for _ in range(count)]
+    parts = np.array(SYLLABLES.split())
+    return ["".join(parts[x]) for x in rng.integers(len(parts), size=(count, 3))]
 
 
 def measured(work, ms, goal, found, met, **more):
@@ -86,9 +86,10 @@ def imported(folder):
     file = folder / "texts.csv"
     with file.open("w") as out:
         out.write("title,author,year\n")
-        for _ in range(TEXTS):
-            title = " ".join(rng.choice(vocabulary, 5))
-            out.write(f"{title},{' '.join(rng.choice(vocabulary, 2))},{rng.integers(1500, 2020)}\n")
+        chosen = rng.integers(len(vocabulary), size=(TEXTS, 7))
+        for row, year in zip(chosen, rng.integers(1500, 2020, TEXTS), strict=True):
+            texts = [vocabulary[i] for i in row]
+            out.write(f"{' '.join(texts[:5])},{' '.join(texts[5:])},{year}\n")
     start = time.perf_counter()
     with qkv.Database.from_source(file, key="title", path=folder / "texts.qkv") as database:
         seconds = time.perf_counter() - start

@@ -559,6 +559,21 @@ def test_an_answer_outlives_later_versions(make):
     assert len(a.above(0.1)) == 2
 
 
+def test_a_few_clicks_are_learned_and_at_goes_back(make):
+    D = make(NAMES)
+    before, old = D.version, D.ask("surname of the dragon").rows[0].weight
+    report = D.learn([("the dragon", "Li"), ("the wolf", "Werness")], epochs=5, framework="numpy")
+    assert report.after[1] == 1.0
+    assert D.ask("the dragon").value == "Mu"
+    assert D.ask("Lipten").value == "Zachary"
+    assert D.encoder.kind == "learned"
+    assert D.versions()[-1].what == "learn"
+    assert D.at(before).ask("surname of the dragon").rows[0].weight == pytest.approx(old)
+    D.add("Wolf", "Alice")
+    assert D["Wolf"] == "Alice"
+    assert len(D.ask("the dragon").weights) == 7
+
+
 # On disk
 
 

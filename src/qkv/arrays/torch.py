@@ -133,7 +133,8 @@ class _Custom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> Any:
-        leaves, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # an activation checkpoint lets them be asked for once
+        leaves, kept = saved[: ctx.count], saved[ctx.count :]
         wanted = ctx.needs_input_grad[4:]
         gradients = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient

@@ -39,6 +39,9 @@ AT = (1, 10, 100)
 ASKED = 2000
 """Held-out pairs that are asked after each epoch, at most."""
 
+ENOUGH = 100
+"""Queries from which a tenth is held out, unless the caller says what is."""
+
 SHORTEST = 20
 """Steps of an epoch, at least: a few pairs are passed over several times."""
 
@@ -104,7 +107,7 @@ def learn(
     rate: float = 1e-3,
     hard: int = 1,
     dropout: float = 0.2,
-    held_out: float | Sequence[Any] = 0.1,
+    held_out: float | Sequence[Any] | None = None,
     patience: int = 3,
     budget_s: float | None = None,
     seed: int = 0,
@@ -119,8 +122,9 @@ def learn(
     candidates that α weighs are all keys if they are few, else the right keys of the batch and for
     each query `hard` keys that it takes for right. `vectors` learns the tokens' vectors too, which
     wants many pairs; `dropout` is the share of tokens that a step does not see. A share of the
-    queries is `held_out`, or pairs of your own are: the epoch that does best on them is kept, and
-    after `patience` epochs without a better one, or `budget_s` seconds, or Ctrl-C, it ends.
+    queries is `held_out` (a tenth of 100 or more, none of fewer), or pairs of your own are: the
+    epoch that does best on them is kept, and after `patience` epochs without a better one, or
+    `budget_s` seconds, or Ctrl-C, it ends.
 
     `resume` names a file to keep the state in after each epoch; if it is there, learning goes on
     from it. The result depends on the seed and not on where it was interrupted. torch does the
@@ -275,6 +279,8 @@ def _task(
     seen: dict[bytes, int] = {}
     every = _numbered(pairs, "pairs", number, queries, seen)
     rng = np.random.default_rng([seed, 1])
+    if held_out is None:  # a few clicks are all to be learned from
+        held_out = 0.1 if len(queries) >= ENOUGH else 0
     if isinstance(held_out, int | float):
         if not 0 <= held_out < 1:
             raise ArgumentError(f"learn: held_out must be from 0 to below 1, not {held_out!r}")
