@@ -217,6 +217,16 @@ def test_tensorflow_serves_a_batch_of_unknown_size():
     np.testing.assert_allclose(function(*batch), want, atol=1e-12)
 
 
+def test_tensorflow_tells_heads_apart_in_a_batch_of_unknown_size():
+    tf = pytest.importorskip("tensorflow")
+    x = tf.constant(np.stack([np.stack([QUERY, QUERY])] * 2))  # batch, heads, rows, width
+    score = scores.Modified("dot", lambda s, b, h, q, k: s + tf.cast((b + 2 * h) * k, s.dtype))
+    how = {"score": score, "dropout_p": 0.5, "seed": 1}
+    spec = tf.TensorSpec((None, 2, *QUERY.shape), tf.float64)
+    function = tf.function(lambda x: qkv.attend(x, x, x, **how), input_signature=[spec])
+    np.testing.assert_allclose(function(x), qkv.attend(x, x, x, **how), atol=1e-12)
+
+
 def test_a_module_as_a_score_learns_on_torch(engine):
     """What a function captured receives its gradient too, in blocks as in the whole."""
     torch = pytest.importorskip("torch")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -175,11 +176,12 @@ def place(call: Call, rows: Span, cols: Span) -> Block:
     q = fw.positions(rows.start, rows.size, call.query)[:, None]
     k = fw.positions(cols.start, cols.size, call.query)[None, :]
     b = h = fw.positions(0, 1, call.query)[:, None]
-    if lead and None not in lead:
-        h = fw.positions(0, lead[-1], call.query)[:, None, None]
-    if len(lead) > 1 and None not in lead:
-        count = int(np.prod(lead[:-1]))
-        b = fw.xp.reshape(fw.positions(0, count, call.query), (*lead[:-1], 1, 1, 1))
+    sizes = [fw.length(call.query, axis) for axis in range(len(lead))]  # known when a graph runs
+    if lead:
+        h = fw.positions(0, sizes[-1], call.query)[:, None, None]
+    if len(lead) > 1:
+        count = reduce(mul, sizes[:-1])
+        b = fw.xp.reshape(fw.positions(0, count, call.query), (*sizes[:-1], 1, 1, 1))
     n, m = fw.length(call.query, -2), fw.length(call.key, -2)
     return Block(rows, cols, n, m, q, k, b, h, len(lead))
 
