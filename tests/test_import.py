@@ -18,6 +18,7 @@ HEAVY = [
     "scipy",
     "tensorflow",
     "torch",
+    "transformers",
     "typer",
 ]
 

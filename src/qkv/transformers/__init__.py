@@ -1,0 +1,24 @@
+"""Hugging Face transformers: every model's attention by `attend`, and a look at what it weighs.
+
+register()                          # then attn_implementation="qkv" works in any model
+with capture(model) as seen:        # each layer's α during a normal forward pass
+    model(**inputs)
+seen.words(tokenizer, text).plot()
+"""
+
+from qkv.errors import MissingExtra
+
+try:
+    import torch as _torch  # noqa: F401
+    from transformers import AttentionMaskInterface as _  # noqa: F401
+except ImportError as error:
+    raise MissingExtra(
+        'qkv.transformers needs torch and transformers 5: pip install "qkv[transformers]" '
+        f"({error})"
+    ) from None
+
+from qkv.transformers.captured import Captured, Layer
+from qkv.transformers.implementation import register
+from qkv.transformers.recording import capture
+
+__all__ = ["Captured", "Layer", "capture", "register"]

@@ -1,0 +1,209 @@
+"""What a capture has kept, and how it is looked at."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.errors import ArgumentError, ShapeError
+from qkv.plot import heatmaps
+from qkv.transformers.words import token_ids, words_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUDGET = 2**28
+"""Bytes of weights that a capture keeps, unless told otherwise: a quarter of a gigabyte."""
+
+DRAWN = 256
+"""Rows and columns of a picture that is drawn of the largest weights alone."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What was kept of one layer's weights (batch, heads, n, m).
+
+    `cells` (batch, heads, rows, columns) is all of them or pooled; `top` their k largest of each
+    row and the keys these belong to, (batch, heads, n, k) each.
+    """
+
+    name: str
+    n: int
+    m: int
+    cells: Any = None
+    top: tuple[Any, Any] | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.cells is not None and self.cells.shape[-2:] == (self.n, self.m)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.top if self.top is not None else (self.cells,)
+
+    def dense(self, rows: int, cols: int) -> Any:
+        """The weights as (batch, heads, rows, cols), 0 where none was kept."""
+        if self.top is None:
+            return self.cells
+        alpha, keys = self.top
+        out = np.zeros((*alpha.shape[:2], rows, cols), np.float32)
+        batch, head, row, _ = np.ogrid[tuple(map(slice, alpha.shape))]
+        np.maximum.at(out, (batch, head, row * rows // self.n, keys * cols // self.m), alpha)
+        return out
+
+
+@dataclass
+class Captured:
+    """The weights α of a forward pass, layer by layer.
+
+    `layers` holds them as they were kept. `captured[i]` is one sequence of the batch, and
+    `captured.select("encoder")` the layers with that in their names.
+    """
+
+    layers: list[Layer]
+    labels: list[str] | None = None
+    budget: int = BUDGET
+
+    def __repr__(self) -> str:
+        if not self.layers:
+            return "Captured(nothing yet)"
+        kept = Counter(f"{x.parts[0].shape} of {x.n} × {x.m}" for x in self.layers)
+        return f"Captured({', '.join(f'{count} × {shape}' for shape, count in kept.items())})"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for layer in self.layers for part in layer.parts)
+
+    def __len__(self) -> int:
+        """How many sequences the batch held."""
+        return len(self._alike()[0].parts[0])
+
+    def __getitem__(self, item: int) -> Captured:
+        if not -len(self) <= item < len(self):
+            raise IndexError(f"the batch held {len(self)} sequences, so there is no {item}")
+        item %= len(self)
+        return self._with([_map(layer, lambda x: x[item : item + 1]) for layer in self.layers])
+
+    def select(self, part: str) -> Captured:
+        """The layers whose names hold `part`."""
+        found = [layer for layer in self.layers if part in layer.name]
+        if not found:
+            names = ", ".join(layer.name for layer in self.layers)
+            raise ArgumentError(f"no layer's name holds {part!r}: {names or 'nothing recorded'}")
+        return self._with(found)
+
+    @property
+    def weights(self) -> Any:
+        """α (layers, heads, n, m), or pooled down to fewer rows and columns. NumPy, float32."""
+        layers = self._one()
+        first = layers[0]
+        if first.top is not None:
+            size = 4 * len(layers) * first.top[0].shape[1] * first.n * first.m
+            if size > self.budget:
+                raise ArgumentError(
+                    f"budget: all weights would take {size:,} bytes, more than {self.budget:,}: "
+                    "use .top, or pass a larger budget"
+                )
+        return np.concatenate([layer.dense(layer.n, layer.m) for layer in layers])
+
+    @property
+    def top(self) -> tuple[Any, Any]:
+        """The largest weights of each row and the keys they belong to, (layers, heads, n, k)."""
+        layers = self._one()
+        if layers[0].top is None:
+            raise ArgumentError("these weights were kept whole or pooled: capture(model, top=…)")
+        alpha, keys = zip(*(layer.top for layer in layers if layer.top), strict=True)
+        return np.concatenate(alpha), np.concatenate(keys)
+
+    def words(self, tokenizer: Any, text: Any) -> Captured:
+        """The same from word to word: a query's rows are averaged, a key's columns summed.
+
+        `text` is what the model read, or its token ids. Rows still sum to 1.
+        """
+        layers = self._one()
+        n, m = layers[0].n, layers[0].m
+        if layers[0].top is None and not layers[0].whole:
+            raise ArgumentError(
+                "the weights are pooled, so words cannot be told apart: capture with a larger "
+                "budget, or with top=…"
+            )
+        if n != m:
+            raise ShapeError(f"words needs queries that are the keys, not {n} and {m} of them")
+        ids = token_ids(tokenizer, text)
+        start = 0
+        if isinstance(text, str) and len(ids) < n and tokenizer.padding_side == "left":
+            start = n - len(ids)
+        if len(ids) > n or (len(ids) < n and not isinstance(text, str)):
+            raise ShapeError(f"text has {len(ids)} tokens, but the model saw {n}")
+        names, groups = words_of(tokenizer, ids)
+        sums = np.zeros((len(names), n), np.float32)
+        sums[groups, start + np.arange(len(ids))] = 1
+        means = sums / sums.sum(-1, keepdims=True)
+        found = means @ self.weights @ sums.T
+        size = len(names)
+        kept = [
+            Layer(layer.name, size, size, cells=alpha[None])
+            for layer, alpha in zip(layers, found, strict=True)
+        ]
+        return self._with(kept, names)
+
+    def plot(self, layer: int | None = None, head: int | None = None, **options: Any) -> Figure:
+        """A heatmap for each head: layers from the top down, heads from left to right.
+
+        `options` go to `qkv.plot.heatmaps`.
+        """
+        layers = self._one()
+        first = layers[0]
+        if first.top is None:
+            grid = np.concatenate([x.cells for x in layers])
+        else:
+            grid = np.concatenate([x.dense(min(x.n, DRAWN), min(x.m, DRAWN)) for x in layers])
+        rows = _pick("layer", layer, grid.shape[0])
+        columns = _pick("head", head, grid.shape[1])
+        grid = grid[np.ix_(rows, columns)]
+        options.setdefault("titles", [[f"layer {i}, head {j}" for j in columns] for i in rows])
+        for ticks, count, size in (("yticks", first.n, -2), ("xticks", first.m, -1)):
+            shown = grid.shape[size]
+            if self.labels is not None and len(self.labels) == shown:
+                options.setdefault(ticks, self.labels)
+            elif shown < count:
+                options.setdefault(ticks, [math.ceil(i * count / shown) for i in range(shown)])
+        return heatmaps(grid, **options)
+
+    def _with(self, layers: list[Layer], labels: list[str] | None = None) -> Captured:
+        return Captured(layers, labels or self.labels, self.budget)
+
+    def _alike(self) -> list[Layer]:
+        """The layers, which must be of one shape."""
+        if not self.layers:
+            raise ArgumentError("nothing was recorded: run the model inside `with capture(model)`")
+        shapes = Counter((x.n, x.m, *x.parts[0].shape) for x in self.layers)
+        if len(shapes) > 1:
+            names = "; ".join(f"{x.name} {x.n} × {x.m}" for x in self.layers)
+            raise ShapeError(f"the layers differ in shape: use .layers or .select(name) ({names})")
+        return self.layers
+
+    def _one(self) -> list[Layer]:
+        layers = self._alike()
+        if len(self) != 1:
+            raise ShapeError(f"the batch held {len(self)} sequences: use captured[i] for one")
+        return layers
+
+
+def _map(layer: Layer, change: Callable[[Any], Any]) -> Layer:
+    if layer.top is None:
+        return replace(layer, cells=change(layer.cells))
+    return replace(layer, top=(change(layer.top[0]), change(layer.top[1])))
+
+
+def _pick(name: str, at: int | None, count: int) -> list[int]:
+    if at is None:
+        return list(range(count))
+    if isinstance(at, bool) or not isinstance(at, int) or not -count <= at < count:
+        raise ArgumentError(f"{name} must be None or from 0 to {count - 1}, not {at!r}")
+    return [at % count]
