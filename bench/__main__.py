@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from bench._results import verdict
 from bench._side_by_side import Row, keep
 
-SCRIPTS = ("start", "dot", "additive", "sparse", "lookup", "gaussian", "window", "memory", "database")
+SCRIPTS = (
+    "start",
+    "dot",
+    "additive",
+    "sparse",
+    "lookup",
+    "gaussian",
+    "window",
+    "memory",
+    "database",
+)
 
 
 def script(name: str) -> Iterator[Row]:
