@@ -58,3 +58,59 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     q[48] = 7.0
     with pytest.raises(RuntimeError, match="from a thread"):
         qkv.attend(q, k, v, score=late, engine="streaming")
+
+
+@pytest.mark.parametrize("fw", EAGER, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2])
+@pytest.mark.parametrize("m", [100, 512, 700])
+def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
+    """Entmax from the few scores that may count; rows of large scores, and of one key."""
+    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(streaming, "SEARCHED", 2**13)
+    given = arrays(64, m)
+    given[0][3] *= 1e15
+    given[1][-1] *= 9.0  # the largest of many rows stands last, beyond the last whole SOME
+    given[1][5] = 20 * given[0][9]
+    given[2][5] = np.nan  # a value that counts for some rows, the ninth among them, not for all
+    how = {"weighting": qkv.weightings.Entmax(alpha), "score": "dot"}
+    for mask in (None, np.arange(m) < np.arange(64)[:, None]):
+        want = qkv.attend(*given, **how, mask=mask, engine="dense")
+        assert 0 < np.isnan(want).any(-1).sum() < 64
+        mask = None if mask is None else fw.make(mask)
+        got = qkv.attend(*(fw.make(x) for x in given), **how, mask=mask, engine="streaming")
+        np.testing.assert_allclose(to_numpy(got), want, atol=1e-10)
+
+
+def test_a_dense_row_has_the_root_of_all_its_scores():
+    """Σ max(0, (α − 1) s − τ)^e = 1 by bisection, beside the weights that are found in part."""
+    rng = np.random.default_rng(1)
+    for alpha in (1.25, 1.5, 2):
+        s = rng.normal(size=(40, 1000)) * (alpha - 1)
+        low, high = s.max(-1, keepdims=True) - 1, s.max(-1, keepdims=True)
+        for _ in range(80):
+            middle = (low + high) / 2
+            enough = np.sum(np.maximum(s - middle, 0) ** (1 / (alpha - 1)), -1, keepdims=True) >= 1
+            low, high = np.where(enough, middle, low), np.where(enough, high, middle)
+        want = np.maximum(s - low, 0) ** (1 / (alpha - 1))
+        got = qkv.weightings.Entmax(alpha)(s / (alpha - 1))
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_a_score_that_is_kept_by_its_owner_is_not_overwritten():
+    q, k, v = arrays(600, 600)
+    table = q @ k.T
+    before = table.copy()
+    for weighting in ("softmax", "sparsemax", "entmax15"):
+        qkv.attend(
+            q, k, v, score=lambda q, k: table[: len(q), : len(k)], weighting=weighting,
+            engine="streaming",
+        )  # fmt: skip
+        np.testing.assert_array_equal(table, before)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_blocks_that_are_searched_are_shared_out_and_not_too_small(cores, monkeypatch):
+    monkeypatch.setattr(threads, "cores", lambda: cores)
+    call = request(*arrays(2048, 2048), "dot", "sparsemax", None, 0.0, None, None)
+    rows, cols = streaming.block_size(call)
+    assert cols == 2048 and 64 <= rows <= 512

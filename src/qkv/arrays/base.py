@@ -128,8 +128,8 @@ class Framework:
         """
         raise NotImplementedError(f"{self.name} does not pick")
 
-    def put(self, picked: Array, at: Any) -> Array:
-        """What was picked, where it stood, among zeros."""
+    def put(self, picked: Array, at: Any, into: Array | None = None) -> Array:
+        """What was picked, where it stood, among zeros; an array given may be overwritten."""
         raise NotImplementedError(f"{self.name} does not pick")
 
     def detach(self, x: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,22 +14,17 @@ from qkv.arrays import threads
 from qkv.arrays.base import Framework, Plan
 from qkv.types import Array, Span
 
-
-def _one_blas_thread() -> AbstractContextManager[object]:
-    """Each of our threads multiplies by itself: two pools of threads would wait for each other."""
-    from threadpoolctl import ThreadpoolController
-
-    if not _controller:
-        _controller.append(ThreadpoolController())
-    return _controller[0].limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
-
-
-_controller: list[Any] = []
+_DTYPES: dict[Any, str] = {}
 
 
 class NumPy(Framework):
     name = "numpy"
     xp = array_api_compat.numpy
+
+    def dtype(self, x: Array) -> str:
+        if x.dtype not in _DTYPES:  # NumPy spells the name out letter by letter each time
+            _DTYPES[x.dtype] = super().dtype(x)
+        return _DTYPES[x.dtype]
 
     def to_numpy(self, x: Array) -> numpy.ndarray[Any, Any]:
         return x.astype(numpy.float32) if self.dtype(x) == "bfloat16" else numpy.asarray(x)
@@ -46,19 +42,24 @@ class NumPy(Framework):
 
         if len(plan) == 1:
             return quietly(plan[0])
-        with _one_blas_thread():
-            first = quietly(plan[0])
-            total = sum(span.size for span, _ in plan)
-            outs = tuple(numpy.empty((*x.shape[:-2], total, x.shape[-1]), x.dtype) for x in first)
+        outs: list[Array] = []
+        lock = threading.Lock()
+        total = sum(span.size for span, _ in plan)
 
-            def fill(item: tuple[Span, list[Span]]) -> None:
-                at = slice(item[0].start, item[0].start + item[0].size)
-                parts = first if item is plan[0] else quietly(item)
-                for out, part in zip(outs, parts, strict=True):
-                    out[..., at, :] = part
+        def fill(item: tuple[Span, list[Span]]) -> None:
+            parts = quietly(item)
+            with lock:  # the first to arrive knows the shapes
+                if not outs:
+                    shapes = [(*x.shape[:-2], total, x.shape[-1]) for x in parts]
+                    made = zip(shapes, parts, strict=True)
+                    outs.extend(numpy.empty(shape, x.dtype) for shape, x in made)
+            at = slice(item[0].start, item[0].start + item[0].size)
+            for out, part in zip(outs, parts, strict=True):
+                out[..., at, :] = part
 
+        with threads.one_for_blas():
             threads.each(fill, plan)
-        return outs
+        return tuple(outs)
 
     def reduce(
         self,
@@ -75,7 +76,7 @@ class NumPy(Framework):
             with self.quiet():
                 return lift(span)
 
-        with _one_blas_thread():
+        with threads.one_for_blas():
             return threads.reduced(quietly, merge, start, spans)
 
     # The same as in base, without its temporaries.
@@ -106,11 +107,14 @@ class NumPy(Framework):
         out -= top
         return out, (found, filled, mask.shape)
 
-    def put(self, picked: Array, at: Any) -> Array:
+    def put(self, picked: Array, at: Any, into: Array | None = None) -> Array:
         found, filled, shape = at
-        out = numpy.zeros(shape, picked.dtype)
-        out.reshape(-1)[found] = picked.reshape(filled.shape)[filled]
-        return out
+        if into is None or into.shape != shape or not into.flags.carray:
+            into = numpy.zeros(shape, picked.dtype)
+        else:
+            into.fill(0)
+        into.reshape(-1)[found] = picked.reshape(filled.shape)[filled]
+        return into
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)

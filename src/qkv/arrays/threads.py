@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 NAME = "qkv"
@@ -27,6 +28,18 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def one_for_blas() -> AbstractContextManager[object]:
+    """NumPy's products by the thread that asks for them: two pools would wait for each other."""
+    return _controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _controller() -> Any:
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
 
 
 def inside() -> bool:

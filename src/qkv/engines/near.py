@@ -8,14 +8,13 @@ accuracy. Its output is then off by at most share × the diameter of the values,
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from qkv.arrays import is_array, tree
+from qkv.arrays import is_array, threads, tree
 from qkv.arrays.base import Plan
 from qkv.arrays.numpy import FRAMEWORK as NUMPY
 from qkv.engines import call as calls
@@ -230,16 +229,12 @@ def _in_chunks(
 
 
 def _neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Plan]:
-    """An order in which neighbours stand together, and chunks of it; the first, alone, is empty."""
+    """An order in which neighbours stand together, and chunks of it."""
     n = query.shape[1]
-    size = max(min(CHUNK, -(-n // _cores()), 2**20 // len(boxes.counts)), 16)
+    size = max(min(CHUNK, -(-n // threads.cores()), 2**20 // len(boxes.counts)), 16)
     order, c = grid.packed(query, size)
     order = order[order < n]
-    return order, [(Span(0, 0), []), *((Span(at, min(c, n - at)), []) for at in range(0, n, c))]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return order, [(Span(at, min(c, n - at)), []) for at in range(0, n, c)]
 
 
 # Backward
@@ -286,8 +281,8 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
     query, kept = query[:, order], Kept(*(x[order] for x in kept))
     d, _, c = boxes.points.shape
     wide = boxes.values.shape[-1] - 1
-    each = -(-(len(plan) - 1) // _cores())
-    groups = [plan[at : at + each] for at in range(1, len(plan), each)]
+    each = -(-len(plan) // threads.cores())
+    groups = [plan[at : at + each] for at in range(0, len(plan), each)]
     totals = [
         (np.zeros((len(boxes.counts), c, d)), np.zeros((len(boxes.counts), c, wide)))
         for _ in groups
@@ -295,14 +290,13 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
     gained = np.empty((query.shape[1], d))
 
     def some(rows: Span, _: Any) -> tuple[Numbers]:
-        if rows.size:
-            for chunk, _ in groups[rows.start]:
-                at = slice(chunk.start, chunk.start + chunk.size)
-                part = Kept(*(x[at] for x in kept))
-                gained[at] = grid.pulled(query[:, at], boxes, share, part, totals[rows.start])
-        return (np.empty((rows.size, 1)),)
+        for chunk, _ in groups[rows.start]:
+            at = slice(chunk.start, chunk.start + chunk.size)
+            part = Kept(*(x[at] for x in kept))
+            gained[at] = grid.pulled(query[:, at], boxes, share, part, totals[rows.start])
+        return (np.empty((1, 1)),)
 
-    NUMPY.rows(some, [(Span(0, 0), []), *((Span(i, 1), []) for i in range(len(groups)))])
+    NUMPY.rows(some, [(Span(i, 1), []) for i in range(len(groups))])
     real = boxes.order < boxes.counts.sum()
     back = [np.empty_like(gained)]
     back[0][order] = gained

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from qkv import masks, scores
-from qkv.arrays import tree
+from qkv.arrays import threads, tree
 from qkv.arrays.base import Framework, Plan
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
 from qkv.scores import functions_in
 from qkv.types import Array, Span
-from qkv.weightings import State, Weighting
+from qkv.weightings import Entmax, State, Weighting
 
 NAME = "streaming"
 
@@ -33,6 +33,9 @@ FEW = 64
 
 READ = 2**22
 """Numbers of the keys that are read at a time for a few queries."""
+
+SEARCHED = 2**20
+"""The same where rows are searched: each core reads its block from the cache several times."""
 
 WIDE = 512
 """Numbers of a query from which its products outweigh all else."""
@@ -81,13 +84,14 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     own = scores.is_open(call.score) or masks.has_functions(call.rule)
     call = hoist(call, plan)
     leaves = tree.leaves(fw, call)
+    learning = fw.needs_gradient(leaves)
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         fresh = tree.rebuild(fw, call, arrays)
         lent = None if own else _lent(fresh)
         if lent is None:
-            return _forward(fresh, plan)
-        outputs, kept = _forward(lent, plan)
+            return _forward(fresh, plan, learning)
+        outputs, kept = _forward(lent, plan, learning)
         return tuple(map(fw.take_back, outputs)), tuple(map(fw.take_back, kept))
 
     def backward(
@@ -99,7 +103,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         out, lse, _ = dense.run(tree.rebuild(fw, call, arrays))
         return (out,) if lse is None else (out, lse)
 
-    if fw.needs_gradient(leaves):
+    if learning:
         outputs = fw.custom(forward, backward, reference, leaves)
     else:
         outputs = forward(*leaves)[0]
@@ -112,11 +116,15 @@ def _lent(call: Call) -> Call | None:
     NumPy does that several times faster than others, and for some rows on each core.
     """
     fw = call.fw
-    searches = type(call.weighting).search is not Weighting.search
-    if fw.picks(call.query) or not searches or call.weighting.has_lse:
+    if fw.picks(call.query) or not searches(call) or call.weighting.has_lse:
         return None
     lent = [fw.lend(x) for x in tree.leaves(fw, call)]
     return None if any(x is None for x in lent) else tree.rebuild(fw, call, lent)
+
+
+def searches(call: Call) -> bool:
+    """Whether something must be known of a whole row before its values are pooled."""
+    return type(call.weighting).search is not Weighting.search
 
 
 def is_few(call: Call) -> bool:
@@ -204,9 +212,13 @@ def weights(call: Call) -> Array:
 
 def block_size(call: Call) -> tuple[int, int]:
     """Queries and keys per block: near a square, within BLOCK numbers for all leading axes."""
-    area = max(BLOCK // max(math.prod(call.lead) * footprint(call), 1), 1)
-    if type(call.weighting).search is not Weighting.search and call.m <= area:
-        return max(min(area // max(call.m, 1), call.n), 1), max(call.m, 1)  # searched in one go
+    each = max(math.prod(call.lead) * footprint(call), 1)
+    area = max(BLOCK // each, 1)
+    if searches(call) and call.m <= area:  # searched in one go
+        numbers = each * call.n * call.m
+        parts = -(-numbers // (SEARCHED if call.fw.name in ("numpy", "torch") else BLOCK))
+        parts += min(-parts % threads.cores(), numbers // SMALL)  # every core has as many
+        return max(-(-call.n // max(parts, 1)), 1), max(call.m, 1)
     side = 2 ** int(math.log2(math.sqrt(area))) if area > 1 else 1
     wide = call.fw.shape(call.query)[-1] >= WIDE
     if wide and call.fw.name == "torch":  # its product is the work, and the larger the better
@@ -313,9 +325,10 @@ def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Arra
 # Forward
 
 
-def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The outputs, and what is kept of each row for the way back."""
+def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The outputs, and what is kept of each row for the way back where there is one."""
     fw, weighting = call.fw, call.weighting
+    unscaled = replace(call, weighting=Weighting())
     width = fw.shape(call.value)[-1]
 
     def pooled(rows: Span, keys: Any) -> tuple[Array, ...]:
@@ -327,6 +340,12 @@ def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ..
             return s, part.live, part.block.k, part.block
 
         if isinstance(keys, list) and len(keys) == 1:
+            if isinstance(weighting, Entmax) and not learning:
+                part = piece(call, rows, keys[0])
+                s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
+                value = calls.share_heads(call, value_of(call, keys[0], part.live))
+                keep = calls.dropped(call, part.block)
+                return (weighting.whole(s, part.live, part.block.k, value, keep),)
             only = scored(keys[0])  # every pass over the row reads the same block
 
             def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
@@ -346,6 +365,8 @@ def _forward(call: Call, plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ..
         out, found_all, centre = weighting.finish(
             fw.reduce(lift, weighting.merge, start, keys), found
         )
+        if not learning and not call.wants_lse:
+            return (out,)
         return out, *found_all, *(() if centre is None else (centre,))
 
     out, *kept = fw.rows(pooled, plan)

@@ -10,6 +10,7 @@ import numpy as np
 from qkv.arrays import namespace, of
 from qkv.errors import ShapeError
 from qkv.scores.base import Form, Score, agree, array_of, pairs
+from qkv.scores.features import features
 from qkv.scores.separable import Units, units
 from qkv.types import Array, Shape
 
@@ -105,44 +106,14 @@ class Separable(Additive):
 
     def form(self, query: Array, key: Array) -> Form:
         a, b = self.hidden(query, key)
-        return Form(self.functions(a, 0, None), self.functions(b, 1, self.v))
-
-    def functions(self, x: Array, side: int, v: Array | None) -> Array:
-        """f of x (…, r, h), or v g: (…, r, w)."""
         assert self.units is not None
-        fw = of(x)
-        xp = fw.xp
-        order = fw.constant(np.array(self.units.order), x, "int32")
-        flat = xp.matrix_transpose(xp.reshape(x, (-1, x.shape[-1])))
-        flat = flat * fw.constant(1 / self.units.reach[side][:, None], x, fw.dtype(x))
-        flat = xp.take(flat, order, axis=0)[:, None, :]  # a row for each unit
-        by = None if v is None else xp.take(xp.reshape(v, (-1, 1, 1)), order, axis=0)
-        basis = xp.concat(_chebyshev(flat * flat * 2.0 - 1.0, self.units.longest), axis=1)
-        made = []
-        for group in self.units.groups:
-            mine = slice(group.start, group.end)
-            for odd, coefficients in ((side, group.even[side]), (1 - side, group.odd[side])):
-                weights = fw.constant(coefficients, x, fw.dtype(x))
-                values = xp.matmul(weights, basis[mine, : coefficients.shape[-1], :])
-                values = values * flat[mine, ...] if odd else values
-                values = values if by is None else values * by[mine, ...]
-                made.append(xp.reshape(values, (-1, flat.shape[-1])))
-        return xp.reshape(xp.matrix_transpose(xp.concat(made, axis=0)), (*x.shape[:-1], -1))
+        return Form(features(self.units, 0, a), features(self.units, 1, b, self.v))
 
     def form_width(self, width: int) -> int:
         return 0 if self.units is None else self.units.width
 
     def footprint(self, width: int) -> int:
         return 1
-
-
-def _chebyshev(y: Array, count: int) -> list[Array]:
-    """T₀(y) … of a count."""
-    terms = [y * 0.0 + 1.0, y]
-    twice = y + y
-    while len(terms) < count:
-        terms.append(twice * terms[-1] - terms[-2])
-    return terms[:count]
 
 
 def _reach(x: Array) -> list[float]:

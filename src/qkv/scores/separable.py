@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qkv.arrays import threads
+
 FINER = 4
 """Points looked at per point of interpolation, along each axis."""
 STEP = 1.1
 """Ranges are rounded up by at most this factor, so that one set of functions serves many."""
 FINE_STEP = 1.06
 """The same in the table, where reaches are rounded for nothing."""
+GROUP = 8
+"""Units whose functions are made together: their polynomials stay in the cache."""
 SLACK = 1 / math.cos(math.pi / (2 * FINER)) ** 2
 """What a polynomial may rise to between the points looked at, along both axes."""
 
@@ -54,17 +58,25 @@ def factors(reach_query: float, reach_key: float, error: float) -> Factors:
     return _factors(_step(reach_query), _step(reach_key), error)
 
 
+def _factors(step_query: int, step_key: int, error: float) -> Factors:
+    if step_query <= step_key:
+        return _found(step_query, step_key, error)
+    found = _found(step_key, step_query, error)  # tanh(a + b) = tanh(b + a)
+    return Factors(found.reach[::-1], found.odd[::-1], found.even[::-1], found.error)
+
+
 def _step(reach: float) -> int:
     return max(math.ceil(math.log(max(reach, 0.05)) / math.log(STEP)), -40)
 
 
 @functools.lru_cache(maxsize=4096)
-def _factors(step_query: int, step_key: int, error: float) -> Factors:
-    kernel = _Kernel((STEP**step_query, STEP**step_key), error)
-    terms = kernel.enough()
-    while (found := kernel.best(terms)).error > error and terms < len(kernel.sizes):
-        terms += 1
-    return found
+def _found(step_query: int, step_key: int, error: float) -> Factors:
+    with threads.one_for_blas():  # the matrices are small, and others may hold the cores
+        kernel = _Kernel((STEP**step_query, STEP**step_key), error)
+        terms = kernel.enough()
+        while (found := kernel.best(terms)).error > error and terms < len(kernel.sizes):
+            terms += 1
+        return found
 
 
 class _Kernel:
@@ -97,9 +109,14 @@ class _Kernel:
             )
             for odd, (left, _, right) in enumerate(self.parts)
         ]
-        low, high = 1, len(order)
+        # The products left out together are at most the sum of what each is: a number that does,
+        # and it is seldom far too large.
+        most = [np.abs(left).max(1) * np.abs(right).max(1) for left, right in both]
+        left_out = np.cumsum([most[odd][i] for _, odd, i in order[::-1]])[::-1]
+        spare = (self.error - self.slip) / SLACK - self.slip
+        low, high = 1, min(int(np.sum(left_out > spare)) + 1, len(order))
         while low < high:  # the error falls with the number of products
-            middle = (low + high) // 2
+            middle = max((low + high) // 2, high - 3)
             off = np.zeros(())
             for odd, (left, right) in enumerate(both):
                 count = sum(1 for item in order[:middle] if item[1] == odd)
@@ -212,19 +229,29 @@ def _pairs(factors: Factors, pairs: int) -> tuple[np.ndarray, np.ndarray]:
     return even, odd
 
 
+class Half(NamedTuple):
+    """The products of some units that are even in a, or those that are odd, for one side.
+
+    `weights` (units, J, K) holds the coefficients of p.
+    """
+
+    odd: bool
+    """Whether this side's functions are x p(y), not p(y)."""
+    weights: np.ndarray
+
+
 class Group(NamedTuple):
-    """Neighbours whose tanh takes as many products: their coefficients (units, J, K)."""
+    """A few neighbours whose tanh takes as many products: halves[side] are the two of a side."""
 
     start: int
     end: int
-    even: tuple[np.ndarray, np.ndarray]
-    odd: tuple[np.ndarray, np.ndarray]
+    halves: tuple[tuple[Half, Half], tuple[Half, Half]]
 
 
 class Units:
     """The factors of every hidden unit, each over its own range, in groups of one shape.
 
-    `order` puts the units of a group side by side.
+    `order` puts the units of a group side by side; `reach` has two arrays, in the units' own order.
     """
 
     def __init__(self, steps: tuple[tuple[int, int], ...], error: float) -> None:
@@ -236,16 +263,20 @@ class Units:
         self.width = sum(f.terms for f in found)
         self.groups = []
         for _, run in itertools.groupby(enumerate(self.order), lambda item: shapes[item[1]]):
-            places, units = zip(*run, strict=True)
-            parts = [found[unit] for unit in units]
-            even, odd = ([_stacked([getattr(f, name)[side] for f in parts]) for side in (0, 1)]
-                         for name in ("even", "odd"))  # fmt: skip
-            self.groups.append(Group(places[0], places[-1] + 1, tuple(even), tuple(odd)))  # type: ignore[arg-type]
+            places = list(run)
+            for at in range(0, len(places), GROUP):
+                some = places[at : at + GROUP]
+                parts = [found[unit] for _, unit in some]
+                one, two = (_halves(parts, side) for side in (0, 1))
+                self.groups.append(Group(some[0][0], some[-1][0] + 1, (one, two)))
 
-    @property
-    def longest(self) -> int:
-        """Polynomials that the functions are made of."""
-        return max((x.shape[-1] for g in self.groups for x in (*g.even, *g.odd)), default=1)
+    @functools.cached_property
+    def slopes(self) -> list[Group]:
+        """The derivatives of all functions, in the same places."""
+        return [
+            group._replace(halves=tuple(tuple(map(_slope, side)) for side in group.halves))  # type: ignore[arg-type]
+            for group in self.groups
+        ]
 
     def __repr__(self) -> str:
         return f"{self.width} products"
@@ -260,6 +291,32 @@ def units(reach_query: Sequence[float], reach_key: Sequence[float], error: float
 _units = functools.lru_cache(maxsize=64)(Units)
 
 
+def _halves(parts: list[Factors], side: int) -> tuple[Half, Half]:
+    even, odd = (_stacked([getattr(f, name)[side] for f in parts]) for name in ("even", "odd"))
+    return Half(bool(side), even), Half(not side, odd)
+
+
 def _stacked(parts: list[np.ndarray]) -> np.ndarray:
     longest = max(x.shape[-1] for x in parts)
-    return np.stack([np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in parts])
+    out = np.zeros((len(parts), len(parts[0]), longest))
+    for place, x in zip(out, parts, strict=True):
+        place[:, : x.shape[-1]] = x
+    return out
+
+
+def _slope(half: Half) -> Half:
+    """(p(y))′ = 4x p′(y), and (x p(y))′ = p(y) + 2 (1 + y) p′(y)"""
+    from numpy.polynomial.chebyshev import chebder
+
+    p = np.moveaxis(half.weights, -1, 0)
+    dp = chebder(p) if len(p) > 1 else np.zeros_like(p)
+    if not half.odd:
+        return Half(True, np.moveaxis(4 * dp, 0, -1))
+    out = p.copy()
+    out[: len(dp)] += 2 * dp
+    # y T₀ = T₁ and y Tₖ = (Tₖ₊₁ + Tₖ₋₁) / 2
+    out[1 : len(dp) + 1] += dp[: len(out) - 1]
+    out[: len(dp) - 1] += dp[1:]
+    if len(out) > 1:
+        out[1] += dp[0]
+    return Half(False, np.moveaxis(out, 0, -1))

@@ -22,7 +22,7 @@ from qkv.weightings.base import (
 )
 
 STEPS = 100
-SOME = 32
+SOME = 128
 EPSILON = {"float32": 1e-6, "float64": 1e-14}
 """The last step of Newton for τ in (−1, 0)."""
 
@@ -63,9 +63,7 @@ class Entmax(Weighting):
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         fw = of(scores)
         if fw.picks(scores):
-            top, start = self.first_look(scores, live)
-            kept, at = fw.pick(scores, self.chosen(scores, live, top, start), top)
-            return fw.put(self.weight(kept, None, k, (0.0, self.threshold(kept, start))), at)
+            return self.picked(scores, live)
         lent = fw.lend(scores)
         if lent is not None:  # NumPy picks by a mask several times faster than others can
             allowed = None if live is None else fw.lend(live)
@@ -95,31 +93,64 @@ class Entmax(Weighting):
             return (fw.pick(s, self.chosen(s, live, top, start), top)[0],)
 
         (kept,) = fold(candidates, _beside, _nothing)
-        return top, self.threshold(kept, start)
+        return top, self.climb(kept, start)
 
     def look(self, scores: Array, live: Array | None, k: Array) -> State:
         """The largest score of a block, and from there a τ below its root, so below the row's."""
-        fw, top = of(scores), row_max(scores, live)
+        fw = of(scores)
         if not fw.picks(scores):
+            top = row_max(scores, live)
             return top, fw.full(top.shape, -INFINITY, top)
-        return top, fw.keep(self.first_look(scores, live)[1], top > -INFINITY, -INFINITY)
+        top, start = self.first_look(scores, live)
+        return top, fw.keep(start, top > -INFINITY, -INFINITY)
 
-    def first_look(self, scores: Array, live: Array | None) -> State:
+    def first_look(self, scores: Array, live: Array | None, by: float = 1.0) -> State:
         """The row's largest score, and a τ below the root: the root of some of the scores.
 
-        Those are the larger of two by two of two by two …, so that few are below the root.
+        Those are the largest of every SOME-th, so that few are below the root.
         """
         fw = of(scores)
-        top = finite(row_max(scores, live))
-        start = fw.full(top.shape, -1.0, top)
-        if live is not None or scores.shape[-1] < 4 * SOME:
-            return top, start
-        some = scores
-        while (half := some.shape[-1] // 2) >= SOME:
-            some = fw.xp.maximum(some[..., :half], some[..., half : 2 * half])
-        some = some - top
-        tau = self.solve(lambda lift, merge, init: lift(some, None, some), top * 0.0)
+        xp, m = fw.xp, scores.shape[-1]
+        if live is not None or m < 4 * SOME:
+            top = row_max(scores, live)
+            return top, fw.full(top.shape, -1.0, top)
+        even = m // SOME * SOME
+        some = xp.reshape(scores[..., :even], (*scores.shape[:-1], -1, SOME))
+        some = xp.max(some, axis=-2)
+        top = row_max(some, None)
+        if even < m:
+            top = xp.maximum(top, row_max(scores[..., even:], None))
+        some = xp.maximum(some[..., : SOME // 2], some[..., SOME // 2 :]) - finite(top)
+        tau = self.climb(some * by, fw.full(top.shape, -1.0, top))
         return top, fw.keep(tau, tau > -1, -1.0)
+
+    def picked(
+        self, scores: Array, live: Array | None, by: float = 1.0, spend: bool = False
+    ) -> Array:
+        """The weights of scores · by, from the few that may have one; `spend`: in their place."""
+        fw = of(scores)
+        top, start = self.first_look(scores, live, by)
+        top = finite(top)
+        kept, at = fw.pick(scores, self.chosen(scores, live, top, start / by), top)
+        kept *= by
+        weight = self.weight(kept, None, kept, (0.0, self.climb(kept, start)))
+        return fw.put(weight, at, scores if spend else None)
+
+    def whole(
+        self, scores: Array, live: Array | None, k: Array, value: Array, keep: Array | None
+    ) -> Array:
+        """The output of rows with all their keys in one block.
+
+        The scores are not scaled yet, and may be overwritten.
+        """
+        fw = of(scores)
+        if not fw.picks(scores):
+            weight = self.weights(self.scale(scores), live, k)
+        else:
+            weight = self.picked(scores, live, self.alpha - 1, spend=True)
+            if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
+                return fw.xp.matmul(weight, value)
+        return pool(weight, value, live, keep, sparse=True)
 
     def chosen(self, scores: Array, live: Array | None, top: Array, start: Array) -> Array:
         """What lies above the τ of the start; a NaN is not hidden."""
@@ -127,17 +158,18 @@ class Entmax(Weighting):
         near = xp.logical_not(scores < top + start)
         return near if live is None else xp.logical_and(near, live)
 
-    def threshold(self, kept: Array, start: Array) -> Array:
-        """τ of the scores that were set aside, measured from their top."""
+    def climb(self, kept: Array, tau: Array) -> Array:
+        """τ of the scores that were set aside, measured from their top, by Newton's steps."""
         fw = of(kept)
-        zero = fw.full((*kept.shape[:-1], 1), 0.0, kept)
+        near, zero = EPSILON[fw.dtype(kept)], fw.full((), 0.0, kept)
+        for _ in range(STEPS):
+            step = self.newton(*self.moments(fw.xp.maximum(kept - tau, zero)))
+            tau = tau + step
+            if not bool(fw.xp.any(fw.xp.abs(step) > near)):
+                break
+        return tau
 
-        def fold(lift: Any, merge: Any, init: Any) -> Any:
-            return lift(kept, None, kept)
-
-        return self.solve(fold, zero, start)
-
-    def solve(self, fold: Fold, top: Array, start: Array | None = None) -> Array:
+    def solve(self, fold: Fold, top: Array) -> Array:
         fw = of(top)
         near = EPSILON[fw.dtype(top)]
 
@@ -145,7 +177,7 @@ class Entmax(Weighting):
             tau = fw.detach(self.step(fold, top, state[0]))
             return tau, tau - state[0]
 
-        start = fw.full(top.shape, -1.0, top) if start is None else start
+        start = fw.full(top.shape, -1.0, top)
         far = fw.full(top.shape, 1.0, top)
         return fw.until(
             lambda state: fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near)),
@@ -163,8 +195,10 @@ class Entmax(Weighting):
         return self.step(fold, top, self.step(fold, top, of(tau).detach(tau)))
 
     def step(self, fold: Fold, top: Array, tau: Array) -> Array:
-        mass, slope = fold(lambda s, live, k: self.moments(s, live, top, tau), _sums, _zeros)
-        return tau + self.newton(mass, slope)
+        def lift(s: Array, live: Array | None, k: Array) -> State:
+            return self.moments(self.excess(s, live, top, tau))
+
+        return tau + self.newton(*fold(lift, _sums, _zeros))
 
     def excess(self, scores: Array, live: Array | None, top: Array, tau: Array) -> Array:
         """r = max(0, s − top − τ)"""
@@ -181,9 +215,8 @@ class Entmax(Weighting):
             return r * r
         return fw.keep(fw.xp.pow(nonzero(r), exponent), r != 0)
 
-    def moments(self, scores: Array, live: Array | None, top: Array, tau: Array) -> State:
+    def moments(self, r: Array) -> State:
         """Σ rᵉ and Σ rᵉ⁻¹"""
-        r = self.excess(scores, live, top, tau)
         e = self.exponent
         return row_sum(self.power(r, e)), row_sum(self.power(r, e - 1))
 

@@ -1,0 +1,73 @@
+"""The functions of a and b whose products make tanh(a + b): their values and their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qkv.arrays import to_numpy
+from qkv.scores import features, separable
+from tests.frameworks import FRAMEWORKS
+
+REACH = [1.0, 3.0, 0.2, 3.0, 3.0, 2.5]
+
+
+@pytest.fixture(params=[1, 2, 8])
+def units(request, monkeypatch):
+    """Units of several shapes, in groups of one, two, or as many as are alike."""
+    monkeypatch.setattr(separable, "GROUP", request.param)
+    separable._units.cache_clear()
+    yield separable.units(REACH, REACH[::-1], 1e-9)
+    separable._units.cache_clear()
+
+
+def sides(rows: int = 7) -> list[np.ndarray]:
+    rng = np.random.default_rng(rows)
+    wide = [np.array(REACH), np.array(REACH[::-1])]
+    return [rng.uniform(-1, 1, (2, rows, len(REACH))) * reach for reach in wide]
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_products_are_tanh(fw, units):
+    a, b = sides()
+    v = np.linspace(-1, 2, len(REACH))
+    f = to_numpy(features.features(units, 0, fw.make(a)))
+    g = to_numpy(features.features(units, 1, fw.make(b), fw.make(v)))
+    assert f.shape == g.shape == (2, 7, units.width)
+    want = np.tanh(a[:, :, None] + b[:, None]) @ v
+    np.testing.assert_allclose(f @ np.swapaxes(g, -1, -2), want, atol=1e-8)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_in_place_is_the_same(units, side):
+    x, v = sides()[side], np.linspace(-1, 2, len(REACH))
+    whole = np.concatenate(features._all(units, side, x, v)).T.reshape(2, 7, -1)
+    np.testing.assert_allclose(features.features(units, side, x, v), whole, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_gradients_of_our_own(units, side):
+    """Beside torch's, of the first and second order."""
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(sides(3)[side]).requires_grad_()
+    v = torch.linspace(-1, 2, len(REACH), dtype=torch.float64).requires_grad_()
+    along = torch.randn(2, 3, units.width, dtype=torch.float64)
+
+    def by_torch(*given):
+        return torch.cat(features._all(units, side, *given)).mT.reshape(2, 3, -1)
+
+    for given in ([x, v], [x]):
+        got = torch.autograd.grad(features.features(units, side, *given), given, along)
+        want = torch.autograd.grad(by_torch(*given), given, along)
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
+    assert torch.autograd.gradgradcheck(
+        lambda x, v: features.features(units, side, x, v), (x * 0.9, v)
+    )
+
+
+def test_tanh_is_the_same_the_other_way_round():
+    one, two = separable.factors(0.5, 4.0, 1e-6), separable.factors(4.0, 0.5, 1e-6)
+    assert one.terms == two.terms and one.reach == two.reach[::-1]
+    np.testing.assert_array_equal(one.even[0], two.odd[1])
+    np.testing.assert_array_equal(one.odd[1], two.even[0])
