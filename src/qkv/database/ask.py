@@ -18,6 +18,9 @@ from qkv.weightings import Softmax, Weighting
 CACHED = 2**16
 """Scores of a piece that its passes find in the cache."""
 
+RUN = 512
+"""Neighbouring rows of which only the heaviest is looked at first."""
+
 SHARES = 1024
 """Rows whose values are compared to find the heaviest value."""
 
@@ -202,12 +205,16 @@ class Asked:
 
     def _order(self, alpha: np.ndarray, top: int) -> np.ndarray:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
-        size = np.abs(alpha)
-        if top < len(alpha):
-            least = np.partition(size, len(size) - top)[len(size) - top]
-            near = np.flatnonzero(size >= least)
-        else:
-            near = np.arange(len(alpha))
+        size = alpha if self.weighting.convex else np.abs(alpha)
+        near = np.arange(len(size))
+        if top < len(size):
+            # The heaviest lie where the maxima of short runs are among the largest.
+            starts = np.arange(0, len(size), RUN)
+            best = np.maximum.reduceat(size, starts)
+            runs = starts[best >= _largest(best, top)]
+            near = (runs[:, None] + np.arange(RUN)).reshape(-1)
+            near = near[near < len(size)]
+            near = near[size[near] >= _largest(size[near], top)]
         near = near[np.argsort(-size[near], kind="stable")][:top]
         return np.asarray(near[size[near] > 0])
 
@@ -251,6 +258,12 @@ class Asked:
             used = np.flatnonzero(some)
             total += some[used] @ (values[used].astype(float) - mean) ** 2
         return self._value(np.sqrt(np.maximum(total, 0)))
+
+
+def _largest(x: np.ndarray, k: int) -> Any:
+    """The k-th largest number of x, or the least where there are fewer."""
+    k = min(k, len(x))
+    return np.partition(x, len(x) - k)[len(x) - k]
 
 
 def _named(thing: Any) -> str:

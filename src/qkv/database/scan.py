@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv import attention, masks, weightings
-from qkv.arrays import of, to_numpy, tree
+from qkv.arrays import of, threads, to_numpy, tree
 from qkv.engines.streaming import READ
 from qkv.errors import FrameworkError
 from qkv.scores import Dot, ScaledDot, Score
@@ -48,17 +48,20 @@ def score_all(read: Read, query: np.ndarray, score: Score, rows: int) -> np.ndar
     out = np.empty((len(query), rows), query.dtype)
     at = 0
     for piece in read():
+        size = len(piece.key) if piece.live is None else int(piece.live.sum())
+        found = out[:, at : at + size]
+        whole = found if piece.live is None else np.empty((len(query), len(piece.key)), out.dtype)
 
-        def some(span: Span, _: Any, key: np.ndarray = piece.key) -> tuple[np.ndarray]:
-            block = key[span.start : span.start + span.size].astype(query.dtype, copy=False)
-            return (np.ascontiguousarray(score(query, block).T),)
+        def fill(span: Span, key: np.ndarray = piece.key, whole: np.ndarray = whole) -> None:
+            some = slice(span.start, span.start + span.size)
+            with fw.quiet():
+                whole[:, some] = score(query, key[some].astype(query.dtype, copy=False))
 
-        with fw.quiet():
-            s = fw.rows(some, [(span, []) for span in _spans(piece.key, score)])[0].T
+        with threads.one_for_blas():
+            threads.each(fill, _spans(piece.key, score))
         if piece.live is not None:
-            s = s[:, piece.live]
-        out[:, at : at + s.shape[1]] = s
-        at += s.shape[1]
+            found[:] = whole[:, piece.live]
+        at += size
     return out
 
 
