@@ -1,0 +1,122 @@
+"""Is `MultiHeadAttention` as fast as torch's own? d512 h8 n1024, f32, CPU. What do weights take?
+
+With --cuda, the same in bf16 at n2048 on a CUDA device, and additive heads beside dot heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench._clocks import Cpu, Cuda
+from bench._results import show
+from bench._side_by_side import SMALL, compare, input_sets, keep, size
+from qkv import nn
+
+D, H = 512, 8
+N = size(1024, 64)
+GOALS = {"torch": 1 / 1.02}
+KINDS = {"qkv": nn.MultiHeadAttention, "torch": torch.nn.MultiheadAttention}
+
+
+def layer(kind, **options):
+    torch.manual_seed(0)
+    return kind(D, H, batch_first=True, **options)
+
+
+def forward(layer, x, g, **rest):
+    with torch.no_grad():
+        return layer(x, x, x, **rest)[0]
+
+
+def both(layer, x, g, **rest):
+    """The gradients of the input and of every parameter."""
+    x = x.detach().requires_grad_()
+    out, alpha = layer(x, x, x, **rest)
+    loss = (out * g).sum() + (0 if alpha is None else (alpha * alpha).sum())
+    return torch.autograd.grad(loss, [x, *layer.parameters()])
+
+
+def wide(run, layer, x, g, **rest):
+    """The same in float64, by torch's layer."""
+    found = run(copy.deepcopy(layer).double().train(), x.double(), g.double(), **rest)
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+def beside(work, run, sets, layers, clock=None, goals=GOALS, **rest):
+    return compare(
+        work,
+        {name: partial(run, layer, **rest) for name, layer in layers.items()},
+        sets,
+        exact=partial(wide, run, layers["torch"], **rest) if "torch" in layers else None,
+        goals=goals,
+        clock=clock,
+        repeats=15,
+    )
+
+
+def rows():
+    torch.manual_seed(0)
+    sets = input_sets(lambda: tuple(torch.randn(2, 1, N, D)))
+    train = {name: layer(kind) for name, kind in KINDS.items()}
+    ready = {name: layer(kind).eval() for name, kind in KINDS.items()}
+    work = f"heads d{D} h{H} n{N} f32"
+    plain = {"need_weights": False}
+    yield beside(f"{work}, forward", forward, sets, train, **plain)
+    yield beside(f"{work}, forward, eval", forward, sets, ready, **plain)
+    yield beside(f"{work}, forward + backward", both, sets, train, **plain)
+    for told, run in (("forward", forward), ("forward + backward", both)):
+        row = beside(f"{work}, {told}, with weights", run, sets, train, goals=None)
+        for name, side in row["sides"].items():
+            side["extra MiB"] = allocated(run, train[name], *sets[0])
+        ours, theirs = (row["sides"][name]["extra MiB"] for name in KINDS)
+        goal = {
+            "goal": "≤ 1/2 of torch's memory",
+            "found": ours / theirs,
+            "met": 2 * ours <= theirs,
+        }
+        row["goals"].append(goal)
+        show(row)
+        yield row
+
+
+def allocated(run, *given):
+    """MiB of tensors above the start, at the most. What stays resident is up to malloc."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run(*given)
+    steps = (e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(accumulate(steps)) / 2**20
+
+
+def cuda_rows():
+    batch, n = size(8, 1), size(2048, 64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    clock = Cuda() if device == "cuda" else Cpu()
+    where = {"device": device, "dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    sets = input_sets(lambda: tuple(torch.randn(2, batch, n, D, **where)), clock)
+    train = {name: layer(kind, **where) for name, kind in KINDS.items()}
+    ready = {name: layer(kind, **where).eval() for name, kind in KINDS.items()}
+    score = nn.AdditiveScore(D // H, D // H, D // H, **where)
+    heads = {"qkv": layer(nn.MultiHeadAttention, score=score, **where), "dot heads": train["qkv"]}
+    work, plain = f"B{batch} d{D} h{H} n{n} bf16", {"need_weights": False}
+    yield beside(f"heads {work}, forward, eval", forward, sets, ready, clock, **plain)
+    for told, run in (("forward", forward), ("forward + backward", both)):
+        yield beside(f"heads {work}, {told}", run, sets, train, clock, **plain)
+        yield beside(f"heads {work}, {told}, with weights", run, sets, train, clock, None)
+        goals = {"dot heads": 0.25}
+        yield beside(f"additive heads {work}, {told}", run, sets, heads, clock, goals, **plain)
+
+
+if __name__ == "__main__":
+    if "--cuda" not in sys.argv:
+        keep("layers", rows())
+    elif torch.cuda.is_available() or SMALL:
+        keep("layers_cuda", cuda_rows())
+    else:
+        sys.exit("bench.layers --cuda needs a CUDA device, which torch does not find")

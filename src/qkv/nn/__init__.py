@@ -1,0 +1,56 @@
+"""Attention as torch layers: heads, blocks and models, with any score and any weighting."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from qkv.errors import MissingExtra
+
+if importlib.util.find_spec("torch") is None:
+    raise MissingExtra('qkv.nn needs PyTorch: pip install "qkv[torch]"')
+
+from qkv.nn.attention import Attention
+from qkv.nn.bahdanau import BahdanauDecoder
+from qkv.nn.blocks import (
+    Transformer,
+    TransformerBlock,
+    TransformerDecoder,
+    TransformerEncoder,
+)
+from qkv.nn.cache import Cache
+from qkv.nn.describe import Description, describe
+from qkv.nn.feedforward import FeedForward
+from qkv.nn.heads import MultiHeadAttention, SelfAttention
+from qkv.nn.regression import KernelRegression
+from qkv.nn.rotary import Rotary
+from qkv.nn.scores import (
+    AdditiveScore,
+    GatedScore,
+    GaussianScore,
+    LearnedScore,
+    MultiplicativeScore,
+)
+from qkv.nn.squeeze import SqueezeExcitation
+
+__all__ = [
+    "AdditiveScore",
+    "Attention",
+    "BahdanauDecoder",
+    "Cache",
+    "Description",
+    "FeedForward",
+    "GatedScore",
+    "GaussianScore",
+    "KernelRegression",
+    "LearnedScore",
+    "MultiHeadAttention",
+    "MultiplicativeScore",
+    "Rotary",
+    "SelfAttention",
+    "SqueezeExcitation",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerDecoder",
+    "TransformerEncoder",
+    "describe",
+]

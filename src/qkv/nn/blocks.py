@@ -1,0 +1,266 @@
+"""Attention and feed-forward, each with its residual and its norm; and stacks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from qkv.errors import ArgumentError
+from qkv.nn.cache import Cache
+from qkv.nn.feedforward import FeedForward, feed
+from qkv.nn.heads import MultiHeadAttention
+from qkv.nn.scores import sizes
+from qkv.types import Array
+
+Caches = list[tuple[Cache, Cache]]
+"""For each block, the cache of its self-attention and that of its cross-attention."""
+
+
+class TransformerBlock(nn.Module):
+    """x ← N(x + f(x)) for each sublayer f in turn, or x ← x + f(N(x)) where `norm_first`.
+
+    The sublayers are self-attention, with `cross` attention to a memory, and the feed-forward
+    network. x (B, n, d_model) or (n, d_model), memory likewise. `heads`
+    goes to `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention).
+
+    The state dict is that of `torch.nn.TransformerEncoderLayer`, with `cross` that of
+    `torch.nn.TransformerDecoderLayer`.
+
+    >>> import torch
+    >>> block = TransformerBlock(8, 2, dim_feedforward=16, weighting="entmax15")
+    >>> block(torch.zeros(1, 5, 8), is_causal=True).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Any = "relu",
+        layer_norm_eps: float = 1e-5,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        cross: bool = False,
+        **heads: Any,
+    ) -> None:
+        super().__init__()
+        where = {"device": device, "dtype": dtype}
+        common = {"dropout": dropout, "bias": bias, "batch_first": True, **where}
+        self.norm_first, self.cross = norm_first, cross
+        self.self_attn = MultiHeadAttention(d_model, nhead, **common, **heads)
+        if cross:
+            plain = {name: x for name, x in heads.items() if name != "rotary"}
+            self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **plain)
+        network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **where)
+        self.activation = network.activation
+        self.linear1, self.dropout, self.linear2 = network.linear1, network.dropout, network.linear2
+        for i in range(1, 4 if cross else 3):
+            norm = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **where)
+            setattr(self, f"norm{i}", norm)
+            setattr(self, f"dropout{i}", nn.Dropout(dropout))
+
+    def forward(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        mask: Any = None,
+        key_padding_mask: Array | None = None,
+        is_causal: bool = False,
+        memory_mask: Any = None,
+        memory_key_padding_mask: Array | None = None,
+        cache: tuple[Cache, Cache] | None = None,
+    ) -> Array:
+        """`mask` and `memory_mask` as for `qkv.attend`; the other two are True for padding.
+
+        `cache` holds the keys of earlier calls, and of the memory once it was read.
+        """
+        own, far = cache or (None, None)
+        if (memory is not None) != self.cross and not (self.cross and far):
+            wanted = "needs a memory" if self.cross else "takes no memory: build it with cross=True"
+            raise ArgumentError(f"memory: this block {wanted}")
+
+        def attend(x: Array) -> Array:
+            return self.self_attn(
+                x, x, x, key_padding_mask, False, is_causal=is_causal, mask=mask, cache=own
+            )[0]
+
+        def look(x: Array) -> Array:
+            known = None if far else memory
+            return self.multihead_attn(
+                x, known, known, memory_key_padding_mask, False, mask=memory_mask, cache=far
+            )[0]
+
+        steps: list[Callable[[Array], Array]] = [attend, look] if self.cross else [attend]
+        steps.append(partial(feed, self))
+        for i, step in enumerate(steps, 1):
+            x = self._residual(x, step, i)
+        return x
+
+    def _residual(self, x: Array, step: Callable[[Array], Array], i: int) -> Array:
+        norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
+        if self.norm_first:
+            return x + dropout(step(norm(x)))
+        return norm(x + dropout(step(x)))
+
+
+class _Stack(nn.Module):
+    """num_layers blocks, one after the other, and a last norm where `norm`."""
+
+    def __init__(
+        self, num_layers: int, d_model: int, nhead: int, norm: bool, cross: bool, block: Any
+    ) -> None:
+        super().__init__()
+        sizes(num_layers=num_layers)
+        self.layers = nn.ModuleList(
+            TransformerBlock(d_model, nhead, cross=cross, **block) for _ in range(num_layers)
+        )
+        rest = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
+        eps = block.get("layer_norm_eps", 1e-5)
+        self.norm = nn.LayerNorm(d_model, eps=eps, **rest) if norm else None
+
+    def _through(self, x: Array, *memory: Array | None, cache: Any = None, **rest: Any) -> Array:
+        if cache is not None and len(cache) != len(self.layers):
+            raise ArgumentError(
+                f"cache is for {len(cache)} layers and the model has {len(self.layers)}: make it "
+                "by model.cache()"
+            )
+        for i, layer in enumerate(self.layers):
+            x = layer(x, *memory, cache=None if cache is None else cache[i], **rest)
+        return x if self.norm is None else self.norm(x)
+
+    def cache(self) -> Caches:
+        """Empty caches, one pair for each block: for one batch of sequences, token by token."""
+        return [(Cache(), Cache()) for _ in self.layers]
+
+
+class TransformerEncoder(_Stack):
+    """Blocks of self-attention and feed-forward: x (B, n, d_model) → (B, n, d_model).
+
+    `block` are the other arguments of `TransformerBlock`.
+
+    >>> import torch
+    >>> TransformerEncoder(2, 8, 2, dim_feedforward=16)(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(
+        self, num_layers: int, d_model: int, nhead: int, *, norm: bool = False, **block: Any
+    ) -> None:
+        super().__init__(num_layers, d_model, nhead, norm, False, block)
+
+    def forward(
+        self,
+        x: Array,
+        *,
+        mask: Any = None,
+        key_padding_mask: Array | None = None,
+        is_causal: bool = False,
+    ) -> Array:
+        return self._through(x, mask=mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
+
+
+class TransformerDecoder(_Stack):
+    """Blocks of causal self-attention, attention to a memory where `cross`, and feed-forward.
+
+    x (B, n, d_model), memory (B, m, d_model) → (B, n, d_model). Without `cross` it is the decoder
+    of a language model. With a `cache`, x is what follows all that the cache has seen.
+
+    >>> import torch
+    >>> decoder = TransformerDecoder(2, 8, 2, dim_feedforward=16, cross=False, rotary=True)
+    >>> decoder(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        nhead: int,
+        *,
+        norm: bool = False,
+        cross: bool = True,
+        **block: Any,
+    ) -> None:
+        super().__init__(num_layers, d_model, nhead, norm, cross, block)
+
+    def forward(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        mask: Any = None,
+        key_padding_mask: Array | None = None,
+        is_causal: bool = True,
+        memory_mask: Any = None,
+        memory_key_padding_mask: Array | None = None,
+        cache: Caches | None = None,
+    ) -> Array:
+        return self._through(
+            x,
+            memory,
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            is_causal=is_causal,
+            memory_mask=memory_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            cache=cache,
+        )
+
+
+class Transformer(nn.Module):
+    """decoder(target, encoder(source)): the encoder–decoder, on vectors.
+
+    source (B, m, d_model), target (B, n, d_model) → (B, n, d_model). The state dict is that of
+    `torch.nn.Transformer`.
+
+    >>> import torch
+    >>> model = Transformer(8, 2, 1, 1, dim_feedforward=16)
+    >>> model(torch.zeros(1, 5, 8), torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        **block: Any,
+    ) -> None:
+        super().__init__()
+        self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
+        self.decoder = TransformerDecoder(num_decoder_layers, d_model, nhead, norm=True, **block)
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+
+    def forward(
+        self,
+        source: Array,
+        target: Array,
+        *,
+        source_key_padding_mask: Array | None = None,
+        target_key_padding_mask: Array | None = None,
+        is_causal: bool = True,
+    ) -> Array:
+        """The target sees itself causally; the padding masks are True for padding."""
+        memory = self.encoder(source, key_padding_mask=source_key_padding_mask)
+        return self.decoder(
+            target,
+            memory,
+            key_padding_mask=target_key_padding_mask,
+            is_causal=is_causal,
+            memory_key_padding_mask=source_key_padding_mask,
+        )
+
+    def cache(self) -> Caches:
+        return self.decoder.cache()

@@ -1,0 +1,93 @@
+"""The keys and values that a layer has seen, kept for the next query."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from qkv.errors import ArgumentError, ShapeError
+from qkv.types import Array
+
+
+class Cache:
+    """D = {(k₁, v₁), …, (kₘ, vₘ)}, growing: the projected keys and values of one layer.
+
+    key and value (batch, heads, m, width). `append` adds rows and returns all of them. One layer
+    owns a cache, from its first use on; each layer and each sequence needs its own.
+
+    >>> cache = Cache()
+    >>> row = torch.ones(1, 1, 1, 4)
+    >>> layer = torch.nn.Identity()
+    >>> for _ in range(3):
+    ...     key, value = cache.append(layer, row, row)
+    >>> len(cache), key.shape
+    (3, torch.Size([1, 1, 3, 4]))
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.owner: Any = None
+        self.kept: list[Array] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"Cache({self.length} rows)"
+
+    def rows(self, layer: Any) -> list[Array]:
+        """The keys and the values so far."""
+        self._claim(layer)
+        return self._rows()
+
+    def _rows(self) -> list[Array]:
+        return [x[..., : self.length, :] for x in self.kept]
+
+    def append(self, layer: Any, key: Array, value: Array) -> list[Array]:
+        self._claim(layer)
+        self._fits(key, value)
+        if not self.kept:
+            self.kept = [key, value]
+        elif torch.is_grad_enabled():  # a graph may hold what is kept: nothing is overwritten
+            self.kept = [torch.cat(x, -2) for x in zip(self._rows(), (key, value), strict=True)]
+        else:
+            self._write(key, value)
+        self.length += key.shape[-2]
+        return self._rows()
+
+    def _claim(self, layer: Any) -> None:
+        """The cache as this layer's own."""
+        if self.owner is None:
+            self.owner = weakref.ref(layer)
+        if self.owner() is not layer:
+            raise ArgumentError(
+                "cache holds the keys and values of another layer or model: make one for each "
+                "layer, qkv.nn.Cache() or model.cache()"
+            )
+
+    def _fits(self, key: Array, value: Array) -> None:
+        for name, old, new in zip(("key", "value"), self.kept, (key, value), strict=False):
+            have, come = ((*x.shape[:-2], x.shape[-1]) for x in (old, new))
+            if have != come or old.dtype != new.dtype or old.device != new.device:
+                raise ShapeError(
+                    f"cache holds {name} rows for (batch, heads, width) {have} of {old.dtype} on "
+                    f"{old.device}, but {come} of {new.dtype} on {new.device} came: start a new "
+                    "cache for another batch"
+                )
+
+    def _write(self, key: Array, value: Array) -> None:
+        """The rows after those kept, in buffers that double when they are full."""
+        need = self.length + key.shape[-2]
+        for i, new in enumerate((key, value)):
+            buffer = self.kept[i]
+            if (
+                buffer.shape[-2] < need
+                or buffer.is_inference() != torch.is_inference_mode_enabled()
+            ):
+                wide = max(2 * self.length, need, 16)
+                grown = new.new_empty((*new.shape[:-2], wide, new.shape[-1]))
+                grown[..., : self.length, :] = buffer[..., : self.length, :]
+                self.kept[i] = buffer = grown
+            buffer[..., self.length : need, :] = new

@@ -1,0 +1,146 @@
+"""What a model is made of, layer by layer, and which engine each will run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkv.attention import explain
+from qkv.errors import DtypeError
+from qkv.nn.attention import Attention
+from qkv.nn.bahdanau import BahdanauDecoder
+from qkv.nn.heads import MultiHeadAttention, SelfAttention
+from qkv.nn.regression import KernelRegression
+from qkv.nn.scores import built, sizes, told
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One line: where it is in the model, what it is, its shapes, and how it will run."""
+
+    name: str
+    kind: str
+    shapes: str
+    parameters: int
+    engine: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found; `str()` of it is meant to be read."""
+
+    layers: tuple[Layer, ...]
+    parameters: int
+    length: int
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "shapes", "parameters", "engine")
+        rows = [
+            (x.name or "(itself)", x.kind, x.shapes, f"{x.parameters:,}", x.engine)
+            for x in self.layers
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        total = f"{self.parameters:,} parameters; engines for {self.length:,} queries and keys"
+        return "\n".join([*lines, total])
+
+
+def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Description:
+    """Each attention and each layer with parameters of its own: shapes, parameters, engine.
+
+    The engine is the one that `attend` chooses for `length` queries and keys, where the module's
+    parameters are and in their dtype; `explain` tells more of such a call.
+
+    >>> from qkv.nn import FeedForward
+    >>> print(describe(FeedForward(4, 8), length=16))
+    layer    kind    shapes   parameters  engine
+    linear1  Linear  4 → 8    40
+    linear2  Linear  8 → 4    36
+    76 parameters; engines for 16 queries and keys
+    """
+    if not isinstance(module, nn.Module):
+        raise DtypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    sizes(length=length, batch=batch)
+    layers = []
+    within: list[str] = []  # an attention's parts are told with it
+    for name, layer in module.named_modules():
+        if any(f"{name}.".startswith(outer) for outer in within):
+            continue
+        calls = _calls(layer, length, batch)
+        own = sum(x.numel() for x in layer.parameters(recurse=False))
+        if calls is not None:
+            # The decoder's other parts have lines of their own.
+            whole = layer.score if isinstance(layer, BahdanauDecoder) else layer
+            inner = "score." if isinstance(layer, BahdanauDecoder) else ""
+            within.append(f"{name}.{inner}" if name else inner)
+            count = (
+                sum(x.numel() for x in whole.parameters()) if hasattr(whole, "parameters") else 0
+            )
+            layers.append(_attending(name, layer, calls, count))
+        elif own:
+            layers.append(Layer(name, type(layer).__name__, _shapes(layer), own, ""))
+    total = sum(x.numel() for x in module.parameters())
+    return Description(tuple(layers), total, length)
+
+
+def _attending(name: str, layer: Any, calls: Any, count: int) -> Layer:
+    query, key, value = calls
+    with torch.no_grad():
+        score = built(layer.score, query.dtype)
+        found = explain(query, key, value, score=score, weighting=layer.weighting)
+    kind = f"{type(layer).__name__} · {told(layer.score)} → {type(layer.weighting).__name__}"
+    widths = f"{query.shape[-1]}·{key.shape[-1]} → {value.shape[-1]}"
+    heads = f"{query.shape[-3]} heads of {widths}" if query.dim() == 4 else widths
+    if query.dim() == 4 and key.shape[-3] != query.shape[-3]:
+        heads += f", {key.shape[-3]} of keys"
+    return Layer(name, kind, heads, count, found.engine, found.detail)
+
+
+def _calls(layer: Any, length: int, batch: int) -> Any:
+    """query, key and value as the layer would hand them to `attend`; None if it never does."""
+    like = next(layer.parameters(), None) if isinstance(layer, nn.Module) else None
+
+    def zeros(*shape: int) -> Any:
+        return torch.zeros(shape) if like is None else like.new_zeros(shape)
+
+    if isinstance(layer, MultiHeadAttention):
+        width = layer.head_dim
+        query = zeros(batch, layer.num_heads, length, width)
+        key = zeros(batch, layer.num_kv_heads, length, width)
+        return query, key, key
+    if isinstance(layer, SelfAttention):
+        x = [w.shape[1] for w in (layer.w_query, layer.w_key, layer.w_value)]
+        return tuple(zeros(batch, length, width) for width in x)
+    if isinstance(layer, Attention):
+        d_q, d_k = _widths(layer.score)
+        return zeros(batch, length, d_q), zeros(batch, length, d_k), zeros(batch, length, d_k)
+    if isinstance(layer, BahdanauDecoder):
+        memory = zeros(batch, length, layer.start.in_features)
+        return zeros(batch, 1, layer.cell.hidden_size), memory, memory
+    if isinstance(layer, KernelRegression):
+        value = layer.value if layer.value.dim() == 2 else layer.value[:, None]
+        return layer.key.new_zeros(length, layer.key.shape[1]), layer.key, value
+    return None
+
+
+def _widths(score: Any) -> tuple[int, int]:
+    """d_q and d_k of a learned score; a score without widths is shown with 64."""
+    if hasattr(score, "w"):
+        return int(score.w.shape[0]), int(score.w.shape[1])
+    if hasattr(score, "w_query"):
+        return int(score.w_query.shape[-1]), int(score.w_key.shape[-1])
+    return 64, 64
+
+
+def _shapes(layer: Any) -> str:
+    if isinstance(layer, nn.Linear):
+        return f"{layer.in_features} → {layer.out_features}"
+    own = [tuple(x.shape) for x in layer.parameters(recurse=False)]
+    return ", ".join(map(str, own))

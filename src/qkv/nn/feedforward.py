@@ -1,0 +1,67 @@
+"""The network that each position goes through by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from qkv.errors import DtypeError, unknown
+from qkv.nn.attention import probability
+from qkv.nn.scores import sizes
+from qkv.types import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+class FeedForward(nn.Module):
+    """FFN(x) = W₂ f(W₁x + b₁) + b₂, at every position: (…, d) → (…, d).
+
+    `activation` f is "relu", "gelu", "silu" or a function; `hidden` is 4d where not given.
+
+    >>> import torch
+    >>> FeedForward(4, hidden=16)(torch.zeros(2, 5, 4)).shape
+    torch.Size([2, 5, 4])
+    """
+
+    def __init__(
+        self,
+        d: int,
+        hidden: int | None = None,
+        activation: Any = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        hidden = 4 * d if hidden is None else hidden
+        sizes(d=d, hidden=hidden)
+        self.activation = activation_of(activation)
+        self.linear1 = nn.Linear(d, hidden, bias=bias, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(probability(dropout))
+        self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Array) -> Array:
+        return feed(self, x)
+
+
+def feed(layer: Any, x: Array) -> Array:
+    """The network by its parts, which may also belong to a larger layer."""
+    return layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
+
+
+def activation_of(activation: Any) -> Callable[[Array], Array]:
+    if callable(activation):
+        return activation  # type: ignore[no-any-return]
+    if not isinstance(activation, str):
+        raise DtypeError(f"activation must be a name or a function, not {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise unknown("activation", activation, ACTIVATIONS)
+    return ACTIVATIONS[activation]

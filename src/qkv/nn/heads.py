@@ -1,0 +1,405 @@
+"""Self-attention as one head, and many heads side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+
+from qkv import masks, weightings
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.nn.attention import attended, probability, words
+from qkv.nn.cache import Cache
+from qkv.nn.rotary import rotary_of
+from qkv.nn.scores import checked, parameter, sizes
+from qkv.scores import ScaledDot
+from qkv.types import Array
+from qkv.weightings import Softmax
+
+
+class SelfAttention(nn.Module):
+    """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
+
+    x (…, n, d) → (…, n, d_v); w_query and w_key (d, d_qk), w_value (d, d_v). `score` and
+    `weighting` may be any others.
+
+    >>> layer = SelfAttention(4, d_qk=3, d_v=2)
+    >>> layer(torch.ones(5, 4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        d: int,
+        d_qk: int | None = None,
+        d_v: int | None = None,
+        score: Any = "scaled_dot",
+        weighting: Any = "softmax",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        d_qk, d_v = (d if width is None else width for width in (d_qk, d_v))
+        sizes(d=d, d_qk=d_qk, d_v=d_v)
+        self.w_query = parameter((d, d_qk), device, dtype)
+        self.w_key = parameter((d, d_qk), device, dtype)
+        self.w_value = parameter((d, d_v), device, dtype)
+        self.score = checked(score)
+        self.weighting = weightings.resolve(weighting)
+        self.dropout = probability(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for w in (self.w_query, self.w_key, self.w_value):
+            nn.init.xavier_uniform_(w)
+
+    def forward(self, x: Array, mask: Any = None, need_weights: bool = False) -> Any:
+        """The output; with `need_weights` a pair with α (…, n, n) beside it."""
+        out, alpha = attended(
+            x @ self.w_query,
+            x @ self.w_key,
+            x @ self.w_value,
+            self.score,
+            self.weighting,
+            mask,
+            self.dropout if self.training else 0.0,
+            "heads" if need_weights else None,
+        )
+        return (out, alpha) if need_weights else out
+
+    def extra_repr(self) -> str:
+        (d, d_qk), d_v = self.w_query.shape, self.w_value.shape[1]
+        return f"{d}, d_qk={d_qk}, d_v={d_v}, {words(self)}"
+
+
+class MultiHeadAttention(nn.MultiheadAttention):
+    """MultiHead(Q, K, V) = [S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = Attention(Q W_Q⁽ⁱ⁾, K W_K⁽ⁱ⁾, V W_V⁽ⁱ⁾).
+
+    `torch.nn.MultiheadAttention` with the same arguments, outputs, parameters and first values, so
+    that state dicts go both ways; and beyond it:
+
+    `score` and `weighting`, by name or object, for each head's vectors of `head_dim` numbers.
+    `num_kv_heads`: fewer heads for keys and values, each shared by a group of queries' heads.
+    `rotary`: True or a `Rotary`, turning queries and keys by their positions.
+    In `forward`, `mask` is a rule of `qkv.masks` (True: may attend) beside torch's two masks
+    (True: may not), and `cache` a `Cache` of earlier keys and values.
+
+    A query whose keys are all masked out gives 0 where torch gives NaN, and `is_causal` needs no
+    `attn_mask`: beside one it is a hint, as for torch.
+
+    >>> layer = MultiHeadAttention(8, num_heads=2, batch_first=True)
+    >>> x = torch.zeros(1, 5, 8)
+    >>> out, weights = layer(x, x, x, is_causal=True)
+    >>> out.shape, weights.shape
+    (torch.Size([1, 5, 8]), torch.Size([1, 5, 5]))
+    """
+
+    _qkv_same_embed_dim: bool
+    in_proj_weight: Any
+    in_proj_bias: Any
+    bias_k: Any
+    bias_v: Any
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        score: Any = "scaled_dot",
+        weighting: Any = "softmax",
+        num_kv_heads: int | None = None,
+        rotary: Any = False,
+    ) -> None:
+        sizes(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
+            raise ArgumentError(
+                f"embed_dim must be a multiple of num_heads, but {embed_dim} is none of {num_heads}"
+            )
+        shared = num_heads if num_kv_heads is None else num_kv_heads
+        sizes(num_kv_heads=shared)
+        if num_heads % shared:
+            raise ArgumentError(
+                f"num_kv_heads must divide num_heads, but {shared} does not divide {num_heads}"
+            )
+        dropout = probability(dropout)
+        # Before torch draws its first values, which then are those of its own layer.
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.num_kv_heads = shared
+        self.score = checked(score)
+        self.weighting = weightings.resolve(weighting)
+        self.rotary = rotary_of(rotary, self.head_dim)
+        self.packed = self._qkv_same_embed_dim
+        # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.
+        self._qkv_same_embed_dim = self.packed and self._is_plain()
+        if shared != num_heads:
+            self._narrow(device, dtype)
+
+    def _is_plain(self) -> bool:
+        same = self.num_kv_heads == self.num_heads and self.rotary is None
+        return same and self.score == ScaledDot() and self.weighting == Softmax()
+
+    def _narrow(self, device: Any, dtype: Any) -> None:
+        """Parameters for as many keys and values as there are heads of them."""
+        names = {"k_proj_weight": self.kdim, "v_proj_weight": self.vdim}
+        if self.packed:
+            names = {"in_proj_weight": self.embed_dim}
+        for name, width in names.items():
+            rows = self.kv_dim + (self.embed_dim + self.kv_dim if self.packed else 0)
+            setattr(self, name, parameter((rows, width), device, dtype))
+        if self.in_proj_bias is not None:
+            self.in_proj_bias = parameter((self.embed_dim + 2 * self.kv_dim,), device, dtype)
+        if self.bias_k is not None:
+            self.bias_k = parameter((1, 1, self.kv_dim), device, dtype)
+            self.bias_v = parameter((1, 1, self.kv_dim), device, dtype)
+        self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        # torch's own version asks for the mark that plain layers alone bear here.
+        mark = self._qkv_same_embed_dim
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = mark
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers in a projected key, all its heads together."""
+        return int(self.num_kv_heads * self.head_dim)
+
+    def forward(
+        self,
+        query: Array,
+        key: Array | None,
+        value: Array | None,
+        key_padding_mask: Array | None = None,
+        need_weights: bool = True,
+        attn_mask: Array | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        mask: Any = None,
+        cache: Cache | None = None,
+    ) -> tuple[Array, Array | None]:
+        """The output, and α: (N, L, S), the heads' mean, or (N, heads, L, S), or None.
+
+        query (L, N, embed_dim), or (N, L, embed_dim) where `batch_first`, or (L, embed_dim). Keys
+        and values go to the end of `cache` and are attended to with all that it holds; None for
+        both adds nothing. Masks then speak of all keys.
+        """
+        if query.is_nested:
+            return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
+        self._check(query, key, value, cache)
+        batched = query.dim() == 3
+        q, k, v = self._projected(query, key, value)
+        past = 0 if cache is None else len(cache)
+        q = self._heads(q, self.num_heads)
+        if self.rotary is not None:
+            q = self.rotary(q, past)
+        if k is not None:
+            k, v = (self._heads(x, self.num_kv_heads) for x in (k, v))
+            k = k if self.rotary is None else self.rotary(k, past)
+        shape = (q.shape[0], q.shape[-2], past + (0 if k is None else k.shape[-2]))
+        # Torch reads an attn_mask that is said to be causal only where it must.
+        reads = need_weights or key_padding_mask is not None
+        given = (key_padding_mask, attn_mask, is_causal, mask)
+        mask = self._mask(*given, shape, 0 if k is None else past, batched, reads)
+        if cache is not None:
+            k, v = cache.rows(self) if k is None else cache.append(self, k, v)
+        k, v = self._extended(k, v)
+        weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
+        dropout = self.dropout if self.training else 0.0
+        out, alpha = attended(q, k, v, self.score, self.weighting, mask, dropout, weights)
+        out = self.out_proj(self._joined(out, batched))
+        return out, alpha if alpha is None or batched else alpha[0]
+
+    def _projected(
+        self, query: Array, key: Array | None, value: Array | None
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Q, K and V with their heads side by side: as few products as the inputs allow."""
+        widths = [self.embed_dim, self.kv_dim, self.kv_dim]
+        bias = self.in_proj_bias
+        if self.packed and query is key and key is value:
+            return tuple(linear(query, self.in_proj_weight, bias).split(widths, -1))
+        biases = (None, None, None) if bias is None else bias.split(widths)
+        if self.packed:
+            parts = self.in_proj_weight.split(widths)
+        else:
+            parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        q = linear(query, parts[0], biases[0])
+        if key is None:
+            return q, None, None
+        if self.packed and key is value:
+            rest = None if bias is None else bias[self.embed_dim :]
+            both = linear(key, self.in_proj_weight[self.embed_dim :], rest)
+            return q, *both.split(widths[1:], -1)
+        return q, linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
+
+    def _heads(self, x: Array, heads: int) -> Array:
+        """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
+        x = x.unflatten(-1, (heads, self.head_dim))
+        if x.dim() == 3:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _joined(self, out: Array, batched: bool) -> Array:
+        if not batched:
+            return out[0].transpose(0, 1).flatten(-2)
+        out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
+        return out.flatten(-2)
+
+    def _extended(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """The learned key and value after the others, then those of zeros."""
+        if self.bias_k is not None:
+            shape = (1, self.num_kv_heads, 1, self.head_dim)
+            more = (x.reshape(shape).expand(key.shape[0], *shape[1:]).to(key.dtype)
+                    for x in (self.bias_k, self.bias_v))  # fmt: skip
+            key, value = (torch.cat(x, -2) for x in zip((key, value), more, strict=True))
+        if self.add_zero_attn:
+            key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
+        return key, value
+
+    @property
+    def _extra(self) -> int:
+        return int(self.bias_k is not None) + int(self.add_zero_attn)
+
+    def _mask(
+        self,
+        key_padding_mask: Array | None,
+        attn_mask: Array | None,
+        is_causal: bool,
+        mask: Any,
+        shape: tuple[int, int, int],
+        past: int,
+        batched: bool,
+        reads: bool,
+    ) -> Any:
+        """Torch's masks and ours as one of ours; keys that the layer adds are seen by all."""
+        batch, n, m = shape
+        if mask is not None and self._extra:
+            array = isinstance(mask, torch.Tensor)
+            mask = pad(mask, (0, self._extra), value=1) if array else mask | self._added(m)
+        mask = None if mask is None else masks.array(mask)
+        if key_padding_mask is not None:
+            wanted = (batch, m) if batched else (m,)
+            _check_mask("key_padding_mask", key_padding_mask, [wanted])
+            part = self._turned(key_padding_mask.reshape(batch, 1, 1, m))
+            mask = part if mask is None else mask & part
+        if attn_mask is not None:
+            _check_mask("attn_mask", attn_mask, [(n, m), (batch * self.num_heads, n, m)])
+        if is_causal and (attn_mask is None or not reads):
+            if past + n >= m and n == 1:
+                return mask  # the last query sees every key
+            part = masks.causal(offset=past) if past else masks.causal
+            part = part | self._added(m) if self._extra else part
+            mask = part if mask is None else mask & part
+        elif attn_mask is not None:
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.reshape(batch, self.num_heads, n, m)
+            part = self._turned(attn_mask)
+            mask = part if mask is None else mask & part
+        return mask
+
+    def _turned(self, mask: Array) -> Any:
+        """A mask with torch's meaning as one with ours."""
+        mask = pad(mask, (0, self._extra)) if self._extra else mask
+        return masks.array(mask.logical_not() if mask.dtype == torch.bool else mask)
+
+    def _added(self, m: int) -> Any:
+        device = self.out_proj.weight.device
+        return torch.arange(m + self._extra, device=device)[None] >= m
+
+    def _check(self, query: Any, key: Any, value: Any, cache: Any) -> None:
+        given = {"query": query, "key": key, "value": value}
+        if cache is not None and not isinstance(cache, Cache):
+            raise DtypeError(f"cache must be a qkv.nn.Cache, not {type(cache).__name__}")
+        if key is None and value is None and cache is not None and len(cache):
+            given = {"query": query}
+        elif key is None or value is None:
+            raise ArgumentError("key and value may be left out only with a cache that holds some")
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for name, x in given.items():
+            if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:
+                raise ShapeError(
+                    f"{name} must be (length, {widths[name]}), or with a batch "
+                    f"{'(N, length, ' if self.batch_first else '(length, N, '}{widths[name]}), as "
+                    f"the query is, not {tuple(x.shape)}"
+                )
+        if len(given) > 1 and key.shape[:-1] != value.shape[:-1]:
+            raise ShapeError(
+                f"key and value must have one row each per pair, not {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
+            )
+        at = 0 if self.batch_first else 1
+        if len(given) > 1 and query.dim() == 3 and query.shape[at] != key.shape[at]:
+            raise ShapeError(
+                f"query and key must have one batch, not {tuple(query.shape)} and "
+                f"{tuple(key.shape)}: batch_first is {self.batch_first}"
+            )
+
+    def _nested(
+        self,
+        query: Array,
+        key: Array | None,
+        value: Array | None,
+        need_weights: bool,
+        average: bool,
+        is_causal: bool,
+    ) -> tuple[Array, Array | None]:
+        """Sequences of different lengths, (N, ·, embed_dim): each by itself, as torch has it."""
+        if not self.batch_first or key is None or value is None:
+            raise ArgumentError("a nested query needs batch_first=True, and a nested key and value")
+        out, alpha = zip(
+            *(
+                self.forward(q, k, v, None, need_weights, None, average, is_causal)
+                for q, k, v in zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
+            ),
+            strict=True,
+        )
+        shut = torch.nested.as_nested_tensor(list(out), layout=query.layout)
+        if not need_weights:
+            return shut, None
+        wide = max(max(x.shape[-2:]) for x in alpha)
+        padded = (pad(x, (0, wide - x.shape[-1], 0, wide - x.shape[-2])) for x in alpha)
+        return shut, torch.stack(list(padded))
+
+    def extra_repr(self) -> str:
+        heads = f"{self.embed_dim}, num_heads={self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            heads += f", num_kv_heads={self.num_kv_heads}"
+        return f"{heads}, {words(self)}"
+
+
+def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:
+    if not isinstance(mask, torch.Tensor) or not (
+        mask.dtype == torch.bool or mask.is_floating_point()
+    ):
+        kind = getattr(mask, "dtype", type(mask).__name__)
+        raise DtypeError(
+            f"{name} must be a tensor of booleans (True: masked out) or floats (added), not {kind}"
+        )
+    if tuple(mask.shape) not in shapes:
+        told = " or ".join(map(str, shapes))
+        raise ShapeError(f"{name} must have shape {told}, not {tuple(mask.shape)}")

@@ -1,0 +1,84 @@
+"""Nadaraya–Watson regression with a bandwidth that is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkv import masks, weightings
+from qkv.errors import ShapeError
+from qkv.nn.attention import attended, words
+from qkv.nn.scores import GaussianScore, checked
+from qkv.types import Array
+
+
+class KernelRegression(nn.Module):
+    """f(q) = Σᵢ α(q, kᵢ) vᵢ with α the softmax of −‖(q − k)/σ‖²/2, and σ learned.
+
+    key (m, d) and value (m,) or (m, d_v) are the examples, kept as buffers; query (n, d) gives
+    (n,) or (n, d_v). `features=True` learns a bandwidth for each of the d features. `fit` lowers
+    the squared error that each example has when the others alone predict it.
+
+    >>> key = torch.linspace(0, 3, 40)[:, None]
+    >>> model = KernelRegression(key, key[:, 0].sin())
+    >>> losses = model.fit(50)
+    >>> bool(losses[-1] < losses[0]), model(torch.tensor([[1.5]])).shape
+    (True, torch.Size([1]))
+    """
+
+    def __init__(
+        self,
+        key: Array,
+        value: Array,
+        bandwidth: float = 1.0,
+        features: bool = False,
+        score: Any = None,
+        weighting: Any = "softmax",
+    ) -> None:
+        super().__init__()
+        if key.dim() != 2 or value.dim() not in (1, 2) or len(key) != len(value):
+            raise ShapeError(
+                f"key must be (m, d) and value (m,) or (m, d_v), not {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
+            )
+        self.register_buffer("key", key)
+        self.register_buffer("value", value)
+        if score is None:
+            wide = key.shape[1] if features else None
+            score = GaussianScore(bandwidth, wide, device=key.device, dtype=key.dtype)
+        self.score = checked(score)
+        self.weighting = weightings.resolve(weighting)
+        self.dropout = 0.0
+
+    def forward(self, query: Array) -> Array:
+        return self._predicted(query, None)
+
+    def held_out(self) -> Array:
+        """What the other examples predict for each of them."""
+        return self._predicted(self.key, ~masks.window(0))
+
+    def loss(self) -> Array:
+        """The mean squared error of `held_out`."""
+        return (self.held_out() - self.value).square().mean()
+
+    def fit(self, steps: int = 100, lr: float = 0.1) -> list[float]:
+        """The losses of so many steps of Adam."""
+        optimizer = torch.optim.Adam(self.parameters(), lr=lr)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def _predicted(self, query: Array, mask: Any) -> Array:
+        value = self.value if self.value.dim() == 2 else self.value[:, None]
+        out = attended(query, self.key, value, self.score, self.weighting, mask)[0]
+        return out if self.value.dim() == 2 else out[..., 0]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.key)} examples, {words(self)}"

@@ -1,0 +1,198 @@
+"""Scores with parameters of their own, as torch modules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkv import scores
+from qkv.errors import ArgumentError
+from qkv.scores import Score
+from qkv.types import Array
+
+
+class LearnedScore(nn.Module):
+    """s = score(q, k), (…, n, d_q) and (…, m, d_k) → (…, n, m), with learned parameters.
+
+    `build(dtype)` is the same as an object of `qkv.scores` over the parameters as they stand:
+    what `attend` and its engines take.
+    """
+
+    def build(self, dtype: Any) -> Score:
+        raise NotImplementedError("a learned score says which score its parameters make")
+
+    def forward(self, query: Array, key: Array) -> Array:
+        return self.build(query.dtype)(query, key)
+
+
+def built(score: Any, dtype: Any) -> Any:
+    """A learned score as the object that `attend` takes; anything else as it is."""
+    return score.build(dtype) if isinstance(score, LearnedScore) else score
+
+
+def checked(score: Any) -> Any:
+    """The score of a layer: a module as it is, a name or a function as a score."""
+    return score if isinstance(score, nn.Module) else scores.resolve(score)
+
+
+def told(score: Any) -> str:
+    """A score in a word, for a layer's repr."""
+    return type(score).__name__
+
+
+class AdditiveScore(LearnedScore):
+    """s = vᵀ tanh(W₁q + W₂k + b): a network with one hidden layer.
+
+    w_query (hidden, d_q), w_key (hidden, d_k), v (hidden,), bias (hidden,).
+
+    >>> score = AdditiveScore(4, 6, hidden=8)
+    >>> score(torch.zeros(2, 4), torch.zeros(3, 6)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        d_q: int,
+        d_k: int,
+        hidden: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        sizes(d_q=d_q, d_k=d_k, hidden=hidden)
+        self.w_query = parameter((hidden, d_q), device, dtype)
+        self.w_key = parameter((hidden, d_k), device, dtype)
+        self.v = parameter((hidden,), device, dtype)
+        self.register_parameter("bias", parameter((hidden,), device, dtype) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.w_query)
+        nn.init.xavier_uniform_(self.w_key)
+        # So that the scores spread by about one.
+        bound = math.sqrt(3 / self.v.shape[0])
+        nn.init.uniform_(self.v, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def build(self, dtype: Any) -> Score:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return scores.Additive(self.w_query.to(dtype), self.w_key.to(dtype), self.v.to(dtype), bias)
+
+    def extra_repr(self) -> str:
+        hidden, d_q = self.w_query.shape
+        return f"d_q={d_q}, d_k={self.w_key.shape[1]}, hidden={hidden}"
+
+
+class MultiplicativeScore(LearnedScore):
+    """s = qᵀWk, with w (d_q, d_k).
+
+    >>> MultiplicativeScore(4, 6)(torch.zeros(2, 4), torch.zeros(3, 6)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, d_q: int, d_k: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        sizes(d_q=d_q, d_k=d_k)
+        self.w = parameter((d_q, d_k), device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w, std=1 / math.sqrt(self.w.numel()))
+
+    def build(self, dtype: Any) -> Score:
+        return scores.Multiplicative(self.w.to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"d_q={self.w.shape[0]}, d_k={self.w.shape[1]}"
+
+
+class GatedScore(LearnedScore):
+    """s = σ(w_query·q + w_key·k + bias) · score(q, k): a gate on any score, learned ones too.
+
+    >>> GatedScore(4, 4)(torch.zeros(2, 4), torch.zeros(3, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        d_q: int,
+        d_k: int,
+        score: Any = "dot",
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        sizes(d_q=d_q, d_k=d_k)
+        self.w_query = parameter((d_q,), device, dtype)
+        self.w_key = parameter((d_k,), device, dtype)
+        self.register_parameter("bias", parameter((1,), device, dtype) if bias else None)
+        self.score = checked(score)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        std = 1 / math.sqrt(self.w_query.numel() + self.w_key.numel())
+        nn.init.normal_(self.w_query, std=std)
+        nn.init.normal_(self.w_key, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def build(self, dtype: Any) -> Score:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        inner = built(self.score, dtype)
+        return scores.Gated(self.w_query.to(dtype), self.w_key.to(dtype), bias, inner)
+
+    def extra_repr(self) -> str:
+        return f"d_q={self.w_query.numel()}, d_k={self.w_key.numel()}, score={told(self.score)}"
+
+
+class GaussianScore(LearnedScore):
+    """s = −‖(q − k)/σ‖²/2 with σ learned: one number, or one for each feature.
+
+    Its logarithm is the parameter, so that σ stays above zero.
+
+    >>> GaussianScore(0.5)(torch.tensor([[1.0]]), torch.tensor([[1.0], [2.0]])).tolist()
+    [[-0.0, -2.0]]
+    """
+
+    def __init__(
+        self,
+        bandwidth: float = 1.0,
+        features: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        scores.Gaussian(bandwidth)  # refuses what is not above zero
+        if features is not None:
+            sizes(features=features)
+        shape = () if features is None else (features,)
+        log = torch.full(shape, math.log(bandwidth), device=device, dtype=dtype)
+        self.log_bandwidth = nn.Parameter(log)
+
+    @property
+    def bandwidth(self) -> Array:
+        return self.log_bandwidth.exp()
+
+    def build(self, dtype: Any) -> Score:
+        return scores.Gaussian(self.bandwidth.to(dtype))
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.log_bandwidth.shape)
+        return f"bandwidth={float(self.bandwidth):.4g}" if not shape else f"features={shape[0]}"
+
+
+def parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+def sizes(**given: Any) -> None:
+    """Refuse a size that is no whole number above zero, by its name."""
+    for name, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name} must be a whole number above 0, not {size!r}")

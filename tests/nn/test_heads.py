@@ -1,0 +1,494 @@
+"""`SelfAttention` against the seeds' formula, `MultiHeadAttention` against torch's own layer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import qkv  # noqa: E402
+from qkv import masks, scores, weightings  # noqa: E402
+from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError  # noqa: E402
+from qkv.nn import Cache, MultiHeadAttention, Rotary, SelfAttention  # noqa: E402
+
+L, S, N, H, E = 3, 4, 2, 2, 8
+F64 = {"dtype": torch.float64}
+
+CONSTRUCTORS = [
+    dict(zip(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), flags, strict=True)) | widths
+    for flags in itertools.product((True, False), repeat=4)
+    for widths in ({}, {"kdim": 6, "vdim": 5})
+]
+
+
+def told(options):
+    return " ".join(f"{k}={v}" for k, v in options.items() if v) or "plain"
+
+
+def pair(**options):
+    """Torch's layer and ours, made from one seed."""
+    made = []
+    for kind in (torch.nn.MultiheadAttention, MultiHeadAttention):
+        torch.manual_seed(5)
+        made.append(kind(E, H, **options))
+    return made
+
+
+def inputs(layer, layout, dtype=torch.float64):
+    """query, key, value: "self", "memory" (key is value) or "apart", with or without a batch."""
+    kind, batched = layout
+    torch.manual_seed(1)
+
+    def draw(length, width):
+        shape = (N, length, width) if layer.batch_first else (length, N, width)
+        return torch.randn(shape if batched else (length, width), dtype=dtype).requires_grad_()
+
+    if kind == "self":
+        x = draw(S, E)
+        return x, x, x
+    query = draw(L, E)
+    if kind == "memory":
+        key = draw(S, E)
+        return query, key, key
+    return query, draw(S, layer.kdim), draw(S, layer.vdim)
+
+
+def padding(kind, batched, m=S):
+    mask = torch.zeros(N, m, dtype=torch.bool)
+    mask[0, -2:] = mask[1, 1] = True
+    mask = mask if batched else mask[0]
+    return {"none": None, "bool": mask, "float": torch.where(mask, -1.5, 0.25).double()}[kind]
+
+
+def pairs_mask(kind, batched, n, m=S):
+    if kind == "none":
+        return None
+    lead = ((N if batched else 1) * H,) if kind.endswith("3") else ()
+    torch.manual_seed(3)
+    mask = torch.rand(*lead, n, m) < 0.4
+    mask[..., 0] = False  # no row without a key
+    if kind.startswith("bool"):
+        return mask
+    return torch.randn(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
+
+
+def run(layer, given, **options):
+    """Output, weights and every gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates masks of two kinds
+        out, alpha = layer(*given, **options)
+    torch.manual_seed(7)
+    loss = (out * torch.randn(out.shape, dtype=out.dtype)).sum()
+    if alpha is not None:
+        loss = loss + (alpha * torch.randn(alpha.shape, dtype=out.dtype)).sum()
+    wanted = list({id(x): x for x in (*given, *layer.parameters())}.values())
+    slopes = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [out, *([] if alpha is None else [alpha]), *(x for x in slopes if x is not None)]
+
+
+def same(got, want, tolerance):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+WEIGHTS = {
+    "no weights": {"need_weights": False},
+    "mean": {},
+    "heads": {"average_attn_weights": False},
+}
+
+
+@pytest.mark.parametrize("options", CONSTRUCTORS, ids=told)
+def test_every_option_equals_torch(options):
+    theirs, ours = pair(**options, **F64)
+    layouts = [("apart", True), ("apart", False)]
+    if "kdim" not in options:
+        layouts += [("self", True), ("self", False), ("memory", True)]
+    kinds = itertools.product(
+        layouts, ("none", "bool", "float"), ("none", "bool2", "float2", "bool3", "float3")
+    )
+    # Each constructor meets a third of the product with the weights, three of them all of it.
+    wishes = itertools.cycle(WEIGHTS.values())
+    next(itertools.islice(wishes, CONSTRUCTORS.index(options) % 3, None))
+    for layout, pad, attn in kinds:
+        wish = next(wishes)
+        given = inputs(theirs, layout)
+        n = S if layout[0] == "self" else L
+        how = wish | {
+            "key_padding_mask": padding(pad, layout[1]),
+            "attn_mask": pairs_mask(attn, layout[1], n),
+        }
+        same(run(ours, given, **how), run(theirs, given, **how), 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 5}], ids=told)
+@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+def test_float32_equals_torch(options, wish):
+    theirs, ours = pair(**options)
+    given = inputs(theirs, ("apart", True), torch.float32)
+    for pad, attn in itertools.product(("none", "bool"), ("none", "bool2", "bool3")):
+        how = wish | {
+            "key_padding_mask": padding(pad, True),
+            "attn_mask": pairs_mask(attn, True, L),
+        }
+        same(run(ours, given, **how), run(theirs, given, **how), 1e-6)
+
+
+@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("pad", ["none", "bool", "float"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_eval_equals_torch_and_its_fast_path(wish, pad, batch_first):
+    theirs, ours = (x.eval() for x in pair(batch_first=batch_first))
+    x = inputs(theirs, ("self", True), torch.float32)[0].detach()
+    mask = padding(pad, True)
+    how = wish | {"key_padding_mask": None if mask is None else mask.to(x.dtype)}
+    how["key_padding_mask"] = mask if pad == "bool" else how["key_padding_mask"]
+    with torch.inference_mode():
+        got, want = (layer(x, x, x, **how) for layer in (ours, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=told)
+@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+def test_causal_hint_equals_torch(wish, extra):
+    theirs, ours = pair(**F64, **extra)
+    given = inputs(theirs, ("self", True))
+    causal = torch.ones(S, S, dtype=torch.bool).triu(1)
+    # Beside keys that the layer adds, torch's hint without weights hides those too.
+    read = {} if extra else {"is_causal": True}
+    for pad in ("none", "bool"):
+        how = wish | {"key_padding_mask": padding(pad, True)}
+        want = run(theirs, given, **how, attn_mask=causal, **read)
+        same(run(ours, given, **how, attn_mask=causal, is_causal=True), want, 1e-10)
+        same(run(ours, given, **how, is_causal=True), want, 1e-10)
+
+
+def test_a_float_mask_has_a_gradient():
+    theirs, ours = pair(**F64)
+    given = inputs(theirs, ("apart", True))
+    found = []
+    for layer in (theirs, ours):
+        mask = pairs_mask("float2", True, L).nan_to_num(neginf=-3.0).requires_grad_()
+        found.append(torch.autograd.grad(layer(*given, attn_mask=mask)[0].square().sum(), mask)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+def test_a_row_without_keys_gives_zero(wish):
+    theirs, ours = pair(**F64)
+    given = inputs(theirs, ("apart", True))
+    mask = torch.zeros(N, S, dtype=torch.bool)
+    mask[0] = True
+    found = run(ours, given, key_padding_mask=mask, **wish)
+    assert all(bool(x.isfinite().all()) for x in found)
+    torch.testing.assert_close(found[0][:, 0], ours.out_proj.bias.expand(L, E))
+    if wish.get("need_weights", True):
+        assert not found[1][0].any()
+        assert theirs(*given, key_padding_mask=mask, **wish)[0][:, 0].isnan().all()
+    clear = run(theirs, given, key_padding_mask=mask, need_weights=False)
+    torch.testing.assert_close(found[0], clear[0])
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("attn", ["none", "bool2", "float3"])
+def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
+    monkeypatch.setattr("qkv.nn.weights.BLOCK", N * H * S * 2)  # two queries at a time
+    theirs, ours = pair(**F64)
+    given = inputs(theirs, ("apart", True))
+    how = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
+    want = run(theirs, given, **how)
+    same(run(ours, given, **how), want, 1e-10)
+    with torch.no_grad():
+        same(list(ours(*given, **how)), want[:2], 1e-10)
+
+
+@pytest.mark.parametrize("options", CONSTRUCTORS[:4] + CONSTRUCTORS[-4:], ids=told)
+def test_state_dicts_go_both_ways(options):
+    theirs, ours = pair(**options)
+    first, second = theirs.state_dict(), ours.state_dict()
+    assert list(first) == list(second)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+    for source, target in ((theirs, ours), (ours, theirs)):
+        with torch.no_grad():
+            for x in source.parameters():
+                x.add_(1)
+        target.load_state_dict(source.state_dict())
+        x = inputs(theirs, ("apart", True), torch.float32)
+        torch.testing.assert_close(source(*x)[0], target(*x)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_copies_and_pickles():
+    layer = MultiHeadAttention(E, H, score="gaussian", weighting="entmax15", rotary=True)
+    x = torch.randn(S, N, E)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(other(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_nested_sequences_equal_torch():
+    theirs, ours = (x.eval() for x in pair(batch_first=True))
+    parts = [torch.randn(n, E) for n in (4, 2)]
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        x = torch.nested.nested_tensor(parts)
+        got, want = (layer(x, x, x, need_weights=False)[0] for layer in (ours, theirs))
+        for a, b in zip(got.unbind(), want.unbind(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_torch_encoder_layer_runs_with_ours_inside():
+    layer = torch.nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
+    x = torch.randn(N, S, E)
+    with torch.inference_mode():
+        plain = layer(x)
+        for options in ({}, {"weighting": "entmax15"}):
+            ours = MultiHeadAttention(E, H, batch_first=True, **options).eval()
+            ours.load_state_dict(layer.self_attn.state_dict())
+            changed = copy.deepcopy(layer)
+            changed.self_attn = ours
+            # Its fast path would run softmax whatever the layer says.
+            assert torch.allclose(changed(x), plain, atol=1e-6) is not bool(options)
+
+
+def test_dropout_acts_while_training_alone():
+    layer = MultiHeadAttention(E, H, dropout=0.5)
+    x = torch.randn(64, N, E)
+    torch.manual_seed(0)
+    out, alpha = layer(x, x, x, average_attn_weights=False)
+    torch.manual_seed(0)
+    again = layer(x, x, x, need_weights=False)[0]
+    torch.testing.assert_close(out, again)
+    assert 0.45 < float((alpha == 0).float().mean()) < 0.55
+    layer.eval()
+    torch.testing.assert_close(layer(x, x, x)[0], layer(x, x, x)[0])
+    assert bool((layer(x, x, x, average_attn_weights=False)[1] > 0).all())
+
+
+# Beyond torch
+
+
+@pytest.mark.parametrize("kdim", [None, 6])
+def test_grouped_heads_equal_repeated_heads(kdim):
+    torch.manual_seed(0)
+    few = MultiHeadAttention(16, 4, num_kv_heads=2, kdim=kdim, add_bias_kv=True, **F64)
+    with torch.no_grad():
+        few.in_proj_bias.normal_()
+    many = MultiHeadAttention(16, 4, kdim=kdim, add_bias_kv=True, **F64)
+    state = many.state_dict()
+    at = (torch.tensor([0, 0, 1, 1])[:, None] * 4 + torch.arange(4)).flatten()
+    for name, x in few.state_dict().items():
+        if name in ("in_proj_weight", "in_proj_bias"):
+            x = torch.cat([x[:16], x[16:24][at], x[24:][at]])
+        elif name in ("k_proj_weight", "v_proj_weight"):
+            x = x[at]
+        elif name in ("bias_k", "bias_v"):
+            x = x[..., at]
+        state[name] = x
+    many.load_state_dict(state)
+    query, key = torch.randn(L, N, 16, **F64), torch.randn(S, N, kdim or 16, **F64)
+    value = torch.randn(S, N, 16, **F64)
+    for a, b in zip(few(query, key, value), many(query, key, value), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary_is_the_formula(interleaved):
+    d, base, offset = 6, 100.0, 3
+    x = torch.randn(2, 5, d, **F64)
+    got = Rotary(d, base, interleaved)(x, offset)
+    want = torch.empty_like(x)
+    for p, i in itertools.product(range(5), range(d // 2)):
+        angle = torch.tensor((p + offset) * base ** (-2 * i / d), **F64)
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + d // 2)
+        a, b = x[:, p, first], x[:, p, second]
+        want[:, p, first] = a * angle.cos() - b * angle.sin()
+        want[:, p, second] = a * angle.sin() + b * angle.cos()
+    torch.testing.assert_close(got, want)
+
+
+def test_rotary_scores_see_distances_alone():
+    rotary = Rotary(8)
+    q, k = torch.randn(2, 1, 8, **F64)
+    one = rotary(q, 7) @ rotary(k, 4).mT
+    torch.testing.assert_close(one, rotary(q, 103) @ rotary(k, 100).mT)
+
+
+def test_rotary_turns_each_head():
+    layer = MultiHeadAttention(E, H, rotary=Rotary(4, base=50.0), **F64)
+    x = torch.randn(S, E, **F64)
+    q, k, v = (x @ layer.in_proj_weight.T).split(E, -1)
+    heads = [y.unflatten(-1, (H, 4)).transpose(0, 1) for y in (q, k, v)]
+    turned = [layer.rotary(y) for y in heads[:2]]
+    want = qkv.attend(*turned, heads[2]).transpose(0, 1).flatten(1) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x, x, x)[0], want)
+
+
+CACHED = {
+    "plain": {},
+    "rotary": {"rotary": True},
+    "grouped": {"num_kv_heads": 1, "rotary": True},
+    "added keys": {"add_bias_kv": True, "add_zero_attn": True},
+    "entmax": {"weighting": "entmax15", "score": "gaussian"},
+}
+
+
+@pytest.mark.parametrize("options", CACHED.values(), ids=CACHED)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_cache_equals_the_full_pass(options, grad):
+    layer = MultiHeadAttention(E, H, batch_first=True, **options, **F64)
+    x = torch.randn(N, 40, E, **F64)
+    want, alpha = layer(x, x, x, is_causal=True)
+    cache, start = Cache(), 0
+    with torch.set_grad_enabled(grad):
+        for size in (5, 1, 3, *[1] * 31):  # a prompt, then token by token
+            part = x[:, start : start + size]
+            out, seen = layer(part, part, part, is_causal=True, cache=cache)
+            start += size
+            torch.testing.assert_close(out, want[:, start - size : start])
+            torch.testing.assert_close(seen[..., :start], alpha[:, start - size : start, :start])
+    assert len(cache) == 40
+
+
+def test_a_cache_keeps_a_memory():
+    layer = MultiHeadAttention(E, H, kdim=6, vdim=5, **F64)
+    query, key, value = inputs(layer, ("apart", True))
+    want = layer(query, key, value)[0]
+    cache = Cache()
+    torch.testing.assert_close(layer(query, key, value, cache=cache)[0], want)
+    torch.testing.assert_close(layer(query, None, None, cache=cache)[0], want)
+    assert len(cache) == S
+
+
+def test_any_score_weighting_and_mask():
+    layer = MultiHeadAttention(
+        E, H, score="cosine", weighting=weightings.TopK(2), bias=False, **F64
+    )
+    x = torch.randn(S, E, **F64)
+    q, k, v = (
+        y.unflatten(-1, (H, 4)).transpose(0, 1) for y in (x @ layer.in_proj_weight.T).split(E, -1)
+    )
+    how = {"score": "cosine", "weighting": weightings.TopK(2), "mask": masks.window(1)}
+    out, alpha = qkv.attend(q, k, v, **how, return_weights=True)
+    got = layer(x, x, x, mask=masks.window(1), average_attn_weights=False)
+    torch.testing.assert_close(got[1], alpha)
+    torch.testing.assert_close(got[0], out.transpose(0, 1).flatten(1) @ layer.out_proj.weight.T)
+
+
+@pytest.mark.parametrize("mask", [masks.causal, torch.ones(S, S).tril().bool()], ids=str)
+def test_a_mask_of_ours_spares_the_added_keys(mask):
+    layer = MultiHeadAttention(E, H, add_bias_kv=True, add_zero_attn=True, **F64)
+    x = torch.randn(S, N, E, **F64)
+    want = layer(x, x, x, attn_mask=torch.ones(S, S).triu(1).bool())
+    for a, b in zip(layer(x, x, x, mask=mask), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "weighting", [weightings.Hard(straight_through=True), weightings.Normalized("uniform")], ids=str
+)
+def test_weightings_made_of_several_give_weights(weighting):
+    score = "boxcar" if isinstance(weighting, weightings.Normalized) else "scaled_dot"
+    layer = MultiHeadAttention(E, H, score=score, weighting=weighting)
+    x = torch.randn(S, N, E)
+    out, alpha = layer(x, x, x)
+    torch.testing.assert_close(out, layer(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(alpha.sum(-1), torch.ones(N, S))
+
+
+def test_self_attention_is_the_seeds_formula():
+    layer = SelfAttention(5, d_qk=3, d_v=2, **F64)
+    x = torch.randn(4, 5, **F64)
+    q, k, v = x @ layer.w_query, x @ layer.w_key, x @ layer.w_value
+    alpha = torch.softmax(q @ k.T / 3**0.5, -1)
+    got = layer(x, need_weights=True)
+    torch.testing.assert_close(got[0], alpha @ v)
+    torch.testing.assert_close(got[1], alpha)
+    torch.testing.assert_close(layer(x), alpha @ v)
+    loss = torch.autograd.grad(layer(x).square().sum(), layer.w_query)[0]
+    want = torch.autograd.grad((alpha @ v).square().sum(), layer.w_query)[0]
+    torch.testing.assert_close(loss, want)
+
+
+# What is refused
+
+X = torch.zeros(S, N, E)
+WRONG = {
+    "heads do not divide": (ArgumentError, "embed_dim", lambda: MultiHeadAttention(10, 4)),
+    "no heads": (ArgumentError, "num_heads", lambda: MultiHeadAttention(8, 0)),
+    "groups": (ArgumentError, "num_kv_heads", lambda: MultiHeadAttention(8, 4, num_kv_heads=3)),
+    "dropout": (ArgumentError, "dropout", lambda: MultiHeadAttention(8, 2, 1.5)),
+    "rotary's width": (ArgumentError, "rotary", lambda: MultiHeadAttention(8, 2, rotary=Rotary(8))),
+    "an odd head": (ArgumentError, "rotary", lambda: MultiHeadAttention(6, 2, rotary=True)),
+    "score": (QkvError, "gaussian", lambda: MultiHeadAttention(8, 2, score="gausian")),
+    "weighting": (QkvError, "weighting", lambda: MultiHeadAttention(8, 2, weighting=3)),
+}
+CALLS = {
+    "padding's shape": (ShapeError, "key_padding_mask", {"key_padding_mask": X[..., 0] > 0}),
+    "padding's dtype": (
+        DtypeError,
+        "key_padding_mask",
+        {"key_padding_mask": torch.zeros(N, S).int()},
+    ),
+    "mask's shape": (ShapeError, "attn_mask", {"attn_mask": torch.zeros(S, S + 1)}),
+    "mask's heads": (ShapeError, "attn_mask", {"attn_mask": torch.zeros(N, S, S)}),
+    "mask's dtype": (DtypeError, "attn_mask", {"attn_mask": torch.zeros(S, S).long()}),
+    "our mask's shape": (ShapeError, "mask", {"mask": torch.ones(S, 9).bool()}),
+    "no cache": (DtypeError, "cache", {"cache": {}}),
+}
+
+
+@pytest.mark.parametrize("kind, match, make", WRONG.values(), ids=WRONG)
+def test_a_wrong_layer_is_refused(kind, match, make):
+    with pytest.raises(kind, match=match):
+        make()
+
+
+@pytest.mark.parametrize("kind, match, how", CALLS.values(), ids=CALLS)
+def test_a_wrong_call_is_refused(kind, match, how):
+    with pytest.raises(kind, match=match):
+        MultiHeadAttention(E, H)(X, X, X, **how)
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ((X[..., :4], X, X), "query"),
+        ((X, X[0], X), "key"),
+        ((X, X, X[:2]), "value"),
+        ((X, X[:, :1], X[:, :1]), "batch"),
+        ((X, None, None), "cache"),
+    ],
+)
+def test_wrong_inputs_are_refused(given, match):
+    with pytest.raises(QkvError, match=match):
+        MultiHeadAttention(E, H)(*given)
+
+
+def test_a_cache_of_another_model_is_refused():
+    one, two = MultiHeadAttention(E, H), MultiHeadAttention(E, H)
+    cache = Cache()
+    one(X, X, X, cache=cache)
+    with pytest.raises(ArgumentError, match=r"cache .* another"):
+        two(X, X, X, cache=cache)
+    with pytest.raises(ArgumentError, match=r"cache .* another"):
+        two(X, None, None, cache=cache)
+    with pytest.raises(ShapeError, match=r"cache .* another batch"):
+        one(X[:, :1], X[:, :1], X[:, :1], cache=cache)
+    with pytest.raises(ShapeError, match="attn_mask"):
+        one(X, X, X, attn_mask=torch.zeros(S, S), cache=cache)
+    assert len(cache) == S
+
+
+def test_a_score_object_is_shared_by_heads():
+    score = scores.Multiplicative(torch.eye(4, **F64) / 2)
+    ours, plain = pair(**F64)[1], MultiHeadAttention(E, H, score=score, **F64)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(S, N, E, **F64)
+    torch.testing.assert_close(plain(x, x, x)[0], ours(x, x, x)[0])

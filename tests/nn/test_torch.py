@@ -1,0 +1,158 @@
+"""The layers inside torch's own machinery: compile, autocast, export, DDP, checkpointing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from qkv.nn import (  # noqa: E402
+    AdditiveScore,
+    MultiHeadAttention,
+    SelfAttention,
+    TransformerBlock,
+)
+
+FULL = False
+"""Whether torch.compile must take each layer as one graph."""
+
+LAYERS = {
+    "plain": lambda: MultiHeadAttention(8, 2, batch_first=True),
+    "rotary, grouped": lambda: MultiHeadAttention(
+        8, 2, batch_first=True, rotary=True, num_kv_heads=1
+    ),
+    "additive": lambda: MultiHeadAttention(8, 2, batch_first=True, score=AdditiveScore(4, 4, 6)),
+    "entmax": lambda: MultiHeadAttention(8, 2, batch_first=True, weighting="entmax15"),
+}
+
+
+def loss_and_slopes(function, layer, x):
+    loss = function(x).square().sum()
+    return [loss, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+
+# Where a graph ends, torch looks at .grad of what the next one begins with.
+between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+@between_graphs
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_compile(make, weights):
+    torch._dynamo.reset()
+    layer = make()
+
+    def function(x):
+        out, alpha = layer(x, x, x, is_causal=True, need_weights=weights)
+        return out if alpha is None else out + alpha.sum(-1, keepdim=True)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=FULL)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    got, want = (loss_and_slopes(f, layer, x) for f in (compiled, function))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@between_graphs
+def test_compile_takes_a_block():
+    torch._dynamo.reset()
+    block = TransformerBlock(8, 2, 16, dropout=0.0, norm_first=True, rotary=True)
+    padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    compiled = torch.compile(block, backend="eager", fullgraph=FULL)
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(
+        compiled(x, key_padding_mask=padded), block(x, key_padding_mask=padded)
+    )
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("weights", [True, False])
+def test_autocast(make, weights):
+    layer = make()
+    x = torch.randn(2, 70, 8, requires_grad=True)
+    want = layer(x, x, x, need_weights=weights)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x, x, x, need_weights=weights)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05)
+    out.float().sum().backward()
+    assert all(w.grad.dtype == torch.float32 for w in layer.parameters() if w.grad is not None)
+
+
+def test_autocast_of_self_attention():
+    layer = SelfAttention(8, 4, 4, score=AdditiveScore(4, 4, 6))
+    x = torch.randn(5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    torch.testing.assert_close(out.float(), layer(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "entmax"])
+def test_export(name):
+    layer = LAYERS[name]().eval()
+
+    class Alone(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x, x, x, need_weights=False)[0]
+
+    x = torch.randn(2, 5, 8)
+    program = torch.export.export(Alone(), (x,), strict=False)
+    torch.testing.assert_close(program.module()(x), Alone()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_checkpointing(make, reentrant, weights):
+    layer = make()
+    layer.dropout = 0.3  # drawn again as it was
+
+    def function(x):
+        out, alpha = layer(x, x, x, need_weights=weights)
+        return out if alpha is None else out + alpha.sum(-1, keepdim=True)
+
+    x = torch.randn(2, 70, 8, requires_grad=True)
+    found = []
+    for run in (function, lambda x: checkpoint(function, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        loss = run(x).square().sum()
+        layer.zero_grad()
+        x.grad = None
+        loss.backward()
+        found.append([loss, x.grad, *(w.grad for w in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_distributed_data_parallel():
+    # In a process of its own: a process group is for good.
+    code = """
+import sys, torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from qkv.nn import AdditiveScore, TransformerBlock
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+for more in ({}, {"score": AdditiveScore(4, 4, 3)}):
+    block = TransformerBlock(8, 2, 16, dropout=0.0, **more)
+    x = torch.randn(2, 5, 8)
+    want = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+    DistributedDataParallel(block)(x).square().sum().backward()
+    for w, grad in zip(block.parameters(), want):
+        torch.testing.assert_close(w.grad, grad)
+distributed.destroy_process_group()
+print("equal")
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert ran.stdout.strip() == "equal", ran.stderr[-2000:]
