@@ -24,8 +24,9 @@ MXNET_TESTS ?= tests/engines/test_battery.py tests/test_edges.py
 BENCH ?=
 RESULTS := build/test-results
 
+APART := src/qkv/nn src/qkv/keras.py src/qkv/transformers
 STATIC := lint types contract
-SUITES := unit doctest mxnet
+SUITES := unit doctest layers mxnet
 
 export MPLBACKEND := Agg
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -96,8 +97,11 @@ unit: env ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
 
 doctest: env ## Examples in the docstrings
-	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/arrays/mxnet.py --ignore src/qkv/engines/triton \
-		--junitxml=$(RESULTS)/$@.xml
+	@$(BIN)/python $(PYTEST) --doctest-modules src/qkv --ignore src/qkv/arrays/mxnet.py $(addprefix --ignore ,$(APART)) \
+		--ignore src/qkv/engines/triton --junitxml=$(RESULTS)/$@.xml
+
+layers: env ## Examples of the layers: Triton, which they load, and TensorFlow clash in one process
+	@KERAS_BACKEND=torch $(BIN)/python $(PYTEST) --doctest-modules $(APART) --junitxml=$(RESULTS)/$@.xml
 
 mxnet: env-mxnet ## The battery on MXNet, in its own environment
 	@QKV_TEST_FRAMEWORKS=mxnet $(BIN_MXNET)/python $(PYTEST) $(XDIST) \

@@ -575,6 +575,8 @@ def test_threads(tmp_path, small):
     assert failures == []
 
 
+# JAX and newer Pythons warn of any fork while threads run.
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
 def test_closed_and_forked(tmp_path):
     s = Store(tmp_path)
     add(s, 1)
