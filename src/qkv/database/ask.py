@@ -109,7 +109,7 @@ class Asked:
         return alpha, np.maximum(entropy, 0), lse
 
     def _softmax(self, s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same in few passes over s, which they spend, in pieces that stay in the cache.
+        """The same in few passes over s, which becomes α, in pieces that stay in the cache.
 
         With d the lead of a score over the best, the entropy is ln Σ e^d − Σ α d.
         """
@@ -118,14 +118,13 @@ class Asked:
             s[:, dead] = -np.inf
         top = s.max(axis=1, keepdims=True)
         safe = np.where(np.isfinite(top), top, 0)
-        alpha = np.empty_like(s)
         step = max(CACHED // len(s), 1)
         spans = [slice(at, at + step) for at in range(0, s.shape[1], step)]
 
         def lift(at: slice) -> np.ndarray:
             with np.errstate(all="ignore"):
-                lead = np.subtract(s[:, at], safe, out=s[:, at])
-                some = np.exp(lead, out=alpha[:, at])
+                lead = s[:, at] - safe
+                some = np.exp(lead, out=s[:, at])
                 if dead is not None:
                     lead[:, dead[at]] = 0
                 return np.stack([some.sum(axis=1), np.einsum("nm,nm->n", some, lead)])
@@ -134,12 +133,12 @@ class Asked:
         factor = np.where(total > 0, 1 / np.where(total > 0, total, 1), 0)[:, None]
 
         def scale(at: slice) -> None:
-            np.multiply(alpha[:, at], factor.astype(alpha.dtype), out=alpha[:, at])
+            s[:, at] *= factor.astype(s.dtype)
 
         threads.each(scale, spans)
         entropy = np.log(total) - along * factor[:, 0]
         lse = np.where(total > 0, safe[:, 0] + np.log(total), -np.inf)
-        return alpha, np.where(total > 0, np.maximum(entropy, 0), 0), lse
+        return s, np.where(total > 0, np.maximum(entropy, 0), 0), lse
 
     def _pooled(self, alpha: np.ndarray) -> np.ndarray:
         used = (alpha != 0).any(axis=0) if self.weighting.sparse else np.ones(1)
@@ -206,8 +205,9 @@ class Asked:
     def _order(self, alpha: np.ndarray, top: int) -> np.ndarray:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
         size = alpha if self.weighting.convex else np.abs(alpha)
-        near = np.arange(len(size))
-        if top < len(size):
+        if top >= len(size):
+            near = np.arange(len(size))
+        else:
             # The heaviest lie where the maxima of short runs are among the largest.
             starts = np.arange(0, len(size), RUN)
             best = np.maximum.reduceat(size, starts)

@@ -72,24 +72,27 @@ def pool_all(read: Read, weights: np.ndarray) -> np.ndarray:
         value = piece.value
         assert value is not None
         size = len(value) if piece.live is None else int(piece.live.sum())
-        alpha = weights[:, at : at + size].astype(np.result_type(weights, value), copy=False)
+        alpha, wide = weights[:, at : at + size], np.result_type(weights, value)
         at += size
         if piece.live is not None:
             whole = np.zeros((len(alpha), len(value)), alpha.dtype)
             whole[:, piece.live] = alpha
             alpha = whole
 
-        def lift(span: Span, value: np.ndarray = value, alpha: np.ndarray = alpha) -> np.ndarray:
+        def lift(
+            span: Span, value: np.ndarray = value, alpha: np.ndarray = alpha, wide: Any = wide
+        ) -> np.ndarray:
             rows = slice(span.start, span.start + span.size)
-            some = alpha[:, rows]
+            some = alpha[:, rows].astype(wide, copy=False)
             seen = value[rows]
             out: np.ndarray = some @ seen
             if not np.isfinite(out).all():  # 0 · NaN brings back what does not count
                 out = some @ np.where((some != 0).any(axis=0)[:, None], seen, 0)
             return out
 
-        with fw.quiet():
-            start = np.zeros((len(alpha), value.shape[1]), np.result_type(alpha, value))
+        # A thread that BLAS has woken spins for a while, on a core that the next scan needs.
+        with fw.quiet(), threads.one_for_blas():
+            start = np.zeros((len(alpha), value.shape[1]), wide)
             total = total + fw.reduce(lift, np.add, start, _spans(value))
     return np.asarray(total)
 
