@@ -19,7 +19,7 @@ from qkv.nn import (  # noqa: E402
     TransformerBlock,
 )
 
-FULL = False
+FULL = True
 """Whether torch.compile must take each layer as one graph."""
 
 LAYERS = {
@@ -52,7 +52,7 @@ def test_compile(make, weights):
         out, alpha = layer(x, x, x, is_causal=True, need_weights=weights)
         return out if alpha is None else out + alpha.sum(-1, keepdim=True)
 
-    compiled = torch.compile(function, backend="eager", fullgraph=FULL)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
     x = torch.randn(2, 5, 8, requires_grad=True)
     got, want = (loss_and_slopes(f, layer, x) for f in (compiled, function))
     for a, b in zip(got, want, strict=True):
@@ -64,7 +64,7 @@ def test_compile_takes_a_block():
     torch._dynamo.reset()
     block = TransformerBlock(8, 2, 16, dropout=0.0, norm_first=True, rotary=True)
     padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    compiled = torch.compile(block, backend="eager", fullgraph=FULL)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
     x = torch.randn(2, 5, 8)
     torch.testing.assert_close(
         compiled(x, key_padding_mask=padded), block(x, key_padding_mask=padded)
@@ -93,9 +93,10 @@ def test_autocast_of_self_attention():
     torch.testing.assert_close(out.float(), layer(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "entmax"])
-def test_export(name):
-    layer = LAYERS[name]().eval()
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_export(make, strict):
+    layer = make().eval()
 
     class Alone(torch.nn.Module):
         def __init__(self):
@@ -106,7 +107,7 @@ def test_export(name):
             return self.layer(x, x, x, need_weights=False)[0]
 
     x = torch.randn(2, 5, 8)
-    program = torch.export.export(Alone(), (x,), strict=False)
+    program = torch.export.export(Alone(), (x,), strict=strict)
     torch.testing.assert_close(program.module()(x), Alone()(x), rtol=1e-4, atol=1e-5)
 
 

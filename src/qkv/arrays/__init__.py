@@ -38,17 +38,21 @@ def _name(x: object) -> str | None:
     """The framework of an array, None for anything else; NumPy's scalars are plain numbers."""
     kind = type(x)
     if kind not in _NAMES:
-        roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
-        name = next((ROOTS[root] for root in roots if root in ROOTS), None)
         shaped = hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
-        _NAMES[kind] = name if shaped else None
+        _NAMES[kind] = _root(kind) if shaped else None
     return _NAMES[kind]
+
+
+def _root(kind: type) -> str | None:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((ROOTS[root] for root in roots if root in ROOTS), None)
 
 
 def framework(name: str) -> Framework:
     """The adapter of a framework by name."""
     if name not in _FRAMEWORKS:
         _FRAMEWORKS[name] = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
+        _NAMES.update(dict.fromkeys(_FRAMEWORKS[name].kinds, name))
     return _FRAMEWORKS[name]
 
 

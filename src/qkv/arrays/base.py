@@ -28,6 +28,8 @@ class Framework:
     name: str
     xp: Any
     gradients = False
+    kinds: tuple[type, ...] = ()
+    """Types that are known before an array of them is met: a tracer cannot look them up."""
     equal_spans = False
     """Whether every span must have one size, as a compiled loop needs."""
     on_grid = False

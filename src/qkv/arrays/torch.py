@@ -14,10 +14,15 @@ from qkv.arrays.base import Framework
 from qkv.types import Array
 
 
+TRACED = 32
+"""Steps of a search in a traced graph. Newton's took nine at the most on any scores tried."""
+
+
 class Torch(Framework):
     name = "torch"
     xp = array_api_compat.torch
     gradients = True
+    kinds = (torch.Tensor, torch.nn.Parameter)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach().cpu()
@@ -73,6 +78,15 @@ class Torch(Framework):
     ) -> Array:
         # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
         return no(*args) if self.tracing(condition) else super().when(condition, yes, no, *args)
+
+    def until(
+        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
+    ) -> Any:
+        if not self.tracing(state):
+            return super().until(done, step, state, limit)
+        for _ in range(min(limit, TRACED)):  # a graph cannot look whether it is done
+            state = step(state)
+        return state
 
     def hoist(
         self, function: Callable[..., Array], *example: Array

@@ -7,15 +7,31 @@ else (numbers, names, functions, arrays of another framework) stays where it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
 from qkv.types import Array
 
 T = TypeVar("T")
+
+
+class derived(Generic[T]):  # noqa: N801 - a decorator
+    """A field of a record that is computed from the others, once.
+
+    Before Python 3.12 `functools.cached_property` takes a lock, which torch.compile cannot trace.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, record: Any, kind: type | None = None) -> T:
+        if record is None:
+            return self  # type: ignore[return-value]
+        value = record.__dict__[self.function.__name__] = self.function(record)
+        return value
 
 
 def leaves(fw: Framework, record: Any) -> list[Array]:
@@ -67,7 +83,7 @@ def brief(record: Any) -> str:
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
     if is_array(record):
         return function(record) if of(record) is fw else record
-    names = _fields(type(record))
+    names = _fields(record)
     if names is not None:
         held = {name: getattr(record, name) for name in names}
         fresh = {
@@ -96,10 +112,11 @@ _NAMES: dict[type, tuple[str, ...] | None] = {}
 _DERIVED: dict[type, frozenset[str]] = {}
 
 
-def _fields(kind: type) -> tuple[str, ...] | None:
+def _fields(record: Any) -> tuple[str, ...] | None:
+    kind = type(record)
     if kind not in _NAMES:
-        known = dataclasses.is_dataclass(kind)
-        _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind)) if known else None
+        known = dataclasses.is_dataclass(record)
+        _NAMES[kind] = tuple(f.name for f in dataclasses.fields(record)) if known else None
     return _NAMES[kind]
 
 
@@ -109,7 +126,7 @@ def _derived(kind: type) -> frozenset[str]:
             name
             for base in kind.__mro__
             for name, value in vars(base).items()
-            if isinstance(value, functools.cached_property)
+            if isinstance(value, derived)
         )
         _DERIVED[kind] = frozenset(cached)
     return _DERIVED[kind]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from operator import mul
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv import arrays
 from qkv.arrays.base import FLOATS, Framework
-from qkv.arrays.tree import map_arrays
+from qkv.arrays.tree import derived, map_arrays
 from qkv.engines.dropout import keep_factor
 from qkv.errors import DtypeError, ShapeError
 from qkv.masks import Mask
@@ -41,23 +41,23 @@ class Call:
     wants_lse: bool = False
     wants_weights: bool = False
 
-    @cached_property
+    @derived
     def fw(self) -> Framework:
         return arrays.of(self.query)
 
-    @cached_property
+    @derived
     def lead(self) -> Shape:
         return self.fw.shape(self.query)[:-2]
 
-    @cached_property
+    @derived
     def n(self) -> int:
         return self.fw.shape(self.query)[-2]
 
-    @cached_property
+    @derived
     def m(self) -> int:
         return self.fw.shape(self.key)[-2]
 
-    @cached_property
+    @derived
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
         traced = self.fw.tracing(self.query) or self.fw.tracing(self.key)

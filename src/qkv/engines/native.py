@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qkv.arrays import is_array, threads, tree
+from qkv.arrays import framework, is_array, threads, tree
 from qkv.engines import call as calls
 from qkv.engines import dense, streaming
 from qkv.engines.call import Call
@@ -147,6 +147,8 @@ def _torch(call: Call) -> Array:
     attend = _whole if whole else _in_rows
     if _splits(call):
         return _split(call)
+    if call.rule is None and call.bias is None:
+        return _open(call)
     heals = call.rule is not None and call.query.device.type == "cuda" and _heals(call)
     if tracing or not fw.needs_gradient((call.query, call.key, call.value)):
         out = attend(call)[0]
@@ -188,6 +190,62 @@ def _torch(call: Call) -> Array:
         return (fw.astype(out, fw.dtype(call.query)),)
 
     return fw.custom(forward, backward, reference, leaves)[0]
+
+
+def fused(query: Array, key: Array, value: Array, scale: float) -> Array:
+    """softmax(q kᵀ · scale) v by torch's kernel, with gradients of both orders.
+
+    query (batch, heads, n, d), key and value (batch, heads, m, d), or with fewer heads.
+    """
+    import torch
+
+    fw = framework("torch")
+    parts = (query, key, value)
+    if fw.tracing(query) or not fw.needs_gradient(parts):
+        return _sdpa(parts, None, False, scale)
+    held: list[Any] = []
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        inner = [x.detach().requires_grad_() for x in arrays]
+        with torch.enable_grad():  # the kernel's own graph waits here for the way back
+            out = _sdpa(inner, None, False, scale)
+        held[:] = [out, inner]
+        return (out.detach(),), ()
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        main: tuple[Array, ...] = torch.autograd.grad(*held, gradients[0], retain_graph=True)
+        return main
+
+    def reference(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+        out = dense.run(Call(query, key, value, ScaledDot(scale), Softmax()))[0]
+        return (fw.astype(out, fw.dtype(query)),)
+
+    return fw.custom(forward, backward, reference, parts)[0]
+
+
+def _open(call: Call) -> Array:
+    """The kernel without a mask."""
+    query, key, value = call.query, call.key, call.value
+    query, key, value, width = _one_width(query, key, value)
+    if key.shape[-3:-2] != value.shape[-3:-2]:
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+    query, key, value = (_four_axes(x, call.lead) for x in (query, key, value))
+    out = fused(query, key, value, scale_of(call))
+    return out[..., :width].reshape(*call.lead, call.n, width)
+
+
+def _one_width(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array, int]:
+    """The three with zeros up to the widest, and the width of the value."""
+    from torch.nn.functional import pad
+
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))
+    elif width > query.shape[-1]:
+        query, key = (pad(x, (0, width - query.shape[-1])) for x in (query, key))
+    return query, key, value, width
 
 
 def _seen(call: Call) -> list[Any]:
@@ -396,14 +454,7 @@ def _additive(call: Call, block: Any) -> Array:
 
 def _kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
     """SDPA on (batch, heads, rows, width), the form that its fused kernels take."""
-    from torch.nn.functional import pad
-
-    query, key, value = parts
-    width = value.shape[-1]
-    if width < query.shape[-1]:
-        value = pad(value, (0, query.shape[-1] - width))
-    elif width > query.shape[-1]:
-        query, key = (pad(x, (0, width - query.shape[-1])) for x in (query, key))
+    query, key, value, width = _one_width(*parts)
     if key.shape[-3:-2] != value.shape[-3:-2]:
         key, value = (calls.share_heads(call, x) for x in (key, value))
     query, key, value = (_four_axes(x, call.lead) for x in (query, key, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from qkv import masks, weightings
+from qkv.engines import native
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.nn.attention import attended, probability, words
 from qkv.nn.cache import Cache
@@ -17,6 +19,9 @@ from qkv.nn.scores import checked, parameter, sizes
 from qkv.scores import ScaledDot
 from qkv.types import Array
 from qkv.weightings import Softmax
+
+PLAIN = (ScaledDot(), Softmax())
+"""What torch's own layer computes."""
 
 
 class SelfAttention(nn.Module):
@@ -160,7 +165,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _is_plain(self) -> bool:
         same = self.num_kv_heads == self.num_heads and self.rotary is None
-        return same and self.score == ScaledDot() and self.weighting == Softmax()
+        return bool(same and self.score == PLAIN[0] and self.weighting == PLAIN[1])
 
     def _narrow(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
@@ -209,6 +214,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         and values go to the end of `cache` and are attended to with all that it holds; None for
         both adds nothing. Masks then speak of all keys.
         """
+        masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
+        if query is key is value and not (need_weights or masked) and cache is None:
+            out = self._alone(query)
+            if out is not None:
+                return out, None
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -234,6 +244,26 @@ class MultiHeadAttention(nn.MultiheadAttention):
         out, alpha = attended(q, k, v, self.score, self.weighting, mask, dropout, weights)
         out = self.out_proj(self._joined(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
+
+    def _alone(self, x: Array) -> Array | None:
+        """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
+        would choose, without the choosing, which on a GPU takes longer than the kernel. None where
+        anything is out of the ordinary."""
+        if x.is_nested or x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.numel():
+            return None
+        if not (self.packed and self._is_plain()) or self._extra:
+            return None
+        if (self.training and self.dropout) or torch.is_autocast_enabled(x.device.type):
+            return None
+        packed = linear(x, self.in_proj_weight, self.in_proj_bias)
+        looks = packed.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looks and not math.isfinite(packed.detach().sum()):
+            return None  # on a CPU the kernel hides a NaN
+        turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
+        heads = packed.unflatten(-1, (3, self.num_heads, self.head_dim))
+        q, k, v = heads.permute(turn).unbind()
+        out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
+        return self.out_proj(self._joined(out, True))
 
     def _projected(
         self, query: Array, key: Array | None, value: Array | None
