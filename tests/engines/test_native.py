@@ -77,14 +77,16 @@ TORCH_MASKS = {
 }
 
 
+@pytest.mark.parametrize("most", [0.0, 1.1], ids=["whole", "in rows"])
 @pytest.mark.parametrize("mask", TORCH_MASKS.values(), ids=TORCH_MASKS)
 @pytest.mark.parametrize("how", WANTED.values(), ids=WANTED)
-def test_torch_agrees_with_dense(how, mask, monkeypatch):
+def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
     """Values and gradients, in groups along the diagonal, in runs of keys, and of other widths."""
     torch = pytest.importorskip("torch")
     from qkv.engines import native
 
     monkeypatch.setattr(native, "ROWS", 7)
+    monkeypatch.setattr(native, "MOST", most)
     found = {}
     for engine in ("native", "dense"):
         given = [torch.tensor(x, requires_grad=True) for x in (QUERY, KEY, VALUE)]
@@ -93,6 +95,23 @@ def test_torch_agrees_with_dense(how, mask, monkeypatch):
         found[engine] = [out.detach(), *(x.grad for x in given)]
     for a, b in zip(*found.values(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from qkv.engines import native
+
+    monkeypatch.setattr(native, "ROWS", 10)
+    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+
+    def told(keys):
+        seen = masks.array(torch.arange(50) < keys)
+        return qkv.explain(*given, mask=seen, engine="native").detail
+
+    assert told(45) == "torch's scaled_dot_product_attention"
+    assert told(20) == "torch's scaled_dot_product_attention, 10 queries at a time"
+    monkeypatch.setattr(native, "WHOLE", 10)  # too large to be held
+    assert told(45) == told(20)
 
 
 REFUSALS = {

@@ -492,3 +492,19 @@ def test_a_score_object_is_shared_by_heads():
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(S, N, E, **F64)
     torch.testing.assert_close(plain(x, x, x)[0], ours(x, x, x)[0])
+
+
+def test_a_nan_is_not_hidden():
+    """Torch's kernel on the CPU takes a row with a NaN for an empty one."""
+    layer = MultiHeadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 5, 8)
+    x[0, 2] = float("nan")
+    with torch.no_grad():
+        assert layer(x, x, x, need_weights=False)[0].isnan().all()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_self_attention_without_a_mask_has_second_derivatives(batch_first):
+    layer = MultiHeadAttention(4, 2, batch_first=batch_first, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda x: layer(x, x, x, need_weights=False)[0], x)

@@ -13,7 +13,6 @@ import torch
 from qkv.arrays.base import Framework
 from qkv.types import Array
 
-
 TRACED = 32
 """Steps of a search in a traced graph. Newton's took nine at the most on any scores tried."""
 

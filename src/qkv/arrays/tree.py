@@ -17,7 +17,7 @@ from qkv.types import Array
 T = TypeVar("T")
 
 
-class derived(Generic[T]):  # noqa: N801 - a decorator
+class derived(Generic[T]):
     """A field of a record that is computed from the others, once.
 
     Before Python 3.12 `functools.cached_property` takes a lock, which torch.compile cannot trace.

@@ -28,6 +28,12 @@ MANY = 2**14
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
 
+WHOLE = 2**24
+"""Numbers of a mask that the kernel may be given at once."""
+
+MOST = 0.75
+"""The share of the pairs that a mask must leave for that."""
+
 ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
 
@@ -82,6 +88,8 @@ def describe(call: Call) -> str:
         return "jax.nn.dot_product_attention"
     if call.rule is None or is_causal(call.rule):
         return f"torch's scaled_dot_product_attention{_told(call)}"
+    if call.fw.tracing(call.query) or _leaves_most(call):
+        return "torch's scaled_dot_product_attention"
     return f"torch's scaled_dot_product_attention, {ROWS} queries at a time"
 
 
@@ -143,7 +151,7 @@ def _has_triton() -> bool:
 def _torch(call: Call) -> Array:
     fw = call.fw
     tracing = fw.tracing(call.query)
-    whole = call.rule is None or is_causal(call.rule) or tracing
+    whole = call.rule is None or is_causal(call.rule) or tracing or _leaves_most(call)
     attend = _whole if whole else _in_rows
     if _splits(call):
         return _split(call)
@@ -345,10 +353,7 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
     totals = None
     if gradient is not None:
         totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
-    start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
-    wide = call.m if end - start < call.m else ROWS  # keys within reach, or to be picked out
-    plan = streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
-    for group in _alike(call, plan):
+    for group in _alike(call, _plan(call)):
         rows, runs = group[0]
         rows = Span(rows.start, sum(span.size for span, _ in group))
         if not runs:
@@ -370,6 +375,22 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
                 call.fw.add_at(total, new[..., at : at + run.size, :], run, None)
                 at += run.size
     return (torch.cat(outs, -2) if totals is None else call.query), totals
+
+
+def _plan(call: Call) -> Any:
+    start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
+    wide = call.m if end - start < call.m else ROWS  # keys within reach, or to be picked out
+    return streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
+
+
+def _leaves_most(call: Call) -> bool:
+    """Whether the mask rules out so little that one call with all of it takes less than many."""
+    given = call.rule.arrays()  # type: ignore[union-attr]
+    lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
+    if lead * call.n * call.m > WHOLE:
+        return False
+    left = sum(rows.size * span.size for rows, keys in _plan(call) for span in keys)
+    return bool(left >= MOST * call.n * call.m)
 
 
 Group = list[tuple[Span, list[Span]]]

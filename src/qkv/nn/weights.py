@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from qkv import attention, weightings
 from qkv.arrays import tree
-from qkv.engines import dense, streaming
+from qkv.engines import dense, streaming, triton
 from qkv.engines.call import Call
 from qkv.types import Array, Span
 from qkv.weightings import Hard, Normalized, Softmax
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
+
+BLOCK_CUDA = 2**23
+"""The same on a device that a smaller block would leave idle."""
 
 
 def with_weights(
@@ -48,9 +52,15 @@ def with_weights(
             return_weights=True,
         )
         return out, alpha.mean(-3) if average else alpha
-    weighting = Fused(weighting.temperature) if type(weighting) is Softmax else weighting
     call = attention.request(query, key, value, score, weighting, mask, dropout_p, None, None)
-    size = max(BLOCK // max(math.prod(call.lead) * call.m, 1), 1)
+    on_cuda = query.device.type == "cuda"
+    found = triton.with_weights(call, average) if on_cuda else None
+    if found is not None:
+        return found
+    if type(weighting) is Softmax:
+        call = replace(call, weighting=Fused(weighting.temperature))
+    most = BLOCK_CUDA if on_cuda else BLOCK
+    size = max(most // max(math.prod(call.lead) * call.m, 1), 1)
     if call.n <= size or torch.compiler.is_compiling():
         return _some(call, Span(0, call.n), average)
     return _in_pieces(call, streaming.spans(call.fw, call.n, size), average)

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from qkv.arrays import is_array
 from qkv.engines import call as calls
 from qkv.engines.call import Call
+from qkv.engines.native import scale_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Both, Mask
 from qkv.masks.sequences import Blocks, Lengths
-from qkv.scores import Additive, Cosine, Multiplicative, Score
+from qkv.scores import Additive, Cosine, Dot, Multiplicative, ScaledDot, Score
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
@@ -133,6 +134,32 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
             lse = lse + _rows(call, form.offset, heads, 1 / temperature)
     out = out.reshape(*call.lead, call.n, out.shape[-1])
     return out, lse.reshape(*call.lead, call.n, 1) if call.wants_lse else None, None
+
+
+def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
+    """The output and α, of every head or their mean, for softmax of dot products; None for calls
+    of any other kind."""
+    bounds = bounds_of(call)
+    dot = type(call.score) is Dot or (
+        type(call.score) is ScaledDot
+        and call.score.softcap is None
+        and not is_array(call.score.scale)
+    )
+    if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
+        return None
+    if isinstance(bounds, str) or bounds != Bounds(upper=bounds.upper) or cannot(call):
+        return None
+    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_VALUE:
+        return None
+    from qkv.engines.triton import ops, weights
+
+    (_, heads), few, scale = _batch_and_heads(call), _key_heads(call), scale_of(call)
+    query = _four_axes(call, call.query, heads)
+    key, value = (_four_axes(call, x, few) for x in (call.key, call.value))
+    out, lse = ops.attend(query, key, value, scale=scale, upper=bounds.upper)
+    alpha = weights.weights(query, key, lse.detach(), scale, bounds.upper, mean)
+    lead = call.lead[:-1] if mean else call.lead
+    return out.reshape(*call.lead, call.n, -1), alpha.reshape(*lead, call.n, call.m)
 
 
 def interpreted() -> bool:

@@ -1,0 +1,96 @@
+"""Weights from the log-sum-exp, against softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qkv
+from qkv import attention, masks, weightings
+from qkv.engines import triton
+from qkv.engines.triton.weights import weights
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def arrays(few=3, n=70, m=90, d=12, dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = (2, 3, n, d), (2, few, m, d), (2, few, m, 5)
+    return [torch.randn(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in shapes]
+
+
+def call_of(query, key, value, mask=None, **how):
+    how = {"score": "scaled_dot", "weighting": "softmax"} | how
+    given = how["score"], how["weighting"], mask, 0.0, None, None
+    return attention.request(query, key, value, *given)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("few", [3, 1])
+@pytest.mark.parametrize("mask", [None, masks.causal, masks.causal(offset=-5)], ids=str)
+def test_output_weights_and_slopes(few, mask, mean):
+    given = arrays(few)
+    temperature = weightings.Softmax(0.7)
+    found = triton.with_weights(call_of(*given, mask, weighting=temperature), mean)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    out, alpha = qkv.attend(
+        *wide, weighting=temperature, mask=mask, return_weights=True, engine="dense"
+    )
+    alpha = alpha.mean(-3) if mean else alpha
+    marks = [torch.randn_like(x) for x in (out, alpha)]
+
+    def slopes(results, leaves):
+        loss = sum((x.double() * mark).sum() for x, mark in zip(results, marks, strict=True))
+        return torch.autograd.grad(loss, leaves)
+
+    for got, want in zip(found, (out, alpha), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    for got, want in zip(slopes(found, given), slopes((out, alpha), wide), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_alone_have_their_whole_gradient(monkeypatch):
+    monkeypatch.setattr("qkv.engines.triton.weights.PIECE", 2**10)
+    query, key, _ = arrays()
+    lse = (query.detach() @ key.detach().mT).logsumexp(-1)
+    found = weights(query, key, lse, 1.0, None, False)
+    want = (query @ key.mT).softmax(-1)
+    mark = torch.randn_like(want)
+    for got, right in zip(
+        torch.autograd.grad((found * mark).sum(), (query, key)),
+        torch.autograd.grad((want * mark).sum(), (query, key)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_sixteen_bits_and_strides():
+    query, key, _ = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in arrays(d=16))
+    low = [x.to(torch.bfloat16) for x in (query, key)]
+    lse = (low[0].float() @ low[1].float().mT).logsumexp(-1)
+    found = weights(*low, lse, 1.0, None, True)
+    assert found.dtype == torch.bfloat16
+    want = (low[0].double() @ low[1].double().mT).softmax(-1).mean(1)
+    torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-3)
+
+
+def test_a_row_without_keys_gives_zeros():
+    given = arrays()
+    _, alpha = triton.with_weights(call_of(*given, masks.causal(offset=-5)), False)
+    assert (alpha[..., :5, :] == 0).all()
+    assert torch.isfinite(torch.autograd.grad(alpha.sum(), given[:2])[0]).all()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"score": "gaussian"},
+        {"weighting": "sparsemax"},
+        {"score": qkv.scores.ScaledDot(softcap=3.0)},
+        {"mask": masks.window(3)},
+        {"mask": masks.array(torch.ones(70, 90, dtype=torch.bool, device=DEVICE))},
+    ],
+    ids=str,
+)
+def test_calls_of_another_kind_are_left_to_others(how):
+    assert triton.with_weights(call_of(*arrays(), **how), True) is None
