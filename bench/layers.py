@@ -6,9 +6,9 @@ With --cuda, the same in bf16 on a CUDA device, and at n2048 additive heads besi
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -96,7 +96,7 @@ def allocated(run, *given):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run(*given)
     steps = (e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
-    return max(accumulate(steps)) / 2**20
+    return max(itertools.accumulate(steps)) / 2**20
 
 
 def cuda_rows():
@@ -106,8 +106,7 @@ def cuda_rows():
     plain = {"need_weights": False}
     train = {name: layer(kind, **where) for name, kind in KINDS.items()}
     ready = {name: layer(kind, **where).eval() for name, kind in KINDS.items()}
-    score = nn.AdditiveScore(D // H, D // H, D // H, **where)
-    additive = layer(nn.MultiHeadAttention, score=score, **where)
+    dots = {"dot heads": 0.25}
     torch.manual_seed(0)
 
     def inputs(batch, n):
@@ -118,14 +117,35 @@ def cuda_rows():
         yield beside(f"{work}, forward, eval", forward, sets, ready, clock, **plain)
         for told, run in RUNS.items():
             yield beside(f"{work}, {told}", run, sets, train, clock, **plain)
+            if device == "cuda":
+                yield as_graphs(f"{work}, {told}, as a CUDA graph", run, sets[0], train, GOALS)
             row = beside(f"{work}, {told}, with weights", run, sets, train, clock, None)
             yield half(row)
-    for batch in size(1, 1), size(8, 2):
-        sets, work = inputs(batch, 2 * N), f"additive heads B{batch} d{D} h{H} n{2 * N} bf16"
-        heads = {"qkv": additive, "dot heads": train["qkv"]}
+    for batch, hidden in itertools.product((1, size(8, 2)), (D // H // 2, D // H)):
+        work = f"additive heads B{batch} d{D} h{H} n{2 * N} bf16, {hidden} units"
+        score = nn.AdditiveScore(D // H, D // H, hidden, **where)
+        additive = layer(nn.MultiHeadAttention, score=score, **where)
+        heads, sets = {"qkv": additive, "dot heads": train["qkv"]}, inputs(batch, 2 * N)
         for told, run in RUNS.items():
-            goals = {"dot heads": 0.25}
-            yield beside(f"{work}, {told}", run, sets, heads, clock, goals, **plain)
+            yield beside(f"{work}, {told}", run, sets, heads, clock, dots, **plain)
+            if device == "cuda":
+                yield as_graphs(f"{work}, {told}, as a CUDA graph", run, sets[0], heads, dots)
+
+
+def as_graphs(work, run, given, layers, goals):
+    """The device's own time: all launches replayed at once."""
+
+    def captured(layer):
+        for _ in range(3):
+            run(layer, *given, need_weights=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(layer, *given, need_weights=False)
+        return lambda *_: graph.replay()
+
+    sides = {name: captured(layer) for name, layer in layers.items()}
+    return compare(work, sides, [given], goals=goals, clock=Cuda(), repeats=15)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ WHOLE = 2**24
 MOST = 0.75
 """The share of the pairs that a mask must leave for that."""
 
+WORTH = 2**34
+"""Products of a call from which another backend may gain more than it takes to name it."""
+
 ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
 
@@ -519,6 +522,8 @@ def _sdpa(parts: Sequence[Array], mask: Array | None, plain: bool, scale: float)
         )
 
     if query.device.type != "cuda" or mask is not None or torch.compiler.is_compiling():
+        return attend()
+    if query.numel() * key.shape[-2] < WORTH:
         return attend()
     kind = _kind(query, key, value, plain)
     if kind not in _FASTEST:

@@ -249,21 +249,23 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
         would choose, without the choosing, which on a GPU takes longer than the kernel. None where
         anything is out of the ordinary."""
-        if x.is_nested or x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.numel():
-            return None
         if not (self.packed and self._is_plain()) or self._extra:
             return None
         if (self.training and self.dropout) or torch.is_autocast_enabled(x.device.type):
+            return None
+        if x.is_nested or x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.numel():
             return None
         packed = linear(x, self.in_proj_weight, self.in_proj_bias)
         looks = packed.device.type == "cpu" and not torch.compiler.is_compiling()
         if looks and not math.isfinite(packed.detach().sum()):
             return None  # on a CPU the kernel hides a NaN
+        one, two, _ = x.shape
+        heads = packed.view(one, two, 3, self.num_heads, self.head_dim)
         turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
-        heads = packed.unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = heads.permute(turn).unbind()
         out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
-        return self.out_proj(self._joined(out, True))
+        # As torch does: the weights themselves, not the module around them.
+        return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias)
 
     def _projected(
         self, query: Array, key: Array | None, value: Array | None

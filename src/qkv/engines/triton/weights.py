@@ -15,10 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
 ROWS, COLS = 64, 64
-PIECE = 2**22
-"""Weights that are made again at once on the way back."""
+
+
+@triton.jit
+def _alpha(q, k, top, row, col, n, m, upper, scale, BOUND: tl.constexpr, PRECISION: tl.constexpr):
+    """The weights of a tile: rows q (R, d), columns k (d, C), the rows' log-sum-exps."""
+    live = (row[:, None] < n) & (col[None, :] < m) & (top[:, None] != -float("inf"))
+    if BOUND:
+        live = live & (col[None, :] - row[:, None] <= upper)
+    s = (tl.dot(q, k, input_precision=PRECISION) * scale - top[:, None]) * 1.4426950408889634
+    return tl.where(live, tl.exp2(s), 0.0)
+
+
+@triton.jit
+def _read(x, row, stride, n, at, D: tl.constexpr):
+    """Rows of x, (R, d)."""
+    places = row[:, None].to(tl.int64) * stride + at[None, :]
+    return tl.load(x + places, mask=(row[:, None] < n) & (at[None, :] < D), other=0.0)
 
 
 @triton.jit
@@ -34,23 +48,13 @@ def _weights_kernel(
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     at = tl.arange(0, BLOCK_D)
     within = (row[:, None] < n) & (col[None, :] < m)
-    live = within
-    if BOUND:
-        live = live & (col[None, :] - row[:, None] <= upper)
-    total = tl.zeros((ROWS, COLS), tl.float32)
     place = row[:, None].to(tl.int64) * m + col[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
     for head in range(heads):
-        q = tl.load(
-            query + batch * q_batch + head * q_head + row[:, None] * q_row + at[None, :],
-            mask=(row[:, None] < n) & (at[None, :] < D), other=0.0,
-        )  # fmt: skip
-        k = tl.load(
-            key + batch * k_batch + (head // group) * k_head + col[None, :] * k_row + at[:, None],
-            mask=(col[None, :] < m) & (at[:, None] < D), other=0.0,
-        )  # fmt: skip
+        q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
+        k = tl.trans(_read(key + batch * k_batch + head // group * k_head, col, k_row, m, at, D))
         top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
-        s = tl.dot(q, k, input_precision=PRECISION) * scale - top[:, None] * 1.4426950408889634
-        alpha = tl.where(live & (top[:, None] != -float("inf")), tl.exp2(s), 0.0)
+        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, BOUND, PRECISION)
         if MEAN:
             total += alpha
         else:
@@ -58,6 +62,89 @@ def _weights_kernel(
             tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
     if MEAN:
         tl.store(out + batch * n * m + place, (total * share).to(out.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _along(x, row, col, stride_row, stride_col, n, m, share):
+    """The gradient of the weights of a tile."""
+    places = row[:, None].to(tl.int64) * stride_row + col[None, :] * stride_col
+    within = (row[:, None] < n) & (col[None, :] < m)
+    return tl.load(x + places, mask=within, other=0.0).to(tl.float32) * share
+
+
+@triton.jit
+def _query_kernel(
+    query, key, lse, along, dquery, centre,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
+    a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
+    n, m, heads, group, upper, scale, share,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BOUND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂q of a tile of rows of one head, and Σⱼ αⱼ gⱼ of each, with g = ∂L/∂α."""
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    first = tl.program_id(0) * ROWS
+    row, at = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
+    top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
+    end = m
+    if BOUND:
+        end = min(m, first + ROWS + upper)
+    key += batch * k_batch + head // group * k_head
+    along += batch * a_batch + head * a_head
+    middle = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, end, COLS):
+        col = start + tl.arange(0, COLS)
+        k = tl.trans(_read(key, col, k_row, m, at, D))
+        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, BOUND, PRECISION)
+        middle += tl.sum(alpha * _along(along, row, col, a_row, a_col, n, m, share), 1)
+    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(0, end, COLS):
+        col = start + tl.arange(0, COLS)
+        rows = _read(key, col, k_row, m, at, D)
+        alpha = _alpha(q, tl.trans(rows), top, row, col, n, m, upper, scale, BOUND, PRECISION)
+        g = _along(along, row, col, a_row, a_col, n, m, share)
+        slope = (alpha * (g - middle[:, None])).to(rows.dtype)
+        total += tl.dot(slope, rows, input_precision=PRECISION)
+    to = dquery + batch * d_batch + head * d_head + row[:, None].to(tl.int64) * d_row + at[None, :]
+    within = (row[:, None] < n) & (at[None, :] < D)
+    tl.store(to, (total * scale).to(dquery.dtype.element_ty), mask=within)
+    tl.store(centre + (batch * heads + head) * n + row, middle, mask=row < n)
+
+
+@triton.jit
+def _key_kernel(
+    query, key, lse, along, dkey, centre,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
+    a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
+    n, m, heads, group, upper, scale, share,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BOUND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂k of a tile of columns of one head of keys, over all the heads that share it."""
+    batch, few = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    first = tl.program_id(0) * COLS
+    col, at = first + tl.arange(0, COLS), tl.arange(0, BLOCK_D)
+    k = tl.trans(_read(key + batch * k_batch + few * k_head, col, k_row, m, at, D))
+    begin = 0
+    if BOUND:
+        begin = max(0, first - upper) // ROWS * ROWS
+    total = tl.zeros((COLS, BLOCK_D), tl.float32)
+    for head in range(few * group, few * group + group):
+        for start in range(begin, n, ROWS):
+            row = start + tl.arange(0, ROWS)
+            q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
+            top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
+            place = centre + (batch * heads + head) * n + row
+            middle = tl.load(place, mask=row < n, other=0.0)
+            alpha = _alpha(q, k, top, row, col, n, m, upper, scale, BOUND, PRECISION)
+            here = along + batch * a_batch + head * a_head
+            g = _along(here, row, col, a_row, a_col, n, m, share)
+            slope = (alpha * (g - middle[:, None])).to(q.dtype)
+            total += tl.dot(tl.trans(slope), q, input_precision=PRECISION)
+    to = dkey + batch * d_batch + few * d_head + col[:, None].to(tl.int64) * d_row + at[None, :]
+    within = (col[:, None] < m) & (at[None, :] < D)
+    tl.store(to, (total * scale).to(dkey.dtype.element_ty), mask=within)
 
 
 def weights(
@@ -68,7 +155,8 @@ def weights(
     With `upper` the pair i, j counts if j − i ≤ upper. The gradient is the whole one: that of the
     log-sum-exp, which must be the one of these scores, is part of it.
     """
-    found: Tensor = _Weights.apply(query, key, lse, scale, upper, mean)
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    found: Tensor = _Weights.apply(query, key, lse.float().contiguous(), scale, upper, mean)
     return found
 
 
@@ -85,21 +173,11 @@ class _Weights(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, lse)
         ctx.how = scale, upper, mean
-        (b, h, n, d), m = query.shape, key.shape[2]
-        query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-        lse = lse.float()
-        lse = lse if lse.stride(-1) == 1 else lse.contiguous()
+        (b, h, n, _), m = query.shape, key.shape[2]
         out = query.new_empty((b, n, m) if mean else (b, h, n, m))
-        grid = (triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b)
-        _weights_kernel[grid](
-            query, key, lse, out,
-            *query.stride()[:3], *key.stride()[:3], *lse.stride()[:2],
-            n, m, h, h // key.shape[1], 0 if upper is None else upper, scale * LOG2E, 1 / h,
-            D=d, BLOCK_D=max(triton.next_power_of_2(d), 16), ROWS=ROWS, COLS=COLS,
-            BOUND=upper is not None, MEAN=mean,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=4,
-        )  # fmt: skip
+        numbers, known = _arguments(query, key, lse, (), scale, upper, mean)
+        grid = triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b
+        _weights_kernel[grid](query, key, lse, out, *numbers, MEAN=mean, **known)
         return out
 
     @staticmethod
@@ -108,22 +186,38 @@ class _Weights(torch.autograd.Function):
         query, key, lse = ctx.saved_tensors
         scale, upper, mean = ctx.how
         (b, h, n, _), (few, m) = query.shape, key.shape[1:3]
-        dquery, dkey = torch.empty_like(query), torch.zeros_like(key, dtype=torch.float32)
-        wide = key if few == h else key.repeat_interleave(h // few, 1)
-        step = max(PIECE // max(b * h * m, 1), 16)
-        for start in range(0, n, step):
-            some = slice(start, start + step)
-            q, top = query[:, :, some], lse[:, :, some, None].float()
-            s = (q @ wide.mT).float() * scale - top
-            dead = top == -torch.inf
-            if upper is not None:
-                row = torch.arange(start, start + q.shape[2], device=q.device)[:, None]
-                dead = dead | (torch.arange(m, device=q.device) - row > upper)
-            alpha = s.exp_().masked_fill_(dead, 0)
-            g = along[:, None, some].float() / h if mean else along[:, :, some].float()
-            slope = alpha * (g - (alpha * g).sum(-1, keepdim=True)) * scale
-            slope = slope.to(query.dtype)
-            dquery[:, :, some] = slope @ wide
-            found = slope.mT @ q
-            dkey += found.unflatten(1, (few, -1)).sum(2) if few != h else found
-        return dquery, dkey.to(key.dtype), None, None, None, None
+        found = torch.empty_like(query), torch.empty_like(key)
+        centre = lse.new_empty(b, h, n)
+        strides = (along.stride(0), 0, *along.stride()[1:]) if mean else along.stride()
+        grids = (triton.cdiv(n, ROWS), h, b), (triton.cdiv(m, COLS), few, b)
+        kernels = _query_kernel, _key_kernel
+        for kernel, grid, slopes in zip(kernels, grids, found, strict=True):
+            places = (*strides, *slopes.stride()[:3])
+            numbers, known = _arguments(query, key, lse, places, scale, upper, mean)
+            kernel[grid](query, key, lse, along, slopes, centre, *numbers, **known)
+        return *found, None, None, None, None
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    more: tuple[int, ...],
+    scale: float,
+    upper: int | None,
+    mean: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What all kernels are told: numbers, and what they are compiled for."""
+    (_, h, n, d), m = query.shape, key.shape[2]
+    strides = *query.stride()[:3], *key.stride()[:3], *lse.stride()[:2], *more
+    bound = 0 if upper is None else upper
+    numbers = (*strides, n, m, h, h // key.shape[1], bound, scale, 1 / h if mean else 1.0)
+    known = {
+        "D": d,
+        "BLOCK_D": max(triton.next_power_of_2(d), 16),
+        "ROWS": ROWS,
+        "COLS": COLS,
+        "BOUND": upper is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    return numbers, known
