@@ -508,3 +508,13 @@ def test_self_attention_without_a_mask_has_second_derivatives(batch_first):
     layer = MultiHeadAttention(4, 2, batch_first=batch_first, dtype=torch.float64)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradgradcheck(lambda x: layer(x, x, x, need_weights=False)[0], x)
+
+
+def test_a_score_that_is_changed_later_counts():
+    layer = MultiHeadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 5, 8)
+    first = layer(x, x, x, need_weights=False)[0]
+    layer.score = scores.Gaussian()
+    want = layer(x, x, x)[0]
+    assert (first - want).abs().max() > 1e-3
+    torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], want)

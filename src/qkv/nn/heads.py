@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from qkv import masks, weightings
 from qkv.engines import native
@@ -20,8 +20,7 @@ from qkv.scores import ScaledDot
 from qkv.types import Array
 from qkv.weightings import Softmax
 
-PLAIN = (ScaledDot(), Softmax())
-"""What torch's own layer computes."""
+HALF = (torch.float16, torch.bfloat16)
 
 
 class SelfAttention(nn.Module):
@@ -158,14 +157,22 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.weighting = weightings.resolve(weighting)
         self.rotary = rotary_of(rotary, self.head_dim)
         self.packed = self._qkv_same_embed_dim
+        self._plain: tuple[Any, Any, bool] = (None, None, False)
         # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.
         self._qkv_same_embed_dim = self.packed and self._is_plain()
         if shared != num_heads:
             self._narrow(device, dtype)
 
     def _is_plain(self) -> bool:
-        same = self.num_kv_heads == self.num_heads and self.rotary is None
-        return bool(same and self.score == PLAIN[0] and self.weighting == PLAIN[1])
+        """Whether this is what torch's own layer computes from one packed input."""
+        if self.score is not self._plain[0] or self.weighting is not self._plain[1]:
+            self._plain = (self.score, self.weighting, self._is_torchs())
+        return self._plain[2]
+
+    def _is_torchs(self) -> bool:
+        same = self.num_kv_heads == self.num_heads and self.rotary is None and not self._extra
+        same = same and self.packed and type(self.score) is ScaledDot
+        return bool(same and self.score == ScaledDot() and self.weighting == Softmax())
 
     def _narrow(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
@@ -249,21 +256,25 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
         would choose, without the choosing, which on a GPU takes longer than the kernel. None where
         anything is out of the ordinary."""
-        if not (self.packed and self._is_plain()) or self._extra:
+        if x.is_nested or not self._is_plain() or (self.training and self.dropout):
             return None
-        if (self.training and self.dropout) or torch.is_autocast_enabled(x.device.type):
+        device, shape = x.device.type, x.shape
+        if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape:
             return None
-        if x.is_nested or x.dim() != 3 or x.shape[-1] != self.embed_dim or not x.numel():
+        if torch.is_autocast_enabled(device):
             return None
         packed = linear(x, self.in_proj_weight, self.in_proj_bias)
-        looks = packed.device.type == "cpu" and not torch.compiler.is_compiling()
+        looks = device == "cpu" and not torch.compiler.is_compiling()
         if looks and not math.isfinite(packed.detach().sum()):
-            return None  # on a CPU the kernel hides a NaN
-        one, two, _ = x.shape
-        heads = packed.view(one, two, 3, self.num_heads, self.head_dim)
+            return None  # the kernel would hide a NaN
+        heads = packed.view(shape[0], shape[1], 3, self.num_heads, self.head_dim)
         turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q, k, v = heads.permute(turn).unbind()
-        out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
+        if device == "cuda" and x.dtype in HALF:
+            # In torch's own graph: a second derivative in 16 bits is not worth a slower first.
+            out = scaled_dot_product_attention(q, k, v)
+        else:
+            out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
         # As torch does: the weights themselves, not the module around them.
         return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias)
 
