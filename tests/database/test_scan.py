@@ -144,11 +144,28 @@ def test_second_derivatives():
             scan.NARROW = scan_narrow
 
 
-def test_scores_and_pooling_of_live_rows_only():
-    s = scan.score_all(read, QUERY, scores.Dot(), int(LIVE.sum()))
+@pytest.mark.parametrize("apart", [True, False])
+def test_scores_and_pooling_of_live_rows_only(apart):
+    s = scan.score_all(read, QUERY, scores.Dot(), int(LIVE.sum()), apart)
     np.testing.assert_allclose(s, QUERY @ KEY[LIVE].T)
     alpha = rng.random((4, int(LIVE.sum())))
-    np.testing.assert_allclose(scan.pool_all(read, alpha), alpha @ VALUE[LIVE])
+    np.testing.assert_allclose(scan.pool_all(read, alpha, apart), alpha @ VALUE[LIVE])
+
+
+def test_pieces_apart_are_done_with_before_the_next():
+    done = []
+
+    class Watched(scores.Dot):
+        def __call__(self, query, key):
+            done.append(len(key))
+            return super().__call__(query, key)
+
+    def lazily():
+        for i, piece in enumerate(read()):
+            assert len(done) == i
+            yield piece
+
+    scan.score_all(lazily, QUERY, Watched(), int(LIVE.sum()), True)
 
 
 def test_a_value_that_does_not_count_cannot_spoil_the_sum():

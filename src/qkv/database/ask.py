@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,15 @@ class Asked:
                 s[i, np.isin(view.ids, view.find(key))] = 1.0
             return s, "exact index"
         code = self._encoded(queries)
-        s = scan.score_all(view.pieces(), code, self._lowered(code), len(view.ids))
-        pieces = sum(1 for _ in view.parts())
+        pieces = 0
+
+        def counted() -> Iterator[scan.Piece]:
+            nonlocal pieces
+            for piece in view.pieces()():
+                pieces += 1
+                yield piece
+
+        s = scan.score_all(counted, code, self._lowered(code), len(view.ids), view.scarce)
         return s, f"scan of {len(view.ids):,} rows in {pieces} piece{'s' if pieces > 1 else ''}"
 
     def _lowered(self, code: np.ndarray) -> Any:
@@ -146,7 +154,7 @@ class Asked:
             at = np.flatnonzero(used)
             values = self.view.snapshot.tensor("value", self.view.ids[at])
             return np.asarray(alpha[:, at] @ values)
-        return scan.pool_all(self.view.pieces(value=True), alpha)
+        return scan.pool_all(self.view.pieces(value=True), alpha, self.view.scarce)
 
     def _answer(
         self,

@@ -25,6 +25,10 @@ NARROW = 8
 """Numbers of a value up to which its covariance with the key costs less than a second reading."""
 
 
+MOST = 2**17
+"""Rows of values that a core takes at a time, however narrow."""
+
+
 class Piece(NamedTuple):
     """Rows that are read together; `live` (m,) marks those that count, None means all."""
 
@@ -36,8 +40,12 @@ class Piece(NamedTuple):
 Read = Callable[[], Iterable[Piece]]
 
 
-def score_all(read: Read, query: np.ndarray, score: Score, rows: int) -> np.ndarray:
+def score_all(
+    read: Read, query: np.ndarray, score: Score, rows: int, apart: bool = False
+) -> np.ndarray:
     """s(q, kᵢ) for every live row: (n, d) → (n, rows), on all cores.
+
+    With `apart` each piece is done with before the next one is read.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> live = np.array([True, False, True])
@@ -47,60 +55,76 @@ def score_all(read: Read, query: np.ndarray, score: Score, rows: int) -> np.ndar
     fw = of(query)
     out = np.empty((len(query), rows), query.dtype)
     at = 0
-    for piece in read():
-        size = len(piece.key) if piece.live is None else int(piece.live.sum())
-        found = out[:, at : at + size]
-        whole = found if piece.live is None else np.empty((len(query), len(piece.key)), out.dtype)
 
-        def fill(span: Span, key: np.ndarray = piece.key, whole: np.ndarray = whole) -> None:
-            some = slice(span.start, span.start + span.size)
-            with fw.quiet():
-                whole[:, some] = score(query, key[some].astype(query.dtype, copy=False))
+    def fill(job: tuple[np.ndarray, np.ndarray]) -> None:
+        key, found = job
+        with fw.quiet():
+            found[:] = score(query, key.astype(query.dtype, copy=False))
 
+    for pieces in _groups(read, apart):
+        jobs, kept = [], []
+        for piece in pieces:
+            size = len(piece.key) if piece.live is None else int(piece.live.sum())
+            found = whole = out[:, at : at + size]
+            if piece.live is not None:
+                whole = np.empty((len(query), len(piece.key)), out.dtype)
+                kept.append((found, whole, piece.live))
+            for span in _spans(piece.key, score):
+                some = slice(span.start, span.start + span.size)
+                jobs.append((piece.key[some], whole[:, some]))
+            at += size
         with threads.one_for_blas():
-            threads.each(fill, _spans(piece.key, score))
-        if piece.live is not None:
-            found[:] = whole[:, piece.live]
-        at += size
+            threads.each(fill, jobs)
+        for found, whole, live in kept:
+            found[:] = whole[:, live]
     return out
 
 
-def pool_all(read: Read, weights: np.ndarray) -> np.ndarray:
+def pool_all(read: Read, weights: np.ndarray, apart: bool = False) -> np.ndarray:
     """Σᵢ αᵢ vᵢ of every live row: (n, m) → (n, d_v)."""
     fw, at, total = of(weights), 0, 0.0
-    for piece in read():
-        value = piece.value
-        assert value is not None
-        size = len(value) if piece.live is None else int(piece.live.sum())
-        alpha, wide = weights[:, at : at + size], np.result_type(weights, value)
-        at += size
-        if piece.live is not None:
-            whole = np.zeros((len(alpha), len(value)), alpha.dtype)
-            whole[:, piece.live] = alpha
-            alpha = whole
 
-        def lift(
-            span: Span, value: np.ndarray = value, alpha: np.ndarray = alpha, wide: Any = wide
-        ) -> np.ndarray:
-            rows = slice(span.start, span.start + span.size)
-            some = alpha[:, rows].astype(wide, copy=False)
-            seen = value[rows]
-            out: np.ndarray = some @ seen
+    def lift(job: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        alpha, value = job
+        with fw.quiet():
+            alpha = alpha.astype(np.result_type(alpha, value), copy=False)
+            out: np.ndarray = alpha @ value
             if not np.isfinite(out).all():  # 0 · NaN brings back what does not count
-                out = some @ np.where((some != 0).any(axis=0)[:, None], seen, 0)
+                out = alpha @ np.where((alpha != 0).any(axis=0)[:, None], value, 0)
             return out
 
+    for pieces in _groups(read, apart):
+        jobs = []
+        for piece in pieces:
+            value = piece.value
+            assert value is not None
+            size = len(value) if piece.live is None else int(piece.live.sum())
+            alpha = weights[:, at : at + size]
+            at += size
+            if piece.live is not None:
+                whole = np.zeros((len(alpha), len(value)), alpha.dtype)
+                whole[:, piece.live] = alpha
+                alpha = whole
+            for span in _spans(value, most=MOST):
+                some = slice(span.start, span.start + span.size)
+                jobs.append((alpha[:, some], value[some]))
         # A thread that BLAS has woken spins for a while, on a core that the next scan needs.
-        with fw.quiet(), threads.one_for_blas():
-            start = np.zeros((len(alpha), value.shape[1]), wide)
-            total = total + fw.reduce(lift, np.add, start, _spans(value))
+        with threads.one_for_blas():
+            total = total + sum(threads.each(lift, jobs))
     return np.asarray(total)
 
 
-def _spans(key: np.ndarray, score: Score | None = None) -> list[Span]:
-    width = max(key.shape[1], 1 if score is None else score.footprint(key.shape[1]))
+def _groups(read: Read, apart: bool) -> Iterable[list[Piece]]:
+    """The pieces that are read together: one by one, or all."""
+    return ([piece] for piece in read()) if apart else [list(read())]
+
+
+def _spans(x: np.ndarray, score: Score | None = None, most: int | None = None) -> list[Span]:
+    """Rows that a core takes at a time."""
+    width = max(x.shape[1], 1 if score is None else score.footprint(x.shape[1]))
     size = max(READ // max(width, 1), 512)
-    return [Span(i, min(size, len(key) - i)) for i in range(0, len(key), size)]
+    size = size if most is None else min(size, most)
+    return [Span(i, min(size, len(x) - i)) for i in range(0, len(x), size)]
 
 
 def attend(

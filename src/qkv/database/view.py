@@ -131,6 +131,11 @@ class View:
     def parts(self) -> Iterator[Part]:
         return self.snapshot.parts()
 
+    @property
+    def scarce(self) -> bool:
+        """Whether the pages of a part are let go when the next one is read."""
+        return self.snapshot.scarce()
+
     def pieces(self, live: np.ndarray | None = None, *, value: bool = False) -> scan.Read:
         """The rows as pieces to be scanned; `live` (m,) leaves some of them out."""
 

@@ -221,10 +221,9 @@ class Snapshot:
         next one is asked for, the system may take back the memory of the last.
         """
         after = -1
-        total, width = self._sizes()
-        scarce = total > resident
+        scarce = self.scarce(resident)
         if window is None and scarce:
-            window = max(1, sizes.WINDOW // max(1, width))
+            window = max(1, sizes.WINDOW // max(1, self._sizes()[1]))
         while True:
             listing = self._listing()
             for entry in listing.entries:
@@ -244,6 +243,10 @@ class Snapshot:
             else:
                 yield from self._windows(listing.resting, listing.dead, after, window)
                 return
+
+    def scarce(self, resident: int = sizes.RESIDENT) -> bool:
+        """Whether the tensors take more than so many bytes."""
+        return self._sizes()[0] > resident
 
     def release(self, part: Part) -> None:
         """Tell the system that the memory of a part is not needed any more."""
