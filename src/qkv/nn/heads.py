@@ -263,14 +263,22 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return None
         if torch.is_autocast_enabled(device):
             return None
-        packed = linear(x, self.in_proj_weight, self.in_proj_bias)
+        half, bias = device == "cuda" and x.dtype in HALF, self.in_proj_bias
+        if half and self.batch_first and bias is not None and not torch.is_grad_enabled():
+            # All of it as one operator, which torch's own layer calls in the same case.
+            given = (self.in_proj_weight, bias, self.out_proj.weight, self.out_proj.bias)
+            rest = (None, False, True, None)  # no mask, no weights
+            return torch._native_multi_head_attention(
+                x, x, x, self.embed_dim, self.num_heads, *given, *rest
+            )[0]
+        packed = linear(x, self.in_proj_weight, bias)
         looks = device == "cpu" and not torch.compiler.is_compiling()
         if looks and not math.isfinite(packed.detach().sum()):
             return None  # the kernel would hide a NaN
         heads = packed.view(shape[0], shape[1], 3, self.num_heads, self.head_dim)
         turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q, k, v = heads.permute(turn).unbind()
-        if device == "cuda" and x.dtype in HALF:
+        if half:
             # In torch's own graph: a second derivative in 16 bits is not worth a slower first.
             out = scaled_dot_product_attention(q, k, v)
         else:
