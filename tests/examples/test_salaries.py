@@ -82,14 +82,6 @@ def test_the_learned_kernel_is_the_equation(found: salaries.Study) -> None:
     np.testing.assert_allclose(found.best, by_hand, rtol=1e-4)
 
 
-def test_learning_is_fit_with_word_of_every_step() -> None:
-    table = salaries.salaries(80)
-    told: list[float] = []
-    losses = salaries.learn(table.learner(False), 5, told.append)
-    assert losses == told
-    assert losses == pytest.approx(table.learner(False).fit(5, salaries.RATE))
-
-
 def test_the_query_listens_to_its_neighbours(found: salaries.Study) -> None:
     gpa, alpha, answer = salaries.asked(found)
     assert alpha.sum() == pytest.approx(1, abs=1e-5)

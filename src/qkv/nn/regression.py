@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,8 +64,10 @@ class KernelRegression(nn.Module):
         """The mean squared error of `held_out`."""
         return (self.held_out() - self.value).square().mean()
 
-    def fit(self, steps: int = 100, lr: float = 0.1) -> list[float]:
-        """The losses of so many steps of Adam."""
+    def fit(
+        self, steps: int = 100, lr: float = 0.1, told: Callable[[float], None] | None = None
+    ) -> list[float]:
+        """The losses of so many steps of Adam; `told` hears each one at once."""
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
         for _ in range(steps):
@@ -73,6 +76,8 @@ class KernelRegression(nn.Module):
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
+            if told is not None:
+                told(losses[-1])
         return losses
 
     def _predicted(self, query: Array, mask: Any) -> Array:
