@@ -12,7 +12,7 @@ PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
 BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
-INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,test,dev]' tensorflow-cpu
+INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,test,dev]' tensorflow-cpu
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -116,7 +116,7 @@ test-full: env ## The whole product of cases; takes long
 	@$(BIN)/python $(PIP_INSTALL) -e '.[bench]' -c constraints.txt
 	@touch $@
 
-bench: .venv/.peers ## Measure beside the peers, all or BENCH="dot sparse", and write README's table
+bench: .venv/.peers ## Measure beside the peers, all or BENCH="dot sparse", and write the tables
 	@$(BIN)/python -m bench $(BENCH)
 	@$(BIN)/python tools/table.py
 

@@ -1,4 +1,4 @@
-"""Write the tables between <!-- bench --> and <!-- /bench --> in README.md from bench/results."""
+"""Write bench/RESULTS.md from bench/results, and its first lines between the marks in README.md."""
 
 from __future__ import annotations
 
@@ -10,19 +10,40 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(?<=<!-- bench -->\n).*?(?=<!-- /bench -->)", re.DOTALL)
 HEAD = "| work | qkv | error | beside it | goal |\n|---|---|---|---|---|\n"
+FIRST = (
+    "dot H8 n2048 d64 f32, forward",
+    "sparsemax n2048 d64 f32, forward",
+    "additive n2048 h64 f32, forward + backward",
+    "Gaussian, 200,000 uniform rows × 2,000 queries d3, σ 0.0505, f32",
+    "heads d512 h8 n1024 f32, forward + backward",
+    "ask, softmax over 1,000,000 × 256 f32 on disk",
+    "dot B4 H16 n4096 d128, forward",
+    "additive B8 n4096 h64, forward",
+    "entmax15 B4 H16 n4096 d64, forward",
+    "look-up, 16 queries in 8,000,000 × 128",
+)
+"""The rows that README shows."""
 
 
 def main() -> None:
-    files = {path.stem: json.loads(path.read_text()) for path in sorted(results())}
-    parts = [table([file for name, file in files.items() if name != "gpu"])]
-    parts.append(table([file for name, file in files.items() if name == "gpu"]))
-    text = "\n".join(part for part in parts if part) or "Nothing was measured yet.\n"
-    page = ROOT / "README.md"
-    page.write_text(MARKED.sub(lambda _: text, page.read_text()))
+    found = [json.loads(path.read_text()) for path in results()]
+    halves = [[x for x in found if ("gpu" in x["machine"]) is on_gpu] for on_gpu in (False, True)]
+    page, all_of_it = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
+    chosen = [table([only(file, FIRST) for file in half]) for half in halves]
+    page.write_text(MARKED.sub(lambda _: "\n".join(filter(None, chosen)), page.read_text()))
+    goals = [goal["met"] for half in halves for file in half for row in file["rows"]
+             for goal in row.get("goals", ())]  # fmt: skip
+    told = f"{goals.count(True)} of {len(goals)} goals are met."
+    parts = [f"# What was measured\n\n{told}\n", *filter(None, map(table, halves))]
+    all_of_it.write_text("\n".join(parts))
+
+
+def only(file: dict[str, Any], works: tuple[str, ...]) -> dict[str, Any]:
+    return file | {"rows": [row for row in file["rows"] if row.get("work") in works]}
 
 
 def results() -> list[Path]:
-    return list((ROOT / "bench" / "results").glob("*.json"))
+    return sorted((ROOT / "bench" / "results").glob("*.json"))
 
 
 def table(files: list[dict[str, Any]]) -> str:
