@@ -215,12 +215,9 @@ class Transformer(torch.nn.Module):
 
     def alignment(self, source: Tensor, target: Tensor) -> Tensor:
         """α (B, n, m) of the last block's look at the memory, the mean of its heads."""
-        seen: list[Any] = []
-        layer = self.model.decoder.layers[-1].multihead_attn
-        hook = layer.register_forward_hook(lambda layer, given, _: seen.extend(given[:3]))
-        self(source, target)
-        hook.remove()
-        return layer(*seen, key_padding_mask=source == 0)[1]
+        with nn.capture(self.model.decoder.layers[-1]) as seen:
+            self(source, target)
+        return seen["multihead_attn"].mean(1)
 
 
 Model = Bahdanau | Transformer

@@ -106,16 +106,9 @@ class Model(torch.nn.Module):
 
     def weights(self, x: Tensor) -> Tensor:
         """α (B, layers, heads, n, n)"""
-        found: list[Tensor] = []
-
-        def look(layer: nn.MultiHeadAttention, given: Any, _: Any) -> None:
-            found.append(layer.forward(*given[:3], average_attn_weights=False, is_causal=True)[1])
-
-        hooks = [block.self_attn.register_forward_hook(look) for block in self.blocks]
-        self(x)
-        for hook in hooks:
-            hook.remove()
-        return torch.stack(found, 1)
+        with nn.capture(self) as seen:
+            self(x)
+        return torch.stack(list(seen.values()), 1)
 
     def write(self, start: Tensor, count: int, temperature: float = 0.7) -> Tensor:
         """The letters start (n,) and `count` more, drawn one by one; keys and values are kept."""

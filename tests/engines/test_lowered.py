@@ -194,3 +194,24 @@ def test_explain_tells_how_wide_and_how_near(room):
     told = qkv.explain(*arrays, score=score, engine="lowered")
     assert f"dot products of {near[0].form_width(16):,} numbers" in told.detail
     assert f"within {near[1]:.1g}" in told.detail
+
+
+def test_a_short_additive_call_stays_as_it_is(monkeypatch):
+    """Making functions of a row takes longer than a few hyperbolic tangents."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 8)).astype("float32")
+    score = scores.Additive(*(rng.normal(size=s).astype("float32") for s in ((4, 8), (4, 8), (4,))))
+
+    def told():
+        found = qkv.explain(x, x, x, score=score)
+        return found.engine, dict(found.refusals).get("lowered", "")
+
+    engine, why = told()
+    assert engine != "lowered"
+    assert "200 queries and 200 keys" in why
+    monkeypatch.setattr(lowered, "SHORT", 0)
+    engine, why = told()
+    assert engine != "lowered"
+    assert "functions of each hidden unit" in why
+    monkeypatch.setattr(lowered, "PAIRS", 0)
+    assert told() == ("lowered", "")

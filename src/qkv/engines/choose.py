@@ -34,7 +34,8 @@ def choose(call: Call, name: str | None = None) -> Choice:
         return Choice(NAMES[name], ())
     refusals: list[tuple[str, str]] = []
     for engine in ENGINES:
-        reason = engine.cannot(call) or engine.declines(call)
+        reason = lowered.is_short(call) if engine is lowered else None
+        reason = reason or engine.cannot(call) or engine.declines(call)
         if not reason:
             return Choice(engine, tuple(refusals))
         refusals.append((engine.NAME, reason))

@@ -12,7 +12,8 @@ from types import ModuleType
 
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
-from qkv.scores import Dot, Gated, ScaledDot, Score
+from qkv.scores import Additive, Dot, Gated, ScaledDot, Score
+from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.types import Array
 
@@ -24,6 +25,23 @@ ROOM = 2**26
 """Numbers that φ and ψ may have together; beyond, they are made block by block."""
 
 
+SHORT = 2**24
+"""Hyperbolic tangents up to which an additive score is quicker as it stands."""
+
+PAIRS = 6
+"""Pairs for each row of query and key that must pay for making one of its functions."""
+
+
+def is_short(call: Call) -> str | None:
+    """A reason against it that takes no look at the numbers, which `cannot` takes."""
+    if not isinstance(call.score, Additive):
+        return None
+    shape = (*call.lead, call.n, call.m)
+    if None not in shape and math.prod(shape) * streaming.footprint(call) < SHORT:
+        return f"{call.n:,} queries and {call.m:,} keys do not pay for finding functions for tanh"
+    return None
+
+
 def cannot(call: Call) -> str | None:
     if type(call.score) in (Dot, ScaledDot) and not isinstance(call.lowering, str):
         return "the score is a dot product as it stands"
@@ -33,6 +51,13 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
+    score = None if isinstance(call.lowering, str) else call.lowering[0]
+    if isinstance(score, Separable):
+        each = score.form_width(0) / max(streaming.footprint(call), 1)
+        pairs = call.n * call.m / (call.n + call.m)
+        if pairs < PAIRS * each:
+            few = f"{call.n:,} queries and {call.m:,} keys"
+            return f"{few} do not pay for making {each:.0f} functions of each hidden unit"
     return streaming.declines(call)
 
 

@@ -18,6 +18,7 @@ from qkv.nn.blocks import (
     TransformerEncoder,
 )
 from qkv.nn.cache import Cache
+from qkv.nn.capture import Seen, capture
 from qkv.nn.describe import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention, SelfAttention
@@ -46,11 +47,13 @@ __all__ = [
     "MultiHeadAttention",
     "MultiplicativeScore",
     "Rotary",
+    "Seen",
     "SelfAttention",
     "SqueezeExcitation",
     "Transformer",
     "TransformerBlock",
     "TransformerDecoder",
     "TransformerEncoder",
+    "capture",
     "describe",
 ]

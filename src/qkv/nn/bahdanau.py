@@ -10,7 +10,7 @@ from torch import nn
 from qkv import weightings
 from qkv.errors import ShapeError
 from qkv.nn.attention import attended, probability, words
-from qkv.nn.scores import AdditiveScore, checked, sizes
+from qkv.nn.scores import AdditiveScore, Beforehand, checked, sizes
 from qkv.types import Array
 
 
@@ -64,20 +64,24 @@ class BahdanauDecoder(nn.Module):
             )
         live = None if mask is None else ~mask[:, None, :]
         state = torch.tanh(self.start(memory[:, 0])) if state is None else state
+        key, score = memory, self.score
+        if type(score) is AdditiveScore:
+            score = Beforehand(score)
+            key = score.keys(memory)
         found = []
         for word in self.embedding(tokens).unbind(1):
-            logits, state, alpha = self.step(word, memory, live, state)
+            logits, state, alpha = self._step(word, key, memory, score, live, state)
             found.append((logits, alpha))
         logits, alpha = (torch.stack(x, 1) for x in zip(*found, strict=True))
         return logits, state, alpha
 
-    def step(
-        self, word: Array, memory: Array, live: Array | None, state: Array
+    def _step(
+        self, word: Array, key: Array, memory: Array, score: Any, live: Array | None, state: Array
     ) -> tuple[Array, Array, Array]:
         """One word vector (B, embed_dim) further: logits, the next state, and α (B, m)."""
         dropout = self.dropout if self.training else 0.0
         context, alpha = attended(
-            state[:, None], memory, memory, self.score, self.weighting, live, dropout, "heads"
+            state[:, None], key, memory, score, self.weighting, live, dropout, "heads"
         )
         context = context[:, 0]
         state = self.cell(torch.cat((word, context), -1), state)

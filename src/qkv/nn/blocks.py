@@ -12,7 +12,7 @@ from qkv.errors import ArgumentError
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
-from qkv.nn.scores import sizes
+from qkv.nn.scores import again, sizes
 from qkv.types import Array
 
 Caches = list[tuple[Cache, Cache]]
@@ -57,7 +57,7 @@ class TransformerBlock(nn.Module):
         self.norm_first, self.cross = norm_first, cross
         self.self_attn = MultiHeadAttention(d_model, nhead, **common, **heads)
         if cross:
-            plain = {name: x for name, x in heads.items() if name != "rotary"}
+            plain = {name: again(x) for name, x in heads.items() if name != "rotary"}
             self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **plain)
         network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **where)
         self.activation = network.activation
@@ -120,9 +120,10 @@ class _Stack(nn.Module):
     ) -> None:
         super().__init__()
         sizes(num_layers=num_layers)
-        self.layers = nn.ModuleList(
-            TransformerBlock(d_model, nhead, cross=cross, **block) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for i in range(num_layers):
+            own = block if i == 0 else {name: again(x) for name, x in block.items()}
+            self.layers.append(TransformerBlock(d_model, nhead, cross=cross, **own))
         rest = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
         eps = block.get("layer_norm_eps", 1e-5)
         self.norm = nn.LayerNorm(d_model, eps=eps, **rest) if norm else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from qkv import scores
 from qkv.errors import ArgumentError
@@ -30,12 +33,23 @@ class LearnedScore(nn.Module):
 
 def built(score: Any, dtype: Any) -> Any:
     """A learned score as the object that `attend` takes; anything else as it is."""
-    return score.build(dtype) if isinstance(score, LearnedScore) else score
+    return score.build(dtype) if isinstance(score, LearnedScore | Beforehand) else score
 
 
 def checked(score: Any) -> Any:
     """The score of a layer: a module as it is, a name or a function as a score."""
     return score if isinstance(score, nn.Module) else scores.resolve(score)
+
+
+def again(score: Any) -> Any:
+    """The same score for one more layer: a module with parameters of its own, drawn anew."""
+    if not isinstance(score, nn.Module):
+        return score
+    copy = deepcopy(score)
+    for part in copy.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    return copy
 
 
 def told(score: Any) -> str:
@@ -79,13 +93,27 @@ class AdditiveScore(LearnedScore):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def build(self, dtype: Any) -> Score:
+    def build(self, dtype: Any) -> scores.Additive:
         bias = None if self.bias is None else self.bias.to(dtype)
         return scores.Additive(self.w_query.to(dtype), self.w_key.to(dtype), self.v.to(dtype), bias)
 
     def extra_repr(self) -> str:
         hidden, d_q = self.w_query.shape
         return f"d_q={d_q}, d_k={self.w_key.shape[1]}, hidden={hidden}"
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """An additive score for keys that are W₂k already: for a memory that is asked step by step."""
+
+    score: AdditiveScore
+
+    def keys(self, memory: Array) -> Array:
+        """W₂k of every key, (…, m, hidden)."""
+        return linear(memory, self.score.w_key)
+
+    def build(self, dtype: Any) -> Score:
+        return replace(self.score.build(dtype), w_key=None)
 
 
 class MultiplicativeScore(LearnedScore):

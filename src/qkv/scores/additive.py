@@ -25,6 +25,8 @@ ACCURACY = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "float32": 1e-6}
 class Additive(Score):
     """s = vᵀ tanh(W₁q + W₂k + b), with w_query (h, d_q), w_key (h, d_k), v (h,), bias (h,).
 
+    Without w_key the keys are W₂k already, (…, m, h): for those that many queries look at in turn.
+
     >>> import numpy as np
     >>> one = np.array([[1.0]])
     >>> Additive(one, one, np.array([2.0]))(np.array([[0.5]]), np.array([[-0.5], [30.0]]))
@@ -32,17 +34,16 @@ class Additive(Score):
     """
 
     w_query: Array
-    w_key: Array
+    w_key: Array | None
     v: Array
     bias: Array | None = None
     ranged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        sizes = {
-            "w_query": array_of(self, "w_query", "h", "d_q")[-2],
-            "w_key": array_of(self, "w_key", "h", "d_k")[-2],
-            "v": array_of(self, "v", "h")[-1],
-        }
+        sizes = {"w_query": array_of(self, "w_query", "h", "d_q")[-2]}
+        if self.w_key is not None:
+            sizes["w_key"] = array_of(self, "w_key", "h", "d_k")[-2]
+        sizes["v"] = array_of(self, "v", "h")[-1]
         if self.bias is not None:
             sizes["bias"] = array_of(self, "bias", "h")[-1]
         agree(self, "the hidden width h", **sizes)
@@ -58,7 +59,9 @@ class Additive(Score):
         from_query = xp.matmul(query, xp.matrix_transpose(self.w_query))
         if self.bias is not None:
             from_query = from_query + self.bias
-        return from_query, xp.matmul(key, xp.matrix_transpose(self.w_key))
+        if self.w_key is not None:
+            key = xp.matmul(key, xp.matrix_transpose(self.w_key))
+        return from_query, key
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
@@ -81,8 +84,13 @@ class Additive(Score):
         return Separable(self.w_query, self.w_key, self.v, self.bias, found), error
 
     def check(self, query: Shape, key: Shape) -> None:
+        if self.w_key is None and key[-1] != self.v.shape[-1]:
+            raise ShapeError(
+                f"Additive: without w_key the keys must be (…, m, h) = (…, m, {self.v.shape[-1]}), "
+                f"not rows of {key[-1]} numbers"
+            )
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
-            if w.shape[-1] != width[-1]:
+            if w is not None and w.shape[-1] != width[-1]:
                 raise ShapeError(
                     f"Additive: {name} must be (h, {width[-1]}) for rows of {width[-1]} numbers, "
                     f"not {tuple(w.shape)}"
