@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import array_api_compat.numpy
 import numpy
 
 from qkv.arrays import threads
@@ -17,9 +16,19 @@ from qkv.types import Array, Span
 _DTYPES: dict[Any, str] = {}
 
 
+def _standard() -> Any:
+    """The array namespace. NumPy 2.1 is one itself, and that of array_api_compat takes as long to
+    import as NumPy."""
+    if numpy.lib.NumpyVersion(numpy.__version__) >= "2.1.0":
+        return numpy
+    import array_api_compat.numpy
+
+    return array_api_compat.numpy
+
+
 class NumPy(Framework):
     name = "numpy"
-    xp = array_api_compat.numpy
+    xp = _standard()
 
     def dtype(self, x: Array) -> str:
         if x.dtype not in _DTYPES:  # NumPy spells the name out letter by letter each time
@@ -78,6 +87,12 @@ class NumPy(Framework):
 
         with threads.one_for_blas():
             return threads.reduced(quietly, merge, start, spans)
+
+    def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
+        # NumPy sorts upwards only; turned around twice, the lowest of equals stays first.
+        upwards = numpy.argsort(numpy.flip(x, -1), axis=-1, kind="stable")
+        order = x.shape[-1] - 1 - numpy.flip(upwards, -1)[..., :k]
+        return numpy.take_along_axis(x, order, axis=-1), order
 
     # The same as in base, without its temporaries.
 
