@@ -24,6 +24,12 @@ BACKEND = keras.backend.backend()
 RNG = np.random.default_rng(5)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The first weights of every layer are the same in every run."""
+    keras.utils.set_random_seed(0)
+
+
 def numbers(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype("float32")
 
