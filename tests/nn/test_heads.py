@@ -518,3 +518,34 @@ def test_a_score_that_is_changed_later_counts():
     want = layer(x, x, x)[0]
     assert (first - want).abs().max() > 1e-3
     torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], want)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("block", [2**20, 2**5], ids=["at once", "in pieces"])
+def test_weights_beside_torchs_kernel(average, block, monkeypatch):
+    """Values, gradients through the weights alone and through both, and second derivatives."""
+    from qkv.nn import weights
+
+    monkeypatch.setattr(weights, "BLOCK", block)
+    ours = MultiHeadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    theirs = torch.nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+
+    def slopes(layer, through):
+        out, alpha = layer(x, x, x, average_attn_weights=average)
+        loss = {"out": out.square().sum(), "alpha": alpha.square().sum()}
+        wanted = [x, layer.in_proj_weight]
+        found = torch.autograd.grad(sum(loss[name] for name in through), wanted)
+        return [out, alpha, *found]
+
+    for through in (["out"], ["alpha"], ["out", "alpha"]):
+        for got, want in zip(slopes(ours, through), slopes(theirs, through), strict=True):
+            torch.testing.assert_close(got, want)
+    small = x.detach()[:1, :3].requires_grad_()
+
+    def both(x):
+        out, alpha = ours(x, x, x, average_attn_weights=average)
+        return out.sum() + alpha.square().sum()
+
+    assert torch.autograd.gradgradcheck(both, small)

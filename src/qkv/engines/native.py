@@ -138,16 +138,17 @@ def _heals(call: Call) -> bool:
         return True
     plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64"
     plain = plain and max(call.fw.shape(x)[-1] for x in (call.query, call.value)) <= 256
-    return plain and not call.fw.tracing(call.query) and _has_triton()
+    return plain and not call.fw.tracing(call.query) and has_triton()
 
 
 def _has_look_up(call: Call) -> bool:
     on_cuda = call.fw.name == "torch" and call.query.device.type == "cuda"
-    return on_cuda and _has_triton() and not call.fw.tracing(call.query)
+    return on_cuda and has_triton() and not call.fw.tracing(call.query)
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is there to run kernels of our own."""
     return importlib.util.find_spec("triton") is not None
 
 

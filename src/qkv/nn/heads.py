@@ -16,6 +16,7 @@ from qkv.nn.attention import attended, probability, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import rotary_of
 from qkv.nn.scores import checked, parameter, sizes
+from qkv.nn.weights import plain_with_weights
 from qkv.scores import ScaledDot
 from qkv.types import Array
 from qkv.weightings import Softmax
@@ -222,10 +223,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         both adds nothing. Masks then speak of all keys.
         """
         masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
-        if query is key is value and not (need_weights or masked) and cache is None:
-            out = self._alone(query)
-            if out is not None:
-                return out, None
+        weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
+        if query is key is value and not masked and cache is None:
+            found = self._alone(query, weights)
+            if found is not None:
+                return found
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -246,13 +248,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is not None:
             k, v = cache.rows(self) if k is None else cache.append(self, k, v)
         k, v = self._extended(k, v)
-        weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
         dropout = self.dropout if self.training else 0.0
         out, alpha = attended(q, k, v, self.score, self.weighting, mask, dropout, weights)
         out = self.out_proj(self._joined(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
 
-    def _alone(self, x: Array) -> Array | None:
+    def _alone(self, x: Array, weights: str | None) -> tuple[Array, Array | None] | None:
         """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
         would choose, without the choosing, which on a GPU takes longer than the kernel. None where
         anything is out of the ordinary."""
@@ -264,13 +265,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if torch.is_autocast_enabled(device):
             return None
         half, bias = device == "cuda" and x.dtype in HALF, self.in_proj_bias
-        if half and self.batch_first and bias is not None and not torch.is_grad_enabled():
+        whole = half and weights is None and self.batch_first and bias is not None
+        if whole and not torch.is_grad_enabled():
             # All of it as one operator, which torch's own layer calls in the same case.
             given = (self.in_proj_weight, bias, self.out_proj.weight, self.out_proj.bias)
             rest = (None, False, True, None)  # no mask, no weights
             return torch._native_multi_head_attention(
                 x, x, x, self.embed_dim, self.num_heads, *given, *rest
-            )[0]
+            )
         packed = linear(x, self.in_proj_weight, bias)
         looks = device == "cpu" and not torch.compiler.is_compiling()
         if looks and not math.isfinite(packed.detach().sum()):
@@ -278,13 +280,19 @@ class MultiHeadAttention(nn.MultiheadAttention):
         heads = packed.view(shape[0], shape[1], 3, self.num_heads, self.head_dim)
         turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q, k, v = heads.permute(turn).unbind()
-        if half:
+        alpha = None
+        if weights is not None:
+            found = None if torch.compiler.is_compiling() else plain_with_weights(q, k, v, weights)
+            if found is None:
+                return None
+            out, alpha = found
+        elif half:
             # In torch's own graph: a second derivative in 16 bits is not worth a slower first.
             out = scaled_dot_product_attention(q, k, v)
         else:
             out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
         # As torch does: the weights themselves, not the module around them.
-        return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias)
+        return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias), alpha
 
     def _projected(
         self, query: Array, key: Array | None, value: Array | None

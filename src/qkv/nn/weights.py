@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from qkv import attention, weightings
-from qkv.arrays import tree
-from qkv.engines import dense, streaming, triton
+from qkv.arrays import framework, tree
+from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
+from qkv.scores import ScaledDot
 from qkv.types import Array, Span
 from qkv.weightings import Hard, Normalized, Softmax
 
@@ -21,6 +22,90 @@ BLOCK = 2**20
 
 BLOCK_CUDA = 2**23
 """The same on a device that a smaller block would leave idle."""
+
+
+def plain_with_weights(
+    query: Array, key: Array, value: Array, weights: str
+) -> tuple[Array, Array] | None:
+    """Softmax of q·k/√d over all keys, (batch, heads, n, d): the output by torch's kernel, and
+    α = exp(s − lse) from the log-sum-exp that it finds. None where there is no such kernel."""
+    average, scale = weights == "mean", 1 / math.sqrt(query.shape[-1])
+    if query.device.type == "cuda":
+        if query.dtype not in (torch.float16, torch.bfloat16) or not native.has_triton():
+            return None
+        from qkv.engines.triton.weights import weights as on_chip
+
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = kernel(query, key, value, 0.0, False, False, scale=scale)
+        return out, on_chip(query, key, lse.detach(), scale, None, average)
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return None
+    fw, parts = framework("torch"), (query, key, value)
+    learning = fw.needs_gradient(parts)
+    held: list[Any] = []
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        inner = [x.detach().requires_grad_(learning) for x in arrays]
+        with torch.set_grad_enabled(learning):  # the kernel's own graph waits for the way back
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = kernel(*inner, 0.0, False, scale=scale)
+        held[:] = [out, inner]
+        alpha = _alpha(arrays[0], arrays[1], lse.detach(), scale, average)
+        return (out.detach(), alpha), (lse.detach(),)
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        along, slope = gradients
+        dquery, dkey, dvalue = torch.autograd.grad(*held, along, retain_graph=True)
+        if slope.any():  # mostly nobody learns from the weights
+            more = _alpha_slopes(arrays[0], arrays[1], kept[0], scale, average, slope)
+            dquery, dkey = dquery + more[0], dkey + more[1]
+        return dquery, dkey, dvalue
+
+    def reference(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+        call = Call(query, key, value, ScaledDot(scale), Softmax())
+        return _some(call, Span(0, call.n), average)
+
+    if not learning:
+        return forward(*parts)[0]  # type: ignore[return-value]
+    return fw.custom(forward, backward, reference, parts)  # type: ignore[return-value]
+
+
+def _pieces(query: Array, key: Array) -> Iterator[slice]:
+    """Rows whose weights of all heads are held at once."""
+    size = max(BLOCK // max(query[:, :, 0, 0].numel() * key.shape[-2], 1), 1)
+    return (slice(at, at + size) for at in range(0, query.shape[-2], size))
+
+
+def _alpha(query: Array, key: Array, lse: Array, scale: float, average: bool) -> Array:
+    batch, heads, n, _ = query.shape
+    lead = (batch,) if average else (batch, heads)
+    out = query.new_empty(*lead, n, key.shape[-2])
+    for some in _pieces(query, key):
+        alpha = _exponentials(query[:, :, some], key, lse[:, :, some], scale)
+        out[..., some, :] = alpha.mean(1) if average else alpha
+    return out
+
+
+def _exponentials(query: Array, key: Array, lse: Array, scale: float) -> Array:
+    return (query * scale @ key.mT).sub_(lse[..., None]).exp_()
+
+
+def _alpha_slopes(
+    query: Array, key: Array, lse: Array, scale: float, average: bool, slope: Array
+) -> tuple[Array, Array]:
+    """∂L/∂q and ∂L/∂k of the weights alone: with g = ∂L/∂α, ∂L/∂s = α (g − Σ α g)."""
+    dquery, dkey = torch.empty_like(query), torch.zeros_like(key)
+    for some in _pieces(query, key):
+        q = query[:, :, some]
+        alpha = _exponentials(q, key, lse[:, :, some], scale)
+        g = slope[:, None, some] / query.shape[1] if average else slope[:, :, some]
+        along = g * alpha
+        along.addcmul_(alpha, along.sum(-1, keepdim=True), value=-1)
+        dquery[:, :, some] = along @ key * scale
+        dkey += along.mT @ (q * scale)
+    return dquery, dkey
 
 
 def with_weights(
