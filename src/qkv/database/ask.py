@@ -16,7 +16,7 @@ from qkv.database.view import View
 from qkv.errors import CombinationError
 from qkv.weightings import Softmax, Weighting
 
-CACHED = 2**16
+CACHED = 2**18
 """Scores of a piece that its passes find in the cache."""
 
 RUN = 512

@@ -25,7 +25,7 @@ NARROW = 8
 """Numbers of a value up to which its covariance with the key costs less than a second reading."""
 
 
-MOST = 2**17
+MOST = 2**18
 """Rows of values that a core takes at a time, however narrow."""
 
 
