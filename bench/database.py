@@ -141,7 +141,7 @@ def soft(path):
             [(rng.normal(size=D).astype("float32"),) for _ in range(3)],
             goals={"reading the same bytes": 1 / 1.3},
             rate=(sum(x.nbytes for x in arrays), "GB/s"),
-            repeats=15,
+            repeats=45,
         )
 
 
