@@ -91,7 +91,7 @@ def describe(call: Call) -> str:
         return "jax.nn.dot_product_attention"
     if call.rule is None or is_causal(call.rule):
         return f"torch's scaled_dot_product_attention{_told(call)}"
-    if call.fw.tracing(call.query) or _leaves_most(call):
+    if call.fw.tracing(call.query) or _leaves_most(call, _plan(call)):
         return "torch's scaled_dot_product_attention"
     return f"torch's scaled_dot_product_attention, {ROWS} queries at a time"
 
@@ -155,12 +155,15 @@ def has_triton() -> bool:
 def _torch(call: Call) -> Array:
     fw = call.fw
     tracing = fw.tracing(call.query)
-    whole = call.rule is None or is_causal(call.rule) or tracing or _leaves_most(call)
-    attend = _whole if whole else _in_rows
     if _splits(call):
         return _split(call)
     if call.rule is None and call.bias is None:
         return _open(call)
+    plan = None
+    if call.rule is not None and not is_causal(call.rule) and not tracing:
+        plan = _plan(call)
+    whole = plan is None or _leaves_most(call, plan)
+    attend = _whole if whole else functools.partial(_in_rows, plan)
     heals = call.rule is not None and call.query.device.type == "cuda" and _heals(call)
     if tracing or not fw.needs_gradient((call.query, call.key, call.value)):
         out = attend(call)[0]
@@ -209,8 +212,6 @@ def fused(query: Array, key: Array, value: Array, scale: float) -> Array:
 
     query (batch, heads, n, d), key and value (batch, heads, m, d), or with fewer heads.
     """
-    import torch
-
     fw = framework("torch")
     parts = (query, key, value)
     if fw.tracing(query) or not fw.needs_gradient(parts):
@@ -218,17 +219,14 @@ def fused(query: Array, key: Array, value: Array, scale: float) -> Array:
     held: list[Any] = []
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        inner = [x.detach().requires_grad_() for x in arrays]
-        with torch.enable_grad():  # the kernel's own graph waits here for the way back
-            out = _sdpa(inner, None, False, scale)
-        held[:] = [out, inner]
-        return (out.detach(),), ()
+        out, pull = fw.vjp(lambda *x: _sdpa(x, None, False, scale), *arrays)
+        held[:] = [pull]  # with the kernel's own graph, for the way back
+        return (out,), ()
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array | None, ...]:
-        main: tuple[Array, ...] = torch.autograd.grad(*held, gradients[0], retain_graph=True)
-        return main
+        return tuple(held[0](gradients[0]))
 
     def reference(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
         out = dense.run(Call(query, key, value, ScaledDot(scale), Softmax()))[0]
@@ -345,7 +343,9 @@ def _whole(call: Call, gradient: Array | None = None) -> tuple[Array, None]:
     return _kernel(call, (call.query, call.key, call.value), mask, plain), None
 
 
-def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Array] | None]:
+def _in_rows(
+    plan: Any, call: Call, gradient: Array | None = None
+) -> tuple[Array, list[Array] | None]:
     """The kernel on each span of queries and the keys that the mask leaves it.
 
     With the gradient of the output, the gradients of query, key and value instead.
@@ -357,7 +357,7 @@ def _in_rows(call: Call, gradient: Array | None = None) -> tuple[Array, list[Arr
     totals = None
     if gradient is not None:
         totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
-    for group in _alike(call, _plan(call)):
+    for group in _alike(call, plan):
         rows, runs = group[0]
         rows = Span(rows.start, sum(span.size for span, _ in group))
         if not runs:
@@ -387,13 +387,13 @@ def _plan(call: Call) -> Any:
     return streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
 
 
-def _leaves_most(call: Call) -> bool:
+def _leaves_most(call: Call, plan: Any) -> bool:
     """Whether the mask rules out so little that one call with all of it takes less than many."""
     given = call.rule.arrays()  # type: ignore[union-attr]
     lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
     if lead * call.n * call.m > WHOLE:
         return False
-    left = sum(rows.size * span.size for rows, keys in _plan(call) for span in keys)
+    left = sum(rows.size * span.size for rows, keys in plan for span in keys)
     return bool(left >= MOST * call.n * call.m)
 
 
