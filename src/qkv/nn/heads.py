@@ -16,12 +16,10 @@ from qkv.nn.attention import attended, probability, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import rotary_of
 from qkv.nn.scores import checked, parameter, sizes
-from qkv.nn.weights import plain_with_weights
+from qkv.nn.weights import HALF, plain_with_weights
 from qkv.scores import ScaledDot
 from qkv.types import Array
 from qkv.weightings import Softmax
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class SelfAttention(nn.Module):
@@ -266,6 +264,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return None
         half, bias = device == "cuda" and x.dtype in HALF, self.in_proj_bias
         whole = half and weights is None and self.batch_first and bias is not None
+        whole = whole and self.num_heads % 2 == 0 and not torch.compiler.is_compiling()
         if whole and not torch.is_grad_enabled():
             # All of it as one operator, which torch's own layer calls in the same case.
             given = (self.in_proj_weight, bias, self.out_proj.weight, self.out_proj.bias)
@@ -280,9 +279,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         heads = packed.view(shape[0], shape[1], 3, self.num_heads, self.head_dim)
         turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
         q, k, v = heads.permute(turn).unbind()
-        alpha = None
+        alpha, scale = None, 1 / math.sqrt(self.head_dim)
         if weights is not None:
-            found = None if torch.compiler.is_compiling() else plain_with_weights(q, k, v, weights)
+            if torch.compiler.is_compiling():
+                return None
+            found = plain_with_weights(q, k, v, scale, weights == "mean")
             if found is None:
                 return None
             out, alpha = found
@@ -290,7 +291,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             # In torch's own graph: a second derivative in 16 bits is not worth a slower first.
             out = scaled_dot_product_attention(q, k, v)
         else:
-            out = native.fused(q, k, v, 1 / math.sqrt(self.head_dim))
+            out = native.fused(q, k, v, scale)
         # As torch does: the weights themselves, not the module around them.
         return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias), alpha
 

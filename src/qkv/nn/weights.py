@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,16 @@ BLOCK_CUDA = 2**23
 """The same on a device that a smaller block would leave idle."""
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
 def plain_with_weights(
-    query: Array, key: Array, value: Array, weights: str
+    query: Array, key: Array, value: Array, scale: float, average: bool
 ) -> tuple[Array, Array] | None:
-    """Softmax of q·k/√d over all keys, (batch, heads, n, d): the output by torch's kernel, and
+    """Softmax of scale · q·k over all keys, (batch, heads, n, d): the output by torch's kernel, and
     α = exp(s − lse) from the log-sum-exp that it finds. None where there is no such kernel."""
-    average, scale = weights == "mean", 1 / math.sqrt(query.shape[-1])
     if query.device.type == "cuda":
-        if query.dtype not in (torch.float16, torch.bfloat16) or not native.has_triton():
+        if query.dtype not in HALF or not _flashes(query):
             return None
         from qkv.engines.triton.weights import weights as on_chip
 
@@ -41,23 +44,25 @@ def plain_with_weights(
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return None
     fw, parts = framework("torch"), (query, key, value)
-    learning = fw.needs_gradient(parts)
     held: list[Any] = []
 
+    def kernel_of(found: list[Array], *x: Array) -> Array:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(*x, 0.0, False, scale=scale)
+        found.append(lse.detach())
+        return out
+
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        inner = [x.detach().requires_grad_(learning) for x in arrays]
-        with torch.set_grad_enabled(learning):  # the kernel's own graph waits for the way back
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out, lse = kernel(*inner, 0.0, False, scale=scale)
-        held[:] = [out, inner]
-        alpha = _alpha(arrays[0], arrays[1], lse.detach(), scale, average)
-        return (out.detach(), alpha), (lse.detach(),)
+        found: list[Array] = []
+        out, pull = fw.vjp(partial(kernel_of, found), *arrays)
+        held[:] = [pull]  # with the kernel's own graph, for the way back
+        return (out, _alpha(arrays[0], arrays[1], found[0], scale, average)), (found[0],)
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array | None, ...]:
         along, slope = gradients
-        dquery, dkey, dvalue = torch.autograd.grad(*held, along, retain_graph=True)
+        dquery, dkey, dvalue = held[0](along)
         if slope.any():  # mostly nobody learns from the weights
             more = _alpha_slopes(arrays[0], arrays[1], kept[0], scale, average, slope)
             dquery, dkey = dquery + more[0], dkey + more[1]
@@ -67,9 +72,17 @@ def plain_with_weights(
         call = Call(query, key, value, ScaledDot(scale), Softmax())
         return _some(call, Span(0, call.n), average)
 
-    if not learning:
-        return forward(*parts)[0]  # type: ignore[return-value]
-    return fw.custom(forward, backward, reference, parts)  # type: ignore[return-value]
+    if fw.needs_gradient(parts):
+        return fw.custom(forward, backward, reference, parts)  # type: ignore[return-value]
+    seen: list[Array] = []
+    out = kernel_of(seen, *parts)
+    return out, _alpha(query, key, seen[0], scale, average)
+
+
+def _flashes(query: Array) -> bool:
+    """Whether the kernel itself, which SDPA would prepare these for, takes such vectors here."""
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and native.has_triton()
+    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _pieces(query: Array, key: Array) -> Iterator[slice]:
@@ -138,6 +151,10 @@ def with_weights(
         )
         return out, alpha.mean(-3) if average else alpha
     call = attention.request(query, key, value, score, weighting, mask, dropout_p, None, None)
+    if _is_plain(call):
+        found = plain_with_weights(query, key, value, native.scale_of(call), average)
+        if found is not None:
+            return found
     on_cuda = query.device.type == "cuda"
     found = triton.with_weights(call, average) if on_cuda else None
     if found is not None:
@@ -149,6 +166,15 @@ def with_weights(
     if call.n <= size or torch.compiler.is_compiling():
         return _some(call, Span(0, call.n), average)
     return _in_pieces(call, streaming.spans(call.fw, call.n, size), average)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether torch's kernel takes the call as it is: dot products, softmax, all keys."""
+    if call.rule is not None or call.bias is not None or torch.compiler.is_compiling():
+        return False
+    shapes = [tuple(x.shape) for x in (call.query, call.key, call.value) if x is not None]
+    alike = len({(*shape[:-2], shape[-1]) for shape in shapes}) == 1 and len(shapes[0]) == 4
+    return alike and native.cannot(call) is None
 
 
 def _some(call: Call, rows: Span, average: bool) -> tuple[Array, Array]:
