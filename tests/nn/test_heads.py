@@ -549,3 +549,13 @@ def test_weights_beside_torchs_kernel(average, block, monkeypatch):
         return out.sum() + alpha.square().sum()
 
     assert torch.autograd.gradgradcheck(both, small)
+
+
+def test_positions_that_are_given_later_count():
+    plain, turned = (MultiHeadAttention(8, 2, batch_first=True, rotary=r) for r in (False, True))
+    plain.load_state_dict(turned.state_dict(), strict=False)
+    x = torch.randn(1, 5, 8)
+    plain.rotary = Rotary(4)
+    for weights in (True, False):
+        got, want = (layer(x, x, x, need_weights=weights)[0] for layer in (plain, turned))
+        torch.testing.assert_close(got, want)

@@ -255,7 +255,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
         would choose, without the choosing, which on a GPU takes longer than the kernel. None where
         anything is out of the ordinary."""
-        if x.is_nested or not self._is_plain() or (self.training and self.dropout):
+        if x.is_nested or not self._is_plain() or self.rotary is not None:
+            return None
+        if self.training and self.dropout:
             return None
         device, shape = x.device.type, x.shape
         if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape:
