@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 
-from bench._results import verdict
+from bench._results import show_goals
 from bench._side_by_side import Row, keep
 
 SCRIPTS = (
@@ -23,6 +23,7 @@ SCRIPTS = (
     "memory",
     "database",
     "layers",
+    "small",
 )
 
 
@@ -39,11 +40,7 @@ def main(names: list[str]) -> None:
     for name in names or SCRIPTS:
         print(f"--- {name}", flush=True)
         rows += keep(name, script(name))
-    goals = [(row["work"], goal) for row in rows for goal in row["goals"]]
-    print("---")
-    for work, goal in goals:
-        print(f"{work:<68}  {goal['goal']:<40}  {verdict(goal)}")
-    print(f"{sum(goal['met'] is True for _, goal in goals)} of {len(goals)} goals met")
+    show_goals(rows)
 
 
 if __name__ == "__main__":

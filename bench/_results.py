@@ -102,6 +102,15 @@ def show(row: dict[str, Any]) -> None:
         print(f"  goal {goal['goal']}: {verdict(goal)}", flush=True)
 
 
+def show_goals(rows: list[dict[str, Any]]) -> None:
+    """Print each goal of the rows, and how many were met."""
+    goals = [(row["work"], goal) for row in rows for goal in row["goals"]]
+    print("---")
+    for work, goal in goals:
+        print(f"{work:<68}  {goal['goal']:<40}  {verdict(goal)}")
+    print(f"{sum(goal['met'] is True for _, goal in goals)} of {len(goals)} goals met")
+
+
 def verdict(goal: dict[str, Any]) -> str:
     if goal["met"] is None:
         return "not measured"
