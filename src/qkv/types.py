@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,6 +10,9 @@ Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""
 
 Shape: TypeAlias = tuple[int, ...]
+
+Progress: TypeAlias = Callable[[int, int | None], None]
+"""Called with how much is done, and of how much where that is known."""
 
 
 class Span(NamedTuple):

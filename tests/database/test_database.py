@@ -416,12 +416,12 @@ def test_removed_rows_have_no_weight(make):
 
 
 def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
-    from qkv.database import database
+    from qkv.database import reading
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
-    monkeypatch.setattr(database, "HELD", 1)
-    monkeypatch.setattr(database, "AT_ONCE", 6)
+    monkeypatch.setattr(reading, "HELD", 1)
+    monkeypatch.setattr(reading, "AT_ONCE", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)
 

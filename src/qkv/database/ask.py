@@ -51,7 +51,7 @@ class Asked:
     def answers(self, queries: Any, keep: bool) -> list[Answer]:
         s, engine = self._scores(queries)
         alpha, entropy, lse = self._weights(s)
-        pooled = self._pooled(alpha) if self.view.plan.pools else None
+        pooled = self._pooled(alpha) if self.view.schema.pools else None
         return [
             self._answer(
                 queries[i],
@@ -93,7 +93,7 @@ class Asked:
         return self.score if isinstance(found, str) else found[0]
 
     def _encoded(self, queries: Any) -> np.ndarray:
-        if is_array(queries) and self.view.plan.key_kind != "vector":
+        if is_array(queries) and self.view.schema.key_kind != "vector":
             code = to_numpy(queries)  # a vector in the place of a text
         else:
             code = self.view.encoder.query(queries)
@@ -230,9 +230,9 @@ class Asked:
         order = self._order(alpha, top)
         if not len(order):
             return []
-        plan, rows = self.view.plan, self.view.rows(self.view.ids[order])
+        schema, rows = self.view.schema, self.view.rows(self.view.ids[order])
         return [
-            Row(plan.key_of(r), plan.value_of(r), float(alpha[i]), int(i), r)
+            Row(schema.key_of(r), schema.value_of(r), float(alpha[i]), int(i), r)
             for i, r in zip(order, rows, strict=True)
         ]
 
@@ -246,14 +246,14 @@ class Asked:
         return sorted(found, key=lambda share: -share.weight)
 
     def _value(self, pooled: np.ndarray) -> Any:
-        if self.view.plan.value_kind == "number":
+        if self.view.schema.value_kind == "number":
             return float(pooled[0])
-        if self.view.plan.value_kind == "numbers":
-            return dict(zip(self.view.plan.value, map(float, pooled), strict=True))
+        if self.view.schema.value_kind == "numbers":
+            return dict(zip(self.view.schema.value, map(float, pooled), strict=True))
         return pooled
 
     def _spread(self, alpha: np.ndarray, value: Any) -> Any:
-        if value is None or not self.view.plan.pools:
+        if value is None or not self.view.schema.pools:
             return None
         mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)

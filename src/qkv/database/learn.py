@@ -29,8 +29,7 @@ from qkv.database.encoders.learned import (
 )
 from qkv.database.gradients import Batch, Gradients, gradients
 from qkv.errors import ArgumentError, DtypeError, QkvError
-
-Progress = Callable[[int, int | None], None]
+from qkv.types import Progress
 
 ALL = 4096
 """Keys up to which every one is a candidate for every query: α is then the very weight."""

@@ -1,4 +1,4 @@
-"""The plan of a table: its columns, which of them are the key and the value, and their kinds."""
+"""The schema of a table: its columns, which of them are the key and the value, and their kinds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Schema:
 
     @classmethod
     def of(cls, columns: Columns, key: Sequence[str], value: Sequence[str], unique: bool) -> Schema:
-        """The plan that these first rows ask for."""
+        """The schema that these first rows ask for."""
         for name in (*key, *value):
             if name not in columns:
                 raise unknown("column", name, columns)
@@ -66,6 +66,11 @@ class Schema:
     def pools(self) -> bool:
         """Whether values are numbers, so that Σ αᵢ vᵢ means something."""
         return self.value_kind in ("number", "numbers", "vector")
+
+    def vectors(self) -> dict[str, str]:
+        """Columns of vectors, which are tensors and not in the records → "key" or "value"."""
+        roles = {"key": (self.key_kind, self.key), "value": (self.value_kind, self.value)}
+        return {names[0]: role for role, (kind, names) in roles.items() if kind == "vector"}
 
     def keys_of(self, columns: Columns) -> Any:
         """The keys of some rows: a list, or an array of vectors."""

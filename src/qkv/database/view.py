@@ -36,16 +36,14 @@ class View:
     def settings(self) -> dict[str, Any]:
         return self.snapshot.settings
 
-    @cached_property
-    def schema(self) -> Schema | None:
-        told = self.settings.get("schema")
-        return None if told is None else Schema.from_dict(told)
-
     @property
-    def plan(self) -> Schema:
-        """The schema of a view that has rows."""
-        assert self.schema is not None
-        return self.schema
+    def begun(self) -> bool:
+        """Whether there were ever rows, which fixed the schema."""
+        return "schema" in self.settings
+
+    @cached_property
+    def schema(self) -> Schema:
+        return Schema.from_dict(self.settings["schema"])
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -68,7 +66,7 @@ class View:
 
     def find(self, key: Any) -> list[int]:
         """The ids of the rows with exactly this key, oldest first."""
-        if isinstance(key, list) and self.schema and self.schema.key_kind == "vector":
+        if isinstance(key, list) and self.begun and self.schema.key_kind == "vector":
             key = np.asarray(key, dtype=float)
         try:
             return self.snapshot.find(cells.digest(key))
@@ -79,7 +77,7 @@ class View:
         return self._filled(ids, [cells.loads(text) for text in self.snapshot.records(ids)])
 
     def values(self, ids: Sequence[int]) -> list[Any]:
-        return [self.plan.value_of(row) for row in self.rows(ids)]
+        return [self.schema.value_of(row) for row in self.rows(ids)]
 
     def all_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every id and row, oldest first."""
@@ -95,9 +93,9 @@ class View:
 
     def all_keys(self) -> Any:
         """Every key: a list, or an array of vectors."""
-        if self.plan.key_kind == "vector":
+        if self.schema.key_kind == "vector":
             return self.snapshot.tensor(self._raw, self.ids)
-        return [self.plan.key_of(cells.loads(text)) for _, text in self.snapshot.rows()]
+        return [self.schema.key_of(cells.loads(text)) for _, text in self.snapshot.rows()]
 
     @property
     def _raw(self) -> str:
@@ -110,19 +108,15 @@ class View:
         """Rows with the vectors that are kept beside them."""
         if not rows:
             return rows
-        plan, apart = self.plan, []
-        if plan.key_kind == "vector":
-            apart.append((plan.key[0], self._raw))
-        if plan.value_kind == "vector":
-            apart.append((plan.value[0], "value"))
-        for column, name in apart:
+        for column, role in self.schema.vectors().items():
+            name = self._raw if role == "key" else role
             for row, vector in zip(rows, self.snapshot.tensor(name, ids), strict=True):
                 row[column] = vector
         return rows
 
     def where(self, wish: Any) -> np.ndarray | None:
         """Which rows pass a condition, (m,); None where all do."""
-        passes = condition(wish, () if self.schema is None else self.schema.columns)
+        passes = condition(wish, self.schema.columns if self.begun else ())
         if passes is None:
             return None
         passed = [id_ for id_, row in self.all_rows() if passes(row)]

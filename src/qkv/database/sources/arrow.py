@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qkv.database.sources import files
-from qkv.database.sources.table import Progress, SourceError, Table, build, check_names, no_rows
+from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import MissingExtra
+from qkv.types import Progress
 
 PARQUET, FILE, STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 

@@ -14,12 +14,12 @@ from qkv.database.sources import files
 from qkv.database.sources.numbers import numbers
 from qkv.database.sources.table import (
     LONGEST,
-    Progress,
     SourceError,
     Table,
     check_names,
     no_rows,
 )
+from qkv.types import Progress
 
 DELIMITERS = (",", ";", "\t", "|")
 

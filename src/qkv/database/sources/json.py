@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from qkv.database.sources import files
-from qkv.database.sources.table import Progress, SourceError, Table, build
+from qkv.database.sources.table import SourceError, Table, build
+from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LINE = re.compile(r"[^\r\n]+")

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from qkv.database.sources.sql import Wish, fetch, quoted
-from qkv.database.sources.table import Progress, SourceError, Table
+from qkv.database.sources.table import SourceError, Table
 from qkv.errors import MissingExtra
+from qkv.types import Progress
 
 _TABLES = """
 select table_schema, table_name, table_schema = current_schema()

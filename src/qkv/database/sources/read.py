@@ -9,8 +9,9 @@ from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite
 from qkv.database.sources.sql import Wish, wish
-from qkv.database.sources.table import Progress, SourceError, Table
+from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
+from qkv.types import Progress
 
 ENDINGS = {
     ".csv": "csv",

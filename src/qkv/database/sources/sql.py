@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from qkv.database.sources.table import Progress, SourceError, Table, build, check_names, no_rows
+from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import CombinationError, unknown
+from qkv.types import Progress
 
 _BATCH = 16_384
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from qkv.database.sources.sql import Wish, fetch, quoted
-from qkv.database.sources.table import Progress, SourceError, Table
+from qkv.database.sources.table import SourceError, Table
+from qkv.types import Progress
 
 MAGIC = b"SQLite format 3\0"
 

@@ -6,7 +6,7 @@ import datetime
 import ipaddress
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import QkvError
-
-Progress = Callable[[int, int | None], None]
 
 # The longest text or bytes in one cell: above it, a file is more often broken than rich.
 LONGEST = 16 * 2**20

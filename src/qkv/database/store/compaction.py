@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,7 @@ from qkv.database.store.layout import Layout, Piece
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry
 from qkv.database.store.shelf import Shelf
-
-Progress = Callable[[int, int], None]
+from qkv.types import Progress
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from qkv.database.faults import (
 )
 from qkv.database.store import compaction, ledger, sizes
 from qkv.database.store.catalogue import FILE, Catalogue, Head
-from qkv.database.store.compaction import CompactReport, Progress
+from qkv.database.store.compaction import CompactReport
 from qkv.database.store.draft import Draft
 from qkv.database.store.layout import Layout, Piece, Tensors
 from qkv.database.store.lock import READERS, WRITER, Pins, WriteLock
@@ -35,6 +35,7 @@ from qkv.database.store.shelf import Disk, Files, Memory, Shelf
 from qkv.database.store.snapshot import Graves, Snapshot, rested
 from qkv.database.store.sweep import leftovers
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
+from qkv.types import Progress
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 

@@ -1,0 +1,321 @@
+"""Reading a database: exactly by D[key], softly by `ask`, with gradients by `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from qkv import scores, weightings
+from qkv.answer import Answer
+from qkv.arrays import is_array, of, to_numpy
+from qkv.database import cells, encoders, scan
+from qkv.database.ask import Asked
+from qkv.database.encoders import Encoder
+from qkv.database.schema import Schema
+from qkv.database.store import Store
+from qkv.database.view import View
+from qkv.errors import ArgumentError, CombinationError, QkvError
+from qkv.types import Array
+from qkv.weightings import Weighting
+
+AT_ONCE = 2**26
+"""Scores that are held together: a batch of queries is cut to this."""
+
+HELD = 2**24
+"""Weights of a batch that its answers keep; beyond it an answer finds them again when asked."""
+
+
+class AbsentKey(QkvError, KeyError):
+    """No row has the key. Its text names the nearest keys, looked up when it is read."""
+
+    def __init__(self, key: Any, nearest: Callable[[], Sequence[Any]]):
+        super().__init__(key)
+        self.key, self._nearest = key, nearest
+
+    @property
+    def nearest(self) -> list[Any]:
+        try:
+            return list(self._nearest())
+        except QkvError:
+            return []
+
+    def __str__(self) -> str:
+        near = self.nearest
+        hint = f": the nearest are {', '.join(map(repr, near))}" if near else ""
+        return f"no row has the key {self.key!r}{hint}"
+
+
+class Reading:
+    """The rows of a store, of its newest version or of the one that is pinned."""
+
+    def _begin(
+        self,
+        store: Store,
+        key: str | Sequence[str],
+        value: str | Sequence[str] | None,
+        encoder: str | Encoder | None,
+        unique: bool,
+        pin: int | None = None,
+    ) -> Self:
+        self._store, self._pin = store, pin
+        self._wish = (names(key), None if value is None else names(value), unique)
+        self._encoder_wish = None if encoder is None else encoders.resolve(encoder)
+        self._held: View | None = None
+        return self
+
+    @classmethod
+    def _on(cls, store: Store, pin: int | None = None, **wish: Any) -> Self:
+        asked: dict[str, Any] = {"key": "key", "value": "value", "encoder": None, "unique": False}
+        return cls.__new__(cls)._begin(store, **(asked | wish), pin=pin)
+
+    @property
+    def path(self) -> Path | None:
+        return self._store.path
+
+    @property
+    def version(self) -> int:
+        return self._store.version if self._pin is None else self._pin
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self._schema is None else self._schema.columns
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What turns keys into vectors; None before the first row."""
+        return self._view.encoder if self._view.begun else self._encoder_wish
+
+    @property
+    def _view(self) -> View:
+        """The newest version, or the one that is pinned."""
+        if self._held is None or self._held.snapshot.version != self.version:
+            old, self._held = self._held, View(self._store.at(self._pin), self._encoder_wish)
+            if old is not None:
+                self._held.inherit(old)
+        return self._held
+
+    @property
+    def _schema(self) -> Schema | None:
+        return self._view.schema if self._view.begun else None
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._view.find(key))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.keys()
+
+    def keys(self) -> Iterator[Any]:
+        return (key for key, _ in self.items())
+
+    def values(self) -> Iterator[Any]:
+        return (value for _, value in self.items())
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Every (key, value), oldest first."""
+        view = self._view
+        for _, row in view.all_rows():
+            yield view.schema.key_of(row), view.schema.value_of(row)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row with all its columns, oldest first."""
+        return (row for _, row in self._view.all_rows())
+
+    def __getitem__(self, key: Any) -> Any:
+        """The value of the newest row with exactly this key."""
+        view = self._view
+        found = view.find(key)
+        if not found:
+            raise AbsentKey(key, partial(self._nearest, key))
+        return view.values(found[-1:])[0]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        view = self._view
+        found = view.find(key)
+        return view.values(found[-1:])[0] if found else default
+
+    def all(self, key: Any) -> list[Any]:
+        """The value of every row with this key, oldest first; an empty list where there is none."""
+        view = self._view
+        return view.values(view.find(key))
+
+    def _nearest(self, key: Any) -> list[Any]:
+        return [row.key for row in self.ask(key, top=3).rows] if len(self) else []
+
+    # Asking
+
+    def ask(
+        self,
+        query: Any,
+        *,
+        score: Any = None,
+        weighting: str | Weighting = "softmax",
+        top: int = 5,
+        where: Any = None,
+        tolerance: float | None = None,
+    ) -> Any:
+        """Σᵢ α(q, kᵢ) vᵢ as an `Answer`: its value, its rows and their weights. A list of queries
+        (or an array with a query in each row) gives a list of answers.
+
+        `score` compares vectors of query and key (by default as the encoder says), "exact" the keys
+        themselves. `top` rows are named. `where` leaves some rows out: {"genre": "poetry"},
+        "year > 1950 and genre != 'poetry'", or a function of a row.
+
+        >>> from qkv import Database
+        >>> D = Database([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, 95.0)])
+        >>> D.ask(3.55, score="gaussian", weighting="hard").value
+        82.0
+        """
+        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+            raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+        weighting = weightings.resolve(weighting)
+        view = self._filled()
+        queries, single = self._queries(query)
+        chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
+        live = view.where(where)
+        asked = Asked(view, chosen, weighting, live, top, tolerance)
+        step = max(AT_ONCE // len(view), 1)
+        keep = len(queries) * len(view) <= HELD
+        answers: list[Answer] = []
+        for start in range(0, len(queries), step):
+            answers += asked.answers(queries[start : start + step], keep)
+        return answers[0] if single else answers
+
+    def attend(
+        self,
+        query: Array,
+        *,
+        score: Any = None,
+        weighting: str | Weighting = "softmax",
+        where: Any = None,
+        tolerance: float | None = None,
+    ) -> Array:
+        """Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v), (d) → (d_v).
+
+        The query lives where the encoded keys do. A number is standardised as the keys were, and
+        its gradient goes through that; text is encoded first, and has none.
+
+        >>> from qkv import Database
+        >>> import numpy as np
+        >>> D = Database(np.eye(2), np.array([[10.0], [20.0]]))
+        >>> D.attend(np.array([[0.0, 0.0]]))
+        array([[15.]])
+        """
+        view = self._filled()
+        if not view.schema.pools:
+            raise CombinationError(
+                f"the values are of type {view.schema.value_kind}, and only numbers can be pooled: "
+                "use ask, which names the heaviest value"
+            )
+        if not is_array(query):
+            queries, single = self._queries(query)
+            query = view.encoder.query(queries)
+        elif view.schema.key_kind == "number":
+            query, single = _differentiable(view.encoder, query)
+        else:
+            single = len(query.shape) == 1
+            query = query[None] if single else query
+        view.check(query)
+        chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
+        if isinstance(chosen, scores.Exact):
+            raise ArgumentError("attend compares vectors: score='exact' is for ask")
+        read = view.pieces(view.where(where), value=True)
+        weighting = weightings.resolve(weighting)
+        out = scan.attend(read, query, chosen, weighting, tolerance=tolerance)
+        return out[0] if single else out
+
+    def _filled(self) -> View:
+        view = self._view
+        if not len(view):
+            raise CombinationError("the database is empty, so it has no answer: add rows first")
+        return view
+
+    def _queries(self, query: Any) -> tuple[Any, bool]:
+        """The queries, and whether there is only one."""
+        kind = self._view.schema.key_kind
+        if kind == "vector" or (is_array(query) and kind != "number"):
+            array = scan.host(query)
+            return (array[None], True) if array.ndim == 1 else (array, False)
+        if is_array(query):
+            array = to_numpy(query)
+            return array.reshape(-1).tolist(), array.ndim == 0
+        queries = query if isinstance(query, list) else [query]
+        for text in queries:
+            if isinstance(text, str):
+                cells.check_text(text)
+        return queries, queries is not query
+
+    # What it is
+
+    def at(self, version: int) -> Self:
+        """The database as it was at a version, to be read."""
+        past = type(self)._on(self._store, pin=version)
+        assert past._view.snapshot.version == version
+        return past
+
+    def versions(self) -> list[Any]:
+        """Every version that is kept, oldest first."""
+        return self._store.versions()
+
+    def info(self) -> dict[str, Any]:
+        """What it is: rows, columns, types, encoder, versions, size."""
+        schema = self._schema
+        size = None
+        if self.path is not None:
+            size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return {
+            "path": None if self.path is None else str(self.path),
+            "rows": len(self),
+            "version": self.version,
+            "columns": list(self.columns),
+            "key": [] if schema is None else list(schema.key),
+            "value": [] if schema is None else list(schema.value),
+            "key_kind": None if schema is None else schema.key_kind,
+            "value_kind": None if schema is None else schema.value_kind,
+            "unique": self._wish[2] if schema is None else schema.unique,
+            "encoder": self._view.settings.get("encoder"),
+            "bytes": size,
+        }
+
+    def close(self) -> None:
+        if self._pin is None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        schema = self._schema
+        where = "in memory" if self.path is None else str(self.path)
+        if schema is None:
+            return f"<Database {where}: empty>"
+        names = f"{', '.join(schema.key)} → {', '.join(schema.value)}"
+        past = "" if self._pin is None else f", version {self._pin}"
+        return f"<Database {where}: {len(self):,} rows, {names}{past}>"
+
+
+def names(wish: str | Sequence[str]) -> tuple[str, ...]:
+    """One name of a column or several, as a tuple."""
+    found = (wish,) if isinstance(wish, str) else tuple(wish)
+    if not found:
+        raise ArgumentError("name at least one column")
+    return found
+
+
+def _differentiable(encoder: Encoder, query: Array) -> tuple[Array, bool]:
+    """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
+    single = len(query.shape) == 0
+    column = of(query).xp.reshape(query, (-1, 1))
+    if not isinstance(encoder, encoders.Numbers) or encoder.mean is None or encoder.unit is None:
+        return encoder.query(to_numpy(column)[:, 0].tolist()), single
+    return (column - encoder.mean[0]) / encoder.unit[0], single

@@ -1,0 +1,306 @@
+"""Writing a database: rows in and out, keys encoded anew, each change a new version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from qkv.arrays import is_array, to_numpy
+from qkv.database import cells, encoders, encoding
+from qkv.database.encoders import Encoder
+from qkv.database.faults import DuplicateKey
+from qkv.database.reading import AbsentKey, Reading
+from qkv.database.schema import Columns, Schema, length, transposed, vectors
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.types import Progress
+
+NOTHING: Any = object()
+"""No value was given; None is a value."""
+
+REFITTED = 2**17
+"""Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
+
+
+class Writing(Reading):
+    """Rows that can be read and changed, unless a version is pinned."""
+
+    def add(self, keys: Any, values: Any = NOTHING) -> None:
+        """One row, or many: lists and arrays are many keys with as many values.
+
+        >>> from qkv import Database
+        >>> D = Database()
+        >>> D.add("Li", "Mu")
+        >>> D.add(["Hu", "Smola"], ["Rachel", "Alex"])
+        >>> list(D)
+        ['Li', 'Hu', 'Smola']
+        """
+        if values is NOTHING:
+            self._add_any(keys)
+            return
+        many = self._many(keys)
+        if not many:
+            keys, values = [keys], [values]
+        elif isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            raise DtypeError(f"values must be as many as the keys, not one {type(values).__name__}")
+        keys = keys if is_array(keys) else list(keys)
+        values = values if is_array(values) else list(values)
+        if len(keys) != len(values):
+            raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
+        self._write(self._named(keys, values))
+
+    def _add_any(self, data: Any) -> None:
+        if isinstance(data, Reading):
+            self.extend(data.rows())
+            return
+        pairs = data.items() if isinstance(data, Mapping) else data
+        try:
+            pairs = [(key, value) for key, value in pairs]
+        except (TypeError, ValueError):
+            raise DtypeError(
+                "data must be a mapping or pairs (key, value); keys and values apart are "
+                "Database(keys, values)"
+            ) from None
+        if pairs:
+            keys, values = map(list, zip(*pairs, strict=True))
+            self._write(self._named(keys, values))
+
+    def extend(
+        self, rows: Iterable[Mapping[str, Any]], *, progress: Progress | None = None
+    ) -> None:
+        """Rows with named columns.
+
+        >>> from qkv import Database
+        >>> D = Database(key="name", value="major")
+        >>> D.extend([{"name": "John Doe", "major": "psychology", "year": 4}])
+        >>> D["John Doe"]
+        'psychology'
+        """
+        columns = transposed(rows)
+        if columns:
+            self._write(columns, progress=progress)
+
+    def update(self, key: Any, value: Any = NOTHING) -> None:
+        """Give a key another value, in one step; a key that is absent is added.
+
+        Where the key repeats, its newest row changes. A mapping updates each of its keys.
+        """
+        if value is not NOTHING:
+            pairs = [(key, value)]
+        elif isinstance(key, Mapping):
+            pairs = list(key.items())
+        else:
+            raise DtypeError("update takes a key and its value, or a mapping of them")
+        view = self._view
+        if not view.begun:
+            self._add_any(pairs)
+            return
+        changed: dict[bytes, dict[str, Any]] = {}
+        dead: dict[bytes, int] = {}
+        for k, v in pairs:
+            found, mark = view.find(k), cells.digest(k)
+            row = {name: column[0] for name, column in self._named([k], [v]).items()}
+            if found:
+                dead[mark] = found[-1]
+                row = {**view.rows(found[-1:])[0], **row}
+            changed[mark] = row
+        self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.update(key, value)
+
+    def remove(self, keys: Any) -> int:
+        """Take out every row of these keys (one, or a list); how many rows went.
+
+        A key that is absent is an error, and then nothing is taken out.
+        """
+        keys = list(keys) if self._many(keys) else [keys]
+        view = self._view
+        dead: dict[int, None] = {}
+        for key in keys:
+            found = view.find(key)
+            if not found:
+                raise AbsentKey(key, partial(self._nearest, key))
+            dead.update(dict.fromkeys(found))
+        self._writable()
+        self._store.commit(remove=list(dead), what="remove")
+        return len(dead)
+
+    def __delitem__(self, key: Any) -> None:
+        self.remove([key])
+
+    def _many(self, keys: Any) -> bool:
+        """Whether these are several keys rather than one."""
+        kind = None if self._schema is None else self._schema.key_kind
+        if is_array(keys):
+            return len(keys.shape) > (1 if kind == "vector" else 0)
+        return isinstance(keys, list | range | set | frozenset) or (
+            isinstance(keys, Iterator) or hasattr(keys, "to_list")
+        )
+
+    def _named(self, keys: Any, values: Any) -> Columns:
+        """Keys and values under the names of their columns."""
+        key, value, _ = self._wish
+        schema = self._schema
+        if schema is not None:
+            key, value = schema.key, schema.value
+        named: Columns = {}
+        if len(key) == 1:
+            named[key[0]] = keys
+        else:
+            for k in keys:
+                if not isinstance(k, tuple) or len(k) != len(key):
+                    raise ArgumentError(f"a key is {key}: a tuple of {len(key)}, not {k!r}")
+            named |= {name: [k[i] for k in keys] for i, name in enumerate(key)}
+        value = value or ("value",)
+        if len(value) == 1:
+            return named | {value[0]: values}
+        for v in values:
+            if not isinstance(v, Mapping) or not set(v) <= set(value):
+                raise ArgumentError(f"a value is a mapping of {', '.join(value)}, not {v!r}")
+        return named | {name: [v.get(name) for v in values] for name in value}
+
+    def _writable(self) -> None:
+        if self._pin is not None:
+            raise CombinationError(
+                f"version {self._pin} is past and cannot change: write to the database itself"
+            )
+
+    def _write(
+        self,
+        columns: Columns,
+        *,
+        remove: Sequence[int] = (),
+        what: str = "add",
+        progress: Progress | None = None,
+    ) -> None:
+        """Rows in, others out, as one version."""
+        self._writable()
+        size = length(columns)
+        if size == 0:
+            return
+        schema = self._schema
+        if schema is None:
+            key, value, unique = self._wish
+            schema = Schema.of(columns, key, value or others(columns, key), unique)
+        columns = schema.fill(columns)
+        schema.check(columns)
+        keys = schema.keys_of(columns)
+        digests = _digests(keys, schema)
+        if schema.key_kind == "vector":
+            keys = vectors(keys, "key")
+        first: dict[str, Any] | None = None
+        arrays = None
+        if self._schema is not None:
+            encoder = self._view.encoder
+        else:
+            names = schema.key if len(schema.key) > 1 else ()
+            wish = self._encoder_wish or encoders.default(keys, names)
+            encoder, told = encoding.fitted(wish, keys)
+            arrays = encoder.arrays()
+            first = {"schema": schema.to_dict(), "encoded": 1} | told
+            self._encoder_wish = encoder
+        tensors = {"code": encoding.encoded(encoder, keys, progress)}
+        pooled = schema.pooled(columns)
+        if pooled is not None:
+            tensors["value"] = pooled
+        if encoding.keeps_keys(encoder, schema):
+            tensors["key"] = keys
+        apart = schema.vectors()
+        kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
+        records = [
+            cells.dumps({name: column[i] for name, column in kept.items()}) for i in range(size)
+        ]
+        try:
+            self._store.commit(
+                records=records,
+                digests=digests,
+                tensors=tensors,
+                remove=remove,
+                settings=first,
+                arrays=arrays,
+                unique=schema.unique,
+                what=what,
+            )
+        except DuplicateKey as error:
+            at = error.position
+            raise DuplicateKey(
+                f"the key {keys[at]!r} (row {at}) is there already or comes twice, and keys are "
+                "unique here: update it, or leave it out",
+                at,
+            ) from None
+        self._refit()
+
+    def _refit(self) -> None:
+        """An encoder that fits itself to the keys is fitted anew when they have doubled."""
+        fitted = self._view.settings["fitted"]
+        if fitted and 2 * fitted <= len(self) <= REFITTED:
+            self.encode()
+
+    def encode(
+        self,
+        encoder: str | Encoder | None = None,
+        *,
+        fit: bool = True,
+        what: str = "encode",
+        progress: Progress | None = None,
+    ) -> None:
+        """Turn all keys into vectors anew, as a new version: with another encoder, or fitted to
+        the keys that are there now."""
+        self._writable()
+        view = self._view
+        if not len(view):
+            raise CombinationError("there are no rows to encode yet: add some first")
+        made = view.encoder if encoder is None else encoders.resolve(encoder)
+        keys = view.all_keys()
+        made, told = encoding.fitted(made, keys) if fit else (made, encoding.told(made, 0))
+        # The count tells apart two encoders of the same settings that have learned other arrays.
+        told = view.settings | told | {"encoded": view.settings["encoded"] + 1}
+        blocks = encoding.anew(view, made, keys, progress)
+        self._store.recode(blocks, settings=told, arrays=made.arrays(), what=what)
+        self._encoder_wish = made
+
+    def learn(self, pairs: Iterable[Any], *, progress: Progress | None = None, **how: Any) -> Any:
+        """Learn from (query, right key) pairs which keys a query means: see `learn.learn`.
+
+        The vectors that come of it are a new version; `at(version)` goes back. Gives the report.
+        """
+        from qkv.database import learn
+
+        self._writable()
+        view = self._filled()
+        learned, report = learn.learn(
+            view.encoder, view.all_keys(), list(pairs), progress=progress, **how
+        )
+        self.encode(learned, fit=False, what="learn", progress=progress)
+        return report
+
+    def compact(self, progress: Progress | None = None) -> Any:
+        """Merge segments, drop removed rows, and forget past versions."""
+        self._writable()
+        self._held = None  # it would keep an old version alive
+        return self._store.compact(progress)
+
+
+def others(columns: Columns, key: Sequence[str]) -> tuple[str, ...]:
+    """The columns that are not the key."""
+    rest = tuple(name for name in columns if name not in key)
+    if not rest:
+        raise ArgumentError(f"there is no column beside the key {', '.join(key)} for a value")
+    return rest
+
+
+def _digests(keys: Any, schema: Schema) -> list[bytes]:
+    try:
+        return cells.digests(keys)
+    except ArgumentError:
+        for i, key in enumerate(keys):
+            try:
+                cells.digest(key)
+            except ArgumentError as error:
+                raise ArgumentError(f"key {i} (column {', '.join(schema.key)}): {error}") from None
+        raise
+
+
+def _listed(column: Any) -> list[Any]:
+    return list(to_numpy(column).tolist() if is_array(column) else column)
