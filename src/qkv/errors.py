@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from numbers import Real
+from typing import Any
 
 
 class QkvError(Exception):
@@ -47,6 +48,27 @@ def positive(owner: object, name: str) -> None:
             raise ArgumentError(f"{kind}: {name} must be above 0, not {value!r}")
     elif not hasattr(value, "dtype"):
         raise DtypeError(f"{kind}: {name} must be a number, not {value!r}")
+
+
+def sizes(**given: Any) -> None:
+    """Refuse a size that is no whole number above zero, by its name."""
+    for name, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"{name} must be a whole number above 0, not {size!r}")
+
+
+def sizes_or_none(**given: Any) -> None:
+    """The same, of sizes that may be left out."""
+    sizes(**{name: size for name, size in given.items() if size is not None})
+
+
+def fraction(name: str, value: Any) -> float:
+    """A number from 0 to 1, as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise DtypeError(f"{name} must be a number from 0 to 1, not {value!r}")
+    if not 0 <= float(value) <= 1:
+        raise ArgumentError(f"{name} must lie between 0 and 1, not {value!r}")
+    return float(value)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ArgumentError:

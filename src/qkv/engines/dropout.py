@@ -6,14 +6,13 @@ out the same in every engine, framework and block size.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import fraction
 from qkv.types import Array, Block
 
 BITS = 0x7FFFFFFF
@@ -50,11 +49,7 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
 
 
 def check(p: Any) -> float:
-    if isinstance(p, bool) or not isinstance(p, Real):
-        raise DtypeError(f"dropout_p must be a number from 0 to 1, not {p!r}")
-    if not 0 <= float(p) <= 1:
-        raise ArgumentError(f"dropout_p must lie between 0 and 1, not {p!r}")
-    return float(p)
+    return fraction("dropout_p", p)
 
 
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:

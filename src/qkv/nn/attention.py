@@ -9,8 +9,7 @@ from torch import nn
 
 from qkv import attention, weightings
 from qkv.arrays import framework
-from qkv.engines import dropout as dropouts
-from qkv.errors import QkvError
+from qkv.errors import fraction
 from qkv.nn.scores import built, checked, told
 from qkv.nn.weights import with_weights
 from qkv.types import Array
@@ -79,7 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         self.score = checked(score)
         self.weighting = weightings.resolve(weighting)
-        self.dropout = probability(dropout)
+        self.dropout = fraction("dropout", dropout)
 
     def forward(
         self, query: Array, key: Array, value: Array, mask: Any = None, need_weights: bool = False
@@ -99,13 +98,6 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return words(self)
-
-
-def probability(dropout: Any) -> float:
-    try:
-        return dropouts.check(dropout)
-    except QkvError as error:
-        raise type(error)(str(error).replace("dropout_p", "dropout")) from None
 
 
 def words(layer: Any) -> str:

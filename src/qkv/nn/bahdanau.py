@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from qkv import weightings
-from qkv.errors import ShapeError
-from qkv.nn.attention import attended, probability, words
-from qkv.nn.scores import AdditiveScore, Beforehand, checked, sizes
+from qkv.errors import ShapeError, fraction, sizes
+from qkv.nn.attention import attended, words
+from qkv.nn.scores import AdditiveScore, Beforehand, checked
 from qkv.types import Array
 
 
@@ -44,7 +44,7 @@ class BahdanauDecoder(nn.Module):
         additive = score is None
         self.score = AdditiveScore(hidden, memory_dim, hidden) if additive else checked(score)
         self.weighting = weightings.resolve(weighting)
-        self.dropout = probability(dropout)
+        self.dropout = fraction("dropout", dropout)
         self.start = nn.Linear(memory_dim, hidden)
         self.cell = nn.GRUCell(embed_dim + memory_dim, hidden)
         self.head = nn.Linear(hidden + memory_dim + embed_dim, vocabulary)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, sizes
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
-from qkv.nn.scores import again, sizes
+from qkv.nn.scores import again
 from qkv.types import Array
 
 Caches = list[tuple[Cache, Cache]]

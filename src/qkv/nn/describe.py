@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from qkv.attention import explain
-from qkv.errors import DtypeError
+from qkv.errors import DtypeError, sizes
 from qkv.nn.attention import Attention
 from qkv.nn.bahdanau import BahdanauDecoder
 from qkv.nn.heads import MultiHeadAttention, SelfAttention
 from qkv.nn.regression import KernelRegression
-from qkv.nn.scores import built, sizes, told
+from qkv.nn.scores import built, told
 
 
 @dataclass(frozen=True)

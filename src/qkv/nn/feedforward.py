@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
-from qkv.errors import DtypeError, unknown
-from qkv.nn.attention import probability
-from qkv.nn.scores import sizes
+from qkv.errors import DtypeError, fraction, sizes, unknown
 from qkv.types import Array
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -45,7 +43,7 @@ class FeedForward(nn.Module):
         sizes(d=d, hidden=hidden)
         self.activation = activation_of(activation)
         self.linear1 = nn.Linear(d, hidden, bias=bias, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(probability(dropout))
+        self.dropout = nn.Dropout(fraction("dropout", dropout))
         self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Array) -> Array:

@@ -11,11 +11,11 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from qkv import masks, weightings
 from qkv.engines import native
-from qkv.errors import ArgumentError, DtypeError, ShapeError
-from qkv.nn.attention import attended, probability, words
+from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes
+from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import rotary_of
-from qkv.nn.scores import checked, parameter, sizes
+from qkv.nn.scores import checked, parameter
 from qkv.nn.weights import HALF, plain_with_weights
 from qkv.scores import ScaledDot
 from qkv.types import Array
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
         self.w_value = parameter((d, d_v), device, dtype)
         self.score = checked(score)
         self.weighting = weightings.resolve(weighting)
-        self.dropout = probability(dropout)
+        self.dropout = fraction("dropout", dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -136,7 +136,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ArgumentError(
                 f"num_kv_heads must divide num_heads, but {shared} does not divide {num_heads}"
             )
-        dropout = probability(dropout)
+        dropout = fraction("dropout", dropout)
         # Before torch draws its first values, which then are those of its own layer.
         super().__init__(
             embed_dim,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from qkv import scores
-from qkv.errors import ArgumentError
+from qkv.errors import sizes
 from qkv.scores import Score
 from qkv.types import Array
 
@@ -217,10 +217,3 @@ class GaussianScore(LearnedScore):
 
 def parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-
-def sizes(**given: Any) -> None:
-    """Refuse a size that is no whole number above zero, by its name."""
-    for name, size in given.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"{name} must be a whole number above 0, not {size!r}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from qkv.attention import attend, weights
-from qkv.errors import ShapeError
-from qkv.nn.scores import sizes
+from qkv.errors import ShapeError, sizes
 from qkv.types import Array
 
 

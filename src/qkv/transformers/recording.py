@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, sizes, sizes_or_none
 from qkv.transformers.captured import BUDGET, Captured, Layer
 from qkv.transformers.implementation import CAPTURE, WATCHERS, Implementation, Question, enter
 
@@ -41,11 +41,8 @@ def capture(
         seen.weights                              # (layers, heads, n, n), float32 of NumPy
         seen.words(tokenizer, text).plot(layer=2)
     """
-    for name, value in (("budget", budget), ("top", top), ("pool", pool)):
-        if value is None and name != "budget":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
+    sizes(budget=budget)
+    sizes_or_none(top=top, pool=pool)
     if top is not None and pool is not None:
         raise CombinationError("top keeps single weights and pool cells of many: pass one of them")
     recorder = Recorder(_named_attention(model), Captured([], budget=budget), top, pool)
