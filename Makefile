@@ -24,7 +24,7 @@ MXNET_TESTS ?= tests/engines/test_battery.py tests/test_edges.py
 BENCH ?=
 RESULTS := build/test-results
 
-APART := src/qkv/nn src/qkv/keras.py src/qkv/transformers
+APART := src/qkv/nn src/qkv/keras src/qkv/transformers
 STATIC := lint types contract
 SUITES := unit doctest layers mxnet
 

@@ -559,16 +559,16 @@ def refused(error: type[QkvError], says: str, call: Callable[[], Any]) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     refused(ArgumentError, "num_heads", lambda: MultiHeadAttention(0, 3))
-    refused(DtypeError, "key_dim", lambda: MultiHeadAttention(2, 3.0))
-    refused(DtypeError, "value_dim", lambda: MultiHeadAttention(2, 3, value_dim="4"))
-    refused(DtypeError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5)))
+    refused(ArgumentError, "key_dim", lambda: MultiHeadAttention(2, 3.0))
+    refused(ArgumentError, "value_dim", lambda: MultiHeadAttention(2, 3, value_dim="4"))
+    refused(ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5)))
     refused(
         ArgumentError, "attention_axes", lambda: MultiHeadAttention(2, 3, attention_axes=(1, 2))
     )
     refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
     refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
     refused(ArgumentError, "d_qk", lambda: SelfAttention(-1))
-    refused(DtypeError, "hidden", lambda: FeedForward(None))
+    refused(ArgumentError, "hidden", lambda: FeedForward(None))
     refused(ArgumentError, "did you mean 'gaussian'", lambda: Attention("gausian"))
     refused(ArgumentError, "did you mean 'softmax'", lambda: SelfAttention(weighting="softmx"))
     refused(DtypeError, "weighting", lambda: SelfAttention(weighting=3))

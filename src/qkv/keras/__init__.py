@@ -1,0 +1,25 @@
+"""Attention in Keras 3, on its TensorFlow, JAX and torch backends: layers that call `attend`.
+
+    Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ
+
+`Attention` is called as keras.layers.Attention is, and `MultiHeadAttention` is a drop-in for
+keras.layers.MultiHeadAttention; `SelfAttention` and `FeedForward` are the other two parts of a
+transformer. A `score` and a `weighting` are given by name or as objects, and are saved with the
+layer. Arrays in them are where training starts: each becomes a weight of the layer. The scores
+"additive", "multiplicative" and "gated" can be had by name too, since a layer knows its widths.
+"""
+
+from __future__ import annotations
+
+from qkv.errors import MissingExtra
+
+try:
+    import keras.ops  # noqa: F401
+except ImportError as error:
+    raise MissingExtra('qkv.keras needs Keras 3: pip install "qkv[keras]"') from error
+
+from qkv.keras.attention import Attention
+from qkv.keras.feedforward import FeedForward
+from qkv.keras.heads import MultiHeadAttention, SelfAttention
+
+__all__ = ["Attention", "FeedForward", "MultiHeadAttention", "SelfAttention"]

@@ -1,0 +1,203 @@
+"""The equation as a Keras layer, and what every layer of attention shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from qkv import masks, scores, weightings
+from qkv.arrays import framework, tree
+from qkv.attention import ScoreLike, WeightingLike, attend, weights
+from qkv.errors import DtypeError, fraction
+from qkv.keras.masks import merged
+from qkv.keras.scores import LEARNED, arrays, named, on_host, read, start, written
+from qkv.keras.shapes import check_shapes, three
+from qkv.types import Array, Shape
+
+Config = dict[str, Any]
+
+
+class Layer(keras.Layer):  # type: ignore[misc]
+    """What the layers share: a score and a weighting, their weights, and the call of `attend`."""
+
+    def __init__(
+        self,
+        score: ScoreLike | Config = "scaled_dot",
+        weighting: WeightingLike | Config = "softmax",
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(score, keras.Layer):
+            raise DtypeError(
+                f"score is a Keras layer, {type(score).__name__}, whose weights would not be "
+                "trained: pass a score of qkv.scores, whose arrays are"
+            )
+        super().__init__(**kwargs)
+        self.score = named(read(scores, score))
+        self.weighting = read(weightings, weighting)
+        if not self._makes_score:
+            self._score = on_host(scores.resolve(self.score))
+        self._weighting = on_host(weightings.resolve(self.weighting))
+        self.supports_masking = True
+
+    @property
+    def _makes_score(self) -> bool:
+        return isinstance(self.score, str) and self.score in LEARNED
+
+    def _build_score(self, d_q: int, d_k: int) -> None:
+        """One weight for each array of the score and of the weighting."""
+        if self._makes_score:
+            self._score = LEARNED[self.score](d_q, d_k)
+        self._score.check((d_q,), (d_k,))
+        self._score_weights = [
+            self.add_weight(
+                name=f"score_{name}",
+                shape=x.shape,
+                initializer="glorot_uniform" if self._makes_score and name != "bias" else start(x),
+            )
+            for name, x in arrays(self._score)
+        ]
+        self._weighting_weights = [
+            self.add_weight(name=f"weighting_{name}", shape=x.shape, initializer=start(x))
+            for name, x in arrays(self._weighting)
+        ]
+
+    def _attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: masks.Mask | None,
+        dropout: float,
+        seeds: Any,
+        return_weights: bool,
+    ) -> tuple[Array, Array | None]:
+        """The output and, where asked for, the weights as they are before dropout."""
+
+        def filled(record: Any, variables: Sequence[Any]) -> Any:
+            now = (ops.cast(x, query.dtype) for x in variables)
+            return tree.rebuild(framework("numpy"), record, now)
+
+        how = {
+            "score": filled(self._score, self._score_weights),
+            "weighting": filled(self._weighting, self._weighting_weights),
+            "mask": mask,
+        }
+        if not dropout:
+            found = attend(query, key, value, return_weights=return_weights, **how)
+            return found if return_weights else (found, None)
+        # A number drawn here, for the seeds of Keras are pairs, and JAX may draw in no other way.
+        seed = keras.random.randint((), 0, 2**31 - 1, "int32", seed=seeds)
+        out = attend(query, key, value, dropout_p=dropout, seed=seed, **how)
+        return out, weights(query, key, **how) if return_weights else None
+
+    def get_config(self) -> Config:
+        return {
+            **super().get_config(),
+            "score": written(self.score),
+            "weighting": written(self.weighting),
+        }
+
+
+@keras.saving.register_keras_serializable("qkv")
+class Attention(Layer):
+    """Σᵢ α(q, kᵢ) vᵢ, called as keras.layers.Attention: on [query, value] or [query, value, key].
+
+    query (…, n, d_q), value (…, m, d_v), key (…, m, d_k) → (…, n, d_v), and with
+    `return_attention_scores` the weights (…, n, m). Without a key the value is the key.
+
+    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend; the masks that
+    come with Keras's tensors and `use_causal_mask` narrow it. A query that may attend to nothing
+    gets 0.
+
+    >>> import numpy as np
+    >>> from qkv.arrays import to_numpy
+    >>> keys, values = np.array([[[0.0], [3.0]]]), np.array([[[10.0], [20.0]]])
+    >>> layer = Attention(score="gaussian")
+    >>> out, alpha = layer([np.zeros((1, 1, 1)), values, keys], return_attention_scores=True)
+    >>> to_numpy(alpha).round(3).tolist()
+    [[[0.989..., 0.010...]]]
+    """
+
+    def __init__(
+        self,
+        score: ScoreLike | Config = "scaled_dot",
+        weighting: WeightingLike | Config = "softmax",
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(score=score, weighting=weighting, **kwargs)
+        self.dropout, self.seed = fraction("dropout", dropout), seed
+        self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout else None
+
+    # Where a layer that makes its own query, key and value differs.
+
+    def _shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
+        """The shapes of query, value and key."""
+        shapes = three(input_shape)
+        check_shapes(*shapes)
+        return shapes
+
+    def _inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Query, value and key, and the masks that came with them."""
+        return three(inputs), three([None] * 2 if mask is None else mask, "mask")
+
+    def build(self, input_shape: Any) -> None:
+        query, _, key = self._shapes(input_shape)
+        self._build_score(query[-1], key[-1])
+
+    def call(
+        self,
+        inputs: Any,
+        mask: Any = None,
+        inputs_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        # Keras fills in `mask`, or `inputs_mask` where a second tensor is passed.
+        given = self._inputs(inputs, inputs_mask if mask is None else mask)
+        (query, value, key), (query_mask, value_mask, key_mask) = given
+        rule = merged(
+            (*query.shape[:-1], key.shape[-2]),
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            causal=use_causal_mask,
+        )
+        dropout = self.dropout if training else 0.0
+        found = self._attend(
+            query, key, value, rule, dropout, self.seed_generator, return_attention_scores
+        )
+        return found if return_attention_scores else found[0]
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        several = isinstance(previous_mask, list | tuple)
+        return previous_mask[0] if several else previous_mask
+
+    def compute_output_shape(self, input_shape: Any) -> Shape:
+        query, value, _ = self._shapes(input_shape)
+        return (*query[:-1], value[-1])
+
+    def compute_output_spec(
+        self, inputs: Any, *args: Any, return_attention_scores: bool = False, **kwargs: Any
+    ) -> Any:
+        several = isinstance(inputs, list | tuple)
+        query, value, key = self._shapes([x.shape for x in inputs] if several else inputs.shape)
+        shapes = (*query[:-1], value[-1]), (*query[:-1], key[-2])
+        return spec(self, *shapes, return_attention_scores)
+
+    def get_config(self) -> Config:
+        return {**super().get_config(), "dropout": self.dropout, "seed": self.seed}
+
+
+def spec(layer: Any, out: Shape, alpha: Shape, both: bool) -> Any:
+    """What a layer will give: the output and, if asked for, the weights."""
+    shapes = (out, alpha) if both else (out,)
+    specs = tuple(keras.KerasTensor(shape, dtype=layer.compute_dtype) for shape in shapes)
+    return specs if both else specs[0]

@@ -1,0 +1,97 @@
+"""The network that each row goes through by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from qkv.errors import fraction, sizes, sizes_or_none
+from qkv.keras.attention import Config
+from qkv.keras.shapes import width
+from qkv.types import Shape
+
+
+@keras.saving.register_keras_serializable("qkv")
+class FeedForward(keras.Layer):  # type: ignore[misc]
+    """y = f(x W₁ + b₁) W₂ + b₂, each row by itself: what follows attention in a transformer.
+
+    x (…, d) → (…, d_out); W₁ (d, hidden), W₂ (hidden, d_out). d_out is d unless given. Dropout
+    acts on the hidden numbers.
+
+    >>> import numpy as np
+    >>> layer = FeedForward(32, activation="gelu")
+    >>> tuple(layer(np.ones((2, 5, 8))).shape)
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        d_out: int | None = None,
+        activation: Any = "relu",
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sizes(hidden=hidden)
+        sizes_or_none(d_out=d_out)
+        super().__init__(**kwargs)
+        self.hidden, self.d_out, self.use_bias = hidden, d_out, use_bias
+        self.dropout, self.seed = fraction("dropout", dropout), seed
+        self.activation = keras.activations.get(activation)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.supports_masking = True
+
+    def build(self, input_shape: Any) -> None:
+        d = width("inputs", input_shape)
+
+        def dense(name: str, units: int, activation: Any) -> Any:
+            return keras.layers.Dense(
+                units,
+                activation=activation,
+                use_bias=self.use_bias,
+                name=name,
+                dtype=self.dtype_policy,
+                **self._settings(),
+            )
+
+        self.first = dense("first", self.hidden, self.activation)
+        self.second = dense("second", self.d_out or d, None)
+        self.drop = keras.layers.Dropout(self.dropout, seed=self.seed, dtype=self.dtype_policy)
+        self.first.build(input_shape)
+        self.second.build((*input_shape[:-1], self.hidden))
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return self.second(self.drop(self.first(inputs), training=training))
+
+    def compute_output_shape(self, input_shape: Any) -> Shape:
+        return (*input_shape[:-1], self.d_out or width("inputs", input_shape))
+
+    def _settings(self) -> Config:
+        return {
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
+        }
+
+    def get_config(self) -> Config:
+        return {
+            **super().get_config(),
+            **self._settings(),
+            "hidden": self.hidden,
+            "d_out": self.d_out,
+            "activation": keras.activations.serialize(self.activation),
+            "dropout": self.dropout,
+            "use_bias": self.use_bias,
+            "seed": self.seed,
+        }

@@ -1,0 +1,203 @@
+"""Self-attention as one head, and many heads side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from qkv import masks
+from qkv.attention import ScoreLike, WeightingLike
+from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
+from qkv.keras.attention import Attention, Config, Layer, spec
+from qkv.keras.masks import merged
+from qkv.keras.shapes import check_shapes, sequence, three
+from qkv.types import Array, Shape
+
+
+@keras.saving.register_keras_serializable("qkv")
+class SelfAttention(Attention):
+    """S = α(Q, K) V with Q = X W_Q, K = X W_K, V = X W_V: a sequence that asks itself.
+
+    X (batch, n, d) → (batch, n, d_v); W_Q and W_K are (d, d_qk), W_V is (d, d_v). Both widths are
+    d unless given. Masks are as in `Attention`.
+
+    >>> import numpy as np
+    >>> layer = SelfAttention(d_qk=4, d_v=2)
+    >>> tuple(layer(np.ones((1, 5, 8)), use_causal_mask=True).shape)
+    (1, 5, 2)
+    >>> [tuple(w.shape) for w in layer.weights]
+    [(8, 4), (8, 4), (8, 2)]
+    """
+
+    def __init__(
+        self,
+        d_qk: int | None = None,
+        d_v: int | None = None,
+        score: ScoreLike | Config = "scaled_dot",
+        weighting: WeightingLike | Config = "softmax",
+        dropout: float = 0.0,
+        kernel_initializer: Any = "glorot_uniform",
+        kernel_regularizer: Any = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sizes_or_none(d_qk=d_qk, d_v=d_v)
+        super().__init__(score=score, weighting=weighting, dropout=dropout, seed=seed, **kwargs)
+        self.d_qk, self.d_v = d_qk, d_v
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+
+    def _shapes(self, input_shape: Any) -> tuple[Shape, Shape, Shape]:
+        *rows, d = sequence("inputs", input_shape)
+        asked, given = (*rows, self.d_qk or d), (*rows, self.d_v or d)
+        return asked, given, asked
+
+    def _inputs(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return [ops.matmul(inputs, w) for w in (self.w_q, self.w_v, self.w_k)], (mask, mask, None)
+
+    def build(self, input_shape: Any) -> None:
+        d = sequence("inputs", input_shape)[-1]
+
+        def matrix(name: str, width: int) -> Any:
+            # A copy: one initializer gives the same numbers each time.
+            fresh = keras.initializers.get(keras.initializers.serialize(self.kernel_initializer))
+            regularizer = self.kernel_regularizer
+            return self.add_weight(
+                name=name, shape=(d, width), initializer=fresh, regularizer=regularizer
+            )
+
+        self.w_q, self.w_k = (matrix(name, self.d_qk or d) for name in ("w_q", "w_k"))
+        self.w_v = matrix("w_v", self.d_v or d)
+        super().build(input_shape)
+
+    def get_config(self) -> Config:
+        return {
+            **super().get_config(),
+            "d_qk": self.d_qk,
+            "d_v": self.d_v,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+        }
+
+
+@keras.saving.register_keras_serializable("qkv")
+class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignore[misc]
+    """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾: many heads at once.
+
+    query (batch, n, d), value and key (batch, m, ·) → (batch, n, d), and with
+    `return_attention_scores` the weights (batch, heads, n, m).
+
+    It is keras.layers.MultiHeadAttention, with its arguments and its weights, which move both ways,
+    and with `score` and `weighting`, which all heads share. Two things differ: a query with nothing
+    to attend to gets 0 before W_O, not an average, and `attention_axes` must be the one axis that
+    a sequence has. `flash_attention` is not needed: `attend` takes the fastest engine that serves.
+
+    >>> import numpy as np
+    >>> x = np.ones((2, 5, 16))
+    >>> ours = MultiHeadAttention(num_heads=4, key_dim=8, weighting="entmax15")
+    >>> out, alpha = ours(x, x, return_attention_scores=True)
+    >>> tuple(out.shape), tuple(alpha.shape)
+    ((2, 5, 16), (2, 4, 5, 5))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        output_shape: int | Sequence[int] | None = None,
+        attention_axes: int | Sequence[int] | None = None,
+        score: ScoreLike | Config = "scaled_dot",
+        weighting: WeightingLike | Config = "softmax",
+        **kwargs: Any,
+    ) -> None:
+        sizes(num_heads=num_heads, key_dim=key_dim)
+        sizes_or_none(value_dim=value_dim)
+        fraction("dropout", dropout)
+        for size in output_shape if isinstance(output_shape, list | tuple) else (output_shape,):
+            sizes_or_none(output_shape=size)
+        axes = (attention_axes,) if isinstance(attention_axes, int) else attention_axes
+        if axes is not None and tuple(axes) not in ((1,), (-2,)):
+            raise ArgumentError(
+                f"attention_axes must be None or 1, a sequence's one axis, not {attention_axes!r}: "
+                "merge the others into the batch by keras.ops.reshape"
+            )
+        super().__init__(
+            score=score,
+            weighting=weighting,
+            num_heads=num_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dropout=dropout,
+            use_bias=use_bias,
+            output_shape=output_shape,
+            attention_axes=axes,
+            **kwargs,
+        )
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        query, value, key = three([query_shape, value_shape, key_shape or value_shape])
+        for name, shape in (("query", query), ("value", value), ("key", key)):
+            sequence(name, shape)
+        check_shapes(query, value, key)
+        super().build(query, value, key)
+        self._build_score(self.key_dim, self.key_dim)
+
+    # The two places where keras.layers.MultiHeadAttention lets another attention in.
+
+    def _compute_attention_mask(
+        self,
+        query: Array,
+        value: Array,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        use_causal_mask: bool = False,
+    ) -> masks.Mask | None:
+        return merged(
+            (query.shape[0], self.num_heads, query.shape[1], value.shape[1]),
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            causal=use_causal_mask,
+            window=getattr(self, "_sliding_window", None),
+        )
+
+    def _compute_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: masks.Mask | None = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Array, Array | None]:
+        query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
+        dropout = self.dropout if training else 0.0
+        seeds = getattr(self._dropout_layer, "seed_generator", None)
+        out, alpha = self._attend(
+            query, key, value, attention_mask, dropout, seeds, return_attention_scores
+        )
+        return ops.transpose(out, (0, 2, 1, 3)), alpha
+
+    def compute_output_spec(
+        self,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        *args: Any,
+        return_attention_scores: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        shapes = [x.shape for x in (query, value, value if key is None else key)]
+        out = self.compute_output_shape(*shapes)
+        alpha = (shapes[0][0], self.num_heads, shapes[0][1], shapes[1][1])
+        return spec(self, out, alpha, return_attention_scores)

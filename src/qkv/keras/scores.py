@@ -1,0 +1,87 @@
+"""The arrays of scores and weightings, and how both are written into a layer's config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from numbers import Real
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from qkv import scores
+from qkv.arrays import is_array, of, to_numpy, tree
+from qkv.errors import unknown
+from qkv.scores.modified import Function
+from qkv.types import Array
+
+LEARNED: dict[str, Callable[[int, int], scores.Score]] = {
+    "additive": lambda q, k: scores.Additive(
+        np.zeros((q, q)), np.zeros((q, k)), np.zeros(q), np.zeros(q)
+    ),
+    "multiplicative": lambda q, k: scores.Multiplicative(np.zeros((q, k))),
+    "gated": lambda q, k: scores.Gated(np.zeros(q), np.zeros(k), np.zeros(())),
+}
+"""Scores that a layer makes itself, from the widths of query and key; it fills in the numbers."""
+
+
+def named(score: Any) -> Any:
+    """The name of a learned score that is given as a class; anything else as it is."""
+    name = score.__name__.lower() if isinstance(score, type) else None
+    return name if name in LEARNED else score
+
+
+def arrays(record: Any, path: str = "") -> Iterator[tuple[str, Array]]:
+    """Every array of the record with its name, in the order of `tree.leaves`."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if is_array(value):
+            yield path + field.name, value
+        elif dataclasses.is_dataclass(value):
+            yield from arrays(value, f"{path}{field.name}_")
+
+
+def on_host(record: Any) -> Any:
+    """The same record with NumPy's arrays, whichever framework's they were."""
+    for fw in {of(x) for _, x in arrays(record)}:
+        record = tree.map_arrays(fw, to_numpy, record)
+    return record
+
+
+def start(x: Array) -> Callable[..., Array]:
+    """An initializer that gives x."""
+    return lambda shape, dtype=None: ops.convert_to_tensor(x, dtype=dtype)
+
+
+def written(thing: Any) -> Any:
+    """A score or a weighting as JSON can hold it: its name and its numbers."""
+    if thing is None or isinstance(thing, str | bool | int | float):
+        return thing
+    if isinstance(thing, Real):
+        return float(thing)
+    if is_array(thing):
+        return {"dtype": str(to_numpy(thing).dtype), "values": to_numpy(thing).tolist()}
+    if isinstance(thing, Function):
+        return written(thing.function)
+    if dataclasses.is_dataclass(thing) and type(thing).__module__.startswith("qkv."):
+        fields = [field.name for field in dataclasses.fields(thing) if field.init]
+        numbers = {name: written(getattr(thing, name)) for name in fields}
+        return {"name": type(thing).__name__, "fields": numbers}
+    return keras.saving.serialize_keras_object(thing)
+
+
+def read(room: Any, thing: Any) -> Any:
+    """What `written` wrote, as it was; anything else as it is. `room`: scores or weightings."""
+    if not isinstance(thing, dict):
+        return thing
+    if "values" in thing:
+        return np.asarray(thing["values"], thing["dtype"])
+    if "name" not in thing:
+        return keras.saving.deserialize_keras_object(thing)
+    name, what = thing["name"], room.__name__.rpartition(".")[2].rstrip("s")
+    known = {x: getattr(room, x) for x in room.__all__ if isinstance(getattr(room, x), type)}
+    if name not in known:
+        raise unknown(what, name, known)
+    return known[name](**{field: read(room, value) for field, value in thing["fields"].items()})
