@@ -261,15 +261,15 @@ class Writing(Reading):
         self._encoder_wish = made
 
     def learn(self, pairs: Iterable[Any], *, progress: Progress | None = None, **how: Any) -> Any:
-        """Learn from (query, right key) pairs which keys a query means: see `learn.learn`.
+        """Learn from (query, right key) pairs which keys a query means: see `qkv.database.learn`.
 
         The vectors that come of it are a new version; `at(version)` goes back. Gives the report.
         """
-        from qkv.database import learn
+        from qkv.database.learn import learn
 
         self._writable()
         view = self._filled()
-        learned, report = learn.learn(
+        learned, report = learn(
             view.encoder, view.all_keys(), list(pairs), progress=progress, **how
         )
         self.encode(learned, fit=False, what="learn", progress=progress)

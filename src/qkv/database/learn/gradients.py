@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 Gradients = Callable[[Parameters, Batch], tuple[float, dict[str, np.ndarray]]]
 
 
-def gradients(framework: str | None = None) -> tuple[str, Gradients]:
+def by(framework: str | None = None) -> tuple[str, Gradients]:
     """torch's if it is installed, else NumPy's; or the one that is asked for."""
     if framework is None:
         framework = "torch" if find_spec("torch") else "numpy"

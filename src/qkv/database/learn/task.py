@@ -1,0 +1,230 @@
+"""What is to be learned: distinct keys and queries as numbers, and the pairs of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.database import cells
+from qkv.database.encoders.base import Encoder
+from qkv.database.encoders.learned import Input, Learned, features
+from qkv.errors import ArgumentError, DtypeError
+
+AT = (1, 10, 100)
+ASKED = 2000
+"""Held-out pairs that are asked after each epoch, at most."""
+
+ENOUGH = 100
+"""Queries from which a tenth is held out, unless the caller says what is."""
+
+BLOCK = 1 << 24
+"""Scores held at once."""
+
+
+class Pairs(NamedTuple):
+    """Pairs as numbers of a query and a key, each (p,), and what each counts (p,)."""
+
+    query: np.ndarray
+    key: np.ndarray
+    weight: np.ndarray
+
+    def take(self, some: np.ndarray | slice) -> Pairs:
+        return Pairs(self.query[some], self.key[some], self.weight[some])
+
+    def others(self) -> dict[int, np.ndarray]:
+        """For each query with several right keys: which."""
+        order = np.argsort(self.query, kind="stable")
+        query, key = self.query[order], self.key[order]
+        starts = np.flatnonzero(np.diff(query, prepend=-1))
+        stops = np.append(starts[1:], len(query))
+        many = np.flatnonzero(stops - starts > 1)
+        return {int(query[starts[i]]): np.unique(key[starts[i] : stops[i]]) for i in many}
+
+    def barred(
+        self, others: Mapping[int, np.ndarray], candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and columns where a candidate is right too for the query of a row's pair.
+
+        `others` are the right keys of each query that has several, `candidates` ascend.
+        """
+        rows, columns = [], []
+        if others:
+            for row, (query, key) in enumerate(zip(self.query.tolist(), self.key, strict=True)):
+                for other in others.get(query, ()):
+                    at = int(np.searchsorted(candidates, other))
+                    if other != key and at < len(candidates) and candidates[at] == other:
+                        rows.append(row)
+                        columns.append(at)
+        return np.array(rows, np.int64), np.array(columns, np.int64)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned: distinct keys and queries, and the pairs of them."""
+
+    encoder: Encoder
+    keys: Sequence[Any]
+    queries: Sequence[Any]
+    train: Pairs
+    held: Pairs
+    holds_out: bool
+    key_features: list[Input]
+    query_features: list[Input]
+    others: dict[int, np.ndarray]
+    fingerprint: str
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """Of all keys, (m,)."""
+        return np.arange(len(self.keys))
+
+    def ranks_before(self) -> np.ndarray:
+        """How many keys each held-out query prefers to its right one, asked of the encoder."""
+        score = self.encoder.score(len(self.keys))
+        key = self.encoder.encode(self.keys)
+        numbers, at = np.unique(self.held.query, return_inverse=True)
+        query = self.encoder.query(_some(self.queries, numbers))[at]
+        return self._ranks(query, lambda some: np.asarray(score(some, key)))
+
+    def ranks(self, learned: Learned, key: np.ndarray) -> np.ndarray:
+        """The same, asked of what was learned, whose vectors of all keys are `key`."""
+        query = learned.project(taken(self.query_features, self.held.query), "query")
+        return self._ranks(query, lambda some: some @ key.T)
+
+    def vectors(self, learned: Learned, side: str) -> np.ndarray:
+        """Of all keys, or of all queries."""
+        found = self.key_features if side == "key" else self.query_features
+        count = len(self.keys) if side == "key" else len(self.queries)
+        out = np.empty((count, learned.width), np.float32)
+        for some in blocks(count, 1 << 14):
+            out[some] = learned.project(taken(found, np.arange(some.start, some.stop)), side)
+        return out
+
+    def _ranks(self, query: np.ndarray, scores: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        found = np.empty(len(query), np.int64)
+        for some in blocks(len(query), max(1, BLOCK // len(self.keys))):
+            s, pairs = scores(query[some]), self.held.take(some)
+            own = s[np.arange(len(s)), pairs.key][:, None]
+            s[pairs.barred(self.others, self.numbers)] = -np.inf
+            # A wrong key that scores as much as the right one counts as preferred.
+            found[some] = (s >= own).sum(axis=1) - 1
+        return found
+
+    def recall(self, ranks: np.ndarray) -> dict[int, float]:
+        return {k: float(np.average(ranks < k, weights=self.held.weight)) for k in AT}
+
+
+def make(
+    encoder: Encoder, keys: Sequence[Any], pairs: Sequence[Any], held_out: Any, seed: int
+) -> Task:
+    """The task that these pairs set, with a part of them held out; refused where it is none."""
+    found: dict[bytes, int] = {}
+    first = [i for i, code in enumerate(cells.digests(keys)) if found.setdefault(code, i) == i]
+    if len(first) < 2:
+        raise ArgumentError("learn: there must be two different keys at least, to tell apart")
+    number = {code: at for at, code in enumerate(found)}
+    distinct = _some(keys, np.array(first))
+    queries: list[Any] = []
+    seen: dict[bytes, int] = {}
+    every = _numbered(pairs, "pairs", number, queries, seen)
+    rng = np.random.default_rng([seed, 1])
+    if held_out is None:  # a few clicks are all to be learned from
+        held_out = 0.1 if len(queries) >= ENOUGH else 0
+    if isinstance(held_out, int | float):
+        if not 0 <= held_out < 1:
+            raise ArgumentError(f"learn: held_out must be from 0 to below 1, not {held_out!r}")
+        count = round(held_out * len(queries))
+        if held_out and len(queries) > 1:
+            count = min(max(count, 1), len(queries) - 1)
+        held = np.isin(every.query, rng.permutation(len(queries))[:count])
+        train, rest = every.take(~held), every.take(held)
+    else:
+        train, rest = every, _numbered(held_out, "held_out", number, queries, seen)
+    holds_out = bool(len(rest.query))
+    asked = rest if holds_out else train
+    if len(asked.query) > ASKED:
+        asked = asked.take(np.sort(rng.choice(len(asked.query), ASKED, replace=False)))
+    code = blake2b(digest_size=16)
+    for part in (*found, *seen):
+        code.update(part)
+    for numbers in (*train, *asked):
+        code.update(numbers.tobytes())
+    code.update(json.dumps(encoder.settings(), sort_keys=True, default=str).encode())
+    return Task(
+        encoder=encoder,
+        keys=distinct,
+        queries=queries,
+        train=train,
+        held=asked,
+        holds_out=holds_out,
+        key_features=_features(encoder, distinct, "key"),
+        query_features=_features(encoder, queries, "query"),
+        others=Pairs(*map(np.concatenate, zip(train, rest, strict=True))).others(),
+        fingerprint=code.hexdigest(),
+    )
+
+
+def _numbered(
+    pairs: Sequence[Any],
+    name: str,
+    number: Mapping[bytes, int],
+    queries: list[Any],
+    seen: dict[bytes, int],
+) -> Pairs:
+    """Pairs with their queries and keys as numbers; queries that are new are appended."""
+    if not len(pairs):
+        raise ArgumentError(f"learn: {name} is empty; it takes (query, right key) pairs")
+    rows: list[tuple[int, int, float]] = []
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
+            raise DtypeError(
+                f"learn: {name}[{i}] must be (query, right key) or (query, right key, weight), "
+                f"not {pair!r}"
+            )
+        query, key = pair[:2]
+        weight = pair[2] if len(pair) == 3 else 1.0
+        if isinstance(weight, bool | str) or not 0 < float(weight) < math.inf:
+            raise ArgumentError(f"learn: {name}[{i}] has the weight {weight!r}; it must be above 0")
+        at = number.get(cells.digest(key))
+        if at is None:
+            raise ArgumentError(
+                f"learn: {name}[{i}] names the right key {key!r}, which no row has: add it first"
+            )
+        if query is None:
+            raise ArgumentError(f"learn: {name}[{i}] has no query")
+        code = cells.digest(query)
+        if code not in seen:
+            seen[code] = len(queries)
+            queries.append(query)
+        rows.append((seen[code], at, float(weight)))
+    query, key, weight = zip(*rows, strict=True)
+    return Pairs(np.array(query), np.array(key), np.array(weight, np.float32))
+
+
+def _features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[Input]:
+    base = encoder.base if isinstance(encoder, Learned) else encoder
+    return features(base, keys, side)
+
+
+def taken(found: Sequence[Input], some: np.ndarray) -> list[Input]:
+    """What each head has of some of the texts."""
+    return [input.take(some) for input in found]
+
+
+def _some(keys: Sequence[Any], at: np.ndarray) -> Sequence[Any]:
+    if hasattr(keys, "shape"):
+        return keys[at]  # type: ignore[call-overload, no-any-return]
+    return [keys[i] for i in at.tolist()]
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """So many rows in spans of this size."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

@@ -1,0 +1,22 @@
+"""The temperature that suits what was held out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qkv.database import learn
+from tests.database.learn.letters import ENGLISH, PAIRS, Letters
+
+
+def test_sharpness_is_calibrated_on_what_was_held_out() -> None:
+    """No other factor on τ gives the held-out pairs a lower −ln α."""
+    held = PAIRS[:5]
+    encoder, _ = learn.learn(Letters(), ENGLISH, PAIRS[5:], held_out=held, epochs=2)
+    s = encoder.query([q for q, _ in held]) @ encoder.encode(ENGLISH).T
+
+    def loss(factor: float) -> float:
+        z = s.astype(np.float64) * encoder.sharpness * factor
+        alpha = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+        return float(-np.log(alpha[np.arange(5), np.arange(5)]).mean())
+
+    assert loss(1.0) <= min(loss(0.8), loss(1.25)) + 1e-6

@@ -1,0 +1,184 @@
+"""What learning gains, what it reports, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database import learn
+from qkv.database.encoders import (
+    Arrays,
+    Characters,
+    Columns,
+    Heads,
+    Numbers,
+)
+from qkv.errors import ArgumentError, DtypeError, QkvError
+from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
+
+
+class TestLearn:
+    @pytest.mark.parametrize("framework", ["numpy", "torch"])
+    @pytest.mark.parametrize("vectors", [False, True])
+    def test_learns_a_made_up_language(self, framework: str, vectors: bool) -> None:
+        if framework == "torch":
+            pytest.importorskip("torch")
+        encoder, report = learn.learn(
+            Heads([Letters(), Characters(64)]),
+            ENGLISH,
+            PAIRS,
+            held_out=0,
+            vectors=vectors,
+            framework=framework,
+        )
+        assert report.before[1] < 0.5
+        assert report.after[1] == 1.0
+        assert top(encoder, MADE_UP, ENGLISH) == list(range(10))
+        assert report.loss[-1] < report.loss[0] / 2
+        assert report.framework == framework
+
+    def test_numpy_and_torch_agree(self) -> None:
+        pytest.importorskip("torch")
+        both = [
+            learn.learn(Letters(), ENGLISH, PAIRS, vectors=True, epochs=2, framework=name)[0]
+            for name in ("numpy", "torch")
+        ]
+        one, other = (encoder.query(MADE_UP) @ encoder.encode(ENGLISH).T for encoder in both)
+        np.testing.assert_allclose(one, other, atol=2e-3)
+
+    def test_is_the_same_for_the_same_seed(self) -> None:
+        runs = [learn.learn(Letters(), ENGLISH, PAIRS, seed=s, epochs=2)[0] for s in (3, 3, 4)]
+        one, same, other = (run.query(MADE_UP) for run in runs)
+        np.testing.assert_array_equal(one, same)
+        assert np.abs(one - other).max() > 1e-4
+
+    def test_generalises_to_held_out_queries(self) -> None:
+        """A linear map that 90 pairs show is right for the other 10 too."""
+        rng = np.random.default_rng(1)
+        keys = rng.normal(size=(100, 8)).astype(np.float32)
+        queries = keys @ rng.normal(size=(8, 8)).astype(np.float32)
+        pairs = [(list(q), list(k)) for q, k in zip(queries.tolist(), keys.tolist(), strict=True)]
+        held = pairs[:10]
+        encoder, report = learn.learn(
+            Arrays().fit(keys),
+            keys.tolist(),
+            pairs[10:],
+            held_out=held,
+            epochs=40,
+            rate=0.01,
+            patience=40,
+        )
+        assert report.before[1] < 0.5
+        assert report.after[1] >= 0.9
+        assert encoder.kind == "learned"
+
+    def test_an_array_of_keys(self) -> None:
+        keys = np.eye(4, dtype=np.float32)
+        pairs = [(keys[i], keys[(i + 1) % 4]) for i in range(4)]
+        encoder, _ = learn.learn(Arrays().fit(keys), keys, pairs, held_out=0, epochs=20, rate=0.01)
+        assert (encoder.query(keys) @ encoder.encode(keys).T).argmax(axis=1).tolist() == [
+            1,
+            2,
+            3,
+            0,
+        ]
+
+    def test_weights_of_clicks_decide(self) -> None:
+        """Two queries of one vector: the key with more clicks wins."""
+        keys = [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]
+        for few, many in ((0, 1), (1, 0)):
+            pairs = [([0.5, 0.5], keys[few], 1), ([1.0, 1.0], keys[many], 30)]
+            encoder, _ = learn.learn(Arrays().fit(keys), keys, pairs, held_out=0)
+            assert top(encoder, [[2.0, 2.0]], keys) == [many]
+
+    def test_a_query_may_have_several_right_keys(self) -> None:
+        """Neither counts as wrong for the other, in the loss or in the ranks."""
+        pairs = [("zub", "cat"), ("zub", "dog"), ("kip", "tree"), ("hoam", "milk")]
+        encoder, report = learn.learn(Characters(64), ENGLISH, pairs, held_out=0, epochs=10)
+        assert report.after[1] == 1.0
+        scores = encoder.query(["zub"]) @ encoder.encode(ENGLISH).T
+        assert set(np.argsort(scores[0])[-2:]) == {0, 1}
+
+    def test_repeated_keys_are_one_candidate(self) -> None:
+        _, report = learn.learn(Characters(64), ENGLISH * 3, PAIRS, held_out=0, epochs=1)
+        assert report.keys == 10
+
+    def test_learning_goes_on_from_what_was_learned(self) -> None:
+        first, one = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
+        second, report = learn.learn(first, ENGLISH, PAIRS, held_out=0, epochs=1, vectors=True)
+        assert second.base == Letters()
+        assert report.before == one.after
+        assert report.before[1] > one.before[1]
+        assert "0.key.vectors" in second.parameters
+        assert "0.key.vectors" not in first.parameters
+
+    def test_text_with_no_tokens(self) -> None:
+        encoder, _ = learn.learn(Letters(), ["", "a", "b"], [("", "a"), ("x", "b")], held_out=0)
+        assert np.isfinite(encoder.encode(["", "a"])).all()
+
+    def test_columns(self) -> None:
+        keys = [("cat", 1.0), ("dog", 2.0), ("cow", 3.0)]
+        base = Columns([Letters(), Numbers()]).fit(keys)
+        pairs = [(("zub", None), keys[0]), (("kip", None), keys[1]), ((None, 3.0), keys[2])]
+        encoder, report = learn.learn(base, keys, pairs, held_out=0, vectors=True)
+        assert report.after[1] == 1.0
+        assert top(encoder, [("kip", None)], keys) == [1]
+
+
+class TestReport:
+    def test_is_a_table(self) -> None:
+        _, report = learn.learn(Letters(), ENGLISH, PAIRS, epochs=1, held_out=0.2)
+        lines = str(report).splitlines()
+        assert lines[0].split() == ["recall", "at", "1", "at", "10", "at", "100"]
+        assert lines[2].split() == ["after", *(f"{x:.3f}" for x in report.after.values())]
+        assert lines[3] == "8 pairs to learn from, 2 held out, among 10 keys"
+        assert report.after[10] == 1.0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("pairs", "said"),
+        [
+            ([], "pairs is empty"),
+            (["ab"], r"pairs\[0\] must be"),
+            ([("a", "cat"), ("a",)], r"pairs\[1\] must be"),
+            ([("a", "cat"), ("b", "unicorn")], r"pairs\[1\] names the right key 'unicorn'"),
+            ([("a", "cat", 0)], "weight 0; it must be above 0"),
+            ([("a", "cat", float("nan"))], "weight nan"),
+            ([(None, "cat")], r"pairs\[0\] has no query"),
+        ],
+    )
+    def test_pairs(self, pairs: list[Any], said: str) -> None:
+        with pytest.raises(QkvError, match=said):
+            learn.learn(Characters(64), ENGLISH, pairs)
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            {"epochs": -1},
+            {"epochs": 1.5},
+            {"batch": 0},
+            {"rate": 0},
+            {"rate": float("nan")},
+            {"dropout": 1},
+            {"held_out": 1},
+            {"held_out": -0.1},
+            {"hard": -1},
+            {"patience": 0},
+            {"budget_s": 0},
+        ],
+    )
+    def test_settings(self, how: dict[str, Any]) -> None:
+        (name,) = how
+        with pytest.raises(ArgumentError, match=name):
+            learn.learn(Characters(64), ENGLISH, PAIRS, **how)
+
+    def test_one_key_is_nothing_to_tell_apart(self) -> None:
+        with pytest.raises(ArgumentError, match="two different keys"):
+            learn.learn(Characters(64), ["a", "a"], [("x", "a")])
+
+    def test_a_pair_that_is_no_pair(self) -> None:
+        with pytest.raises(DtypeError, match="must be"):
+            learn.learn(Characters(64), ENGLISH, [{"query": "a"}])
