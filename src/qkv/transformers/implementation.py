@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -103,30 +104,49 @@ class Implementation:
         output_attentions: bool | None = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):
-            # Norms in float32 leave some wider than others. And sums stay in float32 inside.
-            narrow = torch.get_autocast_dtype(kind)
-            query, key, value = (x.to(narrow) for x in (query, key, value))
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        # Without a mask, many queries are the first ones and one query is the last.
-        causal = attention_mask is None and query.shape[-2] > 1 and bool(is_causal)
-        rule = Rule(causal, _usable(attention_mask, key, self.weighting), position_bias)
-        score = ScaledDot(scaling, softcap) if self.score is None else self.score
-        if s_aux is not None and not isinstance(self.weighting, Softmax):
+        if output_attentions is None:
+            output_attentions = getattr(module.config, "output_attentions", False)
+        if s_aux is not None and (self.weighting.sparse or not self.weighting.has_lse):
             raise CombinationError(
                 f"{type(module).__name__} has attention sinks, a share of the softmax: "
                 f"weighting {self.weighting!r} has no place for them"
             )
-        question = Question(query, key, value, score, self.weighting, rule, s_aux)
-        if output_attentions is None:
-            output_attentions = getattr(module.config, "output_attentions", False)
+        # Without a mask, many queries are the first ones and one query is the last.
+        if attention_mask is not None:
+            mask = _usable(attention_mask, key, self.weighting)
+        else:
+            mask = masks.causal if query.shape[-2] > 1 and is_causal else None
+        score = self.score
+        if score is None:
+            # A learned scale is not to be kept alive, and dynamo passes a cache by.
+            fresh = isinstance(scaling, torch.Tensor) or torch.compiler.is_compiling()
+            score = (ScaledDot if fresh else _scaled_dot)(scaling, softcap)
+        question = Question(query, key, value, score, self.weighting, mask, position_bias, s_aux)
+        how = module, float(dropout), bool(output_attentions)
+        kind = query.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self.answer(question, *how)
+        # Norms in float32 leave some wider than others. And sums stay in float32 inside.
+        narrow = torch.get_autocast_dtype(kind)
+        query, key, value = (x.to(narrow) for x in (query, key, value))
         with torch.autocast(kind, enabled=False):
-            out, alpha = question.answer(float(dropout), bool(output_attentions))
-            if self.records:
-                _show(module, question)
+            return self.answer(question._replace(query=query, key=key, value=value), *how)
+
+    def answer(
+        self, question: Question, module: Any, dropout: float, wants_weights: bool
+    ) -> tuple[Any, Any]:
+        out, alpha = question.answer(dropout, wants_weights)
+        if self.records:
+            _show(module, question)
         return out.transpose(1, 2).contiguous(), alpha
+
+
+@lru_cache(64)
+def _scaled_dot(scaling: float | None, softcap: float | None) -> Score:
+    """A model's own score, one object for all its tokens."""
+    return ScaledDot(scaling, softcap)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -137,15 +157,14 @@ def _show(module: Any, question: Question) -> None:
 
 def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
     """A mask no longer than the keys, in which the least float, transformers' −∞, is −∞."""
-    if mask is None:
-        return None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         shape = getattr(mask, "shape", None)
         raise ShapeError(
             f"attention_mask must be a tensor (batch, heads, n, m), not {type(mask).__name__}"
             + (f" of shape {tuple(shape)}" if shape is not None else "")
         )
-    mask = mask[..., : key.shape[-2]]
+    if mask.shape[-1] > key.shape[-2]:
+        mask = mask[..., : key.shape[-2]]
     if not mask.is_floating_point():
         return mask
     live = mask > torch.finfo(mask.dtype).min / 2
@@ -154,35 +173,16 @@ def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
     return mask.masked_fill(~live, -math.inf)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Which keys a query may look at, and what is added to its scores."""
-
-    causal: bool
-    mask: Any
-    bias: Any
-
-    def over(self, start: int, stop: int) -> Any:
-        """The same for the queries from start to stop."""
-        found: Any = masks.causal(offset=start) if start else masks.causal
-        found = found if self.causal else None
-        for part in (self.mask, self.bias):
-            if part is not None:
-                part = masks.array(part if part.shape[-2] == 1 else part[..., start:stop, :])
-                found = part if found is None else found & part
-        return found
-
-
-@dataclass(frozen=True)
-class Question:
-    """One layer's attention."""
+class Question(NamedTuple):
+    """One layer's attention. `mask` is `masks.causal`, a tensor or None."""
 
     query: Any
     key: Any
     value: Any
     score: Score
     weighting: Weighting
-    rule: Rule
+    mask: Any
+    bias: Any
     sinks: Any
 
     @property
@@ -192,14 +192,13 @@ class Question:
 
     def answer(self, dropout: float, wants_weights: bool) -> tuple[Any, Any]:
         """The output and, if wanted, α."""
-        n = self.query.shape[-2]
         found = attend(
             self.query,
             self.key,
             self.value,
             score=self.score,
             weighting=self.weighting,
-            mask=self.rule.over(0, n),
+            mask=_joined(self.mask, self.bias),
             dropout_p=dropout,
             return_lse=self.sinks is not None,
             return_weights=wants_weights,
@@ -216,7 +215,8 @@ class Question:
 
     def weights(self, start: int, stop: int) -> Any:
         """α of the queries from start to stop, (batch, heads, stop − start, m)."""
-        query, mask = self.query[..., start:stop, :], self.rule.over(start, stop)
+        query = self.query[..., start:stop, :]
+        mask = _joined(*(_rows(x, start, stop) for x in (self.mask, self.bias)))
         how: dict[str, Any] = {"score": self.score, "weighting": self.weighting, "mask": mask}
         if self.sinks is None:
             return weights(query, self.key, **how)
@@ -224,3 +224,14 @@ class Question:
             query, self.key, self.value, **how, return_lse=True, return_weights=True
         )
         return alpha * self.share(lse)
+
+
+def _joined(mask: Any, bias: Any) -> Any:
+    return mask if bias is None else bias if mask is None else masks.array(mask) & bias
+
+
+def _rows(part: Any, start: int, stop: int) -> Any:
+    """What holds for the queries from start to stop."""
+    if part is masks.causal:
+        return masks.causal(offset=start)
+    return part if part is None or part.shape[-2] == 1 else part[..., start:stop, :]
