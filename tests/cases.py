@@ -89,7 +89,7 @@ SCORES: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
 }
 
 WEIGHTINGS: dict[str, weightings.Weighting] = {
-    **{name: kind() for name, kind in weightings.NAMES.items()},
+    **{name: kind() for name, kind in weightings.NAMES.items() if name != "topk"},
     "temperature": weightings.Softmax(0.6),
     "straight_through": weightings.Hard(straight_through=True),
     "top3": weightings.TopK(3),

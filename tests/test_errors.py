@@ -403,7 +403,8 @@ MASKS: list[Case] = [
         DtypeError,
         r"int64.*booleans",
     ),
-    ("a word", lambda: attend(mask="causal"), DtypeError, r"mask.*str"),
+    ("a word", lambda: attend(mask="casual"), ArgumentError, r"mask 'casual'.*'causal'"),
+    ("a rule's name", lambda: attend(mask="window"), DtypeError, r"masks\.window\(left, right"),
     ("a function", lambda: attend(mask=lambda b, h, i, j: i >= j), DtypeError, r"mask.*function"),
     ("does not fit", lambda: attend(mask=np.ones((4, 5), bool)), ShapeError, r"\(4, 5\).*\(4, 6\)"),
     (
@@ -422,7 +423,7 @@ MASKS: list[Case] = [
     ("not of floats", lambda: ~masks.array(one(4, 6)), DtypeError, r"float mask.*&"),
     ("or of floats", lambda: masks.causal | one(4, 6), DtypeError, r"float mask.*&"),
     ("and of integers", lambda: masks.causal & one(4, 6, dtype="int8"), DtypeError, r"int8"),
-    ("and of words", lambda: masks.causal & "window", DtypeError, r"mask.*str"),
+    ("and of words", lambda: masks.causal & "window", DtypeError, r"masks\.window\("),
     ("window below 0", lambda: masks.window(-1), ArgumentError, r"window: left.*at least 0.*-1"),
     ("window, right", lambda: masks.window(2, -2), ArgumentError, r"right.*at least 0.*-2"),
     ("window, right of −1", lambda: masks.window(2, -1), ArgumentError, r"right.*at least 0.*-1"),

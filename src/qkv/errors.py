@@ -71,7 +71,7 @@ def fraction(name: str, value: Any) -> float:
     return float(value)
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> ArgumentError:
+def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> ArgumentError:
     """The error for a name that is in no table, with the nearest valid one.
 
     >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
@@ -80,4 +80,4 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ArgumentError:
     known = sorted(known)
     near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.4)
     hint = f" did you mean {near[0]!r}?" if near else ""
-    return ArgumentError(f"unknown {kind} {name!r}:{hint} Known: {', '.join(known)}.")
+    return ArgumentError(f"unknown {kind} {name!r}:{hint} Known: {', '.join(known)}.{more}")

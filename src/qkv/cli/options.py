@@ -19,13 +19,14 @@ def _files(incomplete: str) -> list[str]:
 def _scores(incomplete: str) -> list[str]:
     from qkv.scores import NAMES
 
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [x for x in NAMES if x.startswith(incomplete) and not NAMES.needs(x)]
 
 
 def _weightings(incomplete: str) -> list[str]:
     from qkv.weightings import NAMES
 
-    return [name for name in [*NAMES, "topk:"] if name.startswith(incomplete)]
+    names = (f"{x}:" if NAMES.needs(x) else x for x in NAMES)
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def _encoders(incomplete: str) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qkv.errors import ArgumentError, unknown
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from qkv.names import Names
 
 # `column=text`, but none of ==, <=, >=, !=.
 EQUALS = re.compile(r"\s*([^=<>!'\"`]*[^=<>!'\"`\s])\s*=(?!=)\s*(.*)", re.DOTALL)
@@ -141,7 +143,7 @@ def score(text: str | None) -> Any:
     """
     from qkv import scores
 
-    return None if text is None else _named("score", text, scores.NAMES)
+    return None if text is None else _named(text, scores.NAMES)
 
 
 def weighting(text: str) -> Any:
@@ -152,25 +154,24 @@ def weighting(text: str) -> Any:
     """
     from qkv import weightings
 
-    more = {"topk": weightings.TopK, "entmax": weightings.Entmax}
-    return _named("weighting", text, {**weightings.NAMES, **more})
+    if text.startswith("entmax:"):  # entmax15 is Entmax with its default
+        text = text.replace("entmax", "entmax15", 1)
+    return _named(text, weightings.NAMES)
 
 
-def _named(what: str, text: str, known: Mapping[str, Any]) -> Any:
+def _named(text: str, names: Names[Any]) -> Any:
     name, colon, rest = text.partition(":")
-    if name not in known:
-        raise unknown(what, name, known)
-    kind = known[name]
-    fields = [field for field in dataclasses.fields(kind) if field.type not in ("bool", bool)]
-    if not colon:
-        if any(field.default is dataclasses.MISSING for field in fields):
-            raise ArgumentError(f"{what} {name} needs a number: {name}:3")
-        return kind()
+    takes = [p for p in names.parameters(name) if p.annotation not in ("bool", bool)]
+    needs = names.needs(name)
+    if not colon and len(needs) == 1 and re.search("int|float", str(takes[0].annotation)):
+        raise ArgumentError(f"{names.what} {name} needs a number: {name}:3")
+    if not colon or len(needs) > 1:
+        return names.build(name)
     given = number(rest)
-    if not fields or given is None:
-        wish = "takes no number" if not fields else f"takes a number, not {rest!r}"
-        raise ArgumentError(f"{what} {name} {wish}")
-    return kind(given)
+    if not takes or given is None:
+        wish = "takes no number" if not takes else f"takes a number, not {rest!r}"
+        raise ArgumentError(f"{names.what} {name} {wish}")
+    return names.find(name)(given)
 
 
 def where(conditions: Sequence[str] | None) -> str | None:

@@ -47,10 +47,12 @@ class View:
 
     @cached_property
     def encoder(self) -> Encoder:
-        told, given = self.settings["encoder"], self._given
-        if given is not None and given.settings() == told and not given.arrays():
+        told, given, learned = self.settings["encoder"], self._given, self.snapshot.arrays()
+        if given is None or given.kind != told["kind"]:
+            return encoders.load(told, learned)
+        if given.settings() == told and not (given.arrays() or learned):
             return given
-        return encoders.load(told, self.snapshot.arrays())
+        return type(given).build(told, learned)
 
     @cached_property
     def ids(self) -> np.ndarray:

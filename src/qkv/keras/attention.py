@@ -108,9 +108,9 @@ class Attention(Layer):
     query (…, n, d_q), value (…, m, d_v), key (…, m, d_k) → (…, n, d_v), and with
     `return_attention_scores` the weights (…, n, m). Without a key the value is the key.
 
-    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend; the masks that
-    come with Keras's tensors and `use_causal_mask` narrow it. A query that may attend to nothing
-    gets 0.
+    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or the name of
+    a mask ("causal"); the masks that come with Keras's tensors and `use_causal_mask` narrow it. A
+    query that may attend to nothing gets 0.
 
     >>> import numpy as np
     >>> from qkv.arrays import to_numpy

@@ -38,7 +38,9 @@ def merged(
         if mask is not None:
             mask = _boolean(name, mask, due, exact=True)
             rules.append(masks.array(ops.reshape(mask, (ops.shape(mask)[0], *shape))))
-    if attention_mask is not None:
+    if isinstance(attention_mask, str):
+        rules.append(masks.array(attention_mask))
+    elif attention_mask is not None:
         mask = _boolean("attention_mask", attention_mask, (batch, n, m), full)
         while 2 < len(mask.shape) < len(full):
             mask = ops.expand_dims(mask, -3)  # the heads

@@ -5,12 +5,28 @@
 (added to the scores, −∞ rules out). What a rule excludes for a whole block is not computed.
 """
 
+from collections.abc import Callable
+
 from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
 from qkv.masks.base import Mask, array, resolve
 from qkv.masks.custom import custom, has_functions, hoisted
 from qkv.masks.sequences import blocks, documents, lengths
 
+NAMES: dict[str, Mask | Callable[..., Mask]] = {
+    "blocks": blocks,
+    "causal": causal,
+    "custom": custom,
+    "dilated": dilated,
+    "documents": documents,
+    "global_tokens": global_tokens,
+    "lengths": lengths,
+    "strided": strided,
+    "window": window,
+}
+"""The masks by name. A call takes the name of one that needs no argument: `mask="causal"`."""
+
 __all__ = [
+    "NAMES",
     "Mask",
     "array",
     "blocks",

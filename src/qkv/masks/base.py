@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from qkv.arrays import is_array, of
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import DtypeError, ShapeError, unknown
 from qkv.masks.rows import on_host
 from qkv.types import Array, Block, Shape, Span
 
@@ -194,14 +195,22 @@ class Values(Mask):
 
 
 def array(values: Any) -> Mask:
-    """A boolean array (True: may attend), or a float array (added; −∞ rules out), as a mask."""
+    """A boolean array (True: may attend), or a float array (added; −∞ rules out), as a mask.
+
+    A mask stays as it is; one that needs no argument may be given by its name.
+
+    >>> array("causal")
+    causal
+    """
     if isinstance(values, Mask):
         return values
+    if isinstance(values, str):
+        return _named(values)
     if isinstance(values, list | tuple):
         values = np.asarray(values)
     if not is_array(values):
         raise DtypeError(
-            "mask must be a mask of qkv.masks, or a boolean or float array, not "
+            "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
             + ("a function: wrap it as masks.custom(f)" if callable(values) else str(type(values)))
         )
     fw = of(values)
@@ -214,6 +223,18 @@ def array(values: Any) -> Mask:
     while len(values.shape) < 2:
         values = values[None, ...]
     return Values(values)
+
+
+def _named(name: str) -> Mask:
+    from qkv.masks import NAMES
+
+    if name not in NAMES:
+        raise unknown("mask", name, NAMES)
+    found = NAMES[name]
+    if not isinstance(found, Mask):
+        given = ", ".join(signature(found).parameters)
+        raise DtypeError(f"mask {name!r} has parameters: build it, masks.{name}({given})")
+    return found
 
 
 def resolve(mask: Any) -> tuple[Mask | None, Array | None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qkv.errors import DtypeError, unknown
+from qkv.errors import DtypeError
+from qkv.names import Names
 from qkv.scores.additive import Additive
 from qkv.scores.base import Score
 from qkv.scores.distance import Gaussian, Laplace
@@ -15,21 +15,25 @@ from qkv.scores.modified import Function, Modified, evaluate, functions_in, hois
 from qkv.scores.product import Cosine, Dot, Multiplicative, ScaledDot
 from qkv.scores.window import Boxcar, Constant, Epanechnikov, Exact, Triangular
 
-NAMES: dict[str, type[Score]] = {
-    "dot": Dot,
-    "scaled_dot": ScaledDot,
-    "cosine": Cosine,
-    "gaussian": Gaussian,
-    "laplace": Laplace,
-    "boxcar": Boxcar,
-    "triangular": Triangular,
-    "epanechnikov": Epanechnikov,
-    "constant": Constant,
-    "exact": Exact,
-}
-
-LEARNED = (Multiplicative, Additive, Gated, Modified)
-"""The scores that have no name, because they need arrays or a function."""
+NAMES = Names(
+    "scores",
+    Score,
+    dot=Dot,
+    scaled_dot=ScaledDot,
+    cosine=Cosine,
+    multiplicative=Multiplicative,
+    additive=Additive,
+    gated=Gated,
+    gaussian=Gaussian,
+    laplace=Laplace,
+    boxcar=Boxcar,
+    triangular=Triangular,
+    epanechnikov=Epanechnikov,
+    constant=Constant,
+    exact=Exact,
+    modified=Modified,
+)
+register = NAMES.register
 
 __all__ = [
     "NAMES",
@@ -52,6 +56,7 @@ __all__ = [
     "functions_in",
     "hoisted",
     "is_open",
+    "register",
     "resolve",
 ]
 
@@ -62,20 +67,9 @@ def resolve(score: str | Score | Callable[..., Any]) -> Score:
     >>> resolve("gaussian")
     Gaussian(bandwidth=1.0)
     """
-    if isinstance(score, str):
-        if score in NAMES:
-            return NAMES[score]()
-        for kind in LEARNED:
-            if score.lower() == kind.__name__.lower():
-                fields = ", ".join(f.name for f in dataclasses.fields(kind))
-                raise DtypeError(
-                    f"score {score!r} has parameters: pass scores.{kind.__name__}({fields})"
-                )
-        raise unknown("score", score, NAMES)
-    if isinstance(score, type) and issubclass(score, Score):
-        raise DtypeError(f"score is the class {score.__name__}: build it, {score.__name__}(…)")
-    if isinstance(score, Score):
-        return score
+    found = NAMES.resolve(score)
+    if found is not None:
+        return found
     if callable(score):
         return Function(score)
     raise DtypeError(f"score must be a name, a score or a function, not {type(score).__name__}")

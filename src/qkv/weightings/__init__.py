@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.errors import DtypeError, unknown
+from qkv.errors import DtypeError
+from qkv.names import Names
 from qkv.weightings.average import Average
 from qkv.weightings.base import State, Weighting, pool
 from qkv.weightings.hard import Hard
@@ -10,16 +11,20 @@ from qkv.weightings.normalized import Normalized, Raw, Sigmoid
 from qkv.weightings.softmax import Softmax, TopK
 from qkv.weightings.sparse import Entmax, Sparsemax
 
-NAMES: dict[str, type[Weighting]] = {
-    "softmax": Softmax,
-    "hard": Hard,
-    "average": Average,
-    "normalized": Normalized,
-    "raw": Raw,
-    "sigmoid": Sigmoid,
-    "sparsemax": Sparsemax,
-    "entmax15": Entmax,
-}
+NAMES = Names(
+    "weightings",
+    Weighting,
+    softmax=Softmax,
+    topk=TopK,
+    hard=Hard,
+    average=Average,
+    normalized=Normalized,
+    raw=Raw,
+    sigmoid=Sigmoid,
+    sparsemax=Sparsemax,
+    entmax15=Entmax,
+)
+register = NAMES.register
 
 __all__ = [
     "NAMES",
@@ -35,6 +40,7 @@ __all__ = [
     "TopK",
     "Weighting",
     "pool",
+    "register",
     "resolve",
 ]
 
@@ -45,15 +51,8 @@ def resolve(weighting: str | Weighting) -> Weighting:
     >>> resolve("entmax15")
     Entmax(alpha=1.5)
     """
-    if isinstance(weighting, Weighting):
-        return weighting
-    if isinstance(weighting, str):
-        if weighting in NAMES:
-            return NAMES[weighting]()
-        if weighting.lower() == "topk":
-            raise DtypeError("weighting 'topk' has a parameter: pass weightings.TopK(k)")
-        raise unknown("weighting", weighting, NAMES)
-    if isinstance(weighting, type) and issubclass(weighting, Weighting):
-        name = weighting.__name__
-        raise DtypeError(f"weighting is the class {name}: build it, {name}(…)")
-    raise DtypeError(f"weighting must be a name or a weighting, not {type(weighting).__name__}")
+    found = NAMES.resolve(weighting)
+    if found is None:
+        kind = type(weighting).__name__
+        raise DtypeError(f"weighting must be a name or a weighting, not {kind}")
+    return found

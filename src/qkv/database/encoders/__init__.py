@@ -22,22 +22,26 @@ from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
 from qkv.database.encoders.words import Words, installed
-from qkv.errors import ArgumentError, DtypeError, unknown
+from qkv.errors import ArgumentError, DtypeError
+from qkv.names import Names
 
-ENCODERS: dict[str, type[Encoder]] = {
-    "arrays": Arrays,
-    "characters": Characters,
-    "columns": Columns,
-    "custom": Custom,
-    "exact": Exact,
-    "heads": Heads,
-    "learned": Learned,
-    "numbers": Numbers,
-    "sentences": Sentences,
-    "text": Text,
-    "vectors": Vectors,
-    "words": Words,
-}
+ENCODERS = Names(
+    "encoders",
+    Encoder,  # type: ignore[type-abstract]
+    arrays=Arrays,
+    characters=Characters,
+    columns=Columns,
+    custom=Custom,
+    exact=Exact,
+    heads=Heads,
+    learned=Learned,
+    numbers=Numbers,
+    sentences=Sentences,
+    text=Text,
+    vectors=Vectors,
+    words=Words,
+)
+register = ENCODERS.register
 
 __all__ = [
     "ENCODERS",
@@ -56,6 +60,7 @@ __all__ = [
     "Words",
     "default",
     "load",
+    "register",
     "resolve",
 ]
 
@@ -66,10 +71,8 @@ def load(settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encod
     >>> load(Characters(128).settings(), {})
     Characters(width=128, n=(2, 3), sounds=0.5, idf=False)
     """
-    kind = settings.get("kind")
-    if kind not in ENCODERS:
-        raise unknown("encoder", kind, ENCODERS)
-    return ENCODERS[kind].build(settings, arrays)
+    advice = " Register it by encoders.register, or open the database with encoder=."
+    return ENCODERS.find(settings.get("kind"), advice).build(settings, arrays)
 
 
 def resolve(encoder: Any) -> Encoder:
@@ -78,21 +81,11 @@ def resolve(encoder: Any) -> Encoder:
     >>> resolve("exact")
     Exact(width=256)
     """
-    if isinstance(encoder, Encoder):
-        return encoder
-    if isinstance(encoder, str):
-        if ":" in encoder:
-            return Custom(_imported(encoder))
-        if encoder not in ENCODERS:
-            raise unknown("encoder", encoder, ENCODERS)
-        try:
-            return ENCODERS[encoder]()
-        except TypeError:
-            raise DtypeError(f"encoder {encoder!r} has parameters: build it") from None
-    if isinstance(encoder, type):
-        raise DtypeError(
-            f"encoder is the class {encoder.__name__}: build it, {encoder.__name__}(…)"
-        )
+    if isinstance(encoder, str) and ":" in encoder:
+        return Custom(_imported(encoder))
+    found = ENCODERS.resolve(encoder)
+    if found is not None:
+        return found
     if isinstance(encoder, list | tuple | Mapping):
         return Heads(encoder)
     if callable(encoder):

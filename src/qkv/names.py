@@ -1,0 +1,131 @@
+"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders.
+
+    @scores.register("mine")
+    @dataclass(frozen=True)
+    class Mine(scores.Score): …
+
+A package that brings such classes names its module in the entry-point group `qkv.plugins`; it is
+imported when a name is met that is not known.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+from qkv.errors import ArgumentError, DtypeError, unknown
+
+GROUP = "qkv.plugins"
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type)
+
+
+class Names(dict[str, type[T]], Generic[T]):
+    """The classes of one sort by name; `room` is the module they are found in."""
+
+    def __init__(self, room: str, base: type[T], **known: type[T]) -> None:
+        super().__init__(known)
+        self.room, self.base, self.what = room, base, base.__name__.lower()
+
+    @overload
+    def register(self, name: str, kind: Kind) -> Kind: ...
+    @overload
+    def register(self, name: str) -> Callable[[Kind], Kind]: ...
+    def register(self, name: str, kind: Any = None) -> Any:
+        """Give a class a name, by which every door then takes it; also as a decorator.
+
+        The class comes back as it was. A name that is taken is refused, unless by the same class
+        or an earlier version of it (a cell of a notebook that runs again).
+        """
+        if kind is None:
+            return lambda kind: self.register(name, kind)
+        what, base = self.what, self.base.__name__
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ArgumentError(
+                f"{self.room}.register: the name must be a plain word such as 'mine', not {name!r}"
+            )
+        if not (isinstance(kind, type) and issubclass(kind, self.base)):
+            told = f"the class {kind.__name__}" if isinstance(kind, type) else repr(kind)
+            raise DtypeError(
+                f"{self.room}.register: {name!r} must name a subclass of {self.room}.{base}, not "
+                f"{told}: derive it from {base}, or pass it as {what}= without a name"
+            )
+        if getattr(kind, "kind", name) != name:  # what an encoder is called in its settings
+            raise ArgumentError(
+                f"{self.room}.register: {kind.__name__}.kind is {kind.kind!r}: register it as that"  # type: ignore[attr-defined]
+            )
+        taken = self.get(name, kind)
+        if _home(taken) != _home(kind):
+            raise ArgumentError(
+                f"{self.room}.register: {what} {name!r} is {'.'.join(_home(taken))}: choose "
+                "another name"
+            )
+        self[name] = kind
+        return kind
+
+    def find(self, name: Any, advice: str = "") -> type[T]:
+        """The class of a name; installed plug-ins are asked for one that is not known."""
+        if name not in self:
+            failed = _plug_in()
+            if name not in self:
+                raise unknown(self.what, name, self, advice + "".join(failed))
+        return self[name]
+
+    def resolve(self, given: Any) -> T | None:
+        """An object from its name or itself; None for what is neither."""
+        if isinstance(given, self.base):
+            return given
+        if isinstance(given, str):
+            return self.build(given)
+        if isinstance(given, type):
+            name = given.__name__
+            raise DtypeError(f"{self.what} is the class {name}: build it, {name}(…)")
+        return None
+
+    def build(self, name: str) -> T:
+        """The object of a name, with its defaults."""
+        kind = self.find(name)
+        try:
+            return kind()
+        except TypeError:
+            needs = self.needs(name)
+            if not needs:
+                raise
+            ours = f"{self.room}." if kind.__module__.startswith("qkv.") else ""
+            raise DtypeError(
+                f"{self.what} {name!r} has parameters: build it, "
+                f"{ours}{kind.__name__}({', '.join(needs)})"
+            ) from None
+
+    def needs(self, name: str) -> list[str]:
+        """The parameters that the class of a name cannot be built without."""
+        return [p.name for p in self.parameters(name) if p.default is p.empty]
+
+    def parameters(self, name: str) -> list[inspect.Parameter]:
+        """What the class of a name takes, one by one."""
+        given = inspect.signature(self.find(name)).parameters.values()
+        return [p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _home(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+_failed: list[str] | None = None
+
+
+def _plug_in() -> list[str]:
+    """Import every installed plug-in, once; what failed, in sentences."""
+    global _failed
+    if _failed is None:
+        from importlib.metadata import entry_points
+
+        _failed = []  # before they run, for a plug-in may ask for names itself
+        for point in entry_points(group=GROUP):
+            try:
+                point.load()
+            except Exception as error:
+                kind = type(error).__name__
+                _failed.append(f" The plug-in {point.value} failed: {kind}: {error}.")
+    return _failed
