@@ -13,6 +13,7 @@ import pytest
 
 import qkv
 from qkv import names, scores, weightings
+from qkv.arrays import of, to_numpy
 from qkv.database import encoders
 from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Array
@@ -40,8 +41,7 @@ class Squared(weightings.Weighting):
         return self.weight(scores, live, k, ())
 
     def weight(self, scores: Array, live: Array | None, k: Array, found: Any) -> Array:
-        s = scores * scores
-        return s if live is None else s * live
+        return of(scores).keep(scores * scores, live)
 
     def slope(self, weight: Array, along: Array, centre: Array, found: Any) -> Array:
         return 2 * weight**0.5 * along
@@ -121,6 +121,7 @@ class TestRegister:
             (lambda: scores.register("mine", Squared), DtypeError, "scores.Score, not the class S"),
             (lambda: scores.register("mine", Cubic()), DtypeError, r"not Cubic\(a=0.5\): derive"),
             (lambda: scores.register("mine", max), DtypeError, "or pass it as score="),
+            (lambda: scores.register("mine", scores.Score), DtypeError, "Score must be a frozen"),
             (lambda: weightings.register("mine", Cubic), DtypeError, "weightings.Weighting"),
             (lambda: encoders.register("mine", Cubic), DtypeError, "encoders.Encoder"),
             (lambda: encoders.register("other", Lengths), ArgumentError, "kind is 'lengths'"),
@@ -155,8 +156,9 @@ class TestRegister:
 
     def test_a_mistake_inside_the_class_is_shown_as_it_is(self) -> None:
         @scores.register("broken")
+        @dataclass(frozen=True)
         class Broken(scores.Score):
-            def __init__(self) -> None:
+            def __post_init__(self) -> None:
                 raise TypeError("of its own")
 
         with pytest.raises(TypeError, match="of its own"):
@@ -194,6 +196,17 @@ class TestDoors:
         pooled = (formula(q, k) @ v).swapaxes(1, 2).reshape(1, 5, 8)
         want = layer.out_proj(torch.from_numpy(pooled))
         np.testing.assert_allclose(out.numpy(force=True), want.numpy(force=True), atol=1e-12)
+
+    def test_keras(self, registered: None) -> None:
+        pytest.importorskip("keras")
+        from qkv.keras import Attention
+
+        layer = Attention(**self.how)
+        again = Attention.from_config(layer.get_config())
+        for made in (layer, again):
+            out = made([QUERY[None], VALUE[None], KEY[None]], attention_mask="causal")
+            want = formula(QUERY, KEY) * np.tri(4, 6) @ VALUE
+            np.testing.assert_allclose(to_numpy(out)[0], want, rtol=1e-4, atol=1e-5)
 
     def test_a_database(self, registered: None) -> None:
         table = qkv.Database(

@@ -51,6 +51,11 @@ class Names(dict[str, type[T]], Generic[T]):
                 f"{self.room}.register: {name!r} must name a subclass of {self.room}.{base}, not "
                 f"{told}: derive it from {base}, or pass it as {what}= without a name"
             )
+        if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+            raise DtypeError(
+                f"{self.room}.register: {kind.__name__} must be a frozen dataclass, so that equal "
+                "ones are equal: write @dataclass(frozen=True) directly above it"
+            )
         if getattr(kind, "kind", name) != name:  # what an encoder is called in its settings
             raise ArgumentError(
                 f"{self.room}.register: {kind.__name__}.kind is {kind.kind!r}: register it as that"  # type: ignore[attr-defined]

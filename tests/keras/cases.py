@@ -220,6 +220,14 @@ def test_multi_head_attention_is_that_of_keras(options: str, call: str) -> None:
     close(found, alpha)
 
 
+def test_a_mask_by_name() -> None:
+    ours, _ = both()
+    q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
+    close(ours(q, v, k, attention_mask="causal"), ours(q, v, k, use_causal_mask=True))
+    with pytest.raises(ArgumentError, match="did you mean 'causal'"):
+        ours(q, v, k, attention_mask="casual")
+
+
 def test_weights_move_both_ways() -> None:
     ours, theirs = both(use_gate=True, value_dim=6)
     assert [(w.name, w.shape) for w in ours.weights] == [(w.name, w.shape) for w in theirs.weights]
