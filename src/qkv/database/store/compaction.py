@@ -12,9 +12,9 @@ from qkv.database.faults import Locked
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import Catalogue, Head
 from qkv.database.store.draft import Draft
-from qkv.database.store.layout import Layout, Piece
+from qkv.database.store.layout import Layout
 from qkv.database.store.lock import Pins
-from qkv.database.store.segments import Entry
+from qkv.database.store.segments import Entry, Segment
 from qkv.database.store.shelf import Shelf
 from qkv.types import Progress
 
@@ -81,18 +81,17 @@ def compact(
         draft.generation = generation
         for run in runs:
 
-            def pieces(run: list[Entry], layout: Layout, generation: int) -> Iterator[Piece]:
+            def kept_rows(run: list[Entry], layout: Layout, generation: int) -> Iterator[Segment]:
                 nonlocal done
                 for entry in run:
-                    piece = copied(shelf, entry, layout)
-                    keep = ~needs.dead_in(piece.ids, generation)
-                    some = {name: tensor[keep] for name, tensor in piece.tensors.items()}
-                    yield piece if keep.all() else Piece(piece.ids[keep], some)
+                    segment = copied(shelf, entry, layout)
+                    keep = ~needs.dead_in(segment.ids, generation)
+                    yield segment if keep.all() else segment[keep]
                     done += entry.rows
                     if progress is not None:
                         progress(done, total)
 
-            draft.segments(layout, pieces(run, layout, generation))
+            draft.segments(layout, kept_rows(run, layout, generation))
             replaced += run
     draft.settle()
 
@@ -140,11 +139,10 @@ def shrink(catalogue: Catalogue) -> None:
             catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Piece:
+def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Segment:
     """A segment to be copied: read in full first, so that damage is not sealed as sound."""
     shelf.verify(entry.file, entry.size, entry.checksum)
-    segment = shelf.get(entry, layout)
-    return Piece(segment.ids, segment.tensors)
+    return shelf.get(entry, layout)
 
 
 class _Needs:

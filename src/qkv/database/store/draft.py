@@ -8,8 +8,8 @@ import numpy as np
 
 from qkv.database.store import sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue
-from qkv.database.store.layout import Layout, Piece, Tensors, cut
-from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.layout import Layout, Tensors
+from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
 from qkv.database.store.shelf import Shelf
 
 
@@ -28,14 +28,14 @@ class Draft:
         self._entries: list[Entry] = []
         self._arrays: tuple[str, int, bytes] | None = None
 
-    def segments(self, layout: Layout, pieces: Iterable[Piece]) -> None:
+    def segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
         """Write rows, cut into segments."""
-        rows = max(1, sizes.SEGMENT_BYTES // (layout.row_bytes + 8))
-        for group in cut(pieces, rows):
+        most = max(1, sizes.SEGMENT_BYTES // (layout.row_bytes + 8))
+        for group in cut(rows, most):
             file = self._name("segment")
             size, checksum = self._shelf.put(file, layout, group, self._notes())
             first, last = int(group[0].ids[0]), int(group[-1].ids[-1])
-            count = sum(len(piece.ids) for piece in group)
+            count = sum(len(part.ids) for part in group)
             entry = Entry(file, self.generation, first, last, count, size, checksum)
             self._entries.append(entry)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +31,6 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 Tensors = Mapping[str, np.ndarray]
-
-
-class Piece(NamedTuple):
-    """Some rows: their ids (m,), ascending, and their tensors, each (m, …)."""
-
-    ids: np.ndarray
-    tensors: Tensors
 
 
 @dataclass(frozen=True)
@@ -118,30 +111,6 @@ class Layout:
             tensors[name] = column.reshape(len(rows), *dims)
             begin = end
         return tensors
-
-
-def cut(pieces: Iterable[Piece], rows: int) -> Iterator[list[Piece]]:
-    """The pieces again, in groups of `rows` rows; the last may have fewer.
-
-    >>> two = [Piece(np.arange(3), {}), Piece(np.arange(3, 5), {})]
-    >>> [[piece.ids.tolist() for piece in group] for group in cut(two, 4)]
-    [[[0, 1, 2], [3]], [[4]]]
-    """
-    group: list[Piece] = []
-    room = rows
-    for ids, tensors in pieces:
-        start = 0
-        while start < len(ids):
-            take = min(room, len(ids) - start)
-            part = slice(start, start + take)
-            group.append(Piece(ids[part], {name: t[part] for name, t in tensors.items()}))
-            start += take
-            room -= take
-            if not room:
-                yield group
-                group, room = [], rows
-    if group:
-        yield group
 
 
 def _list(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,12 +45,16 @@ class Entry(NamedTuple):
 
 
 class Segment:
-    """One file's rows: `ids` (m,) and `tensors`, each (m, …), read-only."""
+    """Rows of a file or in memory: `ids` (m,), ascending, and `tensors`, each (m, …), read-only."""
 
     def __init__(self, ids: np.ndarray, tensors: Tensors, memory: mmap.mmap | None = None) -> None:
         self.ids = ids
         self.tensors = tensors
         self._memory = memory
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Segment:
+        """Some of the rows."""
+        return Segment(self.ids[rows], {name: t[rows] for name, t in self.tensors.items()})
 
     def release(self, start: int, stop: int) -> None:
         """Tell the system that these rows' pages are not needed; reading them maps them again."""
@@ -63,6 +67,29 @@ class Segment:
             first = begin - begin % mmap.PAGESIZE
             if rows.nbytes:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, begin + rows.nbytes - first)
+
+
+def cut(segments: Iterable[Segment], rows: int) -> Iterator[list[Segment]]:
+    """The segments again, in groups of `rows` rows; the last may have fewer.
+
+    >>> two = [Segment(np.arange(3), {}), Segment(np.arange(3, 5), {})]
+    >>> [[part.ids.tolist() for part in group] for group in cut(two, 4)]
+    [[[0, 1, 2], [3]], [[4]]]
+    """
+    group: list[Segment] = []
+    room = rows
+    for segment in segments:
+        start = 0
+        while start < len(segment.ids):
+            take = min(room, len(segment.ids) - start)
+            group.append(segment[start : start + take])
+            start += take
+            room -= take
+            if not room:
+                yield group
+                group, room = [], rows
+    if group:
+        yield group
 
 
 def number(file: str) -> int | None:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from qkv.database.faults import Unwritable
-from qkv.database.store.layout import IDS, Layout, Piece, Tensors, named, storable
+from qkv.database.store.layout import IDS, Layout, Tensors, named, storable
 from qkv.database.store.segments import (
     CHUNK,
     SUFFIX,
@@ -65,9 +65,9 @@ class Shelf(Protocol):
     """Where immutable files are kept: a folder, or memory."""
 
     def put(
-        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+        self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
     ) -> tuple[int, bytes]:
-        """Keep the pieces as one segment; give its size and checksum."""
+        """Keep the parts as one segment; give its size and checksum."""
 
     def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]: ...
 
@@ -95,10 +95,10 @@ class Memory:
         self._arrays: dict[str, dict[str, np.ndarray]] = {}
 
     def put(
-        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+        self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
     ) -> tuple[int, bytes]:
-        ids = _joined([piece.ids for piece in pieces])
-        tensors = {n: _joined([piece.tensors[n] for piece in pieces]) for n in layout.names}
+        ids = _joined([part.ids for part in parts])
+        tensors = {n: _joined([part.tensors[n] for part in parts]) for n in layout.names}
         self._segments[file] = Segment(ids, tensors)
         return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
 
@@ -138,12 +138,12 @@ class Disk:
         self._open: WeakValueDictionary[str, Segment] = WeakValueDictionary()
 
     def put(
-        self, file: str, layout: Layout, pieces: Sequence[Piece], notes: Notes
+        self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
     ) -> tuple[int, bytes]:
-        rows = sum(len(piece.ids) for piece in pieces)
-        columns: list[Column] = [(IDS, np.dtype("<i8"), (rows,), [piece.ids for piece in pieces])]
+        rows = sum(len(part.ids) for part in parts)
+        columns: list[Column] = [(IDS, np.dtype("<i8"), (rows,), [part.ids for part in parts])]
         columns += [
-            (name, dtype, (rows, *dims), [piece.tensors[name] for piece in pieces])
+            (name, dtype, (rows, *dims), [part.tensors[name] for part in parts])
             for name, dtype, dims in layout.fields
         ]
         return self._put(file, columns, {**notes, "layout": layout.text()})

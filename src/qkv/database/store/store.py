@@ -15,26 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from qkv.database.faults import (
-    Closed,
-    Damaged,
-    Locked,
-    NoStore,
-    NotAStore,
-    UnknownVersion,
-    Unwritable,
-)
-from qkv.database.store import compaction, ledger, sizes
+from qkv.database.faults import Closed, Locked, UnknownVersion, Unwritable
+from qkv.database.store import compaction, ledger, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Head
 from qkv.database.store.compaction import CompactReport
+from qkv.database.store.desk import Desk, gather, rests
 from qkv.database.store.draft import Draft
-from qkv.database.store.layout import Layout, Piece, Tensors
-from qkv.database.store.lock import READERS, WRITER, Pins, WriteLock
-from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.folder import prepare
+from qkv.database.store.layout import Layout, Tensors
+from qkv.database.store.lock import Pins, WriteLock
+from qkv.database.store.segments import Entry, Segment
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
-from qkv.database.store.snapshot import Graves, Snapshot, rested
-from qkv.database.store.sweep import leftovers
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
+from qkv.database.store.snapshot import Graves, Snapshot
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.types import Progress
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -58,16 +51,6 @@ class Version:
     added: int
     removed: int
     rows: int
-
-
-@dataclass(frozen=True)
-class _Desk:
-    """What the writer knows without looking: the newest version, and what rests."""
-
-    head: Head
-    layout: Layout | None
-    files: int
-    resting: int
 
 
 class Store:
@@ -108,7 +91,7 @@ class Store:
         self.path = None if path is None else Path(path)
         self._skip_damaged = skip_damaged
         self._writer: Catalogue | None = None
-        self._desk: _Desk | None = None
+        self._desk: Desk | None = None
         self._writing_lock = threading.RLock()
         self._busy = ""
         self._closed = False
@@ -118,7 +101,7 @@ class Store:
             self._shelf = Memory()
             self._reader = self._writer = Catalogue(None)
         else:
-            _prepare(self.path, create)
+            prepare(self.path, create)
             self._shelf = Disk(self.path, files)
             self._reader = Catalogue(self.path / FILE, write=False)
             self._write_lock = WriteLock(self.path)
@@ -231,13 +214,13 @@ class Store:
 
             draft = self._draft(catalogue, desk, text)
             resting = desk.resting + len(records)
-            full = bool(records) and not _rests(layout, resting)
+            full = bool(records) and not rests(layout, resting)
             absorbed: list[Entry] = []
             if full:
                 assert layout is not None
-                new = Piece(np.arange(ids.start, ids.stop, dtype=np.int64), fitted)
-                absorbed, pieces = self._gather(catalogue, head.generation, layout)
-                draft.segments(layout, [*pieces, new])
+                new = Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted)
+                absorbed, before = gather(catalogue, self._shelf, head.generation, layout)
+                draft.segments(layout, [*before, new])
                 resting = 0
             if arrays:
                 draft.fix(arrays)
@@ -264,9 +247,9 @@ class Store:
                     settings=ledger.settle(catalogue, text, head.settings),
                 )
                 catalogue.enter(newest, what, len(ids), len(gone))
-            self._desk = _Desk(newest, layout, draft.files, resting)
+            self._desk = Desk(newest, layout, draft.files, resting)
             if absorbed:
-                self._clear(catalogue, [entry.file for entry in absorbed])
+                sweep.clear(catalogue, self._shelf, [entry.file for entry in absorbed])
             return Commit(newest.number, ids)
 
     def recode(
@@ -290,7 +273,7 @@ class Store:
             draft = self._draft(catalogue, desk, text)
             draft.generation += 1
             layout: Layout | None = None
-            held: list[Piece] = []
+            held: list[Segment] = []
             count = done = 0
             for block, tensors in blocks:
                 ids = np.array(block, np.int64).reshape(-1)
@@ -301,7 +284,7 @@ class Store:
                 done += len(ids)
                 count += len(ids)
                 # The caller may use the memory of a block again.
-                held.append(Piece(ids, {name: tensor.copy() for name, tensor in fitted.items()}))
+                held.append(Segment(ids, {name: tensor.copy() for name, tensor in fitted.items()}))
                 if count * (layout.row_bytes + 8) >= sizes.SEGMENT_BYTES:
                     draft.segments(layout, held)
                     held, count = [], 0
@@ -310,7 +293,7 @@ class Store:
                     f"recode: {len(live) - done:,} live rows got no tensors, the first is row "
                     f"{live[done]}"
                 )
-            if layout is not None and not _rests(layout, count):
+            if layout is not None and not rests(layout, count):
                 draft.segments(layout, held)
                 held, count = [], 0
             if arrays:
@@ -321,9 +304,9 @@ class Store:
                 ledger.generation(catalogue, draft.generation)
                 if layout is not None:
                     ledger.shape(catalogue, draft.generation, layout)
-                    for piece in held:
-                        packed = layout.pack(piece.tensors, len(piece.ids))
-                        ledger.rest(catalogue, draft.generation, piece.ids.tolist(), packed)
+                    for part in held:
+                        packed = layout.pack(part.tensors, len(part.ids))
+                        ledger.rest(catalogue, draft.generation, part.ids.tolist(), packed)
                 draft.enter(catalogue)
                 newest = head._replace(
                     number=head.number + 1,
@@ -331,7 +314,7 @@ class Store:
                     settings=ledger.settle(catalogue, text, head.settings),
                 )
                 catalogue.enter(newest, what, 0, 0)
-            self._desk = _Desk(newest, layout, draft.files, count)
+            self._desk = Desk(newest, layout, draft.files, count)
             return Commit(newest.number, range(newest.last + 1, newest.last + 1))
 
     def compact(self, progress: Progress | None = None) -> CompactReport:
@@ -348,7 +331,7 @@ class Store:
             finally:
                 self._pins.unseize()
             self._desk = None
-            self._clear(catalogue, files)
+            sweep.clear(catalogue, self._shelf, files)
             if self.path is not None:
                 compaction.shrink(catalogue)
             return report
@@ -380,7 +363,7 @@ class Store:
         )
 
     @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[tuple[Catalogue, _Desk]]:
+    def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
         """The lock for writing, the writer's connection, and the newest state."""
         with self._writing_lock:
             if self._closed:
@@ -398,7 +381,7 @@ class Store:
             try:
                 if self._desk is None:
                     self._sweep(catalogue)
-                    self._desk = _desk(catalogue)
+                    self._desk = Desk.at(catalogue)
                 yield catalogue, self._desk
             except BaseException:
                 self._desk = None
@@ -410,29 +393,14 @@ class Store:
 
     def _sweep(self, catalogue: Catalogue) -> None:
         """Remove what an unfinished commit or compaction left. Needs the lock for writing."""
-        found = leftovers(catalogue, self._shelf.files())
-        self._clear(catalogue, list(found))
-
-    def _clear(self, catalogue: Catalogue, files: Sequence[str]) -> None:
-        """Remove files that no version uses."""
-        for file in files:
-            self._shelf.discard(file)
-        listed = catalogue.all("SELECT file FROM discarded")
-        if not listed:
-            return
-        there = set(self._shelf.files())
-        # A file that a loss of power brings back must still be known as discarded.
-        self._shelf.settle()
-        # The commit is done; the next writer tries again.
-        with contextlib.suppress(QkvError), catalogue.transaction():
-            gone = [line for line in listed if line[0] not in there]
-            catalogue.many("DELETE FROM discarded WHERE file = ?", gone)
+        found = sweep.leftovers(catalogue, self._shelf.files())
+        sweep.clear(catalogue, self._shelf, list(found))
 
     def _tidy(self) -> None:
         """Clean up after a crash, if nobody writes at this moment."""
         if self._write_lock is None:
             return
-        if not leftovers(self._reader, self._shelf.files()):
+        if not sweep.leftovers(self._reader, self._shelf.files()):
             return
         try:
             self._write_lock.take(patience=0)
@@ -447,92 +415,9 @@ class Store:
         finally:
             self._write_lock.drop()
 
-    def _draft(self, catalogue: Catalogue, desk: _Desk, text: str | None) -> Draft:
+    def _draft(self, catalogue: Catalogue, desk: Desk, text: str | None) -> Draft:
         settings = catalogue.settings(desk.head.settings) if text is None else text
         return Draft(self._shelf, desk.head.generation, desk.files, settings)
-
-    def _gather(
-        self, catalogue: Catalogue, generation: int, layout: Layout
-    ) -> tuple[list[Entry], list[Piece]]:
-        """What goes into a segment before new rows: small segments, if many, and resting rows."""
-        entries = ledger.segments(catalogue, generation)
-        small: list[Entry] = []
-        while entries and entries[-1].size < sizes.SEGMENT_BYTES // sizes.FEW:
-            small.insert(0, entries.pop())
-        if len(small) < sizes.FEW:
-            small = []
-        try:
-            pieces = [compaction.copied(self._shelf, entry, layout) for entry in small]
-        except Damaged:  # it stays where it is, for whoever can mend it
-            small, pieces = [], []
-        rows = catalogue.all(
-            "SELECT id, tensors, crc FROM resting WHERE generation = ? ORDER BY id", generation
-        )
-        segment = rested(catalogue, layout, rows)
-        return small, [*pieces, Piece(segment.ids, segment.tensors)]
-
-
-def _prepare(folder: Path, create: bool) -> None:
-    """Make sure that the folder is a store, or say what it is."""
-    if not folder.exists():
-        if not create:
-            raise NoStore(f"{folder} does not exist: give the path of a store, or create=True")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Unwritable(f"{folder} cannot be made ({error.strerror})") from error
-    if not folder.is_dir():
-        raise NotAStore(f"{folder} is a file: a store is a folder")
-    path = folder / FILE
-    names = set(os.listdir(folder))
-    # A store that was ever finished has one of these.
-    old = names & {READERS, WRITER} or any(name.endswith(SUFFIX) for name in names)
-    there = FILE in names
-    if there and _identified(path):
-        return
-    if old:
-        raise Damaged(
-            f"{path} is {'empty' if there else 'missing'}: restore it from a copy, or save what "
-            "can be read with qkv check --repair"
-        )
-    if names and not there:
-        raise NotAStore(f"{folder} is a folder with other files: give the path of a store")
-    if not create:
-        raise NoStore(f"{folder} is empty: give the path of a store, or create=True")
-    catalogue = Catalogue(path, create=True)
-    catalogue.close()
-    with open(folder / READERS, "ab"):
-        pass
-    for place in (folder, folder.absolute().parent):
-        with contextlib.suppress(OSError):
-            Files().fsync_folder(place)
-
-
-def _identified(path: Path) -> bool:
-    catalogue = Catalogue(path, write=False)
-    try:
-        return catalogue.identify()
-    finally:
-        catalogue.close()
-
-
-def _desk(catalogue: Catalogue) -> _Desk:
-    head = catalogue.head()
-    if head is None:
-        raise catalogue.damaged("it has no version")
-    return _Desk(
-        head,
-        ledger.layout(catalogue, head.generation),
-        catalogue.value("SELECT files FROM counters"),
-        catalogue.value("SELECT count(*) FROM resting WHERE generation = ?", head.generation),
-    )
-
-
-def _rests(layout: Layout | None, rows: int) -> bool:
-    """Whether so many rows are too few for a segment."""
-    if layout is None:
-        return True
-    return rows < sizes.RESTING_ROWS and rows * layout.row_bytes < sizes.RESTING_BYTES
 
 
 def _id(row: Any) -> int:

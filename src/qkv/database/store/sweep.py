@@ -1,11 +1,14 @@
-"""Which files of a store nobody needs: those of a commit or a compaction that did not finish."""
+"""Files of a store that nobody needs: those of a commit or a compaction that did not finish."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from qkv.database.store.catalogue import Catalogue
 from qkv.database.store.segments import TEMPORARY, number
+from qkv.database.store.shelf import Shelf
+from qkv.errors import QkvError
 
 
 def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
@@ -35,3 +38,19 @@ def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
         elif given >= following:
             found[file] = "left by a commit that did not finish"
     return found
+
+
+def clear(catalogue: Catalogue, shelf: Shelf, files: Sequence[str]) -> None:
+    """Remove files that no version uses. Needs the lock for writing."""
+    for file in files:
+        shelf.discard(file)
+    listed = catalogue.all("SELECT file FROM discarded")
+    if not listed:
+        return
+    there = set(shelf.files())
+    # A file that a loss of power brings back must still be known as discarded.
+    shelf.settle()
+    # The commit is done; the next writer tries again.
+    with contextlib.suppress(QkvError), catalogue.transaction():
+        gone = [line for line in listed if line[0] not in there]
+        catalogue.many("DELETE FROM discarded WHERE file = ?", gone)

@@ -1,0 +1,57 @@
+"""Whether a folder is a store, or may become one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
+from qkv.database.store.catalogue import FILE, Catalogue
+from qkv.database.store.lock import READERS, WRITER
+from qkv.database.store.segments import SUFFIX
+from qkv.database.store.shelf import Files
+
+
+def prepare(folder: Path, create: bool) -> None:
+    """Make sure that the folder is a store, or say what it is."""
+    if not folder.exists():
+        if not create:
+            raise NoStore(f"{folder} does not exist: give the path of a store, or create=True")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unwritable(f"{folder} cannot be made ({error.strerror})") from error
+    if not folder.is_dir():
+        raise NotAStore(f"{folder} is a file: a store is a folder")
+    path = folder / FILE
+    names = set(os.listdir(folder))
+    # A store that was ever finished has one of these.
+    old = names & {READERS, WRITER} or any(name.endswith(SUFFIX) for name in names)
+    there = FILE in names
+    if there and _identified(path):
+        return
+    if old:
+        raise Damaged(
+            f"{path} is {'empty' if there else 'missing'}: restore it from a copy, or save what "
+            "can be read with qkv check --repair"
+        )
+    if names and not there:
+        raise NotAStore(f"{folder} is a folder with other files: give the path of a store")
+    if not create:
+        raise NoStore(f"{folder} is empty: give the path of a store, or create=True")
+    catalogue = Catalogue(path, create=True)
+    catalogue.close()
+    with open(folder / READERS, "ab"):
+        pass
+    for place in (folder, folder.absolute().parent):
+        with contextlib.suppress(OSError):
+            Files().fsync_folder(place)
+
+
+def _identified(path: Path) -> bool:
+    catalogue = Catalogue(path, write=False)
+    try:
+        return catalogue.identify()
+    finally:
+        catalogue.close()
