@@ -12,10 +12,14 @@ from qkv.errors import ArgumentError, QkvError  # noqa: E402
 from qkv.nn import (  # noqa: E402
     AdditiveScore,
     Attention,
+    BahdanauDecoder,
     GatedScore,
     GaussianScore,
+    KernelRegression,
     MultiHeadAttention,
     MultiplicativeScore,
+    SelfAttention,
+    Transformer,
 )
 
 F64 = {"dtype": torch.float64}
@@ -128,3 +132,106 @@ def test_wrong_scores_are_refused(make, match):
 def test_widths_that_do_not_fit_are_refused():
     with pytest.raises(QkvError, match="w_query"):
         MultiHeadAttention(8, 2, score=AdditiveScore(8, 8, 4))(*torch.zeros(3, 5, 1, 8))
+
+
+# Learned scores by their names, and by their classes
+
+LEARNED = {"additive": AdditiveScore, "multiplicative": MultiplicativeScore, "gated": GatedScore}
+GIVEN = {**{name: name for name in LEARNED}, **{f"{k} class": v for k, v in LEARNED.items()}}
+GIVEN["gaussian class"] = GaussianScore
+
+
+def plain(score):
+    """The same score as an object over copies of the module's parameters."""
+    own = {name: x.detach().clone().requires_grad_() for name, x in score.named_parameters()}
+    kinds = {AdditiveScore: scores.Additive, GatedScore: scores.Gated}
+    if isinstance(score, GaussianScore):
+        return scores.Gaussian(own["log_bandwidth"].exp()), own
+    return kinds.get(type(score), scores.Multiplicative)(**own), own
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_a_layer_makes_a_learned_score_of_its_name(given):
+    torch.manual_seed(0)
+    layer = SelfAttention(6, d_qk=4, d_v=3, score=given, **F64)
+    assert type(layer.score) is LEARNED.get(given, given)
+    x = torch.randn(2, 5, 6, **F64)
+    score, own = plain(layer.score)
+    want = qkv.attend(
+        x @ layer.w_query, x @ layer.w_key, x @ layer.w_value, score=score, engine="dense"
+    )
+    out = layer(x)
+    torch.testing.assert_close(out, want)
+    want = torch.autograd.grad(want.square().sum(), list(own.values()))
+    found = torch.autograd.grad(out.square().sum(), list(layer.score.parameters()))
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_heads_make_a_learned_score_of_its_name(given, tmp_path):
+    def make():
+        return MultiHeadAttention(8, 2, batch_first=True, score=given, **F64)
+
+    layer, other = make(), make()
+    x = torch.randn(2, 5, 8, **F64)
+    q, k, v = (
+        part.unflatten(-1, (2, 4)).transpose(1, 2)
+        for part in (x @ layer.in_proj_weight.T + layer.in_proj_bias).chunk(3, -1)
+    )
+    heads = qkv.attend(q, k, v, score=plain(layer.score)[0], mask=masks.causal, engine="dense")
+    want = layer.out_proj(heads.transpose(1, 2).flatten(-2))
+    out, _ = layer(x, x, x, is_causal=True)
+    torch.testing.assert_close(out, want)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    torch.testing.assert_close(other(x, x, x, is_causal=True)[0], out)
+
+
+def test_hidden_is_the_width_of_a_head():
+    layer = MultiHeadAttention(8, 2, score="additive", dtype=torch.float64)
+    assert layer.score.w_query.shape == layer.score.w_key.shape == (4, 4)
+    assert {x.dtype for x in layer.parameters()} == {torch.float64}
+    assert AdditiveScore(3, 5).w_key.shape == (3, 5)
+    inner = MultiHeadAttention(8, 2, score=GatedScore(4, 4, "additive")).score.score
+    assert inner.w_query.shape == (4, 4)
+
+
+def test_first_values_of_the_layer_are_those_of_torchs():
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(8, 2)
+    torch.manual_seed(0)
+    ours = MultiHeadAttention(8, 2, score="additive")
+    for name, x in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], x)
+
+
+@pytest.mark.parametrize("given", ["additive", AdditiveScore, AdditiveScore(4, 4)], ids=str)
+def test_each_layer_of_a_stack_draws_its_own(given):
+    model = Transformer(8, 2, 2, 2, dim_feedforward=8, score=given)
+    found = [part.score for part in model.modules() if isinstance(part, MultiHeadAttention)]
+    assert len({id(x) for x in found}) == len(found) == 6
+    first = found[0].v
+    assert not any(torch.equal(x.v, first) for x in found[1:])
+
+
+def test_compiled_heads_with_a_learned_score_are_eager_ones():
+    layer = MultiHeadAttention(8, 2, batch_first=True, score="additive", **F64)
+    x = torch.randn(1, 5, 8, **F64)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_models_make_a_learned_score_of_its_name():
+    decoder = BahdanauDecoder(7, 3, 4, 5, score="multiplicative")
+    assert decoder.score.w.shape == (4, 5)
+    model = KernelRegression(torch.randn(6, 3, **F64), torch.randn(6, **F64), score="additive")
+    assert model.score.w_key.shape == (3, 3) and model.score.w_key.dtype == torch.float64
+
+
+def test_a_layer_without_widths_says_what_to_pass():
+    for given in ("additive", AdditiveScore):
+        with pytest.raises(ArgumentError, match=r"pass AdditiveScore\(d_query, d_key\)"):
+            Attention(given)
+    assert isinstance(Attention(GaussianScore).score, GaussianScore)
+    assert Attention("gaussian").score == scores.Gaussian(1.0)

@@ -34,15 +34,14 @@ class BahdanauDecoder(nn.Module):
         embed_dim: int,
         hidden: int,
         memory_dim: int,
-        score: Any = None,
+        score: Any = "additive",
         weighting: Any = "softmax",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         sizes(vocabulary=vocabulary, embed_dim=embed_dim, hidden=hidden, memory_dim=memory_dim)
         self.embedding = nn.Embedding(vocabulary, embed_dim)
-        additive = score is None
-        self.score = AdditiveScore(hidden, memory_dim, hidden) if additive else checked(score)
+        self.score = checked(score, (hidden, memory_dim))
         self.weighting = weightings.resolve(weighting)
         self.dropout = fraction("dropout", dropout)
         self.start = nn.Linear(memory_dim, hidden)

@@ -12,7 +12,7 @@ from qkv.errors import ArgumentError, sizes
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
-from qkv.nn.scores import again
+from qkv.nn.scores import drawn
 from qkv.types import Array
 
 Caches = list[tuple[Cache, Cache]]
@@ -24,7 +24,8 @@ class TransformerBlock(nn.Module):
 
     The sublayers are self-attention, with `cross` attention to a memory, and the feed-forward
     network. x (B, n, d_model) or (n, d_model), memory likewise. `heads`
-    goes to `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention).
+    goes to `MultiHeadAttention`: score, weighting, num_kv_heads, rotary (for self-attention). Each
+    attention has parameters of its own in a learned score.
 
     The state dict is that of `torch.nn.TransformerEncoderLayer`, with `cross` that of
     `torch.nn.TransformerDecoderLayer`.
@@ -57,7 +58,7 @@ class TransformerBlock(nn.Module):
         self.norm_first, self.cross = norm_first, cross
         self.self_attn = MultiHeadAttention(d_model, nhead, **common, **heads)
         if cross:
-            plain = {name: again(x) for name, x in heads.items() if name != "rotary"}
+            plain = drawn({name: x for name, x in heads.items() if name != "rotary"})
             self.multihead_attn = MultiHeadAttention(d_model, nhead, **common, **plain)
         network = FeedForward(d_model, dim_feedforward, activation, dropout, bias, **where)
         self.activation = network.activation
@@ -122,7 +123,7 @@ class _Stack(nn.Module):
         sizes(num_layers=num_layers)
         self.layers = nn.ModuleList()
         for i in range(num_layers):
-            own = block if i == 0 else {name: again(x) for name, x in block.items()}
+            own = block if i == 0 else drawn(block)
             self.layers.append(TransformerBlock(d_model, nhead, cross=cross, **own))
         rest = {name: block[name] for name in ("bias", "device", "dtype") if name in block}
         eps = block.get("layer_norm_eps", 1e-5)
@@ -239,6 +240,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
+        block = drawn(block)
         self.decoder = TransformerDecoder(num_decoder_layers, d_model, nhead, norm=True, **block)
         for weight in self.parameters():
             if weight.dim() > 1:

@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self.w_query = parameter((d, d_qk), device, dtype)
         self.w_key = parameter((d, d_qk), device, dtype)
         self.w_value = parameter((d, d_v), device, dtype)
-        self.score = checked(score)
+        self.score = checked(score, (d_qk, d_qk), device=device, dtype=dtype)
         self.weighting = weightings.resolve(weighting)
         self.dropout = fraction("dropout", dropout)
         self.reset_parameters()
@@ -84,7 +84,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     `torch.nn.MultiheadAttention` with the same arguments, outputs, parameters and first values, so
     that state dicts go both ways; and beyond it:
 
-    `score` and `weighting`, by name or object, for each head's vectors of `head_dim` numbers.
+    `score` and `weighting`, by name or object, for each head's vectors of `head_dim` numbers; all
+    heads share them. A learned score's name ("additive") or class is enough.
     `num_kv_heads`: fewer heads for keys and values, each shared by a group of queries' heads.
     `rotary`: True or a `Rotary`, turning queries and keys by their positions.
     In `forward`, `mask` is a rule of `qkv.masks` (True: may attend) beside torch's two masks
@@ -152,7 +153,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             dtype,
         )
         self.num_kv_heads = shared
-        self.score = checked(score)
+        widths = (self.head_dim, self.head_dim)
+        self.score = checked(score, widths, device=device, dtype=dtype)
         self.weighting = weightings.resolve(weighting)
         self.rotary = rotary_of(rotary, self.head_dim)
         self.packed = self._qkv_same_embed_dim

@@ -46,10 +46,10 @@ class KernelRegression(nn.Module):
             )
         self.register_buffer("key", key)
         self.register_buffer("value", value)
+        d, where = key.shape[1], {"device": key.device, "dtype": key.dtype}
         if score is None:
-            wide = key.shape[1] if features else None
-            score = GaussianScore(bandwidth, wide, device=key.device, dtype=key.dtype)
-        self.score = checked(score)
+            score = GaussianScore(bandwidth, d if features else None, **where)
+        self.score = checked(score, (d, d), **where)
         self.weighting = weightings.resolve(weighting)
         self.dropout = 0.0
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
 from qkv import scores
-from qkv.errors import sizes
+from qkv.errors import ArgumentError, sizes
 from qkv.scores import Score
 from qkv.types import Array
 
@@ -23,6 +23,16 @@ class LearnedScore(nn.Module):
     `build(dtype)` is the same as an object of `qkv.scores` over the parameters as they stand:
     what `attend` and its engines take.
     """
+
+    @classmethod
+    def of(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
+        """The score of a layer with queries and keys of these widths; None: it knows of none."""
+        if widths is None:
+            raise ArgumentError(
+                f"score: this layer does not know the widths of its queries and keys: pass "
+                f"{cls.__name__}(d_query, d_key)"
+            )
+        return cls(*widths, **where)
 
     def build(self, dtype: Any) -> Score:
         raise NotImplementedError("a learned score says which score its parameters make")
@@ -36,8 +46,14 @@ def built(score: Any, dtype: Any) -> Any:
     return score.build(dtype) if isinstance(score, LearnedScore | Beforehand) else score
 
 
-def checked(score: Any) -> Any:
-    """The score of a layer: a module as it is, a name or a function as a score."""
+def checked(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:
+    """The score of a layer: a module as it is, a name or a function as a score.
+
+    A learned score goes by its name or its class: it is made for the widths of query and key.
+    """
+    kind = LEARNED.get(score) if isinstance(score, str) else score
+    if isinstance(kind, type) and issubclass(kind, LearnedScore):
+        return kind.of(widths, **{name: x for name, x in where.items() if x is not None})
     return score if isinstance(score, nn.Module) else scores.resolve(score)
 
 
@@ -52,6 +68,11 @@ def again(score: Any) -> Any:
     return copy
 
 
+def drawn(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one more layer, with parameters of its own."""
+    return {name: again(x) for name, x in options.items()}
+
+
 def told(score: Any) -> str:
     """A score in a word, for a layer's repr."""
     return type(score).__name__
@@ -60,7 +81,8 @@ def told(score: Any) -> str:
 class AdditiveScore(LearnedScore):
     """s = vᵀ tanh(W₁q + W₂k + b): a network with one hidden layer.
 
-    w_query (hidden, d_q), w_key (hidden, d_k), v (hidden,), bias (hidden,).
+    w_query (hidden, d_q), w_key (hidden, d_k), v (hidden,), bias (hidden,). `hidden` is d_q unless
+    given.
 
     >>> score = AdditiveScore(4, 6, hidden=8)
     >>> score(torch.zeros(2, 4), torch.zeros(3, 6)).shape
@@ -71,12 +93,13 @@ class AdditiveScore(LearnedScore):
         self,
         d_q: int,
         d_k: int,
-        hidden: int,
+        hidden: int | None = None,
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        hidden = d_q if hidden is None else hidden
         sizes(d_q=d_q, d_k=d_k, hidden=hidden)
         self.w_query = parameter((hidden, d_q), device, dtype)
         self.w_key = parameter((hidden, d_k), device, dtype)
@@ -160,7 +183,7 @@ class GatedScore(LearnedScore):
         self.w_query = parameter((d_q,), device, dtype)
         self.w_key = parameter((d_k,), device, dtype)
         self.register_parameter("bias", parameter((1,), device, dtype) if bias else None)
-        self.score = checked(score)
+        self.score = checked(score, (d_q, d_k), device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -203,6 +226,10 @@ class GaussianScore(LearnedScore):
         log = torch.full(shape, math.log(bandwidth), device=device, dtype=dtype)
         self.log_bandwidth = nn.Parameter(log)
 
+    @classmethod
+    def of(cls, widths: tuple[int, int] | None, **where: Any) -> Self:
+        return cls(**where)
+
     @property
     def bandwidth(self) -> Array:
         return self.log_bandwidth.exp()
@@ -213,6 +240,14 @@ class GaussianScore(LearnedScore):
     def extra_repr(self) -> str:
         shape = tuple(self.log_bandwidth.shape)
         return f"bandwidth={float(self.bandwidth):.4g}" if not shape else f"features={shape[0]}"
+
+
+LEARNED: dict[str, type[LearnedScore]] = {
+    "additive": AdditiveScore,
+    "gated": GatedScore,
+    "multiplicative": MultiplicativeScore,
+}
+"""The scores that a layer makes of their names."""
 
 
 def parameter(shape: tuple[int, ...], device: Any, dtype: Any) -> Any:
