@@ -51,6 +51,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _qkv(
+    context: typer.Context,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="A module, or a .py file, that registers scores, weightings or encoders of your "
+            "own; give it again for several.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
@@ -61,6 +70,7 @@ def _qkv(
     Every row answers, weighted by how well its key matches. Results go to stdout, everything else
     to stderr. Every command takes --json.
     """
+    context.obj = plugin or []
 
 
 def main() -> None:

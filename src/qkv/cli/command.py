@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qkv.cli import plugin
 from qkv.errors import MissingExtra, QkvError
 
 OK, NOTHING, USAGE, DAMAGED, LOCKED, EXTRA = range(6)
@@ -63,14 +64,16 @@ def as_command(function: Command) -> Callable[..., None]:
     """The function as typer wants it: with --json and --debug, and with errors made one line."""
     names = {"as_json": Json, "debug": Debug}
     signature = inspect.signature(function, eval_str=True)
-    both = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=False)
-        for name, kind in names.items()
-    ]
+    alone = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(x, alone, annotation=names[x], default=False) for x in names]
+    more.append(inspect.Parameter("context", alone, annotation=typer.Context))
 
     @functools.wraps(function)
-    def run(*, as_json: bool = False, debug: bool = False, **arguments: Any) -> None:
+    def run(
+        *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
+    ) -> None:
         try:
+            plugin.load(context.obj)
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
                 code = _print(function(**arguments), as_json)
@@ -81,12 +84,12 @@ def as_command(function: Command) -> Callable[..., None]:
             if code == PIPE:
                 _silence()
             else:
-                more = error.data if isinstance(error, Nothing) else {}
-                _complain({"error": message, "code": code, **more}, as_json)
+                found = error.data if isinstance(error, Nothing) else {}
+                _complain({"error": message, "code": code, **found}, as_json)
         if code != OK:
             raise typer.Exit(code)
 
-    parameters = [*signature.parameters.values(), *both]
+    parameters = [*signature.parameters.values(), *more]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=None
     )
