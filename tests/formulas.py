@@ -43,7 +43,9 @@ SCORES = {
     "Boxcar": lambda q, k, width: float(apart(q, k) <= width),
     "Triangular": lambda q, k, width: max(0.0, 1 - apart(q, k) / width),
     "Epanechnikov": lambda q, k, width: max(0.0, 1 - (apart(q, k) / width) ** 2),
-    "Closeness": lambda q, k, width: -((apart(q, k) / width) ** 2),
+    "Closeness": lambda q, k, window: (
+        SCORES[type(window).__name__](q, k, window.width) or -((apart(q, k) / window.width) ** 2)
+    ),
     "Constant": lambda q, k: 1.0,
     "Exact": lambda q, k: float(list(q) == list(k)),
     "Additive": additive,
@@ -58,7 +60,7 @@ def softmax(s):
     return [x / sum(e) for x in e]
 
 
-def one_hot(s):
+def one_hot(s, straight_through=False):
     return [float(i == s.index(max(s))) for i in range(len(s))]
 
 
@@ -68,8 +70,12 @@ def top(s, k):
     return [chosen.get(i, 0.0) for i in range(len(s))]
 
 
-def normalized(s):
-    return [x / sum(s) for x in s] if sum(s) else [0.0] * len(s)
+def normalized(s, on_empty="zero"):
+    inside = [max(x, 0.0) for x in s] if on_empty == "nearest" else s
+    if sum(inside):
+        return [x / sum(inside) for x in inside]
+    other = {"zero": 0.0, "nan": math.nan, "uniform": 1 / len(s)}
+    return one_hot(s) if on_empty == "nearest" else [other[on_empty]] * len(s)
 
 
 def entmax(s, alpha):

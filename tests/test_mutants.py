@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkv import weightings
+from qkv import scores, weightings
+from qkv.errors import ArgumentError
 from tests import formulas
 
 pytest.importorskip("torch")  # not in the environment of MXNet: once is enough
@@ -37,7 +38,8 @@ SCORES = {
     },
     "distance": {"Gaussian": {"bandwidth": 0.8}, "Laplace": {"bandwidth": 0.8}},
     "window": {
-        **{name: {"width": 2.0} for name in ("Boxcar", "Triangular", "Epanechnikov", "Closeness")},
+        **{name: {"width": 2.0} for name in ("Boxcar", "Triangular", "Epanechnikov")},
+        "Closeness": {"window": scores.Triangular(0.8)},
         "Constant": {},
         "Exact": {},
     },
@@ -58,11 +60,15 @@ WEIGHTINGS = {
     "normalized": {"Normalized": {}, "Raw": {}, "Sigmoid": {}},
     "sparse": {"Entmax": {"alpha": 1.4}, "Sparsemax": {}},
 }
-ALSO = {"Entmax": [{"alpha": 1.5}]}
+ALSO = {
+    "Entmax": [{"alpha": 1.5}],
+    "Hard": [{"straight_through": True}],
+    "Normalized": [{"on_empty": wish} for wish in ("nan", "uniform", "nearest", "raise")],
+}
 SKIPPED = {"__post_init__", "check", "footprint", "exponent"}
-SKIPPED |= {"look", "first_look", "solve", "lowered"}
+SKIPPED |= {"look", "first_look", "solve", "lowered", "refuses", "reads"}
 """Not arithmetic of the result: arguments, block sizes, how fast a root is found, and when a score
-is lowered, which test_lowered.py is about."""
+is lowered or refused, which test_lowered.py and weightings/test_normalized.py are about."""
 
 EQUIVALENT = {
     "product": {"2.0"},  # what a zero vector is divided by
@@ -71,7 +77,7 @@ EQUIVALENT = {
         "x + self.centre",  # both sides are shifted alike
     },
     "window": {
-        "self.square(query, key) / -1.0",
+        "fw.detach(square) / -1.0",
         "s < 0",  # max(0, 0)
         "ones - fw.xp.sum(cols, axis=-1)[..., None, :]",  # zeros, there for their shape
         "x != x",
@@ -87,6 +93,7 @@ EQUIVALENT = {
         "fw.astype(fw.full(rows.shape, 0.0, rows), 'int32') - NOWHERE",
         "1.0",
         "here - spoiled",  # NaN either way
+        "hard - (soft - of(soft).detach(soft))",  # 0 but for its gradient, which the battery sees
         "k / 0 + NOWHERE",
         "two[1] >= one[1]",  # blocks come in order here; test_properties shuffles them
     },
@@ -95,6 +102,10 @@ EQUIVALENT = {
         "2.0",
         "1.0",
         "scores != scores",
+    },
+    "normalized": {
+        "super().ones(scores, None) / float('nan')",
+        "scores < 0",  # max(0, 0)
     },
     "sparse": {
         "1.0",  # the sums of frameworks that cannot pick; the battery runs those
@@ -141,11 +152,35 @@ def check_weighting(cls, name, settings):
             scores = np.abs(raw) if how.needs_nonnegative else raw
             for live in (LIVE, np.ones_like(LIVE)):
                 _check_rows(how, name, settings, scores, live)
+        if name == "Normalized":
+            _check_empty(how, name, settings)
         out, found, _ = how.finish(how.init(np.zeros((N, 1)), DV), how.search(_no_blocks))
         assert (out == 0).all()
         assert not how.has_lse or (how.lse(found) == -np.inf).all()
         if name != "Average":
             _check_nan(how, np.abs(KEY_SCORES))
+
+
+def _check_empty(how, name, settings):
+    """Rows 0 and 2 have no score above 0: none at all, or a distance in the place of it."""
+    scores = np.abs(KEY_SCORES)
+    scores[[0, 2]] = -scores[[0, 2]] if how.on_empty == "nearest" else 0.0
+    if how.on_empty == "nearest":
+        scores[1, 0] *= -1
+    if not how.strict:
+        return _check_rows(how, name, settings, scores, LIVE)
+    k = np.arange(M)[None, :]
+    how.check(_in_blocks(how, np.abs(KEY_SCORES), LIVE, k)[1])
+    for refused in (
+        lambda: how.weights(scores, LIVE, k),
+        lambda: how.check(_in_blocks(how, scores, LIVE, k)[1]),
+    ):
+        try:
+            refused()
+        except ArgumentError as error:
+            assert "of 2 queries" in str(error)
+        else:
+            raise AssertionError("two rows without weights went unnoticed")
 
 
 def _no_blocks(lift, merge, init):
@@ -190,7 +225,7 @@ def _check_rows(how, name, settings, scores, live):
     np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
     alpha = how.weight(s, live, k, found)
     np.testing.assert_allclose(alpha, want, atol=1e-8)
-    if hasattr(how, "whole"):
+    if hasattr(how, "solve"):
         _check_entmax(how, scores, live, k, want)
     if how.has_lse:
         kept = np.where(want > 0, s, -np.inf)
@@ -222,13 +257,14 @@ def _in_blocks(how, s, live, k):
 def _check_slope(how, s, live, k, alpha, found, centre):
     along_out = np.linspace(-1, 2, N * DV).reshape(N, DV)
     pull = 0.0 if centre is None else (centre * along_out).sum(-1, keepdims=True)
-    got = np.where(live, how.slope(alpha, along_out @ VALUE.T, pull, found), 0)
+    got = np.where(live, how.slope(s, alpha, along_out @ VALUE.T, pull, found), 0)
+    soft = weightings.Softmax() if hasattr(how, "straight_through") else how
     want, step = np.zeros_like(s), 1e-6
     for at in np.ndindex(s.shape):
         moved = [np.array(s), np.array(s)]
         moved[0][at] += step
         moved[1][at] -= step
-        ahead, behind = (((how.weights(x, live, k) @ VALUE) * along_out).sum() for x in moved)
+        ahead, behind = (((soft.weights(x, live, k) @ VALUE) * along_out).sum() for x in moved)
         want[at] = (ahead - behind) / (2 * step)
     np.testing.assert_allclose(got, want, atol=1e-5)
 

@@ -9,12 +9,12 @@ from typing import Any
 from qkv import masks, scores, weightings
 from qkv.arrays import common, is_array, tree
 from qkv.engines import dropout, streaming
-from qkv.engines.call import Call, as_array, build
-from qkv.engines.choose import Choice, Explanation, choose
-from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError
+from qkv.engines.call import Call, as_array, build, paired
+from qkv.engines.choose import Explanation, choose
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import Score
 from qkv.types import Array
-from qkv.weightings import Hard, Normalized, Weighting
+from qkv.weightings import Weighting
 
 ScoreLike = str | Score | Callable[..., Any]
 WeightingLike = str | Weighting
@@ -70,11 +70,12 @@ def attend(
     if _flag("return_weights", return_weights):
         call = replace(call, wants_weights=True)
     with call.fw.quiet():
-        out, lse, alpha = _attend(call, engine)
+        out, lse, alpha = choose(call, engine).engine.run(call)
         results = [call.fw.astype(out, call.fw.dtype(call.query))]
         if lse is not None:
             results.append(call.fw.astype(lse[..., 0], call.fw.dtype(call.query)))
-        if alpha is not None:
+        if return_weights:
+            alpha = streaming.weights(replace(call, value=None)) if alpha is None else alpha
             results.append(call.fw.astype(alpha, call.fw.dtype(call.query)))
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -97,7 +98,7 @@ def weights(
     """
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
     with call.fw.quiet():
-        return call.fw.astype(_weights(call), call.fw.dtype(call.query))
+        return call.fw.astype(streaming.weights(call), call.fw.dtype(call.query))
 
 
 def explain(
@@ -187,7 +188,7 @@ def request(
     """The arguments as one checked record."""
     score, weighting = scores.resolve(score), weightings.resolve(weighting)
     rule, bias = masks.resolve(mask)
-    _refuse(score, weighting, bias)
+    score = paired(score, weighting, bias)
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
         raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
     p = dropout.check(dropout_p)
@@ -240,24 +241,6 @@ def _all_arrays(record: Any) -> list[Array]:
     return [x for item in inner for x in _all_arrays(item)]
 
 
-def _refuse(score: Score, weighting: Weighting, bias: Array | None) -> None:
-    """Combinations that mean nothing, with what to use instead."""
-    if not weighting.needs_nonnegative:
-        return
-    known = type(score).__module__.startswith("qkv.")
-    if known and not scores.is_open(score) and not score.nonnegative:
-        raise CombinationError(
-            f"{_name(weighting)} divides scores by their sum, but {_name(score)} can be negative: "
-            "use weighting='softmax', or a score that cannot (boxcar, triangular, epanechnikov, "
-            "constant, exact)"
-        )
-    if bias is not None:
-        raise CombinationError(
-            f"{_name(weighting)} divides scores by their sum, and a float mask added to them can "
-            "make them negative: pass a boolean mask"
-        )
-
-
 def _name(thing: Any) -> str:
     return type(thing).__name__
 
@@ -272,86 +255,3 @@ def _flag(name: str, value: Any) -> bool:
 # a graph here is written for one already.
 for _function in (attend, weights, explain, scaled_dot_product_attention):
     setattr(_function, "autograph_info__", None)  # noqa: B010
-
-
-# Engines compute one weighting. Two weightings are made of several.
-
-
-def _attend(call: Call, engine: str | None) -> tuple[Array, Array | None, Array | None]:
-    fw, weighting = call.fw, call.weighting
-    if isinstance(weighting, Hard) and weighting.straight_through:
-        return _straight_through(call, engine)
-    choice: Choice = choose(call, engine)
-    out, lse, alpha = choice.engine.run(call)
-    if not call.wants_weights:
-        alpha = None
-    elif alpha is None:
-        alpha = streaming.weights(replace(call, value=None))
-    if isinstance(weighting, Normalized) and weighting.on_empty != "zero":
-        empty, other = _when_empty(call, engine)
-        out = fw.xp.where(empty, other[0], out)
-        alpha = None if alpha is None else fw.xp.where(empty, other[1], alpha)
-    return out, lse, alpha
-
-
-def _weights(call: Call) -> Array:
-    weighting = call.weighting
-    if isinstance(weighting, Hard) and weighting.straight_through:
-        hard = _weights(replace(call, weighting=Hard()))
-        soft = _weights(replace(call, weighting=weightings.Softmax()))
-        return hard + (soft - call.fw.detach(soft))
-    alpha = streaming.weights(call)
-    if isinstance(weighting, Normalized) and weighting.on_empty != "zero":
-        empty, other = _when_empty(call, None)
-        alpha = call.fw.xp.where(empty, other[1], alpha)
-    return alpha
-
-
-def _straight_through(call: Call, engine: str | None) -> tuple[Array, None, Array | None]:
-    """Forward the hard weights; backward, for the scores alone, the softmax's gradient."""
-    detach = call.fw.detach
-    hard, _, alpha = _attend(replace(call, weighting=Hard()), engine)
-    fixed = replace(
-        call, weighting=weightings.Softmax(), value=detach(call.value), wants_weights=False
-    )
-    soft = _attend(fixed, engine)[0]
-    if alpha is not None:
-        alpha = _weights(replace(call, value=None))
-    return hard + (soft - detach(soft)), None, alpha
-
-
-def _when_empty(call: Call, engine: str | None) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """The rows whose weights are all 0 though some key is live, and what they get instead."""
-    fw, wish = call.fw, call.weighting.on_empty  # type: ignore[attr-defined]
-    if wish == "nearest" and not hasattr(call.score, "closeness"):
-        raise CombinationError(
-            f"on_empty='nearest' needs a score with a distance (boxcar, triangular, epanechnikov), "
-            f"not {_name(call.score)}"
-        )
-    ones = fw.full((*fw.shape(call.key)[:-1], 1), 1.0, call.key)
-    plain = replace(call, value=ones, dropout=0.0, seed=None, wants_weights=False)
-    total = _attend(replace(plain, weighting=weightings.Raw()), engine)[0]
-    alive = _attend(replace(plain, weighting=weightings.Average()), engine)[0]
-    empty = fw.xp.logical_and(total == 0, alive > 0)
-    if wish == "raise":
-        if fw.concrete(empty) is None:
-            raise FrameworkError(
-                "on_empty='raise' cannot look at values while they are traced: use 'nan'"
-            )
-        rows = int(fw.concrete(empty).sum())  # type: ignore[union-attr]
-        if rows:
-            raise ArgumentError(
-                f"no key lies within the window of {rows} queries: widen the score, or pass "
-                "Normalized(on_empty='nearest')"
-            )
-        wish = "zero"
-    if wish in ("zero", "nan"):
-        filler = fw.full((), float("nan") if wish == "nan" else 0.0, call.key)
-        return empty, (filler, filler)
-    if wish == "uniform":
-        other = replace(call, weighting=weightings.Average())
-    else:
-        other = replace(call, score=scores.resolve(call.score.closeness), weighting=Hard())  # type: ignore[attr-defined]
-    out = None if call.value is None else _attend(replace(other, wants_weights=False), engine)[0]
-    wants = call.wants_weights or call.value is None
-    return empty, (out, _weights(replace(other, value=None)) if wants else None)

@@ -13,7 +13,7 @@ from qkv import arrays
 from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import derived, map_arrays
 from qkv.engines.dropout import keep_factor
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import CombinationError, DtypeError, ShapeError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate
 from qkv.types import Array, Block, Shape, Span
@@ -118,6 +118,14 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     if call.rule is not None:
         call.rule.check(lead, call.n, call.m)
     return call
+
+
+def paired(score: Score, weighting: Weighting, bias: Array | None) -> Score:
+    """The score as the weighting reads it, refused where the two mean nothing together."""
+    reason = weighting.refuses(score, bias is not None)
+    if reason:
+        raise CombinationError(reason)
+    return weighting.reads(score)
 
 
 def as_array(name: str, x: Any, like: Array | None = None) -> Array:

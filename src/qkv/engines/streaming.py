@@ -21,7 +21,7 @@ from qkv.engines import dense
 from qkv.engines.call import Call
 from qkv.scores import functions_in
 from qkv.types import Array, Span
-from qkv.weightings import Entmax, State, Weighting
+from qkv.weightings import State, Weighting
 
 NAME = "streaming"
 
@@ -160,7 +160,7 @@ def weights(call: Call) -> Array:
     fw = call.fw
     wide = max(math.prod(call.lead) * call.m * footprint(call), 1)
     plan: Plan = [(span, []) for span in spans(fw, call.n, max(BLOCK // wide, 1))]
-    if len(plan) < 2:
+    if len(plan) < 2 or call.weighting.strict:
         return dense.run(call)[2]
     call = hoist(call, [(plan[0][0], [Span(0, call.m)])])
     leaves = tree.leaves(fw, call)
@@ -330,6 +330,7 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
     fw, weighting = call.fw, call.weighting
     unscaled = replace(call, weighting=Weighting())
     width = fw.shape(call.value)[-1]
+    keeps = learning or call.wants_lse or weighting.strict
 
     def pooled(rows: Span, keys: Any) -> tuple[Array, ...]:
         template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
@@ -340,7 +341,7 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
             return s, part.live, part.block.k, part.block
 
         if isinstance(keys, list) and len(keys) == 1:
-            if isinstance(weighting, Entmax) and not learning:
+            if searches(call) and not keeps:
                 part = piece(call, rows, keys[0])
                 s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
                 value = calls.share_heads(call, value_of(call, keys[0], part.live))
@@ -365,11 +366,13 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
         out, found_all, centre = weighting.finish(
             fw.reduce(lift, weighting.merge, start, keys), found
         )
-        if not learning and not call.wants_lse:
+        if not keeps:
             return (out,)
         return out, *found_all, *(() if centre is None else (centre,))
 
     out, *kept = fw.rows(pooled, plan)
+    if weighting.strict:
+        weighting.check(tuple(kept))
     outputs = (out, weighting.lse(tuple(kept))) if call.wants_lse else (out,)
     return outputs, tuple(kept)
 
@@ -419,7 +422,7 @@ def _backward(
                 shared = calls.share_heads(call, value)
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
                 along = along if keep is None else along * keep
-                slope = weighting.slope(weight, along, centre, found)
+                slope = weighting.slope(s, weight, along, centre, found)
                 new = list(pull(fw.keep(slope, live)))
                 dq = dq if new[0] is None else fw.add_at(dq, new[0], rows, None)
                 dk = dk if new[1] is None else fw.add_at(dk, new[1], cols, None)

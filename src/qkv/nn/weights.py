@@ -16,7 +16,7 @@ from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
 from qkv.scores import ScaledDot
 from qkv.types import Array, Span
-from qkv.weightings import Hard, Normalized, Softmax
+from qkv.weightings import Softmax
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
@@ -138,18 +138,6 @@ def with_weights(
     """
     average = weights == "mean"
     weighting = weightings.resolve(weighting)
-    if _is_made_of_several(weighting):
-        out, alpha = attention.attend(
-            query,
-            key,
-            value,
-            score=score,
-            weighting=weighting,
-            mask=mask,
-            dropout_p=dropout_p,
-            return_weights=True,
-        )
-        return out, alpha.mean(-3) if average else alpha
     call = attention.request(query, key, value, score, weighting, mask, dropout_p, None, None)
     if _is_plain(call):
         found = plain_with_weights(query, key, value, native.scale_of(call), average)
@@ -239,9 +227,3 @@ class Fused(Softmax):
         dead = ~live
         # A row without a live key is NaN at first.
         return scores.masked_fill(dead, -math.inf).softmax(-1).masked_fill(dead, 0.0)
-
-
-def _is_made_of_several(weighting: Any) -> bool:
-    """Whether `attend` itself puts the weighting together from others."""
-    hard = isinstance(weighting, Hard) and weighting.straight_through
-    return hard or (isinstance(weighting, Normalized) and weighting.on_empty != "zero")

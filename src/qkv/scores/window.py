@@ -14,7 +14,7 @@ from qkv.types import Array, Shape
 
 @dataclass(frozen=True)
 class Window(Score):
-    """A nonnegative function of r = ‖q − k‖₂ / width."""
+    """A nonnegative function of r = ‖q − k‖₂ / width, its `profile`; 0 where r > 1."""
 
     width: float | Array = 1.0
     nonnegative: ClassVar[bool] = True
@@ -25,24 +25,36 @@ class Window(Score):
     def footprint(self, width: int) -> int:
         return max(width, 1)
 
+    def __call__(self, query: Array, key: Array) -> Array:
+        return self.profile(self.square(query, key))
+
     def square(self, query: Array, key: Array) -> Array:
         """r²"""
         return squared_distance(query / self.width, key / self.width)
 
+    def profile(self, square: Array) -> Array:
+        """The score at r²."""
+        raise NotImplementedError("a window says how a score falls with the distance")
+
     @property
     def closeness(self) -> Score:
-        """The score −r², which still ranks the keys where the window is 0."""
-        return Closeness(self.width)
+        """The same score, which still ranks the keys that lie outside."""
+        return Closeness(self)
 
 
 @dataclass(frozen=True)
-class Closeness(Window):
-    """s = −r²"""
+class Closeness(Score):
+    """s = the window's score where it is above 0, else −r²"""
 
-    nonnegative: ClassVar[bool] = False
+    window: Window
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return self.square(query, key) * -1.0
+        fw, square = of(query), self.window.square(query, key)
+        s = self.window.profile(square)
+        return fw.xp.where(s == 0, fw.detach(square) * -1.0, s)
+
+    def footprint(self, width: int) -> int:
+        return self.window.footprint(width)
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,11 @@ class Boxcar(Window):
     array([[1., 0.]])
     """
 
-    def __call__(self, query: Array, key: Array) -> Array:
-        fw = of(query)
-        square = fw.detach(self.square(query, key))
+    def profile(self, square: Array) -> Array:
+        fw = of(square)
+        square = fw.detach(square)
         # A NaN is neither inside nor outside, and is not hidden.
-        return fw.xp.where(fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype(query)))
+        return fw.xp.where(fw.xp.isnan(square), square, fw.astype(square <= 1, fw.dtype(square)))
 
 
 @dataclass(frozen=True)
@@ -70,14 +82,13 @@ class Triangular(Window):
     array([[0.75, 0.  ]])
     """
 
-    def __call__(self, query: Array, key: Array) -> Array:
-        fw = of(query)
-        square = self.square(query, key)
+    def profile(self, square: Array) -> Array:
+        fw = of(square)
         # The root has no slope at 0, and none is needed beyond 1.
         inside = fw.xp.logical_and(square > 0, square < 1)
         inside = fw.xp.logical_or(inside, fw.xp.isnan(square))
         r = fw.xp.sqrt(fw.keep(square, inside, 1.0))
-        return 1.0 - r + fw.astype(square == 0, fw.dtype(query))
+        return 1.0 - r + fw.astype(square == 0, fw.dtype(square))
 
 
 @dataclass(frozen=True)
@@ -89,9 +100,8 @@ class Epanechnikov(Window):
     array([[0.75, 0.  ]])
     """
 
-    def __call__(self, query: Array, key: Array) -> Array:
-        fw = of(query)
-        s = 1.0 - self.square(query, key)
+    def profile(self, square: Array) -> Array:
+        fw, s = of(square), 1.0 - square
         return fw.keep(s, fw.xp.logical_not(s <= 0))
 
 

@@ -20,7 +20,7 @@ class Average(Weighting):
     """
 
     convex: ClassVar[bool] = True
-    smooth: ClassVar[bool] = False
+    smooth = False
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         ones = self.ones(scores, live)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from qkv.arrays import of
+from qkv.scores import Score
 from qkv.types import Array, Span
 
 State = tuple[Array, ...]
@@ -48,10 +49,12 @@ class Weighting:
     """Whether a weight may be 0 by design: that row's value then cannot reach the output."""
     has_lse: ClassVar[bool] = False
     """Whether the row has a log-sum-exp."""
-    centred: ClassVar[bool] = False
+    centred: bool = False
     """Whether a weight falls when another of its row rises, so that `slope` needs a centre."""
-    smooth: ClassVar[bool] = True
+    smooth: bool = True
     """Whether the weights move with the scores, so that gradients reach them."""
+    strict: bool = False
+    """Whether a row may be refused once it is known: `check` looks at it."""
 
     def __call__(self, scores: Array, live: Array | None = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
@@ -74,6 +77,14 @@ class Weighting:
         with fw.quiet():
             return fw.rows(some, plan)[0]
 
+    def refuses(self, score: Score, biased: bool) -> str | None:
+        """Why weights of this score mean nothing, with a float mask added to it or without."""
+        return None
+
+    def reads(self, score: Score) -> Score:
+        """The score as this weighting needs it."""
+        return score
+
     def scale(self, scores: Array) -> Array:
         """What is done to each score before anything else (a temperature)."""
         return scores
@@ -81,6 +92,16 @@ class Weighting:
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         """α, literally."""
         raise NotImplementedError("a weighting says how scores become weights")
+
+    def whole(
+        self, scores: Array, live: Array | None, k: Array, value: Array, keep: Array | None
+    ) -> Array:
+        """The output of rows with all their keys in one block.
+
+        The scores are not scaled yet, and may be overwritten.
+        """
+        weight = self.weights(self.scale(scores), live, k)
+        return pool(weight, value, live, keep, self.sparse)
 
     def search(self, fold: Fold) -> State:
         """What must be known of a row before its values are pooled."""
@@ -110,11 +131,16 @@ class Weighting:
         """The output; what `weight` needs to know of the row; and the centre c of `slope`."""
         return state[0], found, None
 
+    def check(self, found: State) -> None:
+        """Raise where a row that is known has no weights."""
+
     def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
-    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+    def slope(
+        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+    ) -> Array:
         """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 

@@ -43,9 +43,11 @@ class Exponential(Weighting):
 
     convex: ClassVar[bool] = True
     has_lse: ClassVar[bool] = True
-    centred: ClassVar[bool] = True
+    centred = True
 
-    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+    def slope(
+        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+    ) -> Array:
         return weight * (along - centre)
 
     def lse(self, found: State) -> Array:

@@ -41,7 +41,7 @@ class Entmax(Weighting):
 
     alpha: float = 1.5
     convex: ClassVar[bool] = True
-    centred: ClassVar[bool] = True
+    centred = True
     sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -139,17 +139,12 @@ class Entmax(Weighting):
     def whole(
         self, scores: Array, live: Array | None, k: Array, value: Array, keep: Array | None
     ) -> Array:
-        """The output of rows with all their keys in one block.
-
-        The scores are not scaled yet, and may be overwritten.
-        """
         fw = of(scores)
         if not fw.picks(scores):
-            weight = self.weights(self.scale(scores), live, k)
-        else:
-            weight = self.picked(scores, live, self.alpha - 1, spend=True)
-            if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
-                return fw.xp.matmul(weight, value)
+            return super().whole(scores, live, k, value, keep)
+        weight = self.picked(scores, live, self.alpha - 1, spend=True)
+        if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
+            return fw.xp.matmul(weight, value)
         return pool(weight, value, live, keep, sparse=True)
 
     def chosen(self, scores: Array, live: Array | None, top: Array, start: Array) -> Array:
@@ -258,7 +253,9 @@ class Entmax(Weighting):
     def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
         return self.power(self.excess(scores, live, *found), self.exponent)
 
-    def slope(self, weight: Array, along: Array, centre: Array, found: State) -> Array:
+    def slope(
+        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+    ) -> Array:
         lean = self.power(weight, (self.exponent - 1) / self.exponent)
         return lean * (along - centre) * self.exponent
 

@@ -60,6 +60,8 @@ def cannot(call: Call) -> str | None:
         return "the kernels sum in float32"
     if type(call.weighting) not in WEIGHTINGS:
         return f"the kernels do not know {type(call.weighting).__name__}"
+    if getattr(call.weighting, "on_empty", "zero") != "zero":
+        return "the kernels give 0 to a row without weights"
     if is_array(getattr(call.weighting, "temperature", None)):
         return "a learned temperature needs a gradient that the kernel does not give"
     if call.dropout:

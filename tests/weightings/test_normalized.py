@@ -1,0 +1,124 @@
+"""Normalized: what a row without weights gets, whole, in blocks, and as a function of scores."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import scores, weightings
+from qkv.engines import streaming
+from qkv.errors import ArgumentError, CombinationError, FrameworkError
+from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
+
+NAN = np.nan
+QUERY = np.array([[0.0], [5.0], [5.0], [7.0]])
+KEY = np.array([[0.0], [3.0], [9.0], [0.5], [3.0]])
+VALUE = np.arange(10.0).reshape(5, 2) + 1
+LIVE = np.ones((4, 5), bool)
+LIVE[1, 0] = False
+LIVE[2] = False
+"""Query 0 has two keys in its window, 1 and 3 have none, 2 may not look at all."""
+
+ROWS = {
+    "zero": [[0.0] * 5, [0.0] * 5],
+    "nan": [[0.0, NAN, NAN, NAN, NAN], [NAN] * 5],
+    "uniform": [[0.0, 0.25, 0.25, 0.25, 0.25], [0.2] * 5],
+    "nearest": [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]],
+}
+WINDOWS = ["boxcar", "triangular", "epanechnikov"]
+FULL = bool(os.environ.get("QKV_FULL"))
+
+
+def expected(score, wish):
+    inside = scores.resolve(score)(QUERY[:1], KEY)
+    return np.array([(inside / inside.sum())[0], ROWS[wish][0], [0.0] * 5, ROWS[wish][1]])
+
+
+def attend(fw, score, wish, engine="streaming", **how):
+    arrays = [fw.make(x) for x in (QUERY, KEY, VALUE)]
+    weighting = weightings.Normalized(wish)
+    return qkv.attend(
+        *arrays, score=score, weighting=weighting, mask=fw.make(LIVE), engine=engine, **how
+    )
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@pytest.mark.parametrize(("wish", "score"), list(itertools.product(ROWS, WINDOWS)))
+def test_rows_without_weights(fw, engine, wish, score, monkeypatch):
+    if not FULL and fw.name in ("jax", "tensorflow") and score != WINDOWS[len(wish) % 3]:
+        pytest.skip("in make test-full")
+    monkeypatch.setattr(streaming, "block_size", lambda call: (3, 2))
+    monkeypatch.setattr(streaming, "BLOCK", 10)
+    out, alpha = attend(fw, score, wish, engine, return_weights=True)
+    want = expected(score, wish)
+    np.testing.assert_allclose(qkv.arrays.to_numpy(alpha), want, atol=1e-12)
+    np.testing.assert_allclose(qkv.arrays.to_numpy(out), want @ VALUE, atol=1e-12)
+
+
+@pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@pytest.mark.parametrize("wish", ["zero", "uniform", "nearest"])
+def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypatch):
+    monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
+    width, along = np.array(2.0), np.ones((4, 2))
+
+    def loss(query, width):
+        how = {"mask": fw.make(LIVE), "engine": engine}
+        how |= {"score": scores.Epanechnikov(width), "weighting": weightings.Normalized(wish)}
+        out = qkv.attend(query, fw.make(KEY), fw.make(VALUE), **how)
+        return qkv.arrays.namespace(out).sum(out * fw.make(along))
+
+    dq, dwidth = fw.grads(loss, [fw.make(QUERY), fw.make(width)])
+    assert dq[0] != 0 and not dq[1:].any()
+
+    def alone(width):
+        s = scores.Epanechnikov(width)(QUERY[:1], KEY)
+        return (s / s.sum() @ VALUE).sum()
+
+    slope = (alone(width + 1e-6) - alone(width - 1e-6)) / 2e-6
+    np.testing.assert_allclose(dwidth, slope, atol=1e-7)
+
+
+@pytest.mark.parametrize("wish", ["zero", "nan", "uniform", "nearest"])
+def test_as_a_function_of_scores(wish):
+    """Below 0 a score says how far outside its key lies; of equals the lowest row."""
+    s = np.array([[1.0, 3.0, 0.0], [-2.0, -1.0, -1.0] if wish == "nearest" else [0.0] * 3])
+    alpha = weightings.Normalized(wish)(s)
+    empty = {"zero": [0.0] * 3, "nan": [NAN] * 3, "uniform": [1 / 3] * 3, "nearest": [0, 1, 0]}
+    np.testing.assert_allclose(alpha, [[0.25, 0.75, 0.0], empty[wish]])
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+def test_raise_counts_the_queries(fw, engine, monkeypatch):
+    monkeypatch.setattr(streaming, "block_size", lambda call: (1, 2))
+    monkeypatch.setattr(streaming, "BLOCK", 5)
+    for more in ({}, {"return_weights": True}):
+        with pytest.raises(ArgumentError, match=r"of 2 queries.*nearest"):
+            attend(fw, "boxcar", "raise", engine, **more)
+    out = attend(fw, scores.Boxcar(9.0), "raise", engine)
+    want = attend(fw, scores.Boxcar(9.0), "zero", "dense")
+    np.testing.assert_allclose(*map(qkv.arrays.to_numpy, (out, want)))
+
+
+def test_raise_says_that_a_trace_has_no_numbers():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(FrameworkError, match=r"traced.*'nan'"):
+        jax.jit(
+            lambda q: qkv.attend(q, q, q, score="boxcar", weighting=weightings.Normalized("raise"))
+        )(jax.numpy.ones((2, 1)))
+
+
+def test_it_says_what_it_refuses():
+    how = weightings.Normalized("nearest")
+    assert how.refuses(scores.Boxcar(), biased=False) is None
+    assert "can be negative" in how.refuses(scores.Dot(), biased=False)
+    assert "boolean mask" in how.refuses(scores.Boxcar(), biased=True)
+    assert "distance" in how.refuses(scores.Constant(), biased=False)
+    with pytest.raises(CombinationError, match=r"distance.*Constant"):
+        qkv.attend(QUERY, KEY, VALUE, score="constant", weighting=how)
