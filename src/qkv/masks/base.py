@@ -178,18 +178,19 @@ class Values(Mask):
         host = on_host(self.values)
         if host is None:
             return None
-        for axis, span in ((-2, rows), (-1, cols)):
-            if host.shape[axis] != 1:
-                host = np.take(host, range(span.start, span.start + span.size), axis=axis)
-        live = host > -np.inf if self.is_bias else host
-        return False if not live.any() else (True if live.all() else None)
+        high, wide = (
+            slice(None) if size == 1 else slice(span.start, span.start + span.size)
+            for size, span in zip(host.shape[-2:], (rows, cols), strict=True)
+        )
+        host = host[..., high, wide]
+        live = host if host.dtype == bool else host > -np.inf
+        return True if live.all() else (None if live.any() else False)
 
     def check(self, lead: Shape, n: int, m: int) -> None:
         shape, full = tuple(self.values.shape), (*lead, n, m)
-        fits = len(shape) <= len(full) and all(
-            a in (1, b) or a is None or b is None
-            for a, b in zip(shape[::-1], full[::-1], strict=False)
-        )
+        fits = len(shape) <= len(full)
+        for a, b in zip(shape[::-1], full[::-1], strict=False):
+            fits = fits and (a == b or a == 1 or a is None or b is None)
         if not fits:
             raise ShapeError(f"mask: an array of shape {shape} does not broadcast to {full}")
 
@@ -214,9 +215,10 @@ def array(values: Any) -> Mask:
             + ("a function: wrap it as masks.custom(f)" if callable(values) else str(type(values)))
         )
     fw = of(values)
-    if fw.dtype(values) != "bool" and "float" not in fw.dtype(values):
+    kind = fw.dtype(values)
+    if kind != "bool" and "float" not in kind:
         raise DtypeError(
-            f"mask is an array of {fw.dtype(values)}: pass booleans (True: may attend) or floats "
+            f"mask is an array of {kind}: pass booleans (True: may attend) or floats "
             "(added to the scores), so that 0 and 1 cannot be misread"
         )
     values = fw.plain(values)
