@@ -11,6 +11,7 @@ from qkv import attention, weightings
 from qkv.arrays import framework
 from qkv.errors import fraction
 from qkv.nn.scores import built, checked, told
+from qkv.nn.tensors import check_tensors
 from qkv.nn.weights import with_weights
 from qkv.types import Array
 
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         self, query: Array, key: Array, value: Array, mask: Any = None, need_weights: bool = False
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, m) beside it."""
+        check_tensors(query=query, key=key, value=value)
         out, alpha = attended(
             query,
             key,

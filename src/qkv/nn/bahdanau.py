@@ -11,6 +11,7 @@ from qkv import weightings
 from qkv.errors import ShapeError, fraction, sizes
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import AdditiveScore, Beforehand, checked
+from qkv.nn.tensors import check_tensors
 from qkv.types import Array
 
 
@@ -52,6 +53,7 @@ class BahdanauDecoder(nn.Module):
         self, tokens: Array, memory: Array, mask: Array | None = None, state: Array | None = None
     ) -> tuple[Array, Array, Array]:
         """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
+        check_tensors(tokens=tokens, memory=memory)
         if tokens.dim() != 2 or memory.dim() != 3 or tokens.shape[0] != memory.shape[0]:
             raise ShapeError(
                 f"tokens must be (B, n) and memory (B, m, memory_dim), not {tuple(tokens.shape)} "

@@ -13,6 +13,7 @@ from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.scores import drawn
+from qkv.nn.tensors import check_tensors
 from qkv.types import Array
 
 Caches = list[tuple[Cache, Cache]]
@@ -84,6 +85,7 @@ class TransformerBlock(nn.Module):
 
         `cache` holds the keys of earlier calls, and of the memory once it was read.
         """
+        check_tensors(x=x, memory=x if memory is None else memory)
         own, far = cache or (None, None)
         if (memory is not None) != self.cross and not (self.cross and far):
             wanted = "needs a memory" if self.cross else "takes no memory: build it with cross=True"

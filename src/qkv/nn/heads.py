@@ -16,6 +16,7 @@ from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import rotary_of
 from qkv.nn.scores import checked, parameter
+from qkv.nn.tensors import check_tensors
 from qkv.nn.weights import HALF, plain_with_weights
 from qkv.scores import ScaledDot
 from qkv.types import Array
@@ -61,6 +62,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Array, mask: Any = None, need_weights: bool = False) -> Any:
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
+        check_tensors(x=x)
         out, alpha = attended(
             x @ self.w_query,
             x @ self.w_key,
@@ -222,6 +224,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         and values go to the end of `cache` and are attended to with all that it holds; None for
         both adds nothing. Masks then speak of all keys.
         """
+        check_tensors(query=query)
         masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
         if query is key is value and not masked and cache is None:
@@ -403,6 +406,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             given = {"query": query}
         elif key is None or value is None:
             raise ArgumentError("key and value may be left out only with a cache that holds some")
+        check_tensors(**given)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:

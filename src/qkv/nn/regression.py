@@ -12,6 +12,7 @@ from qkv import masks, weightings
 from qkv.errors import ShapeError
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import GaussianScore, checked
+from qkv.nn.tensors import check_tensors
 from qkv.types import Array
 
 
@@ -39,6 +40,7 @@ class KernelRegression(nn.Module):
         weighting: Any = "softmax",
     ) -> None:
         super().__init__()
+        check_tensors(key=key, value=value)
         if key.dim() != 2 or value.dim() not in (1, 2) or len(key) != len(value):
             raise ShapeError(
                 f"key must be (m, d) and value (m,) or (m, d_v), not {tuple(key.shape)} and "
@@ -54,6 +56,7 @@ class KernelRegression(nn.Module):
         self.dropout = 0.0
 
     def forward(self, query: Array) -> Array:
+        check_tensors(query=query)
         return self._predicted(query, None)
 
     def held_out(self) -> Array:

@@ -1,0 +1,53 @@
+"""What is no tensor is refused by its name, with what to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qkv.errors import DtypeError  # noqa: E402
+from qkv.nn import (  # noqa: E402
+    Attention,
+    BahdanauDecoder,
+    KernelRegression,
+    MultiHeadAttention,
+    SelfAttention,
+    TransformerBlock,
+    TransformerDecoder,
+    TransformerEncoder,
+)
+
+T = torch.ones(1, 3, 4)
+ROWS = np.ones((1, 3, 4), np.float32)
+HEADS = MultiHeadAttention(4, 2, batch_first=True)
+KERNEL = KernelRegression(T[0], T[0])
+BLOCK = {"dim_feedforward": 4}
+CALLS = {
+    "heads": ("query", lambda x: HEADS(x, x, x)),
+    "heads, masked": ("query", lambda x: HEADS(x, x, x, is_causal=True)),
+    "heads, key": ("key", lambda x: HEADS(T, x, T)),
+    "heads, value": ("value", lambda x: HEADS(T, T, x)),
+    "self": ("x", lambda x: SelfAttention(4)(x)),
+    "attention": ("query", lambda x: Attention()(x, T, T)),
+    "attention, key": ("key", lambda x: Attention()(T, x, T)),
+    "attention, value": ("value", lambda x: Attention()(T, T, x)),
+    "block": ("x", lambda x: TransformerBlock(4, 2, **BLOCK)(x)),
+    "block, norm first": ("x", lambda x: TransformerBlock(4, 2, norm_first=True, **BLOCK)(x)),
+    "block, memory": ("memory", lambda x: TransformerBlock(4, 2, cross=True, **BLOCK)(T, x)),
+    "encoder": ("x", lambda x: TransformerEncoder(1, 4, 2, **BLOCK)(x)),
+    "decoder": ("memory", lambda x: TransformerDecoder(1, 4, 2, **BLOCK)(T, x)),
+    "bahdanau": ("tokens", lambda x: BahdanauDecoder(5, 2, 3, 4)(x, T)),
+    "bahdanau, memory": ("memory", lambda x: BahdanauDecoder(5, 2, 3, 4)(T[0].long(), x)),
+    "regression, examples": ("key", lambda x: KernelRegression(x, x)),
+    "regression": ("query", lambda x: KERNEL(x)),
+}
+
+
+@pytest.mark.parametrize("given", [ROWS, ROWS.tolist()], ids=["ndarray", "list"])
+@pytest.mark.parametrize("name, call", CALLS.values(), ids=CALLS)
+def test_what_is_no_tensor_is_named(name, call, given):
+    kind = type(given).__name__
+    with pytest.raises(DtypeError, match=rf"^{name} .*not {kind}: pass torch.as_tensor\({name}\)"):
+        call(given)
