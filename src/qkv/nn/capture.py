@@ -23,6 +23,11 @@ Layer = (Attention, SelfAttention, MultiHeadAttention)
 class Seen(dict[str, torch.Tensor]):
     """α of each layer by its name: (batch, heads, n, m), or (…, n, m) of a layer without heads."""
 
+    def __repr__(self) -> str:
+        heads = {name: f", {x.shape[1]} heads" if x.dim() == 4 else "" for name, x in self.items()}
+        lines = [f"  {name}: {tuple(x.shape)}{heads[name]}" for name, x in self.items()]
+        return "\n".join(["Seen, by layer:", *lines]) if self else "Seen: nothing yet"
+
     def plot(self, item: int = 0, **options: Any) -> Figure:
         """A heatmap for each head of one sequence: layers from the top down.
 
@@ -50,8 +55,10 @@ def capture(module: nn.Module) -> Iterator[Seen]:
     >>> model = TransformerEncoder(2, 8, nhead=2, dim_feedforward=16)
     >>> with capture(model) as seen:
     ...     _ = model(torch.zeros(1, 5, 8))
-    >>> {name: tuple(alpha.shape) for name, alpha in seen.items()}
-    {'layers.0.self_attn': (1, 2, 5, 5), 'layers.1.self_attn': (1, 2, 5, 5)}
+    >>> seen
+    Seen, by layer:
+      layers.0.self_attn: (1, 2, 5, 5), 2 heads
+      layers.1.self_attn: (1, 2, 5, 5), 2 heads
     """
     seen = Seen()
     hooks = []
