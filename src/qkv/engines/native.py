@@ -269,11 +269,11 @@ def _seen(call: Call) -> list[Any]:
 
 def _healed(call: Call, out: Array) -> tuple[Array, Array]:
     """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
-    from qkv.engines.triton import ops
+    from qkv.engines.triton import mend
 
     out = out.contiguous()
     query, key, value = _seen(call)
-    found = ops.heal(_four_axes(out, call.lead), query, key, value, scale_of(call))
+    found = mend.heal(_four_axes(out, call.lead), query, key, value, scale_of(call))
     return out, found
 
 
@@ -281,12 +281,12 @@ def _heal_slopes(
     call: Call, arrays: Sequence[Array], slopes: Array, along: Array, kept: Sequence[Array]
 ) -> None:
     """The same for the gradient of the query, in place; those of key and value are right."""
-    from qkv.engines.triton import ops
+    from qkv.engines.triton import mend
 
     call = tree.rebuild(call.fw, call, [x.detach() for x in arrays])
     dquery, along, out = (_four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
     query, key, value = _seen(call)
-    ops.heal_backward(dquery, along, out, kept[0], query, key, value, scale_of(call))
+    mend.heal_backward(dquery, along, out, kept[0], query, key, value, scale_of(call))
 
 
 def _splits(call: Call) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import COARSE, PAIRS, features, ops
+from qkv.engines.triton import COARSE, PAIRS, features, launch
 from qkv.engines.triton.features import features_grad, features_of, fit_of, tables
 from qkv.scores.separable import table
 
@@ -169,8 +169,8 @@ def test_a_compiled_kernel_is_launched_again_only_for_the_same(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **facts: made.append(grid) or Compiled()
 
-    monkeypatch.setattr(ops, "_interpreted", lambda: False)
-    monkeypatch.setattr(ops, "_COMPILED", {})
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "COMPILED", {})
     x = torch.zeros(64)
     same = (Kernel(), (3, 2), (x, None), (0.5,), (16, 1), {"A": 1}, features.PLAIN)
     others = {
@@ -181,11 +181,11 @@ def test_a_compiled_kernel_is_launched_again_only_for_the_same(monkeypatch):
         "fact": (5, {"A": 2}),
         "tile": (6, features.PLAIN._replace(warps=8)),
     }
-    ops._launch(*same)
-    ops._launch(*same)
+    launch.start(*same)
+    launch.start(*same)
     assert made == [(3, 2, 1)]
     assert launched == [((3, 2, 1), 6)]
     for at, other in others.values():
-        ops._launch(*same[:at], other, *same[at + 1 :])
+        launch.start(*same[:at], other, *same[at + 1 :])
     assert len(made) == 1 + len(others)
     assert len(launched) == 1

@@ -14,12 +14,12 @@ from tests.engines.triton import formulas
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl
 
-from qkv.engines.triton import kernels, ops
+from qkv.engines.triton import backward, launch, mend, ops
 
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-SMALL = ops.Tile(16, 16, 16, 4, 2, 2)
+SMALL = launch.Tile(16, 16, 16, 4, 2, 2)
 LAYOUT = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 0]], dtype=torch.bool)
 MASKS = {
     "open": {},
@@ -70,12 +70,12 @@ def battery():
 def small_tiles(monkeypatch):
     """Tiles small enough that a small call has several, and φ counts as wide above 64 columns."""
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL)
-    monkeypatch.setattr(ops, "LEAST", 1)
-    monkeypatch.setattr(ops, "HELD", 64)
-    monkeypatch.setattr(ops, "HELD_BACK", 64)
-    monkeypatch.setattr(ops, "_processors", lambda device: 1)
-    if not ops._interpreted():
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL)
+    monkeypatch.setattr(launch, "LEAST", 1)
+    monkeypatch.setattr(launch, "HELD", 64)
+    monkeypatch.setattr(launch, "HELD_BACK", 64)
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    if not launch.interpreted():
         return
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
@@ -84,7 +84,7 @@ def small_tiles(monkeypatch):
     slow = InterpretedFunction.__call__
 
     def quick(self, *args, **kwargs):
-        if self.fn.__module__ == kernels.__name__:
+        if self.fn.__module__.startswith("qkv."):
             return self.rewrite()(*args, **kwargs)
         return slow(self, *args, **kwargs)
 
@@ -110,7 +110,7 @@ def dot(plain):
 
 def split(monkeypatch, processors=8):
     """Few programs for many processors, so that loops are split."""
-    monkeypatch.setattr(ops, "_processors", lambda device: processors)
+    monkeypatch.setattr(launch, "processors", lambda device: processors)
 
 
 def agree(shape, how, rtol=2e-5, attend=ops.attend):
@@ -143,10 +143,10 @@ def test_even_sizes_need_no_mask():
 @pytest.mark.parametrize("mask", ["open", "window", "lengths", "layout in a band"])
 def test_tiles_by_descriptors(mask, w, monkeypatch):
     """As on a device with a copy engine."""
-    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
-    wide = w > ops.HELD
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+    wide = w > launch.HELD
     shape = SHAPE | {"b": 2, "w": w, "d": 8, "gate": not wide, "bias": wide, "hk": 1 + wide}
     seen = watch(monkeypatch, "TMA")
     agree(shape, MASKS[mask])
@@ -155,9 +155,9 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
 
 def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
     """Their rows do not follow each other."""
-    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
     for name in ("pool", "split"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
     seen = watch(monkeypatch, "TMA")
     ops.attend(**formulas.arrays_of(**SHAPE | {"b": 1, "w": 72, "d": 8}), scale=0.3)
     assert seen == {False}
@@ -167,7 +167,7 @@ def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
 def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
     split(monkeypatch)
     for name in ("pool", "split"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(waves=waves))
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(waves=waves))
     seen = watch(monkeypatch, "SPLIT")
     for programs in (most, most + 1):
         ops.attend(**formulas.arrays_of(b=programs, h=1, hk=1, n=16, m=96), scale=0.3)
@@ -176,9 +176,9 @@ def test_no_split_where_most_processors_are_busy(waves, most, monkeypatch):
 
 
 def test_rows_that_no_descriptor_fits(monkeypatch):
-    monkeypatch.setattr(ops, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
     for name in ("pool", "to_keys", "to_queries"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
     seen = watch(monkeypatch, "TMA")
     agree(SHAPE | {"b": 1, "w": 40, "d": 5}, {})
     assert seen == {False}
@@ -186,14 +186,14 @@ def test_rows_that_no_descriptor_fits(monkeypatch):
 
 def watch(monkeypatch, name):
     """The values of a compile-time fact in the launches to come."""
-    seen, launch = set(), ops._launch
+    seen, start = set(), launch.start
 
     def watched(kernel, *rest):
         facts = rest[-2]
         seen.update({facts[name]} if name in facts else ())
-        launch(kernel, *rest)
+        start(kernel, *rest)
 
-    monkeypatch.setattr(ops, "_launch", watched)
+    monkeypatch.setattr(launch, "start", watched)
     return seen
 
 
@@ -207,9 +207,9 @@ def test_wide_values():
 
 def test_real_widths(monkeypatch):
     monkeypatch.undo()
-    small = ops.Tile(32, 32, 64, 4, 2)
+    small = launch.Tile(32, 32, 64, 4, 2)
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(ops.OVERRIDE, name, small)
+        monkeypatch.setitem(launch.OVERRIDE, name, small)
     agree({"b": 1, "h": 1, "hk": 1, "n": 33, "m": 40, "w": 320, "d": 64}, {"scale": 0.05})
 
 
@@ -222,7 +222,7 @@ def test_split_over_keys(weighting, monkeypatch):
 
 def test_no_split_of_a_few_tiles(monkeypatch):
     split(monkeypatch)
-    monkeypatch.setattr(ops, "LEAST", 4 * 16)
+    monkeypatch.setattr(launch, "LEAST", 4 * 16)
     seen = watch(monkeypatch, "SPLIT")
     for m in (7 * 16, 8 * 16):
         ops.attend(**formulas.arrays_of(b=1, h=1, n=1, m=m), scale=0.3)
@@ -251,9 +251,9 @@ def test_split_over_queries(how, monkeypatch):
 @pytest.mark.parametrize("room", [2**20, 2 * 300 * 20 * 4, 20 * 256 * 4])
 def test_score_gradients_in_pieces(room, monkeypatch):
     """All at once, two pairs at a time, and one pair 256 keys at a time."""
-    monkeypatch.setattr(ops, "SCRATCH", room)
+    monkeypatch.setattr(backward, "SCRATCH", room)
     for name in ("pool", "to_keys"):
-        monkeypatch.setitem(ops.OVERRIDE, name, ops.Tile(32, 64, 32, 4, 2))
+        monkeypatch.setitem(launch.OVERRIDE, name, launch.Tile(32, 64, 32, 4, 2))
     agree({"b": 3, "h": 1, "hk": 1, "n": 20, "m": 300, "w": 72, "d": 16}, {"upper": 290})
 
 
@@ -493,7 +493,7 @@ def spoiled_by_zero(query, key, value, scale):
 def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     """Head 1 of the keys has a number that rows before it must not see; the others are sound."""
     split(monkeypatch, processors)
-    monkeypatch.setitem(ops.OVERRIDE, "mend", SMALL)
+    monkeypatch.setitem(launch.OVERRIDE, "mend", SMALL)
     arrays = formulas.arrays_of(b=2, h=h, hk=hk, n=37, m=37, w=w, d=8)
     arrays[where][0, 1, 20, 3] = bad
     given = [x.requires_grad_() for x in arrays.values()]
@@ -509,9 +509,9 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     # The rows of heads side by side, as a fused kernel may write them.
     healed = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
     mended = dquery.transpose(1, 2).contiguous().transpose(1, 2)
-    kept = ops.heal(healed, *(x.detach() for x in given), scale=0.3)
+    kept = mend.heal(healed, *(x.detach() for x in given), scale=0.3)
     strided = along.mT.contiguous().mT
-    ops.heal_backward(mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3)
+    mend.heal_backward(mended, strided, healed, kept, *(x.detach() for x in given), scale=0.3)
     for got, before, right in ((healed, out.detach(), want), (mended, dquery, wanted)):
         assert torch.equal(got[~sick], before[~sick])
         torch.testing.assert_close(got[sick], right[sick].detach(), equal_nan=True)
@@ -521,7 +521,7 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
 def test_heal_compiles():
     arrays = list(formulas.arrays_of(b=1, h=1, n=5, m=5).values())
     torch.library.opcheck(
-        ops._heal,
+        mend._heal,
         (arrays[0].clone(), *arrays, 0.3, 0),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -530,7 +530,7 @@ def test_heal_compiles():
 def test_heal_where_the_last_row_does_not_see_all():
     arrays = formulas.arrays_of(b=1, h=1, n=5, m=7)
     with pytest.raises(ArgumentError, match="first 5 of 7"):
-        ops.heal(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)
+        mend.heal(torch.zeros(1, 1, 5, 16), **arrays, scale=0.3)
 
 
 # Tiles
@@ -541,15 +541,15 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
 
     seen = []
 
-    def crowded(*launch):
-        tile = launch[-1]
+    def crowded(*given):
+        tile = given[-1]
         seen.append((tile.rows, tile.cols, tile.stages))
         if tile.cols > 32:
             raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
 
-    monkeypatch.setattr(ops, "_launch", crowded)
-    monkeypatch.setattr(ops, "_SMALLER", {})
-    monkeypatch.setitem(ops.OVERRIDE, "pool", ops.Tile(128, 128, 64, 8, 3))
+    monkeypatch.setattr(launch, "start", crowded)
+    monkeypatch.setattr(launch, "SMALLER", {})
+    monkeypatch.setitem(launch.OVERRIDE, "pool", launch.Tile(128, 128, 64, 8, 3))
     arrays = formulas.arrays_of(b=1, n=200, m=200)
     ops.attend(**arrays, scale=0.3)
     assert seen == [(128, 128, 3), (128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 2)]
@@ -559,20 +559,20 @@ def test_a_tile_that_does_not_fit_is_made_smaller(monkeypatch):
 
 
 def test_a_device_too_small_for_any_tile():
-    tile = ops.Tile(128, 128, 64, 8, 3)
+    tile = launch.Tile(128, 128, 64, 8, 3)
     with pytest.raises(EngineError, match="no tile fits"):
         for _ in range(20):
-            tile = ops._shrunk(tile)
+            tile = launch.shrunk(tile)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["pool", "split", "to_keys", "to_queries"])
 def test_every_width_has_a_tile(name, size, monkeypatch):
-    monkeypatch.setattr(ops, "OVERRIDE", {})
+    monkeypatch.setattr(launch, "OVERRIDE", {})
     for w in (16, 64, 128, 256, 512, 4096):
         for d in (1, 64, 128, 256, 512):
             for plain in (True, False):
-                tile = ops.tile_of(name, w, d, size, 64, plain, False)
+                tile = launch.tile_of(name, w, d, size, 64, plain, False)
                 assert min(tile[:3]) >= 16
                 assert tile.cols <= 256, "pieces of keys begin at multiples of 256"
 
@@ -595,19 +595,19 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
             if width in given and block in given:
                 seen[kernel.__name__, width].add(given[width] % given[block] == 0)
 
-    monkeypatch.setattr(ops, "_launch", record)
+    monkeypatch.setattr(launch, "start", record)
     for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(ops.OVERRIDE, name, SMALL._replace(described=True))
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
-        kept = ops.heal(plain[2].clone(), *plain, scale=0.3)
-        ops.heal_backward(plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3)
+        kept = mend.heal(plain[2].clone(), *plain, scale=0.3)
+        mend.heal_backward(plain[0].clone(), plain[2], plain[2], kept, *plain, scale=0.3)
     for case in battery():
         shape, how = case.values
         for dtype in (torch.float32, torch.bfloat16):
             for processors in (1, 64):
                 split(monkeypatch, processors)
-                monkeypatch.setattr(ops, "_copy_engine", lambda device, yes=processors == 1: yes)
+                monkeypatch.setattr(launch, "copy_engine", lambda device, yes=processors == 1: yes)
                 for n, m in ((21, 37), (32, 48)):
                     arrays = formulas.arrays_of(**shape | {"n": n, "m": m}, dtype=dtype)
                     given = {name: x.requires_grad_() for name, x in arrays.items()}

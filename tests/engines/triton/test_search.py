@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import ops, search
+from qkv.engines.triton import launch, search
 from qkv.engines.triton.search import entmax_threshold, topk_threshold
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(search, "_tile", lambda query: ops.Tile(16, 16, 16, 4, 2))
-    monkeypatch.setattr(search, "HELD", 32)
+    monkeypatch.setattr(search, "_tile", lambda query: launch.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(launch, "HELD", 32)
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -108,7 +108,7 @@ def test_a_score_that_is_not_finite_spoils_its_row_alone(odd):
 
 
 def chosen_by(s, least, position):
-    """As `kernels.chosen` does, of what is live."""
+    """As `weigh.chosen` does, of what is live."""
     j = torch.arange(s.shape[-1], device=DEVICE)
     tie = (s == least.double()[..., None]) & (j <= position[..., None])
     return ((s > least.double()[..., None]) | tie) & (s > -INFINITY)
@@ -192,6 +192,7 @@ def test_arrays_need_not_be_contiguous():
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     import triton
 
+    monkeypatch.setattr(launch, "SMALLER", {})
     tried = []
     plain = search.entmax_kernel
 
@@ -207,7 +208,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(search, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(search, "_tile", lambda query: ops.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(search, "_tile", lambda query: launch.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import exact, features, ops
-from qkv.engines.triton.rows import _on
+from qkv.engines.triton import backward, exact, features, forward, launch, operators, ops
 from qkv.errors import DtypeError, EngineError, ShapeError
 
 WIDEST_VALUE = 256
@@ -86,10 +85,10 @@ def _additive(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
-    with _on(a.device):
+    with launch.on(a.device):
         fit, beyond = features.fit_of(a, b, table, grid)
         phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
-        out, lse, kept = ops._attend_forward(phi, psi, value, *_settings(lengths, lower, upper))
+        out, lse, kept = forward.attend_forward(phi, psi, value, *_settings(lengths, lower, upper))
         exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
     return out, lse, kept, fit, beyond
 
@@ -159,13 +158,13 @@ def _additive_backward(
     da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
     parts = []
     pieces = _pieces(a, b, pairs)
-    with _on(a.device):
+    with launch.on(a.device):
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
             phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
             settings = _settings(None if lengths is None else lengths[batches], lower, upper)
-            dphi, dpsi, dsome, *_ = ops._attend_backward(
+            dphi, dpsi, dsome, *_ = backward.attend_backward(
                 grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
                 kept[:, *ours].contiguous(), phi, psi, value[theirs], *(*settings, True, True),
             )  # fmt: skip
@@ -217,11 +216,16 @@ def _differentiate(
     return *grads, *(None,) * 5
 
 
-_operator = ops.operator("additive", _additive, _additive_fake)
-_operator_backward = ops.operator("additive_backward", _additive_backward, _additive_backward_fake)
-torch.library.register_autograd(
-    "qkv::additive", _differentiate, setup_context=_save, lib=ops.LIBRARY
+_operator = operators.operator("additive", _additive, _additive_fake)
+_operator_backward = operators.operator(
+    "additive_backward", _additive_backward, _additive_backward_fake
 )
 torch.library.register_autograd(
-    "qkv::additive_backward", ops.refuse, setup_context=ops.nothing, lib=ops.LIBRARY
+    "qkv::additive", _differentiate, setup_context=_save, lib=operators.LIBRARY
+)
+torch.library.register_autograd(
+    "qkv::additive_backward",
+    operators.refuse,
+    setup_context=operators.nothing,
+    lib=operators.LIBRARY,
 )

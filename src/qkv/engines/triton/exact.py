@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import ops
-from qkv.engines.triton.rows import _on
+from qkv.engines.triton import launch
 
 BLOCK = 64
 """Queries or keys of a tile."""
-BUSY = ops.Tile(BLOCK, BLOCK, 1, 8, 1)
+BUSY = launch.Tile(BLOCK, BLOCK, 1, 8, 1)
 """Warps and stages of the kernels that look at pairs, and of the others."""
-PLAIN = ops.Tile(BLOCK, 1, 1, 4, 3)
+PLAIN = launch.Tile(BLOCK, 1, 1, 4, 3)
 REACH = tl.constexpr(40.0)
 """Up to this |a|, |b| the exponentials e²ᵃ, e²ᵇ are ordinary float32 numbers."""
 CAP = tl.constexpr(2.0**40)
@@ -636,7 +635,7 @@ class _Call:
         self.v, self.when = v, when
         _, heads, n, self.h = a.shape
         few, m = b.shape[1:3]
-        on_device = a.is_cuda and not ops._interpreted()
+        on_device = a.is_cuda and not launch.interpreted()
         self.paired = self.h + self.h % 2
         (ea, peak_a), (eb, peak_b) = self.room(a), self.room(b)
         self.queries, self.keys = ea, eb
@@ -655,8 +654,8 @@ class _Call:
             "ASM": on_device and torch.version.hip is None,
             "PRECISION": "tf32x3" if on_device else "ieee",
             "BLOCK": BLOCK,
-            "BLOCK_H": ops._power_of_2(self.h),
-            "BLOCK_D": max(ops._power_of_2(value.shape[-1]), 16),
+            "BLOCK_H": launch.power_of_2(self.h),
+            "BLOCK_D": max(launch.power_of_2(value.shape[-1]), 16),
         }
         arrays = (a, b, ea, eb, peak_a, peak_b, when)
         self.each_row(_prepare_kernel, arrays, (n, m, ea.shape[-1], eb.shape[-1], self.h))
@@ -675,7 +674,7 @@ class _Call:
     def each_pair(self, kernel: Any, arrays: tuple[Tensor | None, ...], jobs: int) -> None:
         whole = (*self.sizes, jobs)
         given = (*self.inputs, *arrays)
-        ops._launch(kernel, self.programs(jobs), given, (), whole, self.facts, BUSY)
+        launch.start(kernel, self.programs(jobs), given, (), whole, self.facts, BUSY)
 
     def each_row(
         self, kernel: Any, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]
@@ -683,7 +682,7 @@ class _Call:
         jobs = self.query_tiles + self.key_tiles
         facts = {"PAIRED": self.paired, "BLOCK": BLOCK, "BLOCK_H": 32}
         whole = (self.query_tiles, jobs, *sizes)
-        ops._launch(kernel, self.programs(jobs), arrays, (), whole, facts, PLAIN)
+        launch.start(kernel, self.programs(jobs), arrays, (), whole, facts, PLAIN)
 
 
 def forward(
@@ -745,7 +744,7 @@ def backward(
     call.each_row(_finish_kernel, arrays, sizes)
     whole = (call.query_tiles, 0 if others is None else others.shape[0], call.h)
     facts = {"BLOCK": 512, "UNITS": 8}
-    ops._launch(_fold_kernel, -(-call.h // 8), (parts, others, when, dv), (), whole, facts, PLAIN)
+    launch.start(_fold_kernel, -(-call.h // 8), (parts, others, when, dv), (), whole, facts, PLAIN)
 
 
 @torch.library.custom_op("qkv::additive_exact", mutates_args=())
@@ -768,7 +767,7 @@ def additive_exact(
     new = torch.empty if when is None else torch.zeros
     out = new((*a.shape[:3], value.shape[3]), dtype=value.dtype, device=a.device)
     lse = new(a.shape[:3], dtype=torch.float32, device=a.device)
-    with _on(a.device):
+    with launch.on(a.device):
         forward(a, b, v, value, lower, upper, lengths, when, out, lse)
     return out, lse
 
@@ -797,7 +796,7 @@ def additive_exact_backward(
     """da, db, dv, dvalue."""
     new = torch.empty if when is None else torch.zeros
     da, db, dv, dvalue = (new(x.shape, dtype=x.dtype, device=x.device) for x in (a, b, v, value))
-    with _on(a.device):
+    with launch.on(a.device):
         backward(
             grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse,
             da, db, dv, dvalue,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import ops
+from qkv.engines.triton import launch
 from qkv.scores import separable
 
 TILE = 2048
@@ -33,7 +33,7 @@ LOOKS = 64
 """Programs, at most, that look for the largest of an array's columns."""
 SHARE = 16
 """Coefficients of a fit that a program takes."""
-PLAIN = ops.Tile(1, 1, 1, 4, 3)
+PLAIN = launch.Tile(1, 1, 1, 4, 3)
 """Warps and stages of these kernels."""
 
 
@@ -331,12 +331,12 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
     blocks = -(-h // wide)
     rows_a, rows_b = _rows(a), _rows(b)
     looks = min(-(-max(rows_a, rows_b, 1) // tall), max(LOOKS // blocks, 1))
-    looks = ops._power_of_2(looks)
+    looks = launch.power_of_2(looks)
     parts = a.new_empty((2 * looks, h), dtype=torch.float32)
     fit = a.new_empty((1 + size, h), dtype=torch.float32)
     beyond = a.new_empty(1, dtype=torch.int32)
     facts = {"LOOKS": looks, "BLOCK_R": tall, "BLOCK_H": wide}
-    ops._launch(
+    launch.start(
         _reach_kernel, (2 * looks, blocks), (a, b, parts), (), (rows_a, rows_b, h), facts, PLAIN
     )
     narrow = min(wide, 32)
@@ -344,12 +344,12 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
         "SIZE": size,
         "SHARE": SHARE,
         "COUNT": 2 * looks,
-        "BLOCK_G": ops._power_of_2(count),
+        "BLOCK_G": launch.power_of_2(count),
         "BLOCK_H": narrow,
     }
     arrays = (parts, table, grid, fit, beyond)
     programs = (1 + -(-size // SHARE), -(-h // narrow))
-    ops._launch(_fit_kernel, programs, arrays, (), (h, count), facts, PLAIN)
+    launch.start(_fit_kernel, programs, arrays, (), (h, count), facts, PLAIN)
     return fit, beyond
 
 
@@ -410,4 +410,4 @@ def _each_tile(
         order = (fit.shape[0] - 1) // (2 * pairs)
         facts = {"J": pairs, "K": order, "BLOCK_R": tall, "BLOCK_H": wide}
         whole = (rows_a, rows_b, tiles_a, h)
-        ops._launch(kernel, (tiles_a + tiles_b, -(-h // wide)), arrays, (), whole, facts, PLAIN)
+        launch.start(kernel, (tiles_a + tiles_b, -(-h // wide)), arrays, (), whole, facts, PLAIN)

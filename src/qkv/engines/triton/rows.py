@@ -10,7 +10,6 @@ bfloat16, float16 or float32, and the arithmetic is float32. A program holds a f
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import ops
+from qkv.engines.triton import launch, operators, ops
 from qkv.errors import DtypeError, ShapeError
 
 TILE = 4096
@@ -140,17 +139,10 @@ def _launch(kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], *numbers: float)
         return
     block = triton.next_power_of_2(w)
     tall = max(TILE // block, 1)
-    tile = ops.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
+    tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
     facts = {"W": w, "ROWS": tall, "BLOCK": block}
-    with _on(x.device):
-        ops._launch(kernel, triton.cdiv(rows, tall), arrays, numbers, (rows,), facts, tile)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    there: AbstractContextManager[Any] = torch.cuda.device(device)
-    return there
+    with launch.on(x.device):
+        launch.start(kernel, triton.cdiv(rows, tall), arrays, numbers, (rows,), facts, tile)
 
 
 def _unit_forward(x: Tensor) -> Tensor:
@@ -198,10 +190,10 @@ def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return _fake(x)
 
 
-_unit = ops.operator("unit", _unit_forward, _fake)
-_unit_backward = ops.operator("unit_backward", _unit_slope, _fake_slope)
-_square = ops.operator("square", _square_forward, _fake_rows)
-_square_backward = ops.operator("square_backward", _square_slope, _fake_slope)
+_unit = operators.operator("unit", _unit_forward, _fake)
+_unit_backward = operators.operator("unit_backward", _unit_slope, _fake_slope)
+_square = operators.operator("square", _square_forward, _fake_rows)
+_square_backward = operators.operator("square_backward", _square_slope, _fake_slope)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -221,7 +213,9 @@ def _differentiate_square(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 for _name, _pull, _kept in (
     ("unit", _differentiate_unit, _save),
     ("square", _differentiate_square, _save),
-    ("unit_backward", ops.refuse, ops.nothing),
-    ("square_backward", ops.refuse, ops.nothing),
+    ("unit_backward", operators.refuse, operators.nothing),
+    ("square_backward", operators.refuse, operators.nothing),
 ):
-    torch.library.register_autograd(f"qkv::{_name}", _pull, setup_context=_kept, lib=ops.LIBRARY)
+    torch.library.register_autograd(
+        f"qkv::{_name}", _pull, setup_context=_kept, lib=operators.LIBRARY
+    )

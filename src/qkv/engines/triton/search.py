@@ -1,7 +1,7 @@
 """What a sparse weighting must know of a row before its values are pooled: no n × m matrix.
 
 Scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)) are computed again for each look at the
-row, tile by tile, by the functions that `kernels.pool` uses: so they are the same to the last bit.
+row, tile by tile, by the functions that `forward.pool` uses: so they are the same to the last bit.
 
 - entmax: the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1.
 - top-k: the k-th largest score, and up to which position its equals count.
@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton.kernels import NONE, alive, bounds, fetch, gate_half, products, score
-from qkv.engines.triton.ops import HELD, Tile, _interpreted, _launch, _power_of_2, _shrunk
-from qkv.engines.triton.rows import _on
+from qkv.engines.triton import launch
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.score import gate_half, score
+from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, products
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -518,29 +519,26 @@ def _run(
         0 if upper is None else max(min(upper, reach), -reach),
         *whole,
     )  # fmt: skip
-    tile = _tile(query)
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
-    wide = w > HELD or query.dtype == torch.float32
-    while True:
-        try:
-            known = facts | {
-                "ROWS": tile.rows,
-                "COLS": tile.cols,
-                "W": w,
-                "BLOCK_W": tile.chunk if wide else max(16, _power_of_2(w)),
-                "WIDE": wide,
-                "LOWER": lower is not None,
-                "UPPER": upper is not None,
-                "FAST": query.dtype != torch.float32 and not _interpreted(),
-                "PRECISION": "tf32" if tf32 and query.dtype == torch.float32 else "ieee",
-            }
-            programs = batch * heads * -(-n // tile.rows)
-            with _on(query.device):
-                _launch(kernel, programs, arrays, floats, whole, known, tile)
-            return
-        except triton.runtime.errors.OutOfResources:
-            tile = _shrunk(tile)
+    wide = w > launch.HELD or query.dtype == torch.float32
+
+    def run(tile: Tile) -> None:
+        known = facts | {
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "W": w,
+            "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(w)),
+            "WIDE": wide,
+            "LOWER": lower is not None,
+            "UPPER": upper is not None,
+            "FAST": query.dtype != torch.float32 and not launch.interpreted(),
+            "PRECISION": "tf32" if tf32 and query.dtype == torch.float32 else "ieee",
+        }
+        programs = batch * heads * -(-n // tile.rows)
+        launch.start(kernel, programs, arrays, floats, whole, known, tile)
+
+    launch.fitting(_tile(query), query.device, (kernel, query.dtype, w), run)
 
 
 @torch.library.custom_op("qkv::entmax_threshold", mutates_args=())

@@ -1,0 +1,178 @@
+"""What the kernels of one call share: its arrays as they read them, its numbers, and its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.engines.triton import launch
+from qkv.engines.triton.launch import Tile
+
+LOG2E = 1.4426950408889634
+
+
+class Arguments:
+    """What the kernels of one call share: checked arrays, numbers, and compile-time facts."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None,
+        gate_query: Tensor | None,
+        gate_key: Tensor | None,
+        row_a: Tensor | None,
+        row_b: Tensor | None,
+        lengths: Tensor | None,
+        layout: Tensor | None,
+        scale: float,
+        weighting: str,
+        alpha: float,
+        lower: int | None,
+        upper: int | None,
+        layout_size: int,
+        tf32: bool,
+    ) -> None:
+        self.query, self.key, self.value = _row_major(query), _row_major(key), _row_major(value)
+        self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
+        self.gate_query = None if gate_query is None else gate_query.contiguous()
+        self.row_a = None if row_a is None else row_a.contiguous()
+        self.row_b = None if row_b is None else row_b.contiguous()
+        self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
+        self.layout = None if layout is None else (layout != 0).contiguous().view(torch.uint8)
+        self.b, self.h, self.n, self.w = query.shape
+        _, self.hk, self.m, self.d = value.shape
+        self.group = self.h // self.hk
+        reach = self.n + self.m
+        self.lower = 0 if lower is None else max(min(lower, reach), -reach)
+        self.upper = 0 if upper is None else max(min(upper, reach), -reach)
+        self.weighting, self.alpha = weighting, alpha
+        self.scale = scale * LOG2E if weighting == "softmax" else scale
+        self.layout_size = layout_size
+        self.layout_columns = 0 if layout is None else layout.shape[1]
+        self.fold = weighting == "softmax" and key_bias is None and gate_key is None and scale > 0
+        self.masked = not (lower is None and upper is None and lengths is None and layout is None)
+        self.facts = _facts(
+            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32
+        )
+        self.inputs = (
+            self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
+            self.row_a, self.row_b, self.lengths, self.layout,
+        )  # fmt: skip
+        self.strides = (
+            *self.query.stride()[:3],
+            *self.key.stride()[:3],
+            *self.value.stride()[:3],
+            *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
+            *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
+        )
+        self.described = launch.copy_engine(query.device) and self._fits_descriptors()
+
+    def _fits_descriptors(self) -> bool:
+        """Whether every row begins at a multiple of 16 bytes, as the copy engine wants it."""
+        unit = 16 // self.query.element_size()
+        steps = self.d
+        for step in self.strides[:9]:
+            steps |= step
+        at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
+        return bool(steps % unit == 0 and at % 16 == 0)
+
+    def cut(self, cols: int) -> bool:
+        return self.lengths is not None or self.m % cols != 0
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.query.new_empty(shape, dtype=dtype)
+
+    def tile(self, name: str, rows: int) -> Tile:
+        size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
+        banded = self.facts["LOWER"] or self.facts["UPPER"]
+        return launch.OVERRIDE.get(name) or launch.tile_of(
+            name, self.w, self.d, size, rows, plain, banded
+        )
+
+    def fitting(self, name: str, rows: int, run: Callable[[Tile], None]) -> None:
+        """Run with the pass's tile, or with the largest smaller one that the device can hold."""
+        about = (name, self.query.dtype, *self.facts.values())
+        launch.fitting(self.tile(name, rows), self.query.device, about, run)
+
+    def block_w(self, tile: Tile, wide: bool) -> int:
+        return tile.chunk if wide else launch.block_of(self.w, self.query.dtype)
+
+    def lists(self, tile: Tile, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, int]:
+        """For each tile of queries (or keys), the tiles of the others: full, partial, empty."""
+        if self.layout is None:
+            return None, None, 0
+        kinds = _kinds(self, tile)
+        kinds = kinds.T if by_key else kinds
+        at = torch.argsort(kinds, dim=1, descending=True, stable=True).to(torch.int32)
+        counts = torch.stack([(kinds == 2).sum(1), (kinds == 1).sum(1)], 1).to(torch.int32)
+        return at.contiguous(), counts.contiguous(), at.shape[1]
+
+
+@cache
+def _facts(
+    w: int,
+    d: int,
+    dtype: torch.dtype,
+    weighting: str,
+    alpha: float,
+    from_start: bool,
+    to_end: bool,
+    tf32: bool,
+) -> dict[str, Any]:
+    """What every kernel of a call is compiled for."""
+    return {
+        "W": w,
+        "D": d,
+        "BLOCK_D": launch.block_of(d, dtype),
+        "WEIGHTING": weighting,
+        "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
+        "LOWER": not from_start,
+        "UPPER": not to_end,
+        "APART": dtype == torch.float32,
+        "FAST": dtype != torch.float32 and not launch.interpreted(),
+        "PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee",
+    }
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _contiguous_rows(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(2) == 1 else x.contiguous()
+
+
+def _kinds(call: Arguments, tile: Tile) -> Tensor:
+    """(tiles of queries, tiles of keys): 2 where every pair counts, 1 where some do, 0 where none.
+
+    A tile that ends beyond the arrays is at most partial, and so is one on the band's edge.
+    """
+    layout, size = call.layout, call.layout_size
+    assert layout is not None
+    sums = torch.nn.functional.pad(layout.to(torch.int32).cumsum(0).cumsum(1), (1, 0, 1, 0))
+    edges = []
+    for length, block in ((call.n, tile.rows), (call.m, tile.cols)):
+        first = torch.arange(0, length, block, device=layout.device)
+        last = torch.clamp(first + block, max=length) - 1
+        edges.append((first, last, first // size, last // size + 1))
+    (i0, i1, top, bottom), (j0, j1, left, right) = edges
+    strips = sums[bottom] - sums[top]
+    count = strips[:, right] - strips[:, left]
+    full = count == (bottom - top)[:, None] * (right - left)[None, :]
+    full &= (i0 + tile.rows <= call.n)[:, None] & (j0 + tile.cols <= call.m)[None, :]
+    some = count > 0
+    near = j0[None, :] - i1[:, None]  # the smallest and the largest j − i of the tile
+    far = j1[None, :] - i0[:, None]
+    if call.facts["LOWER"]:
+        some &= far >= call.lower
+        full &= near >= call.lower
+    if call.facts["UPPER"]:
+        some &= near <= call.upper
+        full &= far <= call.upper
+    return some.to(torch.int32) + (some & full).to(torch.int32)

@@ -1,0 +1,855 @@
+"""The gradients of `forward`, in tiles: `to_keys` and `to_queries` are its two halves, and `inner`
+is what both need of each row first.
+"""
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton import launch
+from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.score import gate_half, left_over, pull_gate, score
+from qkv.engines.triton.tiles import (
+    LN2,
+    LOG2E,
+    alive,
+    bounds,
+    clamp,
+    described,
+    fetch,
+    finite,
+    products,
+    rows_at,
+)
+from qkv.engines.triton.weigh import slope, weigh
+
+SCRATCH = 64 * 2**20
+"""Bytes of score gradients held at once where φ is too wide to be summed on chip."""
+
+
+@triton.jit
+def inner(
+    along, out, along_lse, centre, lines,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """centre = Σ ∂L/∂out · out − ∂L/∂lse, each row by itself."""
+    line = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    where = line[:, None] * D + column
+    mask = (line < lines)[:, None] & (column < D)
+    x = tl.load(along + where, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(out + where, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(x * y, 1)
+    if along_lse is not None:
+        total -= tl.load(along_lse + line, mask=line < lines, other=0.0)
+    tl.store(centre + line, total, mask=line < lines)
+
+
+@triton.jit
+def known(
+    kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED, FAST
+):
+    """What the way back needs of the rows: top, share, centre, thresholds, gate."""
+    zero = line.to(tl.float32) * 0.0
+    top = zero
+    share = zero
+    middle = zero
+    first_a = zero
+    first_b = zero
+    a = zero
+    if WEIGHTING == "softmax" or WEIGHTING == "topk":
+        top = tl.load(kept + line)
+        if APART:
+            share = tl.load(kept + lines + line)
+    if WEIGHTING == "normalized" or WEIGHTING == "average":
+        share = tl.load(kept + lines + line)
+    if CENTRED:
+        middle = tl.load(centre + line)
+    if WEIGHTING == "entmax" or WEIGHTING == "topk":
+        first_a = tl.load(row_a + line)
+    if WEIGHTING == "topk":
+        first_b = tl.load(row_b + line)
+    if GATE:
+        a = gate_half(tl.load(gate_query + line), FAST)
+    return top, share, middle, first_a, first_b, a
+
+
+@triton.jit
+def keys_tiles(
+    state, keys, queries, rows, mask, numbers, lo, hi, g,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    APART: tl.constexpr,
+    CENTRED: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
+    dk, dv, dbias, dgate = state
+    key, k, k_offset, v, j, added, b = keys
+    query, q_n, along, at, ds_out, ds_line, ds_columns, stored = queries
+    kept, centre, row_a, row_b, gate_query, lines, head_line = rows
+    n, _, end, lower, upper, layout, size, columns = mask
+    scale, alpha = numbers
+    COLS: tl.constexpr = v.shape[0]
+    near = tl.arange(0, ROWS)
+    for t in tl.range(lo, hi):
+        if LAYOUT:
+            start = tl.load(at + t) * ROWS
+        else:
+            start = t * ROWS
+        i = (start + near)[None, :]
+        here = near
+        live = i
+        if MASKED:
+            here = tl.minimum(near, n - 1 - start)
+            live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        line = head_line + start + here
+        top, share, middle, first_a, first_b, a = known(
+            kept, centre, row_a, row_b, gate_query, line, lines,
+            WEIGHTING, GATE, APART, CENTRED, FAST,
+        )  # fmt: skip
+        do = rows_at(along, start, D, here, D, BLOCK_D, TMA)
+        if WEIGHTING == "average":
+            p, lean = weigh(
+                i, j, live, 0.0, share[None, :], first_a, first_b, alpha,
+                WEIGHTING, POWER, APART, FAST, MASKED,
+            )  # fmt: skip
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        else:
+            if WIDE:
+                there = query + start * q_n
+                x = products(
+                    key, k_offset, there, here * q_n, COLS, ROWS, W, BLOCK_W, PRECISION
+                )  # fmt: skip
+            else:
+                q = rows_at(query, start, q_n, here, W, BLOCK_W, TMA)
+                x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            s, steep = score(x, scale, added, a[None, :], b, BIAS, GATE, FAST)
+            p, lean = weigh(
+                s, j, live, top[None, :], share[None, :], first_a[None, :], first_b[None, :], alpha,
+                WEIGHTING, POWER, APART, FAST, MASKED,
+            )  # fmt: skip
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            ds = slope(p, lean, dp, middle[None, :], share[None, :], WEIGHTING)
+            if MASKED:
+                ds = tl.where(live, ds, 0.0)
+            if GATE:
+                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
+                if MASKED:
+                    logit = tl.where(live, logit, 0.0)
+                dgate += tl.sum(logit, 1)
+                if MASKED:
+                    ds = tl.where(live, ds, 0.0)
+            if BIAS:
+                dbias += tl.sum(ds, 1)
+            if WIDE:
+                spot = ds_out + ds_line[:, None] * ds_columns + (g * n + start + near)[None, :]
+                kept_pairs = stored[:, None] & (i < n)
+                ds = (ds * left_over(scale, WEIGHTING, BIAS, GATE)).to(ds_out.dtype.element_ty)
+                tl.store(spot, ds, mask=kept_pairs)
+            else:
+                if MASKED:
+                    q = tl.where(finite(q), q, 0.0)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv, dbias, dgate
+
+
+@triton.jit
+def to_keys(
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
+    along, centre, kept, dkey, dvalue, dbias, dgate, ds, scale, alpha,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
+    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
+    first_pair, first_key, keys_n, parts_lines,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    CUT: tl.constexpr,
+    UNEVEN: tl.constexpr,
+    APART: tl.constexpr,
+    CENTRED: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one tile of keys and its values, from every query of the group.
+
+    `heads` are the key's. With WIDE the gradient of φ·ψ is written to `ds` (pairs, keys,
+    group · n) for a matrix product, and `dkey` is left alone. With SPLIT the queries are shared
+    out, and each part is written by itself, as float32.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    LAYOUT: tl.constexpr = layout is not None
+    pid = tl.program_id(0)
+    tiles = (keys_n + COLS - 1) // COLS
+    part = 0
+    if SPLIT:
+        part = pid % splits
+        pid = pid // splits
+    tile = pid % tiles + first_key // COLS
+    pair = pid // tiles + first_pair
+    batch = tl.cast(pair // heads, tl.int64)
+    head = tl.cast(pair % heads, tl.int64)
+    first = tile * COLS
+    near = tl.arange(0, COLS)
+    stored = (first + near < m) & (first + near < first_key + keys_n)
+    here = tl.minimum(near, m - 1 - first)
+    step = tl.cast(k_m, tl.int64)
+    key += batch * k_b + head * k_h + first * step
+    k_offset = here * k_m
+    value += batch * v_b + head * v_h + first * tl.cast(v_m, tl.int64)
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    v = fetch(value, here * v_m, D, BLOCK_D)
+    j = (first + near)[:, None]
+    k = j
+    if not WIDE and WEIGHTING != "average":
+        k = fetch(key, k_offset, W, BLOCK_W)
+    added = j
+    if BIAS:
+        added = tl.load(bias + batch * bias_b + head * bias_h + first + here)[:, None]
+        if WEIGHTING == "softmax":
+            added = added * LOG2E
+    b = j
+    if GATE:
+        b = tl.load(gate_key + batch * gate_b + head * gate_h + first + here)
+        b = gate_half(b, FAST)[:, None]
+    if LAYOUT:
+        at += tl.cast(tile, tl.int64) * at_columns
+        lo = 0
+        inner_lo = 0
+        inner_hi = tl.load(counts + tile * 2)
+        hi = inner_hi + tl.load(counts + tile * 2 + 1)
+        if lengths is not None:
+            inner_hi = 0
+    else:
+        last = tl.minimum(first + COLS, end) - 1
+        lo, inner_lo, inner_hi, hi = bounds(first, last, -upper, -lower, n, ROWS, UPPER, LOWER)
+        if CUT:
+            if first + COLS > end:
+                inner_lo = hi
+                inner_hi = hi
+            if first >= end:
+                lo = hi
+    if SPLIT:
+        start = part * span
+        stop = start + span
+        lo = clamp(lo, start, stop)
+        inner_lo = clamp(inner_lo, start, stop)
+        inner_hi = clamp(inner_hi, start, stop)
+        hi = clamp(hi, start, stop)
+    HELD: tl.constexpr = 16 if WIDE else BLOCK_W
+    state = (
+        tl.zeros((COLS, HELD), dtype=tl.float32),
+        tl.zeros((COLS, BLOCK_D), dtype=tl.float32),
+        tl.zeros((COLS,), dtype=tl.float32),
+        tl.zeros((COLS,), dtype=tl.float32),
+    )
+    keys = (key, k, k_offset, v, j, added, b)
+    mask = (n, m, end, lower, upper, layout, size, columns)
+    numbers = (scale, alpha)
+    ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
+    ds_columns = tl.cast(group, tl.int64) * n
+    lines = tl.cast(lines, tl.int64)
+    q_step = tl.cast(q_n, tl.int64)
+    for g in tl.range(0, group):
+        query_head = batch * heads * group + head * group + g
+        head_query = query + batch * q_b + (head * group + g) * q_h
+        head_along = along + query_head * n * D
+        queries = (
+            described(head_query, n, q_step, W, ROWS, BLOCK_W, TMA),
+            q_step,
+            described(head_along, n, tl.cast(D, tl.int64), D, ROWS, BLOCK_D, TMA),
+            at,
+            ds,
+            ds_line,
+            ds_columns,
+            stored,
+        )
+        rows = (kept, centre, row_a, row_b, gate_query, lines, query_head * n)
+        if (UPPER or CUT) and not LAYOUT:
+            state = keys_tiles(
+                state, keys, queries, rows, mask, numbers, lo, inner_lo, g, ROWS, WIDE, True,
+                WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
+            )  # fmt: skip
+        state = keys_tiles(
+            state, keys, queries, rows, mask, numbers, inner_lo, inner_hi, g, ROWS, WIDE, False,
+            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
+        )  # fmt: skip
+        if LOWER or UNEVEN or LAYOUT:
+            state = keys_tiles(
+                state, keys, queries, rows, mask, numbers, inner_hi, hi, g, ROWS, WIDE, True,
+                WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
+            )  # fmt: skip
+    dk, dv, db, dg = state
+    line = tl.cast(pair, tl.int64) * m + first + near
+    if SPLIT:
+        line += tl.cast(part, tl.int64) * parts_lines
+    column = tl.arange(0, BLOCK_D)[None, :]
+    where = dvalue + line[:, None] * D + column
+    tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < D))
+    if WEIGHTING != "average":
+        if not WIDE:
+            dk = dk * left_over(scale, WEIGHTING, BIAS, GATE)
+            column = tl.arange(0, BLOCK_W)[None, :]
+            where = dkey + line[:, None] * W + column
+            tl.store(where, dk.to(dkey.dtype.element_ty), mask=stored[:, None] & (column < W))
+        if BIAS:
+            tl.store(dbias + line, db, mask=stored)
+        if GATE:
+            if WEIGHTING == "softmax":
+                dg = dg * LN2
+            tl.store(dgate + line, dg, mask=stored)
+
+
+@triton.jit
+def queries_tiles(
+    state, rows, keys, mask, numbers, lo, hi,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CENTRE: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    APART: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of queries after tiles lo … hi of the keys."""
+    dq, one, two = state
+    q, query, offset, i, do, top, share, middle, first_a, first_b, a = rows
+    key, k_m, value, v_m, bias, gate_key, at = keys
+    n, m, end, lower, upper, layout, size, columns = mask
+    scale, alpha = numbers
+    ROWS: tl.constexpr = do.shape[0]
+    near = tl.arange(0, COLS)
+    for t in tl.range(lo, hi):
+        if LAYOUT:
+            start = tl.load(at + t) * COLS
+        else:
+            start = t * COLS
+        j = (start + near)[None, :]
+        here = near
+        live = j
+        if MASKED:
+            here = tl.minimum(near, m - 1 - start)
+            live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        if WIDE:
+            x = products(
+                query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
+            )
+        else:
+            k = rows_at(key, start, k_m, here, W, BLOCK_W, TMA)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        added = j
+        if BIAS:
+            added = tl.load(bias + start + here)[None, :]
+            if WEIGHTING == "softmax":
+                added = added * LOG2E
+        b = j
+        if GATE:
+            b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
+        s, steep = score(x, scale, added, a, b, BIAS, GATE, FAST)
+        p, lean = weigh(
+            s, j, live, top, share, first_a, first_b, alpha,
+            WEIGHTING, POWER, APART, FAST, MASKED,
+        )  # fmt: skip
+        v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if CENTRE:
+            one += tl.sum(tl.where(lean == 0, 0.0, lean * dp), 1)
+            two += tl.sum(lean, 1)
+        else:
+            ds = slope(p, lean, dp, middle, share, WEIGHTING)
+            if MASKED:
+                ds = tl.where(live, ds, 0.0)
+            if GATE:
+                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
+                if MASKED:
+                    logit = tl.where(live, logit, 0.0)
+                one += tl.sum(logit, 1)
+                if MASKED:
+                    ds = tl.where(live, ds, 0.0)
+            if not WIDE:
+                if MASKED:
+                    k = tl.where(finite(k), k, 0.0)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, one, two
+
+
+@triton.jit
+def to_queries(
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
+    along, centre, kept, dquery, one_out, two_out, scale, alpha,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
+    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CENTRE: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    CUT: tl.constexpr,
+    APART: tl.constexpr,
+    CENTRED: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one tile of queries and of their gate, which goes to `one_out`.
+
+    With CENTRE instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. With WIDE
+    the gradient of the query is not taken. `heads` are the query's.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    LAYOUT: tl.constexpr = layout is not None
+    pid = tl.program_id(0)
+    tiles = (n + ROWS - 1) // ROWS
+    part = 0
+    if SPLIT:
+        part = pid % splits
+        pid = pid // splits
+    tile = pid % tiles
+    if UPPER:
+        tile = tiles - 1 - tile
+    lane = pid // tiles
+    batch = tl.cast(lane // heads, tl.int64)
+    head = tl.cast(lane % heads, tl.int64)
+    pair_head = head // group
+    first = tile * ROWS
+    last = tl.minimum(first + ROWS, n) - 1
+    near = tl.arange(0, ROWS)
+    inside = first + near < n
+    here = tl.minimum(near, n - 1 - first)
+    query += batch * q_b + head * q_h + first * tl.cast(q_n, tl.int64)
+    offset = here * q_n
+    line = tl.cast(lane, tl.int64) * n + first + here
+    lines = tl.cast(lines, tl.int64)
+    key += batch * k_b + pair_head * k_h
+    value += batch * v_b + pair_head * v_h
+    if BIAS:
+        bias += batch * bias_b + pair_head * bias_h
+    if GATE:
+        gate_key += batch * gate_b + pair_head * gate_h
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    top, share, middle, first_a, first_b, a = known(
+        kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED, FAST
+    )
+    i = (first + near)[:, None]
+    q = i
+    if not WIDE:
+        q = fetch(query, offset, W, BLOCK_W)
+    do = fetch(along, line * D, D, BLOCK_D)
+    if LAYOUT:
+        at += tl.cast(tile, tl.int64) * at_columns
+        lo = 0
+        inner_lo = 0
+        inner_hi = tl.load(counts + tile * 2)
+        hi = inner_hi + tl.load(counts + tile * 2 + 1)
+        if lengths is not None:
+            inner_hi = 0
+    else:
+        lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
+    if SPLIT:
+        start = part * span
+        stop = start + span
+        lo = clamp(lo, start, stop)
+        inner_lo = clamp(inner_lo, start, stop)
+        inner_hi = clamp(inner_hi, start, stop)
+        hi = clamp(hi, start, stop)
+    HELD: tl.constexpr = 16 if (WIDE or CENTRE) else BLOCK_W
+    state = (
+        tl.zeros((ROWS, HELD), dtype=tl.float32),
+        tl.zeros((ROWS,), dtype=tl.float32),
+        tl.zeros((ROWS,), dtype=tl.float32),
+    )
+    rows = (
+        q, query, offset, i, do, top[:, None], share[:, None], middle[:, None],
+        first_a[:, None], first_b[:, None], a[:, None],
+    )  # fmt: skip
+    k_m = tl.cast(k_m, tl.int64)
+    v_m = tl.cast(v_m, tl.int64)
+    key = described(key, m, k_m, W, COLS, BLOCK_W, TMA)
+    value = described(value, m, v_m, D, COLS, BLOCK_D, TMA)
+    keys = (key, k_m, value, v_m, bias, gate_key, at)
+    mask = (n, m, end, lower, upper, layout, size, columns)
+    numbers = (scale, alpha)
+    if LOWER and not LAYOUT:
+        state = queries_tiles(
+            state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, CENTRE,
+            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
+        )  # fmt: skip
+    state = queries_tiles(
+        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, CENTRE,
+        WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+        W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
+    )  # fmt: skip
+    if UPPER or CUT or LAYOUT:
+        state = queries_tiles(
+            state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, CENTRE,
+            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
+        )  # fmt: skip
+    dq, one, two = state
+    place = batch * o_b + head * o_h + (first + near) * tl.cast(o_n, tl.int64)
+    if SPLIT:
+        line += tl.cast(part, tl.int64) * lines
+        place += part * lines * W
+    if CENTRE:
+        tl.store(one_out + line, one, mask=inside)
+        tl.store(two_out + line, two, mask=inside)
+    else:
+        if GATE:
+            if WEIGHTING == "softmax":
+                one = one * LN2
+            tl.store(one_out + line, one, mask=inside)
+        if not WIDE:
+            dq = dq * left_over(scale, WEIGHTING, BIAS, GATE)
+            column = tl.arange(0, BLOCK_W)[None, :]
+            where = dquery + place[:, None] + column
+            tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column < W))
+
+
+class _Gradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor
+    gate_query: Tensor
+    gate_key: Tensor
+
+
+def attend_backward(
+    along: Tensor,
+    along_lse: Tensor | None,
+    out: Tensor,
+    kept: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor | None,
+    gate_query: Tensor | None,
+    gate_key: Tensor | None,
+    row_a: Tensor | None,
+    row_b: Tensor | None,
+    lengths: Tensor | None,
+    layout: Tensor | None,
+    scale: float,
+    weighting: str,
+    alpha: float,
+    lower: int | None,
+    upper: int | None,
+    layout_size: int,
+    tf32: bool,
+    for_queries: bool,
+    for_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, key_bias, gate_query, gate_key.
+
+    Where there is no such argument, or nobody wants the gradient, the array is empty.
+    """
+    call = Arguments(
+        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
+        scale, weighting, alpha, lower, upper, layout_size, tf32,
+    )  # fmt: skip
+    given = (query, key, value, key_bias, gate_query, gate_key)
+    grads = _places(given, for_queries, for_keys)
+    if out.numel() == 0 or call.m == 0:
+        for x in grads:
+            x.zero_()
+        return grads
+    along = along.contiguous()
+    centred = weighting in ("softmax", "topk", "normalized", "entmax")
+    call.facts = call.facts | {"CENTRED": centred}
+    wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
+    centre = _centre(call, along, along_lse, out, kept, wide)
+    if weighting == "average":
+        for x in (grads.query, grads.key, grads.key_bias, grads.gate_query, grads.gate_key):
+            x.zero_()
+        if for_keys:
+            _to_keys(call, along, centre, kept, grads, False)
+    elif wide:
+        _through_scratch(call, along, centre, kept, grads, for_queries, for_keys)
+        if for_queries and gate_query is not None:
+            _to_queries(call, along, centre, kept, grads, True)
+    else:
+        if for_keys:
+            _to_keys(call, along, centre, kept, grads, False)
+        if for_queries:
+            _to_queries(call, along, centre, kept, grads, False)
+    return grads
+
+
+def _places(given: tuple[Tensor | None, ...], for_queries: bool, for_keys: bool) -> _Gradients:
+    """Room for the gradients of these; none where there is no argument or no wish."""
+    wishes = (for_queries, for_keys, for_keys, for_keys, for_queries, for_keys)
+    query = given[0]
+    assert query is not None
+    return _Gradients(
+        *(
+            query.new_empty((0,)) if x is None or not wish else x.new_empty(x.shape)
+            for x, wish in zip(given, wishes, strict=True)
+        )
+    )
+
+
+def attend_backward_fake(
+    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
+) -> _Gradients:
+    return _places(rest[:6], *rest[-2:])
+
+
+def _centre(
+    call: Arguments, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, wide: bool
+) -> Tensor | None:
+    """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none."""
+    if not call.facts["CENTRED"]:
+        return None
+    lines = call.b * call.h * call.n
+    if call.weighting == "entmax":
+        up, down = _to_queries(call, along, None, kept, None, wide)
+        return up / torch.where(down == 0, 1.0, down)
+    centre = call.new(lines)
+    if call.weighting == "normalized":
+        along_lse = None
+    facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
+    arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
+    launch.start(inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
+    return centre
+
+
+def _to_queries(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: _Gradients | None,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fill the gradients of query and gate_query; with no place for them, the centre's sums."""
+    lines = call.b * call.h * call.n
+    one = two = kept
+
+    def run(tile: Tile) -> None:
+        nonlocal one, two
+        programs = call.b * call.h * -(-call.n // tile.rows)
+        splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
+        one, two = call.new(splits, lines), call.new(splits, lines)
+        dquery: Tensor | None = None
+        if grads is not None and not wide:
+            dquery = grads.query
+            if splits > 1:
+                dquery = call.new(splits * call.b, call.h, call.n, call.w)
+        at, counts, at_columns = call.lists(tile)
+        facts = call.facts | {
+            "BLOCK_W": call.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "CENTRE": grads is None,
+            "CENTRED": call.facts["CENTRED"] and grads is not None,
+            "CUT": call.cut(tile.cols),
+            "TMA": tile.described and call.described and not wide,
+        }
+        arrays = (*call.inputs, at, counts, along, centre, kept, dquery, one, two)
+        whole = (
+            *call.strides, *((0, 0, 0) if dquery is None else dquery.stride()[:3]),
+            call.n, call.m, call.h, call.group, lines,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+        )  # fmt: skip
+        floats = (call.scale, call.alpha)
+        launch.start(to_queries, programs * splits, arrays, floats, whole, facts, tile)
+        if dquery is not None and grads is not None and splits > 1:
+            grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
+
+    call.fitting("to_queries", call.n, run)
+    if grads is not None:
+        if call.gate_query is not None:
+            grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
+        return one, two
+    return one.sum(0), two.sum(0)
+
+
+def _to_keys(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: _Gradients,
+    wide: bool,
+    pairs: tuple[int, int] | None = None,
+    keys: tuple[int, int] | None = None,
+    ds: Tensor | None = None,
+) -> None:
+    """Fill the gradients on the side of the keys; with `wide`, `ds` instead of the key's own.
+
+    `pairs` and `keys` say which: the first, and how many.
+    """
+    first_pair, count = pairs or (0, call.b * call.hk)
+    first_key, keys_n = keys or (0, call.m)
+    lines = call.b * call.hk * call.m
+
+    def run(tile: Tile) -> None:
+        programs = count * -(-keys_n // tile.cols)
+        splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
+        at, counts, at_columns = call.lists(tile, by_key=True)
+        targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
+        if splits > 1:
+            scored = call.weighting != "average"
+            widths = (call.w, call.d, 1, 1)
+            given = (not wide, True, call.key_bias is not None, call.gate_key is not None)
+            given = (scored and given[0], True, scored and given[2], scored and given[3])
+            targets = [
+                call.new(splits, lines, width) if there else x
+                for x, width, there in zip(targets, widths, given, strict=True)
+            ]
+        facts = call.facts | {
+            "BLOCK_W": call.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "CUT": call.cut(tile.cols),
+            "TMA": tile.described and call.described and not wide,
+            "UNEVEN": call.n % tile.rows != 0,
+        }
+        arrays = (*call.inputs, at, counts, along, centre, kept, *targets, ds)
+        whole = (
+            *call.strides, call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+            first_pair, first_key, keys_n, lines,
+        )  # fmt: skip
+        floats = (call.scale, call.alpha)
+        launch.start(to_keys, programs * splits, arrays, floats, whole, facts, tile)
+        if splits == 1:
+            return
+        places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
+        for place, part in zip(places, targets, strict=True):
+            if part is place:
+                continue
+            part = part.view(splits, call.b * call.hk, call.m, -1)
+            window = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
+            flat = place.view(call.b * call.hk, call.m, -1)
+            flat[window] = part[:, *window].sum(0).to(place.dtype)
+
+    call.fitting("to_keys", call.m, run)
+
+
+def _through_scratch(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: _Gradients,
+    for_queries: bool,
+    for_keys: bool,
+) -> None:
+    """∂L/∂φ = dS·ψ and ∂L/∂ψ = dSᵀ·φ by matrix products, of as many scores as SCRATCH holds."""
+    pairs, wide_n = call.b * call.hk, call.group * call.n
+    dtype, device = call.query.dtype, call.query.device
+    room = SCRATCH // call.query.element_size()
+    keys_n = call.m
+    if wide_n * call.m > room:
+        keys_n = max(room // wide_n // 256, 1) * 256
+    count = max(min(room // (wide_n * min(keys_n, call.m)), pairs), 1)
+    phi = call.query.reshape(pairs, wide_n, call.w)
+    psi = call.key.reshape(pairs, call.m, call.w)
+    whole = keys_n >= call.m
+    given = (call.query, call.key, call.value, call.key_bias, call.gate_query, call.gate_key)
+    target = grads if for_keys else _places(given, False, True)
+    total: Tensor | None = None
+    for pair in range(0, pairs, count):
+        some = slice(pair, min(pair + count, pairs))
+        size = some.stop - some.start
+        if for_queries and not whole:
+            total = torch.zeros((size, wide_n, call.w), dtype=torch.float32, device=device)
+        for first in range(0, call.m, keys_n):
+            span = slice(first, min(first + keys_n, call.m))
+            width = span.stop - first
+            make = torch.zeros if call.masked else torch.empty
+            ds = make((size, width, wide_n), dtype=dtype, device=device)
+            _to_keys(call, along, centre, kept, target, True, (pair, size), (first, width), ds)
+            if for_keys:
+                place = grads.key.view(pairs, call.m, call.w)[some, span]
+                if whole:
+                    torch.matmul(ds, _clean(call, phi[some]), out=place)
+                else:
+                    place.copy_(torch.matmul(ds, _clean(call, phi[some])))
+            if for_queries:
+                back, there = ds.transpose(1, 2), _clean(call, psi[some, span])
+                place = grads.query.view(pairs, wide_n, call.w)[some]
+                if total is None:
+                    torch.matmul(back, there, out=place)
+                else:
+                    total += torch.matmul(back, there)
+                del back
+            del ds  # before the next is made
+        if total is not None:
+            grads.query.view(pairs, wide_n, call.w)[some] = total.to(dtype)
+
+
+def _clean(call: Arguments, x: Tensor) -> Tensor:
+    """x with 0 for what is not finite, since 0 · NaN would bring back what the mask ruled out."""
+    return torch.where(torch.isfinite(x), x, 0.0) if call.masked else x

@@ -1,0 +1,492 @@
+"""out = Σⱼ α(s)ᵢⱼ vⱼ in tiles: `pool` does the sum, `merge` joins its parts if the keys were split.
+
+No kernel uses atomics: a sum has one program.
+"""
+
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton import launch
+from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.score import gate_half, score
+from qkv.engines.triton.tiles import (
+    INFINITY,
+    LN2,
+    LOG2E,
+    NONE,
+    add_carefully,
+    alive,
+    bounds,
+    clamp,
+    described,
+    fetch,
+    finite,
+    products,
+    products_described,
+    rows_at,
+)
+from qkv.engines.triton.weigh import chosen, weigh
+
+
+@triton.jit
+def pool_tiles(
+    state,
+    rows,
+    keys,
+    mask,
+    numbers,
+    lo,
+    hi,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    SPARSE: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    FOLD: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The state of the rows after tiles lo … hi of the keys: pooled values, top, total."""
+    acc, top, total = state
+    q, query, offset, i, a, row_a, row_b = rows
+    key, k_m, value, v_m, bias, gate_key, at = keys
+    n, m, end, lower, upper, layout, size, columns = mask
+    scale, alpha = numbers
+    ROWS: tl.constexpr = acc.shape[0]
+    near = tl.arange(0, COLS)
+    # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
+    FLAT: tl.constexpr = WIDE and TMA
+    for t in tl.range(lo, hi, flatten=FLAT):
+        if LAYOUT:
+            start = tl.load(at + t) * COLS
+        else:
+            start = t * COLS
+        j = (start + near)[None, :]
+        here = near
+        live = j
+        if MASKED:
+            here = tl.minimum(near, m - 1 - start)
+            live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        if WEIGHTING == "average":
+            p = live.to(tl.float32) if MASKED else tl.full((ROWS, COLS), 1.0, tl.float32)
+            total += tl.sum(p, 1)
+        else:
+            if FLAT:
+                x = products_described(query, 0, key, start, ROWS, COLS, W, BLOCK_W, PRECISION)
+            elif WIDE:
+                x = products(
+                    query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
+                )
+            else:
+                k = rows_at(key, start, k_m, here, W, BLOCK_W, TMA)
+                x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if FOLD:
+                s = tl.where(live, x, NONE) if MASKED else x
+                new = tl.maximum(top, tl.max(s, 1) * scale)
+                base = tl.where(new == NONE, 0.0, new)
+                p = tl.exp2(s * scale - base[:, None])
+            else:
+                added = j
+                if BIAS:
+                    added = tl.load(bias + start + here)[None, :]
+                    if WEIGHTING == "softmax":
+                        added = added * LOG2E
+                b = j
+                if GATE:
+                    b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
+                s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
+                if WEIGHTING == "softmax" or WEIGHTING == "topk":
+                    if WEIGHTING == "topk":
+                        s = tl.where(chosen(s, j, row_a, row_b), s * LOG2E, NONE)
+                    if MASKED:
+                        s = tl.where(live, s, NONE)
+                    new = tl.maximum(top, tl.max(s, 1))
+                    base = tl.where(new == NONE, 0.0, new)
+                    p = tl.exp2(s - base[:, None])
+                else:
+                    p, _ = weigh(
+                        s, j, live, 0.0, 1.0, row_a, row_b, alpha,
+                        WEIGHTING, POWER, False, FAST, MASKED,
+                    )  # fmt: skip
+            if WEIGHTING == "softmax" or WEIGHTING == "topk":
+                fade = tl.exp2(top - base)
+                total = total * fade + tl.sum(p, 1)
+                acc = acc * fade[:, None]
+                top = new
+            elif WEIGHTING == "normalized":
+                total += tl.sum(p, 1)
+        v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
+        if CAREFUL and SPARSE:
+            acc = add_carefully(acc, p, v, p != 0, PRECISION)
+        elif CAREFUL:
+            acc = add_carefully(acc, p, v, live | (p != p), PRECISION)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def pool(
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
+    out, lse, kept, scale, alpha,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
+    n, m, heads, group, rows_n, lower, upper, size, columns, at_columns, splits, span,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr,
+    FOLD: tl.constexpr,
+    LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+    CUT: tl.constexpr,
+    APART: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The output and log-sum-exp of one tile of queries; with SPLIT, of one part of the keys.
+
+    `heads` are the query's, or with PACKED the key's, whose group is then stacked in the rows:
+    row r is the query r mod n of head r div n. A part goes to `out` (splits, …) unfinished, with
+    its top in `lse` and its total in `kept`.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    LAYOUT: tl.constexpr = layout is not None
+    pid = tl.program_id(0)
+    tiles = (rows_n + ROWS - 1) // ROWS
+    part = 0
+    if SPLIT:
+        part = pid % splits
+        pid = pid // splits
+    tile = pid % tiles
+    if UPPER:
+        tile = tiles - 1 - tile  # a causal mask's longest rows first
+    lane = pid // tiles
+    batch = tl.cast(lane // heads, tl.int64)
+    head = lane % heads
+    r = tile * ROWS + tl.arange(0, ROWS)
+    inside = r < rows_n
+    r = tl.minimum(r, rows_n - 1)
+    if PACKED:
+        pos = r % n
+        offset = (r // n) * tl.cast(q_h, tl.int64) + pos * q_n
+        query += batch * q_b + tl.cast(head * group, tl.int64) * q_h
+        first = 0
+        last = n - 1
+        pair_head = head
+        place = (head * group + r // n) * tl.cast(o_h, tl.int64)
+    else:
+        pos = r
+        first = tile * ROWS
+        last = tl.minimum(first + ROWS, n) - 1
+        query += batch * q_b + tl.cast(head, tl.int64) * q_h + tl.cast(first, tl.int64) * q_n
+        offset = (pos - first) * q_n
+        pair_head = head // group
+        place = head * tl.cast(o_h, tl.int64)
+    place += batch * o_b + pos * tl.cast(o_n, tl.int64)
+    # Rows of lse and its like: those of a pair's group follow each other.
+    line = tl.cast(lane, tl.int64) * rows_n + r
+    pair_head = tl.cast(pair_head, tl.int64)
+    key += batch * k_b + pair_head * k_h
+    value += batch * v_b + pair_head * v_h
+    if BIAS:
+        bias += batch * bias_b + pair_head * bias_h
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    i = pos[:, None]
+    a = i
+    if GATE:
+        gate_key += batch * gate_b + pair_head * gate_h
+        a = gate_half(tl.load(gate_query + line), FAST)[:, None]
+    first_a = i
+    first_b = i
+    if WEIGHTING == "entmax" or WEIGHTING == "topk":
+        first_a = tl.load(row_a + line)[:, None]
+    if WEIGHTING == "topk":
+        first_b = tl.load(row_b + line)[:, None]
+    q = i
+    if not WIDE and WEIGHTING != "average":
+        q = fetch(query, offset, W, BLOCK_W)
+    if LAYOUT:
+        at += tl.cast(tile, tl.int64) * at_columns
+        lo = 0
+        inner_lo = 0
+        inner_hi = tl.load(counts + tile * 2)
+        hi = inner_hi + tl.load(counts + tile * 2 + 1)
+        if lengths is not None:
+            inner_hi = 0
+    else:
+        lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
+    if SPLIT:
+        start = part * span
+        stop = start + span
+        lo = clamp(lo, start, stop)
+        inner_lo = clamp(inner_lo, start, stop)
+        inner_hi = clamp(inner_hi, start, stop)
+        hi = clamp(hi, start, stop)
+    fresh = (
+        tl.zeros((ROWS, BLOCK_D), dtype=tl.float32),
+        tl.full((ROWS,), NONE, dtype=tl.float32),
+        tl.zeros((ROWS,), dtype=tl.float32),
+    )
+    FLAT: tl.constexpr = WIDE and TMA
+    query = described(query, n - first, tl.cast(q_n, tl.int64), W, ROWS, BLOCK_W, FLAT)
+    rows = (q, query, offset, i, a, first_a, first_b)
+    k_m = tl.cast(k_m, tl.int64)
+    v_m = tl.cast(v_m, tl.int64)
+    key = described(key, m, k_m, W, COLS, BLOCK_W, TMA)
+    value = described(value, m, v_m, D, COLS, BLOCK_D, TMA)
+    keys = (key, k_m, value, v_m, bias, gate_key, at)
+    mask = (n, m, end, lower, upper, layout, size, columns)
+    numbers = (scale, alpha)
+    SPARSE: tl.constexpr = (
+        WEIGHTING == "normalized"
+        or WEIGHTING == "raw"
+        or WEIGHTING == "entmax"
+        or WEIGHTING == "topk"
+    )
+    state = fresh
+    if LOWER and not LAYOUT:
+        state = pool_tiles(
+            state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, False, SPARSE,
+            WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+        )  # fmt: skip
+    state = pool_tiles(
+        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
+        WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+        W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+    )  # fmt: skip
+    if UPPER or CUT or LAYOUT:
+        state = pool_tiles(
+            state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, False, SPARSE,
+            WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+        )  # fmt: skip
+    acc, top, total = state
+    if LOWER or UPPER or CUT or LAYOUT or SPARSE:
+        # A value that does not count was multiplied by 0. If the sum is not finite, that value
+        # may be why: do it again and look at each.
+        if tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0) > 0:
+            acc, top, total = pool_tiles(
+                fresh, rows, keys, mask, numbers, lo, hi, COLS, WIDE, True, True, SPARSE,
+                WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+                W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+            )  # fmt: skip
+    column = tl.arange(0, BLOCK_D)[None, :]
+    if SPLIT:
+        lanes = tl.num_programs(0) // (tiles * splits)
+        line += tl.cast(part, tl.int64) * lanes * rows_n
+        tl.store(lse + line, top, mask=inside)
+        tl.store(kept + line, total, mask=inside)
+        tl.store(out + line[:, None] * D + column, acc, mask=inside[:, None] & (column < D))
+    else:
+        lines = tl.cast(tl.num_programs(0) // tiles, tl.int64) * rows_n
+        finish(
+            acc, top, total, line, place, inside, out, lse, kept, lines,
+            D, BLOCK_D, WEIGHTING, APART,
+        )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    acc, top, total, line, place, inside, out, lse, kept, lines,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """Write the output, the log-sum-exp (or the total), and what the gradient needs of the row."""
+    share = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
+    summary = total
+    if WEIGHTING == "softmax" or WEIGHTING == "topk":
+        top = tl.where(top == NONE, 0.0, top)
+        logarithm = tl.log2(tl.where(total == 0, 1.0, total))
+        summary = tl.where(total == 0, NONE, (top + logarithm) * LN2)
+        if not APART:
+            # An empty row has weights of 2^(−∞).
+            top = tl.where(total == 0, INFINITY, top + logarithm)
+    else:
+        top = total * 0.0
+    if WEIGHTING != "raw" and WEIGHTING != "sigmoid" and WEIGHTING != "entmax":
+        acc = acc * share[:, None]
+    if lse is not None:
+        tl.store(lse + line, summary, mask=inside)
+    tl.store(kept + line, top, mask=inside)
+    tl.store(kept + lines + line, share, mask=inside)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    where = out + place[:, None] + column
+    tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))
+
+
+@triton.jit
+def merge(
+    parts, tops, totals, out, lse, kept, lines, splits,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WEIGHTING: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """One row's parts joined: each is scaled from its own top to the largest, and added."""
+    line = tl.cast(tl.program_id(0), tl.int64)
+    lines = tl.cast(lines, tl.int64)
+    s = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    top = tl.full((1,), NONE, dtype=tl.float32)
+    EXPONENTIAL: tl.constexpr = WEIGHTING == "softmax" or WEIGHTING == "topk"
+    if EXPONENTIAL:
+        highest = tl.full((BLOCK_S,), NONE, dtype=tl.float32)
+        for start in tl.range(0, splits, BLOCK_S):
+            there = (start + s) * lines + line
+            each = tl.load(tops + there, mask=start + s < splits, other=NONE)
+            highest = tl.maximum(highest, each, propagate_nan=tl.PropagateNan.ALL)
+        top = tl.maximum(top, tl.max(highest, 0))
+    base = tl.where(top == NONE, 0.0, top)
+    total = tl.zeros((BLOCK_S,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
+    for start in tl.range(0, splits, BLOCK_S):
+        there = (start + s) * lines + line
+        inside = start + s < splits
+        some = tl.load(totals + there, mask=inside, other=0.0)
+        tile = tl.load(
+            parts + there[:, None] * D + column,
+            mask=inside[:, None] & (column < D),
+            other=0.0,
+        )
+        if EXPONENTIAL:
+            scale = tl.exp2(tl.load(tops + there, mask=inside, other=NONE) - base)
+            some = some * scale
+            tile = tile * scale[:, None]
+        total += some
+        acc += tile
+    pooled = tl.sum(acc, 0)[None, :]
+    whole = tl.sum(total, 0)[None]
+    here = line + tl.arange(0, 1)
+    finish(
+        pooled, top, whole, here, here * D, here >= 0, out, lse, kept, lines,
+        D, BLOCK_D, WEIGHTING, APART,
+    )  # fmt: skip
+
+
+def attend_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor | None,
+    gate_query: Tensor | None,
+    gate_key: Tensor | None,
+    row_a: Tensor | None,
+    row_b: Tensor | None,
+    lengths: Tensor | None,
+    layout: Tensor | None,
+    scale: float,
+    weighting: str,
+    alpha: float,
+    lower: int | None,
+    upper: int | None,
+    layout_size: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and of each row its top (in base 2) and 1 / total."""
+    call = Arguments(
+        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
+        scale, weighting, alpha, lower, upper, layout_size, tf32,
+    )  # fmt: skip
+    out = call.new(call.b, call.h, call.n, call.d, dtype=value.dtype)
+    lse = call.new(call.b, call.h, call.n)
+    kept = call.new(2, call.b, call.h, call.n)
+    if out.numel() == 0 or call.m == 0:
+        exponential = weighting in ("softmax", "topk")
+        return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
+    _pool(call, out, lse, kept)
+    return out, lse, kept
+
+
+def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Fill out, lse and kept."""
+    packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
+    rows = call.n * call.group if packed else call.n
+    lanes = call.b * (call.hk if packed else call.h)
+
+    def run(tile: Tile) -> None:
+        programs = lanes * -(-rows // tile.rows)
+        splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
+        wide = call.w > launch.HELD
+        at, counts, at_columns = call.lists(tile)
+        targets = (out, lse, kept)
+        if splits > 1:
+            shape = (splits, lanes * rows)
+            targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
+        facts = call.facts | {
+            "BLOCK_W": call.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "PACKED": packed,
+            "FOLD": call.fold,
+            "CUT": call.cut(tile.cols),
+            "TMA": tile.described and call.described and not (wide and packed),
+        }
+        arrays = (*call.inputs, at, counts, *targets)
+        whole = (
+            *call.strides, *out.stride()[:3],
+            call.n, call.m, call.hk if packed else call.h, call.group, rows,
+            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+        )  # fmt: skip
+        floats = (call.scale, call.alpha)
+        launch.start(pool, programs * splits, arrays, floats, whole, facts, tile)
+        if splits > 1:
+            joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
+            joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))
+            parts = (*targets, out, lse, kept)
+            launch.start(
+                merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
+                Tile(1, 1, 1, 4, 2),
+            )  # fmt: skip
+
+    few = lanes < launch.processors(out.device) and rows <= launch.FEW
+    call.fitting("split" if few else "pool", rows, run)
+
+
+def attend_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    b, h, n, _ = query.shape
+    rows = query.new_empty((b, h, n), dtype=torch.float32)
+    kept = query.new_empty((2, b, h, n), dtype=torch.float32)
+    return query.new_empty((b, h, n, value.shape[3]), dtype=value.dtype), rows, kept

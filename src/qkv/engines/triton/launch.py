@@ -1,0 +1,218 @@
+"""How a kernel is started: the shape of its tiles, its parts, and what is compiled already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from qkv.engines.triton import tiles
+from qkv.errors import EngineError
+
+NARROWEST = 64
+
+HELD = 256
+"""The widest φ that a forward tile holds whole; a wider one is read in chunks."""
+
+HELD_BACK = 128
+"""The same on the way back, where the tile holds the gradients as well."""
+
+FEW = 64
+"""Rows of queries, with those of the other heads that share the keys, that are stacked."""
+
+LEAST = 512
+"""Rows of a part, where a loop is split: fewer are not worth a second kernel to join them."""
+
+
+class Tile(NamedTuple):
+    """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
+
+    `described` has its rows copied by descriptors, on devices that can.
+    """
+
+    rows: int
+    cols: int
+    chunk: int
+    warps: int
+    stages: int
+    waves: int = 4
+    described: bool = False
+
+
+OVERRIDE: dict[str, Tile] = {}
+"""Tiles by hand, of "pool", "split", "to_keys", "to_queries", "mend", for tuning and tests."""
+
+SMALLER: dict[tuple[Any, ...], Tile] = {}
+
+
+@cache
+def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool) -> Tile:
+    """The tile of a pass, for φ and values this wide, of this many bytes a number.
+
+    The fastest of those tried on an H200, by the widths tried: 64, 128, and 768 for what is read
+    in chunks. `plain` has neither bias nor gate.
+    """
+    wide = max(w, d)
+    if name == "mend":
+        # Small: most of its programs only look, and a large one takes longer to start.
+        if wide * size > 256:
+            return Tile(16, 16, 32, 4, 1)
+        return Tile(64 if size == 2 else 32, 32, 32, 4, 1)
+    if name == "split":
+        block = max(16, power_of_2(min(rows, FEW)))
+        if w > HELD or size == 4:
+            return Tile(block, 64, 32, 4, 2)
+        if wide > 128:
+            return Tile(block, 32, 64, 4, 3)
+        return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
+    if size == 4:
+        if name == "pool":
+            return Tile(64, 64 if wide <= 128 else 32, 32, 4, 2)
+        return Tile(64, 32, 32, 4, 2) if wide <= 64 or w > HELD_BACK else Tile(32, 32, 32, 4, 1)
+    if name == "pool":
+        if w > HELD:
+            return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, described=d <= 128)
+        if d > 256:
+            return Tile(64, 32, 64, 8, 2)
+        if wide > 128:
+            return Tile(128, 64, 64, 8, 2)
+        return Tile(64, 64, 64, 4, 3, described=plain) if wide > 64 else Tile(128, 64, 64, 4, 3)
+    if w > HELD_BACK or d > HELD_BACK:
+        return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
+    if name == "to_queries":
+        return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
+    if wide > 64:
+        if not plain:
+            return Tile(32, 64, 64, 4, 4, described=True)
+        tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
+        return tile._replace(described=True)
+    return Tile(64, 64, 64, 4, 3) if banded else Tile(128, 64, 64, 4, 2, described=True)
+
+
+def shrunk(tile: Tile) -> Tile:
+    """The next smaller tile, for a device whose fast memory is too small for this one."""
+    if tile.stages > 2:
+        return tile._replace(stages=tile.stages - 1)
+    if tile.cols > 32 and tile.cols >= tile.rows:
+        return tile._replace(cols=tile.cols // 2)
+    if tile.rows > 32:
+        return tile._replace(rows=tile.rows // 2, warps=4)
+    if tile.stages > 1:
+        return tile._replace(stages=1)
+    raise EngineError("no tile fits this device's fast memory: name engine='streaming'")
+
+
+@cache
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def copy_engine(device: torch.device) -> bool:
+    """Whether the device copies tiles by descriptors (Hopper and later)."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device)[0] >= 9)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@cache
+def interpreted() -> bool:
+    return type(tiles.clamp).__name__ == "InterpretedFunction"
+
+
+def power_of_2(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def block_of(width: int, dtype: torch.dtype) -> int:
+    """The columns of a tile that holds rows this wide.
+
+    One column of 16-bit values in a tile of 16 came out wrong on an H200 (Triton 3.6), in one of
+    64 right.
+    """
+    return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
+
+
+COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Kernels by all that they are specialised on, and by more: Triton's own look-up takes longer."""
+
+
+def start(
+    kernel: Any,
+    programs: int | tuple[int, int],
+    arrays: tuple[Tensor | None, ...],
+    floats: tuple[float, ...],
+    whole: tuple[int, ...],
+    facts: dict[str, Any],
+    tile: Tile,
+) -> None:
+    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, facts."""
+    grid = (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
+    how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    args = (*arrays, *floats, *whole)
+    if interpreted():
+        kernel[grid](*args, **facts, **how)
+        return
+    if facts.get("TMA"):
+        triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
+    about = (
+        kernel.__name__,
+        tile,
+        *whole,
+        *facts.values(),
+        *[x if x is None else (x.dtype, x.device, x.data_ptr() % 16) for x in arrays],
+    )
+    ready = COMPILED.get(about)
+    if ready is not None:
+        # What is known at compile time is passed over, but counted.
+        ready[grid](*args, *facts.values())
+        return
+    if len(COMPILED) > 4096:
+        COMPILED.clear()
+    COMPILED[about] = kernel[grid](*args, **facts, **how)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    there: AbstractContextManager[Any] = torch.cuda.device(device)
+    return there
+
+
+def fitting(tile: Tile, device: torch.device, about: Hashable, run: Callable[[Tile], None]) -> None:
+    """Run with this tile, or with the largest smaller one that the device can hold.
+
+    `about` is what the need of fast memory depends on beside the tile.
+    """
+    about = (tile, device, about)
+    tile = SMALLER.get(about, tile) if SMALLER else tile
+    with on(device):
+        while True:
+            try:
+                return run(tile)
+            except triton.runtime.errors.OutOfResources:
+                tile = SMALLER[about] = shrunk(tile)
+
+
+def parts(
+    device: torch.device, programs: int, rows: int, block: int, waves: int
+) -> tuple[int, int]:
+    """Into how many parts a loop over so many rows is split, and the tiles of each.
+
+    Where each program has a processor to itself and three of four are busy, nothing is: joining
+    the parts would take what is won.
+    """
+    room, tiles, least = processors(device), -(-rows // block), max(LEAST // block, 1)
+    if programs >= (room if waves > 1 else 3 * room // 4) or tiles < 2 * least:
+        return 1, tiles
+    span = max(-(-tiles * programs // (room * waves)), least)
+    return -(-tiles // span), span

@@ -1,0 +1,158 @@
+"""Tiles of rows and of pairs: which there are, which pairs of them count, and how they are read.
+
+Names that recur: i and j are positions of queries and keys, expanded so that they broadcast to a
+tile; a *pair* is one batch and one head of keys, which `group` heads of queries share; tiles of
+keys (queries, on the way to the keys) are counted from 0, and `at` lists them for a block layout.
+"""
+
+# Decorators of an untyped library, and arguments that are pointers or tiles.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+NONE = tl.constexpr(float("-inf"))
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def bounds(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
+    """Which tiles the rows first … last may see, if lower ≤ j − i ≤ upper and j < end.
+
+    Some pair counts in tiles lo … hi, and every pair in tiles inner_lo … inner_hi.
+    """
+    lo = 0
+    inner_lo = 0
+    hi = (end + BLOCK - 1) // BLOCK
+    inner_hi = end // BLOCK
+    if LOWER:
+        lo = tl.maximum(first + lower, 0) // BLOCK
+        inner_lo = (tl.maximum(last + lower, 0) + BLOCK - 1) // BLOCK
+    if UPPER:
+        hi = tl.minimum(hi, (tl.maximum(last + upper + 1, 0) + BLOCK - 1) // BLOCK)
+        inner_hi = tl.minimum(inner_hi, tl.maximum(first + upper + 1, 0) // BLOCK)
+    lo = tl.minimum(lo, hi)
+    inner_lo = tl.minimum(tl.maximum(inner_lo, lo), hi)
+    inner_hi = tl.minimum(tl.maximum(inner_hi, inner_lo), hi)
+    return lo, inner_lo, inner_hi, hi
+
+
+@triton.jit
+def clamp(x, lo, hi):
+    return tl.minimum(tl.maximum(x, lo), hi)
+
+
+@triton.jit
+def alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT):
+    """Which pairs of a tile count."""
+    live = (i < n) & (j < end)
+    if LOWER:
+        live = live & (j - i >= lower)
+    if UPPER:
+        live = live & (j - i <= upper)
+    if LAYOUT:
+        cell = layout + (i // size) * columns + j // size
+        live = live & (tl.load(cell, mask=live, other=0) != 0)
+    return live
+
+
+@triton.jit
+def fetch(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows at these offsets, (rows, BLOCK), with 0 beyond their width."""
+    column = tl.arange(0, BLOCK)[None, :]
+    if WIDTH == BLOCK:
+        x = tl.load(base + offset[:, None] + column)
+    elif WIDTH == 1:
+        x = tl.where(column == 0, tl.load(base + offset)[:, None], 0.0)
+    else:
+        x = tl.load(base + offset[:, None] + column, mask=column < WIDTH, other=0.0)
+    return x
+
+
+@triton.jit
+def described(base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """A matrix as `rows_at` reads it: a descriptor for the copy engine, or the pointer itself."""
+    if TMA:
+        source = tl.make_tensor_descriptor(base, [rows, WIDTH], [step, 1], [ROWS, BLOCK])
+    else:
+        source = base
+    return source
+
+
+@triton.jit
+def rows_at(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """The tile of rows that begins at `start`; beyond the last row it holds that row, or 0."""
+    if TMA:
+        x = source.load([start, 0])
+    else:
+        x = fetch(source + start * step, here * step, WIDTH, BLOCK)
+    return x
+
+
+@triton.jit
+def products(
+    left,
+    left_offset,
+    right,
+    right_offset,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """left · rightᵀ, (ROWS, COLS), of rows too wide to hold: a chunk of the width at a time."""
+    x = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    column = tl.arange(0, CHUNK)[None, :]
+    for start in tl.range(0, WIDTH, CHUNK):
+        if WIDTH % CHUNK == 0:
+            a = tl.load(left + start + left_offset[:, None] + column)
+            b = tl.load(right + start + right_offset[:, None] + column)
+        else:
+            inside = start + column < WIDTH
+            a = tl.load(left + start + left_offset[:, None] + column, mask=inside, other=0.0)
+            b = tl.load(right + start + right_offset[:, None] + column, mask=inside, other=0.0)
+        x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def products_described(
+    left,
+    left_start,
+    right,
+    right_start,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`products` of the rows that begin at these, copied by descriptors."""
+    x = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in tl.range(0, WIDTH, CHUNK):
+        a = left.load([left_start, start])
+        b = right.load([right_start, start])
+        x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def finite(x):
+    return tl.abs(x.to(tl.float32)) < INFINITY
+
+
+@triton.jit
+def add_carefully(acc, p, v, counts, PRECISION: tl.constexpr):
+    """acc + p · v, where a value that does not count cannot spoil the sum by being NaN or ∞."""
+    odd = (finite(v) == 0).to(v.dtype)
+    spoiled = tl.dot(counts.to(v.dtype), odd, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), tl.where(odd == 0, v, 0.0), acc, input_precision=PRECISION)
+    return tl.where(spoiled > 0, float("nan"), acc)
