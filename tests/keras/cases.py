@@ -166,6 +166,38 @@ def test_feed_forward_is_its_formula() -> None:
     assert len(FeedForward(8, use_bias=False).weights) == 0  # not built yet
 
 
+LEARNED = {"additive": scores.Additive, "multiplicative": scores.Multiplicative}
+LEARNED["gated"] = scores.Gated
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_learned_score_by_its_name_or_class(name: str) -> None:
+    wide = "float32" if BACKEND == "jax" else "float64"
+    x, memory = (numbers(2, n, 4).astype(wide) for n in (3, 5))
+    layer = Attention(score=name, dtype=wide)
+    out = layer([x, memory])
+    score = LEARNED[name](*layer.get_weights())
+    within = 1e-5 if BACKEND == "jax" else 1e-12
+    close(out, qkv.attend(x, memory, memory, score=score, engine="dense"), within)
+    heads = MultiHeadAttention(2, 3, score=LEARNED[name], dtype=wide)
+    out, alpha = heads(x, memory, return_attention_scores=True)
+    count = len(layer.get_weights())
+    *own, w_q, b_q, w_k, b_k, _, _, _, _ = heads.get_weights()
+    assert len(own) == count and heads.get_config()["score"] == name
+    q, k = (
+        np.einsum("bnd,dhw->bhnw", y, w) + b[:, None]
+        for y, w, b in ((x, w_q, b_q), (memory, w_k, b_k))
+    )
+    score = LEARNED[name](*own)
+    close(alpha, qkv.weights(q, k, score=score), within)
+
+
+def test_hidden_is_the_width_of_the_query() -> None:
+    layer = Attention(score="additive")
+    layer([numbers(1, 2, 3), numbers(1, 2, 5)])
+    assert [w.shape for w in layer.weights] == [(3, 3), (3, 5), (3,), (3,)]
+
+
 # keras.layers.MultiHeadAttention
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -590,6 +622,7 @@ def test_wrong_shapes_are_named() -> None:
     refused(DtypeError, "inputs must be", lambda: Attention()(x))
     refused(DtypeError, "inputs must be", lambda: Attention()([x]))
     refused(ShapeError, "key has 3 and value 5", lambda: Attention()([x, x, x[:, :3]]))
+    refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
     refused(ShapeError, "one width", lambda: Attention()([x, x, x[..., :3]]))
     refused(ShapeError, "inputs", lambda: SelfAttention()(x[0]))
     refused(ShapeError, "query", lambda: MultiHeadAttention(2, 3)(x[None], x))

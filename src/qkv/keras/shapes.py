@@ -22,6 +22,8 @@ def three(given: Any, name: str = "inputs") -> tuple[Any, Any, Any]:
 
 def check_shapes(query: Shape, value: Shape, key: Shape) -> None:
     for name, shape in (("query", query), ("value", value), ("key", key)):
+        if shape is None:
+            raise DtypeError(f"{name} must be an array, not None")
         if len(shape) < 3:
             raise ShapeError(f"{name} must have the axes (batch, …, rows, width), not {shape}")
         width(name, shape)
