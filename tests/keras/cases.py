@@ -192,6 +192,14 @@ def test_a_learned_score_by_its_name_or_class(name: str) -> None:
     close(alpha, qkv.weights(q, k, score=score), within)
 
 
+@pytest.mark.parametrize("name", ["additive", "multiplicative"])
+def test_learned_scores_start_with_a_spread_of_about_one(name: str) -> None:
+    q, k = numbers(1, 200, 64), numbers(1, 200, 64)
+    layer = Attention(score=name)
+    layer([q, k])
+    assert 0.5 < np.std(LEARNED[name](*layer.get_weights())(q, k)) < 2
+
+
 def test_hidden_is_the_width_of_the_query() -> None:
     layer = Attention(score="additive")
     layer([numbers(1, 2, 3), numbers(1, 2, 5)])

@@ -13,7 +13,7 @@ from qkv.arrays import framework, tree
 from qkv.attention import ScoreLike, WeightingLike, attend, weights
 from qkv.errors import DtypeError, fraction
 from qkv.keras.masks import merged
-from qkv.keras.scores import LEARNED, arrays, named, on_host, read, start, written
+from qkv.keras.scores import LEARNED, arrays, first, named, on_host, read, start, written
 from qkv.keras.shapes import check_shapes, three
 from qkv.types import Array, Shape
 
@@ -55,7 +55,7 @@ class Layer(keras.Layer):  # type: ignore[misc]
             self.add_weight(
                 name=f"score_{name}",
                 shape=x.shape,
-                initializer="glorot_uniform" if self._makes_score and name != "bias" else start(x),
+                initializer=first(name, x) if self._makes_score else start(x),
             )
             for name, x in arrays(self._score)
         ]

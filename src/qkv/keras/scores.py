@@ -50,6 +50,14 @@ def on_host(record: Any) -> Any:
     return record
 
 
+def first(name: str, x: Array) -> Any:
+    """An initializer for an array of a learned score: scores that spread by about one."""
+    if name == "bias":
+        return "zeros"
+    matrix = name == "w"  # of both sides: qᵀWk sums as many products as it has numbers
+    return keras.initializers.RandomNormal(0.0, x.size**-0.5) if matrix else "glorot_uniform"
+
+
 def start(x: Array) -> Callable[..., Array]:
     """An initializer that gives x."""
     return lambda shape, dtype=None: ops.convert_to_tensor(x, dtype=dtype)
