@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from qkv import masks  # noqa: E402
 from qkv.errors import ArgumentError, QkvError  # noqa: E402
 from qkv.nn import (  # noqa: E402
+    AdditiveScore,
     FeedForward,
     Transformer,
     TransformerBlock,
@@ -190,3 +191,14 @@ def test_a_cache_of_another_model_is_refused():
     one(x, cache=cache)
     with pytest.raises(ArgumentError, match=r"cache .* another"):
         two(x, cache=cache)
+
+
+def test_each_layer_of_a_stack_has_a_score_of_its_own():
+    model = TransformerDecoder(2, 8, 2, dim_feedforward=16, score=AdditiveScore(4, 4, 6))
+    found = [
+        getattr(layer, name).score
+        for layer in model.layers
+        for name in ("self_attn", "multihead_attn")
+    ]
+    assert len({id(score.w_key) for score in found}) == 4
+    assert not torch.equal(found[0].w_key, found[1].w_key)

@@ -16,6 +16,7 @@ from qkv.nn import (  # noqa: E402
     GatedScore,
     GaussianScore,
     KernelRegression,
+    LearnedScore,
     MultiHeadAttention,
     MultiplicativeScore,
     SelfAttention,
@@ -195,6 +196,22 @@ def test_hidden_is_the_width_of_a_head():
     assert AdditiveScore(3, 5).w_key.shape == (3, 5)
     inner = MultiHeadAttention(8, 2, score=GatedScore(4, 4, "additive")).score.score
     assert inner.w_query.shape == (4, 4)
+
+
+def test_a_learned_score_of_ones_own_goes_by_its_class():
+    class Scaled(LearnedScore):
+        def __init__(self, d_q, d_k):
+            super().__init__()
+            self.by = torch.nn.Parameter(torch.full((), 1 / d_q))
+
+        def build(self, dtype):
+            return scores.ScaledDot(self.by.to(dtype))
+
+    layer = SelfAttention(4, score=Scaled)
+    x = torch.randn(5, 4)
+    want = SelfAttention(4, score=scores.ScaledDot(0.25))
+    want.load_state_dict(layer.state_dict(), strict=False)
+    torch.testing.assert_close(layer(x), want(x))
 
 
 def test_first_values_of_the_layer_are_those_of_torchs():
