@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qkv.cli import options
+from qkv.cli import files, options, screen, values
 from qkv.cli.command import NOTHING, Result
+from qkv.cli.source import cell, opened
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def ask(
 
     Prints the value, then the heaviest rows with their weights, then how sure the answer is.
     """
-    from qkv.cli.source import cell, opened
-
     if source == "-" and query == ["-"]:
         raise ArgumentError("stdin cannot be both the table and the queries")
     how = _how(score, weighting, top, where)
@@ -77,9 +76,6 @@ def get(
 
     Where it is absent, the nearest keys are named and the exit code is 1.
     """
-    from qkv.cli import screen
-    from qkv.cli.source import cell, opened
-
     with opened(source, key=key, value=value, table=table, at=at) as database:
         wanted = cell(database, key_text, "the key")
         if not all_rows:
@@ -119,9 +115,6 @@ def plot(
     skip: options.Skip = False,
 ) -> Result:
     """Ask, and draw the answer's weights into a file."""
-    from qkv.cli import files, screen
-    from qkv.cli.source import cell, opened
-
     if query == ["-"]:
         raise ArgumentError("plot draws one query: - would be many")
     files.check_name(output, (*files.PICTURES, ".html"))
@@ -141,8 +134,6 @@ def plot(
 def _how(
     score: str | None, weighting: str | None, top: int, where: list[str] | None
 ) -> dict[str, Any]:
-    from qkv.cli import values
-
     return {
         "score": values.score(score),
         "weighting": values.weighting(weighting or "softmax"),
@@ -153,8 +144,6 @@ def _how(
 
 def draw(answer: Answer) -> None:
     """The value, the rows with bars, and a line on how sure it is."""
-    from qkv.cli import screen
-
     if not answer.rows:
         screen.line(f"nothing: every weight is 0 among {answer.total:,} rows")
         return

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkv.cli import plugin
+from qkv.cli import plugin, screen
 from qkv.errors import MissingExtra, QkvError
 
 OK, NOTHING, USAGE, DAMAGED, LOCKED, EXTRA = range(6)
@@ -126,8 +126,6 @@ def _code(error: QkvError) -> int:
 
 
 def _print(results: Result | Iterable[Result], as_json: bool) -> int:
-    from qkv.cli import screen
-
     code = OK
     for result in _each(results):
         if as_json:
@@ -148,16 +146,12 @@ def _each(results: Result | Iterable[Result]) -> Iterator[Result]:
 
 
 def _complain(fault: dict[str, Any], as_json: bool) -> None:
-    from qkv.cli import screen
-
     if as_json:
         screen.print_json(fault)
     screen.note(f"qkv: {fault['error']}")
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    from qkv.cli import screen
-
     screen.note(f"qkv: {message}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli import screen
+from qkv.cli.ask import draw
 from qkv.cli.command import Result
 
 if TYPE_CHECKING:
@@ -50,7 +52,6 @@ def demo() -> Iterator[Result]:
 
     The long one, with three hundred books and pictures, is `make demo` in the repository.
     """
-    from qkv.cli import screen
     from qkv.database import Database
 
     with Database(NAMES) as names:
@@ -80,8 +81,6 @@ NEXT = [
 
 
 def _told(title: str, query: Any, answer: Answer) -> Result:
-    from qkv.cli import screen
-    from qkv.cli.ask import draw
 
     def show() -> None:
         screen.line(title, "bold")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qkv.cli import files, options
+from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
+from qkv.cli.source import cell, opened, picked, stored
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def import_(
     table: options.Table = None,
 ) -> Result:
     """Read SOURCE into the new database PATH, all of it or nothing."""
-    from qkv.cli import screen
-    from qkv.cli.source import columns, stored
     from qkv.database import Database, sources
 
     if append:
@@ -55,8 +54,8 @@ def import_(
     with _whole(path) as part, screen.progress("importing") as progress:
         made = Database.from_source(
             source,
-            key=columns(key),
-            value=columns(value),
+            key=picked(key),
+            value=picked(value),
             table=table,
             path=part,
             encoder=encoder,
@@ -109,9 +108,6 @@ def add(
     A PATH that is not there is made. The first row fixes the types; later ones are read as the
     columns are.
     """
-    from qkv.cli import values
-    from qkv.cli.source import cell, stored
-
     if (value is None) == (not cells):
         raise ArgumentError("add: give a VALUE, or --set for each column")
     for text in (key, value or "", *(cells or ())):
@@ -153,9 +149,6 @@ def remove(
     ],
 ) -> Result:
     """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
-    from qkv.cli import screen
-    from qkv.cli.source import cell, stored
-
     with stored(path) as database:
         removed = database.remove([cell(database, key, "the key") for key in keys])
         data = {"path": str(path), "removed": removed, "rows": len(database)}
@@ -170,9 +163,6 @@ def info(
     table: options.Table = None,
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, version, size."""
-    from qkv.cli import screen
-    from qkv.cli.source import opened
-
     with opened(source, key=key, value=value, table=table, at=at) as database:
         data = dict(database.info())
     shown = {
@@ -185,9 +175,6 @@ def info(
 
 def versions(path: options.Folder) -> Result:
     """List the versions of the database PATH, for --at."""
-    from qkv.cli import screen
-    from qkv.cli.source import stored
-
     with stored(path) as database:
         found = [
             {name: getattr(version, name) for name in VERSION} for version in database.versions()
@@ -214,7 +201,6 @@ def check(
 
     Ends with 3 while something is damaged.
     """
-    from qkv.cli import screen
     from qkv.database import check as check_store
 
     with screen.progress("checking") as progress:
@@ -245,9 +231,6 @@ def compact(path: options.Folder) -> Result:
 
     Removed rows and older versions are dropped for good, and small files merged.
     """
-    from qkv.cli import screen
-    from qkv.cli.source import stored
-
     with stored(path) as database, screen.progress("compacting") as progress:
         report = database.compact(progress=progress)
     data = {"path": str(path), **screen.fields(report)}
@@ -265,8 +248,6 @@ def compact(path: options.Folder) -> Result:
 
 def _kept(database: Database) -> Result:
     """What a database holds after a change."""
-    from qkv.cli import screen
-
     path, rows, version = str(database.path), len(database), database.version
     data = {"path": path, "rows": rows, "version": version}
     return Result(

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from qkv.cli import options
+from qkv.cli import options, screen
 from qkv.cli.command import Result
+from qkv.cli.source import named, stored
 from qkv.errors import ArgumentError
 
 
@@ -46,8 +47,6 @@ def learn(
     What was learned is kept as a new version of the database PATH. Prints the recall before and
     after, on pairs that were held out.
     """
-    from qkv.cli import screen
-    from qkv.cli.source import named, stored
     from qkv.database import sources
 
     columns = list(sources.read(pairs, table=table).columns.values())

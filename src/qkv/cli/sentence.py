@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from qkv.cli import files, screen
 from qkv.cli.command import Result
 from qkv.errors import ArgumentError
 
@@ -68,7 +69,6 @@ def weights(
     alpha = attend(words, temperature, others=others, causal=causal)
     written = []
     if png is not None:
-        from qkv.cli import files
         from qkv.plot import heatmaps
 
         side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
@@ -76,8 +76,6 @@ def weights(
         files.write_figure(png, heatmaps(alpha, figsize=(side, side), annotate=True, **ticks))
         written.append(str(png))
     if page is not None:
-        from qkv.cli import files
-
         files.write(page, html_page(words, alpha).encode())
         written.append(str(page))
     data = {"words": words, "weights": alpha.tolist(), "written": written}
@@ -142,7 +140,6 @@ caption {{ caption-side: bottom; text-align: left; padding-top: 1em; color: #666
 
 
 def _draw(words: list[str], alpha: Weights, written: list[str]) -> None:
-    from qkv.cli import screen
 
     out = screen.console()
     coloured = out.is_terminal and out.color_system is not None and not out.no_color

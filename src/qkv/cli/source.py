@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli import screen, values
 from qkv.cli.command import Nothing
 from qkv.errors import ArgumentError
 
@@ -28,7 +29,6 @@ def opened(
     skip: bool = False,
 ) -> Iterator[Database]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
-    from qkv.cli import screen
     from qkv.database import Database
 
     if is_store(source):
@@ -42,7 +42,7 @@ def opened(
                 return
             with screen.progress("encoding") as progress:
                 other = chosen.by(
-                    columns(key or chosen.info()["key"]), columns(value), progress=progress
+                    picked(key or chosen.info()["key"]), picked(value), progress=progress
                 )
             with closing(other):
                 yield other
@@ -54,8 +54,8 @@ def opened(
     with screen.progress("reading") as progress:
         database = Database.from_source(
             source,
-            key=columns(key),
-            value=columns(value),
+            key=picked(key),
+            value=picked(value),
             table=table,
             encoder=encoder,
             progress=progress,
@@ -103,7 +103,7 @@ def closing(database: Database) -> Iterator[Database]:
             raise Nothing(str(error), key=error.key, nearest=error.nearest) from error
 
 
-def columns(names: Sequence[str] | None) -> Any:
+def picked(names: Sequence[str] | None) -> Any:
     """One column by its name, several as a tuple, none as None."""
     if not names:
         return None
@@ -112,8 +112,6 @@ def columns(names: Sequence[str] | None) -> Any:
 
 def cell(database: Database, text: str, what: str = "the query") -> Any:
     """The text as the kind of key that the database has."""
-    from qkv.cli import values
-
     values.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):
         return text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import MissingExtra, ShapeError
-from qkv.plot.heatmaps import FRAME, INK
+from qkv.errors import ShapeError
+from qkv.plot.heatmaps import FRAME, INK, blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,13 +27,6 @@ def bars(
         raise ShapeError(
             f"bars needs one weight for each name, not {len(weights)} for {len(names)}"
         )
-    try:
-        from qkv.plot.figures import Figure
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise MissingExtra('bars needs matplotlib: pip install "qkv[plot]"') from None
-
     names, weights = list(names), [float(weight) for weight in weights]
     colours = [RED] * len(names)
     rest = 1 - sum(weights)
@@ -41,7 +34,7 @@ def bars(
         names.append(f"{others:,} other row{'s' if others > 1 else ''}")
         weights.append(rest)
         colours.append(REST)
-    figure = Figure(figsize=(6.4, 0.9 + 0.34 * len(names)), layout="constrained")
+    figure = blank("bars", (6.4, 0.9 + 0.34 * len(names)), "constrained")
     axes: Any = figure.subplots()
     places = range(len(names))
     axes.barh(places, weights, color=colours, height=0.62)

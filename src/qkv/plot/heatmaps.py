@@ -68,14 +68,7 @@ def heatmaps(
     query_words = _words(yticks, queries, "yticks", "query")
     width, height = _inches(figsize)
 
-    try:
-        from qkv.plot.figures import Figure
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise MissingExtra('heatmaps needs matplotlib: pip install "qkv[plot]"') from None
-
-    figure = Figure(figsize=(columns * width, rows * height), layout="compressed")
+    figure = blank("heatmaps", (columns * width, rows * height), "compressed")
     # Not sharex: matplotlib's cost of sharing grows with the square of the panels.
     axes: Any = figure.subplots(rows, columns, squeeze=False)
 
@@ -114,6 +107,19 @@ def heatmaps(
     bar.ax.locator_params(nbins=5)
     _settle(figure, axes, grid)
     return figure
+
+
+def blank(
+    owner: str, figsize: tuple[float, float], layout: Literal["compressed", "constrained"]
+) -> Figure:
+    """A figure to draw on, where matplotlib is there."""
+    try:
+        from qkv.plot.figures import Figure
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingExtra(f'{owner} needs matplotlib: pip install "qkv[plot]"') from None
+    return Figure(figsize=figsize, layout=layout)
 
 
 def _grid(matrices: Any) -> Matrix:
