@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BOOKS = EXAMPLES / "data" / "books.csv"
 PICTURES = {"books.png", "names.png", "salary.png", "scores.png", "sentence.png"}
 

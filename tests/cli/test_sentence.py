@@ -1,0 +1,108 @@
+"""`qkv weights`."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkv.cli import sentence
+from tests.cli.run import data, qkv
+
+
+class TestWeights:
+    SENTENCE = "The king and the queen."
+
+    def test_rows_are_softmax_of_cosines(self) -> None:
+        pytest.importorskip("wordllama")
+        from qkv.database.encoders import Words
+
+        found = data("weights", self.SENTENCE)
+        assert found["words"] == ["The", "king", "and", "the", "queen", "."]
+        vectors = Words().encode(found["words"]).astype(float)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        scores = np.exp(vectors @ vectors.T / 0.3)
+        expected = scores / scores.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(found["weights"], expected, rtol=1e-5)
+
+    def test_masks(self) -> None:
+        pytest.importorskip("wordllama")
+        others = np.array(data("weights", self.SENTENCE, "--others")["weights"])
+        assert not others.diagonal().any()
+        np.testing.assert_allclose(others.sum(axis=1), 1, rtol=1e-6)
+        assert others[1].argmax() == 4  # king → queen
+        causal = np.array(data("weights", self.SENTENCE, "--causal")["weights"])
+        assert not np.triu(causal, 1).any()
+        assert causal[0, 0] == pytest.approx(1)
+
+    def test_picture_and_page(self, tmp_path: Path) -> None:
+        pytest.importorskip("wordllama")
+        pytest.importorskip("matplotlib")
+        png, page = tmp_path / "a.png", tmp_path / "a.html"
+        result = qkv("weights", "<b> & 'the' king", "--png", png, "--html", page)
+        assert result.exit_code == 0
+        assert result.stderr == f"wrote {png}\nwrote {page}\n"
+        assert png.read_bytes().startswith(b"\x89PNG")
+        cells = Cells()
+        cells.feed(page.read_text(encoding="utf-8"))
+        words = sentence.WORD.findall("<b> & 'the' king")
+        assert cells.heads[: len(words)] == words
+        assert len(cells.titles) == len(words) ** 2
+        assert "http" not in page.read_text(encoding="utf-8").replace("<!doctype html>", "")
+
+    def test_bad_input(self, tmp_path: Path) -> None:
+        assert "has no words" in qkv("weights", "  ").stderr
+        assert "at most 200" in qkv("weights", "word " * 201).stderr
+        assert "above 0" in qkv("weights", "a b", "--temperature", "0").stderr
+        assert "must end in" in qkv("weights", "a b", "--png", tmp_path / "a.txt").stderr
+
+    @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
+    @pytest.mark.parametrize("coloured", [False, True])
+    def test_every_weight_is_drawn_within_the_width(self, width: int, coloured: bool) -> None:
+        words = sentence.WORD.findall("It was the best of times, it was the worst of 时间")
+        alpha = np.full((len(words), len(words)), 1 / len(words))
+        lines = sentence.heatmap(words, alpha, width, coloured, ascii_only=False)
+        assert max(line.cell_len for line in lines) <= width
+        if coloured:
+            spans = sum(span.style != "" for line in lines for span in line.spans)
+            assert spans == len(words) ** 2
+
+    def test_numbers_and_headings(self) -> None:
+        alpha = np.array([[0.75, 0.25], [0.0, 1.0]])
+        lines = sentence.heatmap(["to", "be"], alpha, 80, False, ascii_only=False)
+        assert [line.plain for line in lines] == ["    to  be ", "to  75  25 ", "be   0 100 "]
+        tall = sentence.heatmap(["ab", "longer"], alpha, 17, False, ascii_only=False)
+        assert [line.plain.rstrip() for line in tall][:4] == [
+            "            l",
+            "            o",
+            "            n",
+            "            g",
+        ]
+
+    def test_shades_where_numbers_do_not_fit(self) -> None:
+        alpha = np.array([[1.0, 0.0], [0.5, 0.5]])
+        lines = sentence.heatmap(["a", "b"], alpha, 6, False, ascii_only=False)
+        assert [line.plain for line in lines][1:] == ["a ██  ", "b ▒▒▒▒"]
+        lines = sentence.heatmap(["a", "b"], alpha, 6, False, ascii_only=True)
+        assert [line.plain for line in lines][1:] == ["a ##  ", "b ::::"]
+
+
+class Cells(HTMLParser):
+    """The headings and the titles of cells in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[str] = []
+        self.titles: list[str] = []
+        self._head = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._head = tag == "th"
+        self.titles += [value or "" for name, value in attrs if name == "title"]
+
+    def handle_data(self, data: str) -> None:
+        if self._head and data.strip():
+            self.heads.append(data)
+            self._head = False
