@@ -72,7 +72,7 @@ class Model:
                 snap.settings == ({"factor": self.factor} if self.version else {})
                 and dict(snap.rows()) == dict(zip(ids, map(str, salts), strict=True))
                 and snap.records(ids) == [str(salt) for salt in salts]
-                and snap.find_many([b"%d" % row for row in ids]) == [[row] for row in ids]
+                and all(snap.find(b"%d" % row) == [row] for row in ids)
                 and np.array_equal(key, tensor(ids, salts, self.factor).reshape(-1, 2))
             )
 
@@ -129,7 +129,7 @@ def read(s: Store) -> Model:
         model.rows = {row: int(record) for row, record in snap.rows()}
         model.version = snap.version
         model.factor = snap.settings.get("factor", 1)
-    model.last = s._newest().last
+    model.last = s._reader.newest().last
     return model
 
 

@@ -20,9 +20,6 @@ import numpy as np
 from qkv.arrays import is_array, to_numpy
 from qkv.errors import ArgumentError, DtypeError
 
-KINDS = ("text", "number", "vector", "bytes", "tuple", "json", "date")
-"""What a column of keys may hold, all of one kind; values may also be "any"."""
-
 DIGEST = 16
 
 _DATES = {"$date": datetime.date, "$datetime": datetime.datetime, "$time": datetime.time}
@@ -88,7 +85,7 @@ def plain(cell: Any) -> Any:
     """A cell as what JSON has."""
     if cell is None or isinstance(cell, str | bool | int):
         if isinstance(cell, str):
-            check_text(cell)
+            utf8(cell)
         return cell
     if isinstance(cell, float):
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
@@ -159,8 +156,7 @@ def digest(key: Any) -> bytes:
     (True, False)
     """
     if isinstance(key, str):
-        check_text(key)
-        return blake2b(b"s" + key.encode(), digest_size=DIGEST).digest()
+        return blake2b(b"s" + utf8(key), digest_size=DIGEST).digest()
     if key is None:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
@@ -220,9 +216,10 @@ def _same(key: Any) -> Any:
     return plain(key)
 
 
-def check_text(text: str) -> None:
+def utf8(text: str) -> bytes:
+    """The text in UTF-8, refused where it has no such form."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
             f"the text {text[:40]!r} holds a lone surrogate at {error.start}, which no file can "

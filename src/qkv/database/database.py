@@ -9,10 +9,10 @@ from typing import Any
 
 from qkv.arrays import is_array
 from qkv.database.encoders import Encoder
-from qkv.database.reading import names
+from qkv.database.reading import NOTHING, names
 from qkv.database.schema import Columns, transposed
 from qkv.database.store import Store
-from qkv.database.writing import NOTHING, Writing, others
+from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
 from qkv.types import Progress
 

@@ -20,6 +20,9 @@ from qkv.errors import ArgumentError, CombinationError, QkvError
 from qkv.types import Array
 from qkv.weightings import Weighting
 
+NOTHING: Any = object()
+"""No value was given, or none was found; None is a value."""
+
 AT_ONCE = 2**26
 """Scores that are held together: a batch of queries is cut to this."""
 
@@ -90,7 +93,9 @@ class Reading:
     @property
     def _view(self) -> View:
         """The newest version, or the one that is pinned."""
-        if self._held is None or self._held.snapshot.version != self.version:
+        newest = self._store.version  # a store that was closed says so
+        version = newest if self._pin is None else self._pin
+        if self._held is None or self._held.version != version:
             old, self._held = self._held, View(self._store.at(self._pin), self._encoder_wish)
             if old is not None:
                 self._held.inherit(old)
@@ -130,16 +135,13 @@ class Reading:
 
     def __getitem__(self, key: Any) -> Any:
         """The value of the newest row with exactly this key."""
-        view = self._view
-        found = view.find(key)
-        if not found:
+        value = self._view.value(key, NOTHING)
+        if value is NOTHING:
             raise AbsentKey(key, partial(self._nearest, key))
-        return view.values(found[-1:])[0]
+        return value
 
     def get(self, key: Any, default: Any = None) -> Any:
-        view = self._view
-        found = view.find(key)
-        return view.values(found[-1:])[0] if found else default
+        return self._view.value(key, default)
 
     def all(self, key: Any) -> list[Any]:
         """The value of every row with this key, oldest first; an empty list where there is none."""
@@ -249,7 +251,7 @@ class Reading:
         queries = query if isinstance(query, list) else [query]
         for text in queries:
             if isinstance(text, str):
-                cells.check_text(text)
+                cells.utf8(text)
         return queries, queries is not query
 
     # What it is

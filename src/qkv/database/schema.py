@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ class Schema:
     """What the first rows fixed.
 
     A key of several columns is a tuple, a value of several columns a mapping. `key_kind` and
-    `value_kind` are of `cells.KINDS`; a value may also be "numbers", several columns of them, or
+    `value_kind` are of `cells.kind`; a value may also be "numbers", several columns of them, or
     "any".
     """
 
@@ -67,6 +68,7 @@ class Schema:
         """Whether values are numbers, so that Σ αᵢ vᵢ means something."""
         return self.value_kind in ("number", "numbers", "vector")
 
+    @cached_property
     def vectors(self) -> dict[str, str]:
         """Columns of vectors, which are tensors and not in the records → "key" or "value"."""
         roles = {"key": (self.key_kind, self.key), "value": (self.value_kind, self.value)}

@@ -19,6 +19,12 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 CHUNK = 8192
 """Rows that are read together."""
 
+KNOWN, SHORT = 4096, 1024
+"""Values that are remembered by their keys, and the longest text of such a row."""
+
+PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+"""Types of keys and values that nobody can change after they were remembered."""
+
 
 class View:
     """The rows of one snapshot under their schema; a row's place is its position among the live.
@@ -28,6 +34,8 @@ class View:
 
     def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
         self.snapshot, self._given = snapshot, encoder
+        self.version = snapshot.version
+        self._known: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return len(self.snapshot)
@@ -68,12 +76,33 @@ class View:
 
     def find(self, key: Any) -> list[int]:
         """The ids of the rows with exactly this key, oldest first."""
+        digest = self._digest(key)
+        return [] if digest is None else self.snapshot.find(digest)
+
+    def value(self, key: Any, default: Any) -> Any:
+        """The value of the last row with exactly this key, or the default where there is none."""
+        plain = type(key) in PLAIN
+        if plain and key in self._known:
+            return self._known[key]
+        digest = self._digest(key)
+        found = None if digest is None else self.snapshot.newest(digest)
+        if found is None:
+            return default
+        id_, text = found
+        value = self.schema.value_of(self._filled([id_], [cells.loads(text)])[0])
+        if plain and type(value) in PLAIN and len(text) <= SHORT:
+            if len(self._known) >= KNOWN:
+                self._known = {}
+            self._known[key] = value
+        return value
+
+    def _digest(self, key: Any) -> bytes | None:
         if isinstance(key, list) and self.begun and self.schema.key_kind == "vector":
             key = np.asarray(key, dtype=float)
         try:
-            return self.snapshot.find(cells.digest(key))
+            return cells.digest(key)
         except ArgumentError:
-            return []  # None and NaN are nobody's key
+            return None  # None and NaN are nobody's key
 
     def rows(self, ids: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
         return self._filled(ids, [cells.loads(text) for text in self.snapshot.records(ids)])
@@ -110,7 +139,7 @@ class View:
         """Rows with the vectors that are kept beside them."""
         if not rows:
             return rows
-        for column, role in self.schema.vectors().items():
+        for column, role in self.schema.vectors.items():
             name = self._raw if role == "key" else role
             for row, vector in zip(rows, self.snapshot.tensor(name, ids), strict=True):
                 row[column] = vector

@@ -10,13 +10,10 @@ from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, encoders, encoding
 from qkv.database.encoders import Encoder
 from qkv.database.faults import DuplicateKey
-from qkv.database.reading import AbsentKey, Reading
+from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Columns, Schema, length, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.types import Progress
-
-NOTHING: Any = object()
-"""No value was given; None is a value."""
 
 REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
@@ -206,7 +203,7 @@ class Writing(Reading):
             tensors["value"] = pooled
         if encoding.keeps_keys(encoder, schema):
             tensors["key"] = keys
-        apart = schema.vectors()
+        apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
         records = [
             cells.dumps({name: column[i] for name, column in kept.items()}) for i in range(size)

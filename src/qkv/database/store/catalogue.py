@@ -6,10 +6,10 @@ import contextlib
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
@@ -38,6 +38,8 @@ CREATE TABLE discarded (file TEXT PRIMARY KEY);
 CREATE TABLE counters (files INTEGER NOT NULL);
 """
 
+T = TypeVar("T")
+
 SEGMENT = "file, generation, first, last, rows, bytes, checksum"
 
 
@@ -60,7 +62,7 @@ class Catalogue:
     """A connection that threads share, whose errors name the file.
 
     >>> catalogue = Catalogue(None)
-    >>> catalogue.head()
+    >>> catalogue.newest()
     Head(number=0, last=-1, rows=0, generation=0, settings=0)
     >>> catalogue.close()
     """
@@ -69,8 +71,12 @@ class Catalogue:
         self.path = path
         self.lock = threading.RLock()
         self._process = os.getpid()
-        with self._naming():
+        self._head: Head | None = None
+        self._changes: Any = None
+        try:
             self._connection = _connect(path, write, create)
+        except sqlite3.Error as error:
+            raise self._named(error) from error
         try:
             if path is None or create:
                 self._create()
@@ -80,9 +86,8 @@ class Catalogue:
 
     def _create(self) -> None:
         """Make the tables, unless another process was faster."""
-        with self._naming():
-            if self.path is not None:
-                self._connection.execute("PRAGMA journal_mode = WAL")
+        if self.path is not None:
+            self.run("PRAGMA journal_mode = WAL")
         with self.transaction():
             if self.one("PRAGMA application_id") != (0,):
                 return
@@ -114,12 +119,10 @@ class Catalogue:
         )
 
     def all(self, statement: str, *values: Any) -> list[Any]:
-        with self.lock, self._naming():
-            return self._connection.execute(statement, values).fetchall()
+        return self._execute(sqlite3.Cursor.fetchall, statement, values)
 
     def one(self, statement: str, *values: Any) -> Any:
-        with self.lock, self._naming():
-            return self._connection.execute(statement, values).fetchone()
+        return self._execute(sqlite3.Cursor.fetchone, statement, values)
 
     def value(self, statement: str, *values: Any) -> Any:
         found = self.one(statement, *values)
@@ -127,12 +130,28 @@ class Catalogue:
 
     def run(self, statement: str, *values: Any) -> int:
         """Execute and give the number of rows that changed."""
-        with self.lock, self._naming():
-            return self._connection.execute(statement, values).rowcount
+        return self._execute(_rowcount, statement, values)
 
     def many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
-        with self.lock, self._naming():
-            return self._connection.executemany(statement, rows).rowcount
+        return self._execute(_rowcount, statement, rows, many=True)
+
+    def _execute(
+        self, give: Callable[[sqlite3.Cursor], T], statement: str, values: Any, many: bool = False
+    ) -> T:
+        self._owned()
+        try:
+            with self.lock:
+                connection = self._connection
+                run = connection.executemany if many else connection.execute
+                return give(run(statement, values))
+        except sqlite3.Error as error:
+            raise self._named(error) from error
+
+    def _owned(self) -> None:
+        if os.getpid() != self._process:
+            raise Closed(
+                f"{self._name()} was opened before this process was forked: open it again here"
+            )
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -158,6 +177,8 @@ class Catalogue:
             except BaseException:
                 self._rollback()
                 raise
+            finally:
+                self._head = None
 
     def _rollback(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -181,13 +202,23 @@ class Catalogue:
             found.append(tuple(line))
         return found
 
-    def head(self, version: int | None = None) -> Head | None:
-        """A version, or the newest."""
-        if version is None:
-            found = self.versions("WHERE number = (SELECT max(number) FROM versions)")
-        else:
-            found = self.versions("WHERE number = ?", version)
+    def head(self, version: int) -> Head | None:
+        """A version, where there is one."""
+        found = self.versions("WHERE number = ?", version)
         return Head.of(found[0]) if found else None
+
+    def newest(self) -> Head:
+        """The newest version, read again only where it can be another one."""
+        self._owned()
+        with self.lock:
+            # SQLite counts what other connections change; what this one changes forgets the head.
+            changes = None if self.path is None else self.one("PRAGMA data_version")
+            if self._head is None or changes != self._changes:
+                found = self.versions("WHERE number = (SELECT max(number) FROM versions)")
+                if not found:
+                    raise self.damaged("it has no version")
+                self._head, self._changes = Head.of(found[0]), changes
+            return self._head
 
     def settings(self, number: int) -> str:
         found = self.one("SELECT text, crc FROM settings WHERE number = ?", number)
@@ -205,18 +236,8 @@ class Catalogue:
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with self.lock:
+                self._head = None
                 connection.close()
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        if os.getpid() != self._process:
-            raise Closed(
-                f"{self._name()} was opened before this process was forked: open it again here"
-            )
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._named(error) from error
 
     def _name(self) -> str:
         return "the store" if self.path is None else self.path.parent.name
@@ -244,6 +265,10 @@ class Catalogue:
                 "folder's permissions, and try again"
             )
         return error
+
+
+def _rowcount(cursor: sqlite3.Cursor) -> int:
+    return cursor.rowcount
 
 
 def now() -> str:

@@ -25,9 +25,7 @@ class Desk:
     @classmethod
     def at(cls, catalogue: Catalogue) -> Desk:
         """As the catalogue says."""
-        head = catalogue.head()
-        if head is None:
-            raise catalogue.damaged("it has no version")
+        head = catalogue.newest()
         resting = "SELECT count(*) FROM resting WHERE generation = ?"
         return cls(
             head,

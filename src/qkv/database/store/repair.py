@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -18,6 +18,7 @@ from qkv.database.store.lock import READERS, WRITER, WriteLock
 from qkv.database.store.segments import SUFFIX, Entry
 from qkv.database.store.shelf import Disk
 from qkv.database.store.sweep import leftovers
+from qkv.types import Progress
 
 SHOWN = 5
 """Rows that are named one by one; the others are counted."""
@@ -39,7 +40,7 @@ def check(
     path: str | os.PathLike[str],
     *,
     repair: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Problem]:
     """What is wrong with a store; an empty list where nothing is.
 
@@ -72,7 +73,7 @@ def check(
 
 
 def _problems(
-    folder: Path, lock: WriteLock, repair: bool, progress: Callable[[int, int], None] | None
+    folder: Path, lock: WriteLock, repair: bool, progress: Progress | None
 ) -> Iterator[Problem]:
     faults = _catalogue_faults(folder)
     if faults and repair:
@@ -218,9 +219,7 @@ def _leftovers(
             yield Problem(file, "no version uses it, and it may be yours: move it elsewhere")
 
 
-def _files(
-    catalogue: Catalogue, disk: Disk, progress: Callable[[int, int], None] | None
-) -> Iterator[Problem]:
+def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Iterator[Problem]:
     """Every file, read in full."""
     done: set[str] = set()
     size = 0
@@ -265,9 +264,10 @@ def _used(catalogue: Catalogue, file: str) -> bool:
 def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
     """Whether the newest version has the rows it says, and each of them its tensors."""
     with catalogue.view():
-        head = catalogue.head()
-        if head is None:
-            yield "it has no version"
+        try:
+            head = catalogue.newest()
+        except Damaged as fault:
+            yield _reason(fault)
             return
         found = catalogue.all("SELECT id FROM rows WHERE died IS NULL")
         live = np.fromiter((row for (row,) in found), np.int64, len(found))

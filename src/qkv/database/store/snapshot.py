@@ -147,9 +147,21 @@ class Snapshot:
         )
         return [row for (row,) in found]
 
-    def find_many(self, digests: Sequence[bytes]) -> list[list[int]]:
-        with self._catalogue.lock:
-            return [self.find(digest) for digest in digests]
+    def newest(self, digest: bytes) -> tuple[int, str] | None:
+        """The id and the record of the last live row with this digest; None where there is none."""
+        found = self._catalogue.one(
+            "SELECT id, digest, record, crc FROM rows WHERE digest = ? AND id <= ?"
+            " AND (died IS NULL OR died > ?) ORDER BY id DESC LIMIT 1",
+            digest,
+            self._head.last,
+            self._head.number,
+        )
+        return None if found is None else self._checked(*found)
+
+    def _checked(self, row: int, digest: bytes, record: str, crc: int) -> tuple[int, str]:
+        if row_crc(row, digest, record) != crc:
+            raise self._catalogue.damaged(f"row {row} is not what was written")
+        return row, record
 
     def records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """The records of live rows, in the order of the ids."""
@@ -162,15 +174,13 @@ class Snapshot:
         one = statement.replace("IN (SELECT value FROM json_each(?))", "= ?")
         for start in range(0, len(wanted), sizes.PAGE):
             some = wanted[start : start + sizes.PAGE]
-            for row, digest, record, crc in self._catalogue.all(
+            lines = self._catalogue.all(
                 statement if len(some) > 1 else one,
                 json.dumps(some) if len(some) > 1 else some[0],
                 self._head.last,
                 self._head.number,
-            ):
-                if row_crc(row, digest, record) != crc:
-                    raise self._catalogue.damaged(f"row {row} is not what was written")
-                found[row] = record
+            )
+            found.update(self._checked(*line) for line in lines)
         try:
             return [found[row] for row in wanted]
         except KeyError as error:
@@ -188,13 +198,12 @@ class Snapshot:
                 self._head.number,
                 sizes.PAGE,
             )
-            for row, digest, record, crc in page:
-                if row_crc(row, digest, record) == crc:
-                    yield row, record
-                else:
-                    fault = self._catalogue.damaged(f"row {row} is not what was written")
+            for line in page:
+                try:
+                    yield self._checked(*line)
+                except Damaged as fault:
                     if not self._skip_damaged:
-                        raise fault
+                        raise
                     warnings.warn(f"1 row was left out: {fault}", SkippedRows, stacklevel=2)
             if len(page) < sizes.PAGE:
                 return

@@ -132,18 +132,18 @@ class Store:
     @property
     def version(self) -> int:
         """The newest version, by this or any other process; 0 is the empty store."""
-        return self._newest().number
+        return self._reader.newest().number
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the newest version."""
-        return dict(json.loads(self._reader.settings(self._newest().settings)))
+        return dict(json.loads(self._reader.settings(self._reader.newest().settings)))
 
     def at(self, version: int | None = None) -> Snapshot:
         """One version, the newest by default, which stays as it is while the snapshot is held."""
         while True:
             with self._reader.lock:
-                head = self._newest() if version is None else self._reader.head(version)
+                head = self._reader.newest() if version is None else self._reader.head(version)
                 if head is not None and self._pins.hold(head.number):
                     # A compaction may have dropped it before the hold.
                     if self._reader.value("SELECT 1 FROM versions WHERE number = ?", head.number):
@@ -347,14 +347,8 @@ class Store:
             if self._write_lock is not None:
                 self._write_lock.drop()
 
-    def _newest(self) -> Head:
-        head = self._reader.head()
-        if head is None:
-            raise self._reader.damaged("it has no version")
-        return head
-
     def _unknown(self, version: int) -> UnknownVersion:
-        newest = self._newest().number
+        newest = self._reader.newest().number
         if version > newest or version < 0:
             return UnknownVersion(f"version {version} does not exist: the newest is {newest}")
         oldest = self._reader.value("SELECT min(number) FROM versions")

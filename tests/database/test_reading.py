@@ -1,0 +1,117 @@
+"""Looking up exactly: what is remembered must be what is there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database import AbsentKey, view
+from qkv.database.faults import Closed, DuplicateKey
+
+
+@pytest.fixture(params=["memory", "disk"])
+def names(request, tmp_path):
+    D = qkv.Database(unique=True) if request.param == "memory" else None
+    D = D or qkv.open(tmp_path / "names.qkv", unique=True)
+    D.add(["Li", "Zhang"], ["Mu", "Aston"])
+    yield D
+    D.close()
+
+
+def test_a_change_is_seen_at_once(names):
+    assert names["Li"] == "Mu"
+    names["Li"] = "Mu 2"
+    assert names["Li"] == names.get("Li") == "Mu 2"
+    past = names.at(1)
+    assert past["Li"] == past["Li"] == "Mu"
+    names.remove("Li")
+    assert names.get("Li", "gone") == "gone" and past["Li"] == "Mu"
+    with pytest.raises(AbsentKey):
+        names["Li"]
+    names.add("Li", "Mu 3")
+    assert names["Li"] == "Mu 3"
+    names.encode("characters")
+    assert names["Li"] == "Mu 3"
+    names.compact()
+    assert names["Li"] == "Mu 3"
+
+
+def test_a_change_that_failed_is_not_seen(names):
+    assert names["Li"] == "Mu"
+    with pytest.raises(DuplicateKey):
+        names.add(["Hu", "Li"], ["Rachel", "another"])
+    assert names["Li"] == "Mu" and "Hu" not in names and names.version == 1
+
+
+def test_a_closed_one_says_so(names):
+    past = names.at(1)
+    assert names["Li"] == past["Li"] == "Mu"
+    names.close()
+    for D in (names, past):
+        with pytest.raises(Closed):
+            D["Li"]
+
+
+@pytest.mark.parametrize("value", [["a"], {"b": [1]}])
+def test_what_was_given_can_be_changed(value):
+    D = qkv.Database({"k": value})
+    found = D["k"]
+    found.clear()
+    assert D["k"] == value
+
+
+def test_equal_keys_of_several_types():
+    D = qkv.Database([(1, "one"), (2.5, "more"), (0, "none")])
+    for _ in range(2):
+        assert [D[key] for key in (1, 1.0, True, np.float32(1), 2.5, -0.0)] == [
+            *["one"] * 4,
+            "more",
+            "none",
+        ]
+        assert [D.get(key) for key in ("1", float("nan"), None, b"1")] == [None] * 4
+
+
+def test_the_newest_of_equal_keys(monkeypatch):
+    monkeypatch.setattr(view, "KNOWN", 2)
+    D = qkv.Database(["a", "b", "a", "c"], [1, 2, 3, 4])
+    for _ in range(3):
+        assert [D[key] for key in "abcba"] == [3, 2, 4, 2, 3]
+
+
+def test_vectors_are_looked_up(tmp_path):
+    with qkv.open(tmp_path / "v.qkv") as D:
+        D.add(np.eye(3), np.arange(6.0).reshape(3, 2))
+        for _ in range(2):
+            assert D[np.array([0, 1, 0])].tolist() == [2.0, 3.0]
+            assert D[[0, 0, 1]].tolist() == [4.0, 5.0]
+
+
+def _write(path, count):
+    with qkv.open(path) as D:
+        for i in range(count):
+            D["Li"] = i
+
+
+def test_another_writer_is_seen(tmp_path):
+    """Another connection here, another thread, and another process."""
+    path = tmp_path / "names.qkv"
+    _write(path, 1)
+    with qkv.open(path) as reader:
+        assert reader["Li"] == 0
+        _write(path, 3)
+        assert reader["Li"] == 2
+        thread = threading.Thread(target=_write, args=(path, 5))
+        thread.start()
+        seen = [reader["Li"]]
+        while thread.is_alive():
+            seen.append(reader["Li"])
+        thread.join()
+        assert reader["Li"] == 4 and set(seen) <= set(range(5))
+        process = multiprocessing.get_context("spawn").Process(target=_write, args=(path, 7))
+        process.start()
+        process.join()
+        assert reader["Li"] == 6
