@@ -1,12 +1,34 @@
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from qkv.database.encoders import Arrays, Characters, Columns, Exact, Heads, Numbers
+import qkv
+from qkv.database.encoders import (
+    Arrays,
+    Characters,
+    Columns,
+    Encoder,
+    Exact,
+    Heads,
+    Learned,
+    Numbers,
+)
 from qkv.database.encoders.base import unit
-from qkv.errors import ArgumentError, DtypeError, ShapeError
-from qkv.scores import Gaussian
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.scores import (
+    Additive,
+    Boxcar,
+    Cosine,
+    Dot,
+    Gated,
+    Gaussian,
+    Laplace,
+    Multiplicative,
+    ScaledDot,
+    Score,
+)
 
 BOOKS = [("Dracula", 1897), ("Frankenstein", 1818), ("Solaris", 1961), ("Dune", 1965)]
 
@@ -110,3 +132,72 @@ def test_a_missing_cell_is_refused_with_its_row() -> None:
     columns = Columns([Characters(), Numbers()])
     with pytest.raises(DtypeError, match="key 1 must be a number, not None"):
         columns.fit(rows)
+
+
+@dataclass(frozen=True)
+class Years(Encoder):
+    """A person's own encoder: numbers as they are, compared as `how` says."""
+
+    how: Any = None
+    kind: ClassVar[str] = "years"
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    def encode(self, keys: Any) -> np.ndarray:
+        return np.array([[key, 1.0] for key in keys], np.float32)
+
+    def score(self, rows: int) -> Score:
+        return self.how or super().score(rows)
+
+    def settings(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    @classmethod
+    def build(cls, settings: Any, arrays: Any) -> Encoder:
+        return cls()
+
+
+ADDITIVE = Additive(np.eye(2), np.eye(2), np.ones(2))
+OWN = [
+    None,
+    Dot(),
+    ScaledDot(),
+    Cosine(0.5),
+    Multiplicative(np.array([[1.0, 0.5], [0.0, -2.0]])),
+    Gaussian(0.7),
+    Gaussian(np.array([0.7, 2.0])),
+]
+
+
+@pytest.mark.parametrize("how", OWN, ids=str)
+@pytest.mark.parametrize("wrap", [lambda x: Heads([x, Exact()], [1, 0]), Learned.begin])
+def test_an_encoder_of_ones_own_ranks_as_it_does_alone(how: Any, wrap: Any) -> None:
+    keys, queries = [0.5, -1.0, 1.25, 3.0, 2.0], [1.2, -3.0, 2.4]
+    alone = Years(how)
+    together = wrap(alone, 5) if wrap == Learned.begin else wrap(alone)
+    want = np.asarray(alone.score(5)(alone.query(queries), alone.encode(keys)), float)
+    got = together.query(queries) @ together.encode(keys).T
+    # The heads' common factor takes the place of a scale; the score of learning keeps it.
+    ratio = (want - want.mean(axis=1, keepdims=True)) / (got - got.mean(axis=1, keepdims=True))
+    assert (want.argsort(axis=1) == got.argsort(axis=1)).all()
+    np.testing.assert_allclose(ratio, np.full_like(ratio, ratio[0, 0]), rtol=1e-3)
+    if wrap == Learned.begin:
+        score = together.score(5)(together.query(queries), together.encode(keys))
+        np.testing.assert_allclose(score, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_score_of_ones_own_counts_beside_other_heads() -> None:
+    keys = [("Li", 1.0), ("Li", 3.0), ("Smola", 2.9)]
+    both = Columns([Characters(), Years(Gaussian())]).fit(keys)
+    D = qkv.Database([*keys], [0, 1, 2], encoder=both)
+    assert [D.ask(("Li", year)).rows[0].value for year in (1.1, 2.8)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "how", [Laplace(), Boxcar(), ScaledDot(softcap=1.0), ADDITIVE, Gated(*np.eye(2))], ids=str
+)
+def test_a_score_that_is_no_product_is_refused_as_a_head(how: Any) -> None:
+    with pytest.raises(CombinationError, match=r"Years.*no dot product.*alone"):
+        Heads([Years(how), Exact()]).encode([1.0, 2.0])

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database import cells
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import ScaledDot, Score
+from qkv.scores.base import Form
 
 
 class Encoder(ABC):
@@ -24,6 +25,9 @@ class Encoder(ABC):
 
     kind: ClassVar[str]
     """Its name in settings, in `ENCODERS` and in `resolve`."""
+
+    cosine: ClassVar[bool] = False
+    """Whether, as one of several heads, it goes by the direction of its vectors alone."""
 
     def fit(self, keys: Sequence[Any]) -> Encoder:
         """A copy that has learned what it needs from the keys (most need nothing)."""
@@ -47,9 +51,10 @@ class Encoder(ABC):
         return ScaledDot(sharpness(rows))
 
     def head(self, keys: Sequence[Any], query: bool = False) -> np.ndarray:
-        """Vectors (m, head_width) whose plain dot product is this encoder's similarity: a cosine.
+        """Vectors (m, head_width) whose plain dot product is this encoder's similarity.
 
-        It is 0 for the query None, which asks nothing of this head.
+        That is the cosine where `cosine` says so, else its score, without the scale of a product:
+        what many heads share takes its place. It is 0 for the query None, which asks nothing.
         """
         asked = [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
         out = np.zeros((len(keys), self.head_width), np.float32)
@@ -59,11 +64,43 @@ class Encoder(ABC):
         return out
 
     def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        return unit(self.query(keys) if query else self.encode(keys))
+        x = self.query(keys) if query else self.encode(keys)
+        if self.cosine:
+            return unit(x)
+        form = self._form(x, 1)
+        form = form if _shifted(form) else form._replace(scale=1.0)
+        return np.asarray(form.products()[0 if query else 1], np.float32)
 
     @property
     def head_width(self) -> int:
-        return self.width
+        if self.cosine:
+            return self.width
+        return int(self._form(np.zeros((1, self.width)), 1).products()[1].shape[-1])
+
+    def head_scale(self, rows: int) -> float:
+        """What a head's product is stretched by where it is the only one, in so many rows."""
+        form = self._form(np.zeros((1, self.width)), rows)
+        return 1.0 if _shifted(form) else form.scale
+
+    def _form(self, x: np.ndarray, rows: int) -> Form:
+        """The score as a product of something of a query and something of a key."""
+        score, x = self.score(rows), np.asarray(x, np.float64)
+        # Where a form is fitted to the vectors at hand, those of another call would not fit it;
+        # for 16 bits none is that need not be.
+        found = score.lowered(x, x, None, "float16")
+        if isinstance(found, str) or found[0].ranged:
+            raise self._no_product(score)
+        form = found[0].form(x, x)
+        if form.gate_query is not None:
+            raise self._no_product(score)
+        return form
+
+    def _no_product(self, score: Score) -> CombinationError:
+        return CombinationError(
+            f"{type(self).__name__} cannot be one of several heads: its score "
+            f"{type(score).__name__} is no dot product of a query's and a key's vector. Use it "
+            "alone, or let its score be one, such as ScaledDot, Cosine or Gaussian"
+        )
 
     def reads(self, query: Any) -> bool:
         """Whether a query of this type means something to it."""
@@ -81,6 +118,11 @@ class Encoder(ABC):
     @abstractmethod
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encoder:
         """The encoder of these settings and arrays."""
+
+
+def _shifted(form: Form) -> bool:
+    """Whether more than a product is in it, as the squares of a Gaussian are."""
+    return form.bias is not None or form.offset is not None
 
 
 SHARPNESS = (8.0, 1.6)

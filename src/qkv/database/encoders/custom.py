@@ -35,6 +35,7 @@ class Custom(Encoder):
     size: int | None = None
     name: str | None = None
     kind: ClassVar[str] = "custom"
+    cosine: ClassVar[bool] = True
 
     def __init__(
         self,

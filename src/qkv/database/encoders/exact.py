@@ -31,6 +31,7 @@ class Exact(Encoder):
 
     width: int = 256
     kind: ClassVar[str] = "exact"
+    cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.width < 64 or self.width > 512 or self.width % 8:

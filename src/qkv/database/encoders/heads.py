@@ -17,8 +17,9 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 class Heads(Encoder):
     """s(q, k) = Σ_h w_h s_h(q, k), with Σ w_h = 1: each head looks at the whole key.
 
-    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`. Each head's vector is stretched by √w_h and
-    they are laid end to end, so that one dot product is that sum. `heads` is a list of encoders
+    s_h is a cosine, or −‖q − k‖²/2h² for `Numbers`, or what the score of an encoder of your own
+    gives. Each head's vector is stretched by √w_h and they are laid end to end, so that one dot
+    product is that sum. `heads` is a list of encoders
     (or their names), or a mapping from names of your own; weights are equal unless given.
 
     >>> from qkv.database.encoders import Characters, Exact

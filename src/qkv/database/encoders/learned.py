@@ -11,7 +11,6 @@ import numpy as np
 
 from qkv.database.encoders.base import Encoder, batch, sharpness, unit
 from qkv.database.encoders.heads import Columns, Heads
-from qkv.database.encoders.numbers import Numbers
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
@@ -119,9 +118,10 @@ class Learned(Encoder):
             base = base.base
         else:
             heads = leaves(base)
-            # A Gaussian among the heads is no cosine: its vectors must keep their lengths.
-            cosines = tuple(not isinstance(head, Numbers) for head, _ in heads)
-            start = sharpness(rows) if isinstance(base, Heads) or all(cosines) else 1.0
+            # Where a head is no cosine, its vectors must keep their lengths.
+            cosines = tuple(head.cosine or has_tokens(head) for head, _ in heads)
+            shared = isinstance(base, Heads) or all(cosines)
+            start = sharpness(rows) if shared else base.head_scale(rows)
             scales = [math.log(max(start * weight, 1e-3)) for _, weight in heads]
             parameters = {"scales": np.array(scales, np.float32)}
         for i, (head, _) in enumerate(leaves(base)):

@@ -24,7 +24,8 @@ class Numbers(Encoder):
     A key is one number, or a tuple or vector of d, each in its own unit. `units` says what counts
     as one step in each column: one number or d of them; else the keys' standard deviation. The
     bandwidth h is counted in those units. Without it, it is 1 where units are given, and by
-    Scott's rule else: h = m^(−1/(d + 4)) for m rows. Dates count as days.
+    Scott's rule else: h = m^(−1/(d + 4)) for m rows; as one of several heads it is 1, for what
+    they share sharpens it with the rows. Dates count as days.
 
     >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
     >>> bool(np.allclose(encoder.encode([3.0, 4.0]), [[0.0], [1.2247]], atol=1e-4))
@@ -89,19 +90,6 @@ class Numbers(Encoder):
         if self.bandwidth is not None:
             return float(self.bandwidth)
         return 1.0 if self.units is not None else float(max(rows, 1) ** (-1 / (self.width + 4)))
-
-    def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
-        """−‖q − k‖²/2h² = q·k − ‖q‖²/2 − ‖k‖²/2 in bandwidths: two more numbers make it a product.
-
-        h is 1 unless given: the heads' common factor sharpens it with the number of rows.
-        """
-        x = self.encode(keys).astype(np.float64) / (self.bandwidth or 1.0)
-        half, one = -0.5 * (x * x).sum(axis=1, keepdims=True), np.ones((len(x), 1))
-        return np.hstack([x, half, one] if query else [x, one, half]).astype(np.float32)
-
-    @property
-    def head_width(self) -> int:
-        return self.width + 2
 
     def reads(self, query: Any) -> bool:
         try:

@@ -34,6 +34,7 @@ class Sentences(Encoder):
     device: str | None = None
     size: int | None = None
     kind: ClassVar[str] = "sentences"
+    cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))

@@ -34,6 +34,7 @@ class Words(Encoder):
 
     lower: bool = True
     kind: ClassVar[str] = "words"
+    cosine: ClassVar[bool] = True
 
     @property
     def width(self) -> int:
