@@ -5,6 +5,7 @@ A new score or weighting joins by being listed here; a test fails while one is n
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from qkv import masks, scores, weightings
 from qkv.arrays import of
+from qkv.testing import Case
 
 LEAD, N, M, D, DV, HIDDEN = (2, 4), 7, 9, 3, 5, 6
 KV_HEADS = 2
@@ -25,9 +27,6 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 QUERY, KEY, VALUE = _normal(*LEAD, N, D), _normal(2, KV_HEADS, M, D), _normal(2, KV_HEADS, M, DV)
-ALONG = _normal(*LEAD, N, DV)
-"""The gradient of the output in every test of gradients."""
-
 Arrays = dict[str, np.ndarray]
 
 
@@ -125,6 +124,27 @@ MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
     "float": ({"mask": _BIAS}, lambda a: a["mask"]),
     "float_per_head": ({"mask": _normal(4, 1, M)}, lambda a: masks.causal & a["mask"]),
 }
+
+
+@functools.cache
+def case(score: str, weighting: str, mask: str) -> Case:
+    """The call of these three: the arrays inside the score and the mask are among its own."""
+    inside = {f"score.{k}": x for k, x in SCORES[score][0].items()}
+    inside |= {f"mask.{k}": x for k, x in MASKS[mask][0].items()}
+
+    def how(arrays: Arrays) -> dict[str, Any]:
+        def part(prefix: str) -> Arrays:
+            return {k.partition(".")[2]: x for k, x in arrays.items() if k.startswith(prefix)}
+
+        return {
+            "score": SCORES[score][1](part("score.")),
+            "weighting": WEIGHTINGS[weighting],
+            "mask": MASKS[mask][1](part("mask.")),
+        }
+
+    # Straight-through: forward the hard weights, backward the softmax's gradient.
+    follows = weightings.Softmax() if weighting == "straight_through" else None
+    return Case({"query": QUERY, "key": KEY, "value": VALUE, **inside}, how, follows)
 
 
 def sensible(score: str, weighting: str, mask: str) -> bool:

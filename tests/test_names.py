@@ -34,17 +34,20 @@ class Cubic(scores.Score):
 
 
 @dataclass(frozen=True)
-class Squared(weightings.Weighting):
-    """α = s² as it is, not a function of the row."""
+class Exponential(weightings.Weighting):
+    """α = exp(rate · s) as it is, whatever else is in the row."""
+
+    rate: float = 0.1
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
         return self.weight(scores, live, k, ())
 
     def weight(self, scores: Array, live: Array | None, k: Array, found: Any) -> Array:
-        return of(scores).keep(scores * scores, live)
+        fw = of(scores)
+        return fw.keep(fw.xp.exp(self.rate * scores), live)
 
     def slope(self, weight: Array, along: Array, centre: Array, found: Any) -> Array:
-        return 2 * weight**0.5 * along
+        return self.rate * weight * along
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Lengths(encoders.Encoder):
     width: ClassVar[int] = 2  # type: ignore[misc]
 
     def fit(self, keys: Sequence[Any]) -> Lengths:
-        return Lengths(np.float32([1 / max(map(len, keys))]))
+        return type(self)(np.float32([1 / max(map(len, keys))]))
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         found = np.array([[len(key), 1] for key in keys], np.float32).reshape(-1, 2)
@@ -89,13 +92,13 @@ def as_before() -> Iterator[None]:
 @pytest.fixture
 def registered() -> None:
     scores.register("cubic", Cubic)
-    weightings.register("squared", Squared)
+    weightings.register("exponential", Exponential)
     encoders.register("lengths", Lengths)
 
 
 def formula(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """The weights that squared(cubic) means, live at every key."""
-    return (0.5 * query @ np.swapaxes(key, -1, -2)) ** 6
+    """The weights that exponential of cubic means, every key being live."""
+    return np.exp(0.1 * (0.5 * query @ np.swapaxes(key, -1, -2)) ** 3)
 
 
 class TestRegister:
@@ -118,7 +121,11 @@ class TestRegister:
             (lambda: scores.register("my score", Cubic), ArgumentError, "plain word.*'my score'"),
             (lambda: scores.register("", Cubic), ArgumentError, "plain word.*''"),
             (lambda: scores.register(3, Cubic), ArgumentError, "plain word.*3"),
-            (lambda: scores.register("mine", Squared), DtypeError, "scores.Score, not the class S"),
+            (
+                lambda: scores.register("mine", Exponential),
+                DtypeError,
+                "scores.Score, not the class E",
+            ),
             (lambda: scores.register("mine", Cubic()), DtypeError, r"not Cubic\(a=0.5\): derive"),
             (lambda: scores.register("mine", max), DtypeError, "or pass it as score="),
             (lambda: scores.register("mine", scores.Score), DtypeError, "Score must be a frozen"),
@@ -139,8 +146,8 @@ class TestRegister:
     def test_unknown_names_tell_of_registered_ones(self, registered: None) -> None:
         with pytest.raises(ArgumentError, match=r"did you mean 'cubic'\? Known: .*cubic"):
             scores.resolve("cubik")
-        with pytest.raises(ArgumentError, match="did you mean 'squared'"):
-            weightings.resolve("squred")
+        with pytest.raises(ArgumentError, match="did you mean 'exponential'"):
+            weightings.resolve("exponental")
         with pytest.raises(ArgumentError, match="did you mean 'lengths'"):
             encoders.resolve("length")
 
@@ -168,7 +175,7 @@ class TestRegister:
 class TestDoors:
     """A score and a weighting of one's own, by name, against what they mean."""
 
-    how: ClassVar[dict[str, Any]] = {"score": "cubic", "weighting": "squared"}
+    how: ClassVar[dict[str, Any]] = {"score": "cubic", "weighting": "exponential"}
 
     @pytest.mark.parametrize("engine", [None, "dense", "streaming"])
     def test_attend(self, registered: None, engine: str | None) -> None:
@@ -179,7 +186,9 @@ class TestDoors:
     def test_weights_and_explain(self, registered: None) -> None:
         causal = qkv.weights(QUERY, KEY, **self.how, mask="causal")
         np.testing.assert_allclose(causal, formula(QUERY, KEY) * np.tri(4, 6), atol=1e-12)
-        assert "Cubic(a=0.5) → Squared()" in str(qkv.explain(QUERY, KEY, VALUE, **self.how))
+        assert "Cubic(a=0.5) → Exponential(rate=0.1)" in str(
+            qkv.explain(QUERY, KEY, VALUE, **self.how)
+        )
 
     def test_layers(self, registered: None) -> None:
         torch = pytest.importorskip("torch")

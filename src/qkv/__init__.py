@@ -55,7 +55,9 @@ _ROOMS = (
     "engines",
     "errors",
     "keras",
+    "names",
     "nn",
+    "testing",
     "transformers",
     "types",
 )

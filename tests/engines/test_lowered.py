@@ -14,8 +14,8 @@ from qkv.engines import lowered, streaming
 from qkv.errors import EngineError
 from qkv.scores.separable import factors
 from tests import cases
-from tests.cases import ALONG, MASKS, SCORES
-from tests.engines.test_battery import SPARSELY, arguments, attend, expected, leaves
+from tests.cases import MASKS, SCORES, case
+from tests.engines.test_battery import SPARSELY
 from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 LOWERED = ("multiplicative", "cosine", "learned_cosine", "gaussian", "learned_gaussian", "additive")
@@ -46,10 +46,9 @@ def some(fw: Any, case: tuple[str, str, str]) -> None:
 @pytest.mark.parametrize(("score", "weighting", "mask"), COVERING)
 def test_values(fw, score, weighting, mask):
     some(fw, (score, weighting, mask))
-    arrays = {name: fw.make(x) for name, x in leaves(score, mask).items()}
-    how = arguments(arrays, score, weighting, mask)
-    out = attend(arrays, how, engine="lowered", tolerance=NEAR)
-    np.testing.assert_allclose(to_numpy(out), expected(score, weighting, mask), atol=10 * NEAR)
+    call = case(score, weighting, mask)
+    out = call.attend(call.made(fw), engine="lowered", tolerance=NEAR)
+    np.testing.assert_allclose(to_numpy(out), call.expected, atol=10 * NEAR)
 
 
 @pytest.mark.parametrize("fw", NOT_TRACED, ids=lambda fw: fw.name)
@@ -57,19 +56,12 @@ def test_values(fw, score, weighting, mask):
 def test_gradients(fw, score, weighting, mask):
     """By the chain rule through φ and ψ; JAX traces what it differentiates, and is not lowered."""
     some(fw, (score, weighting, mask))
-    base = leaves(score, mask)
-    along = fw.make(ALONG)
+    call = case(score, weighting, mask)
 
     def gradients(engine: str) -> list[np.ndarray]:
-        def loss(*given: Any) -> Any:
-            arrays = dict(zip(base, given, strict=True))
-            how = arguments(arrays, score, weighting, mask)
-            out = attend(arrays, how, engine=engine, tolerance=NEAR) * along
-            return qkv.arrays.namespace(out).sum(out)
+        return call.gradients(fw, call.made(fw), engine, tolerance=NEAR)
 
-        return fw.grads(loss, [fw.make(x) for x in base.values()])
-
-    for name, got, want in zip(base, gradients("lowered"), gradients("dense"), strict=True):
+    for name, got, want in zip(call.arrays, gradients("lowered"), gradients("dense"), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * (1 + np.abs(want).max()), err_msg=name)
 
 

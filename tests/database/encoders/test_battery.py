@@ -26,6 +26,7 @@ from qkv.database.encoders import (
     resolve,
 )
 from qkv.errors import ArgumentError, DtypeError
+from qkv.testing import check_encoder
 
 TEXTS = ["The Alchemist", "Dracula", "", "Frankenstein; or, The Modern Prometheus", "죄와 벌", "!?"]
 GLOVE = Path(__file__).with_name("glove.txt")
@@ -70,33 +71,11 @@ def test_every_encoder_is_here() -> None:
 
 
 @CASE
-def test_one_row_of_float32_for_each_key(name: str) -> None:
+def test_what_holds_for_every_encoder(name: str) -> None:
     encoder, keys = fitted(name)
-    for vectors in (encoder.encode(keys), encoder.query(keys)):
-        assert vectors.shape == (len(keys), encoder.width)
-        assert vectors.dtype == np.float32
-        assert np.isfinite(vectors).all()
-    assert encoder.encode([]).shape == (0, encoder.width)
-
-
-@CASE
-def test_a_key_has_one_vector_whatever_is_beside_it(name: str) -> None:
-    encoder, keys = fitted(name)
-    together = encoder.encode(keys)
-    alone = np.concatenate([encoder.encode([key]) for key in keys])
-    np.testing.assert_allclose(alone, together, atol=1e-6)
-    np.testing.assert_allclose(encoder.encode(keys[::-1]), together[::-1], atol=1e-6)
-
-
-@CASE
-def test_settings_and_arrays_build_it_again(name: str) -> None:
-    encoder, keys = fitted(name)
+    check_encoder(encoder, keys)
     settings = json.loads(json.dumps(encoder.settings(), allow_nan=False))
-    again = load(settings, {k: v.copy() for k, v in encoder.arrays().items()})
-    assert again == encoder
-    np.testing.assert_array_equal(again.encode(keys), encoder.encode(keys))
-    np.testing.assert_array_equal(again.query(keys), encoder.query(keys))
-    assert again.score(100) == encoder.score(100)
+    assert load(settings, encoder.arrays()) == encoder
 
 
 @CASE

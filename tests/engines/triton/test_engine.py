@@ -13,8 +13,8 @@ from qkv.attention import request
 from qkv.engines import triton as engine
 from qkv.errors import EngineError
 from tests import cases
-from tests.cases import ALONG
-from tests.engines.test_battery import FULL, arguments, attend, expected, leaves
+from tests.cases import case
+from tests.engines.test_battery import FULL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -35,8 +35,8 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def serves(score: str, weighting: str, mask: str) -> bool:
-    arrays = tensors(leaves(score, mask))
-    how = arguments(arrays, score, weighting, mask)
+    arrays = tensors(case(score, weighting, mask).arrays)
+    how = case(score, weighting, mask).how(arrays)
     main = (arrays[name] for name in ("query", "key", "value"))
     return engine.cannot(request(*main, *how.values(), 0.0, None, None)) is None
 
@@ -56,17 +56,14 @@ def test_it_serves_what_it_should():
 
 @pytest.mark.parametrize(("score", "weighting", "mask"), SERVED if FULL else SERVED[::2])
 def test_values_and_gradients(score, weighting, mask):
-    base = leaves(score, mask)
-    arrays = tensors(base)
+    call = case(score, weighting, mask)
+    arrays = tensors(call.arrays)
     inputs = {n: x.requires_grad_(x.dtype.is_floating_point) for n, x in arrays.items()}
-    out = attend(inputs, arguments(inputs, score, weighting, mask), engine="triton")
-    np.testing.assert_allclose(
-        out.detach().cpu().numpy(), expected(score, weighting, mask), atol=3e-5
-    )
-    wide = {n: torch.tensor(x, requires_grad=x.dtype.kind == "f") for n, x in base.items()}
-    want = attend(wide, arguments(wide, score, weighting, mask), engine="dense")
-    want.backward(torch.tensor(ALONG))
-    out.backward(torch.tensor(ALONG, dtype=torch.float32, device=DEVICE))
+    out = call.attend(inputs, engine="triton")
+    np.testing.assert_allclose(out.detach().cpu().numpy(), call.expected, atol=3e-5)
+    wide = {n: torch.tensor(x, requires_grad=x.dtype.kind == "f") for n, x in call.arrays.items()}
+    call.attend(wide, engine="dense").backward(torch.tensor(call.along))
+    out.backward(torch.tensor(call.along, dtype=torch.float32, device=DEVICE))
     for name, x in inputs.items():
         if not x.requires_grad:
             continue
@@ -103,12 +100,11 @@ def test_leading_axes(lead, few):
 @pytest.mark.parametrize("score", ["gaussian", "additive", "gated", "cosine"])
 def test_half_the_bits(score, dtype):
     """No worse than rounding the arguments and the result."""
-    base = leaves(score, "none")
-    kind = getattr(torch, dtype)
-    arrays = {n: torch.tensor(x, dtype=kind, device=DEVICE) for n, x in base.items()}
+    call, kind = case(score, "softmax", "none"), getattr(torch, dtype)
+    arrays = {n: torch.tensor(x, dtype=kind, device=DEVICE) for n, x in call.arrays.items()}
     rounded = {n: x.cpu().double().numpy() for n, x in arrays.items()}
-    want = attend(rounded, arguments(rounded, score, "softmax", "none"), engine="dense")
-    got = attend(arrays, arguments(arrays, score, "softmax", "none"), engine="triton")
+    want = call.attend(rounded, engine="dense")
+    got = call.attend(arrays, engine="triton")
     assert got.dtype == kind
     np.testing.assert_allclose(got.cpu().double().numpy(), want, atol=4e-2)
 
