@@ -1,0 +1,484 @@
+"""One call after another: what an earlier call of the same kind left behind changes no answer."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.arrays import of, to_numpy
+from qkv.errors import QkvError, ShapeError
+
+torch = pytest.importorskip("torch")
+
+TOLERANCE = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 3e-5, "float64": 1e-10}
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal},
+    "last": {"mask": masks.causal(align="bottom_right")},
+    "window": {"mask": masks.window(2)},
+    "gaussian": {"score": "gaussian"},
+    "softcap": {"score": scores.ScaledDot(0.3, softcap=2.0)},
+    "entmax15": {"weighting": "entmax15"},
+    "hard": {"weighting": "hard", "mask": masks.causal},
+    "boxcar": {"score": scores.Boxcar(2.0), "weighting": "normalized"},
+    "function": {"score": lambda q, k: scores.Dot()(q, k) * 0.5},
+}
+MAKE = {"numpy": np.asarray, "torch": torch.as_tensor}
+every_how = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+every_framework = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).normal(size=shape)
+
+
+def three(n: int, m: int, lead: tuple[int, ...] = (2, 2), d: int = 4) -> list[np.ndarray]:
+    return [normal(*lead, n, d), normal(*lead, m, d, seed=1), normal(*lead, m, d, seed=2)]
+
+
+def host(x: Any) -> np.ndarray:
+    x = x.detach().double() if isinstance(x, torch.Tensor) else x
+    return np.asarray(to_numpy(x), dtype=float)
+
+
+def truth(given: Any, how: dict[str, Any]) -> np.ndarray:
+    """The equation, literally, in float64 and on arrays that nobody has seen before."""
+    how = {k: x.numpy() if isinstance(x, torch.Tensor) else x for k, x in how.items()}
+    return host(qkv.attend(*(host(x).copy() for x in given), **how, engine="dense"))
+
+
+def agree(given: Any, how: dict[str, Any], **more: Any) -> Any:
+    """`attend` is right on these arrays; what it gave."""
+    found = qkv.attend(*given, **how, **more)
+    within = TOLERANCE[of(given[0]).dtype(given[0])]
+    np.testing.assert_allclose(host(found), truth(given, how), atol=within, rtol=within)
+    return found
+
+
+# Lengths, dtypes, layouts, in turns
+
+
+@every_framework
+@every_how
+def test_every_length(make, how):
+    for n, m in [(1, m) for m in range(22)] + [(0, 3), (3, 0), (2, 40), (17, 5), (40, 40), (1, 1)]:
+        agree([make(x) for x in three(n, m)], how)
+
+
+@every_how
+def test_every_dtype(how):
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float16, torch.float64, torch.bfloat16):
+            agree([torch.as_tensor(x).to(dtype) for x in three(5, 6)], how)
+
+
+@every_framework
+@every_how
+def test_every_rank_and_number_of_heads(make, how):
+    q, k, v = three(5, 6, (2, 4))
+    for heads in (4, 2, 1, 4):
+        agree([make(q), make(k[:, :heads]), make(v[:, :heads])], how)
+    agree([make(q[:1]), make(k), make(v)], how)
+    agree([make(q[0]), make(k[0]), make(v[0])], how)
+    agree([make(q[0, 0]), make(k[0, 0]), make(v[0, 0])], how)
+    agree([make(q), make(k[0, 0]), make(v[0, 0])], how)
+    agree([make(q[..., :3]), make(k[..., :3]), make(v)], how)
+
+
+@every_framework
+@every_how
+def test_every_layout(make, how):
+    q, k, v = (make(x) for x in three(6, 6, (3, 2)))
+    agree([q, k, v], how)
+    wide = make(np.concatenate(three(6, 6, (3, 2)), axis=-1))
+    agree([wide[..., :4], wide[..., 4:8], wide[..., 8:]], how)  # cut from one
+    agree([q[..., ::2, :], k[..., ::3, :], v[..., ::3, :]], how)
+    agree([x.swapaxes(-3, -2) for x in (q, k, v)], how)  # (heads behind positions)
+    agree([x.swapaxes(-2, -1) for x in (q, k, v)], how)
+    still = [np.broadcast_to(x, (3, *x.shape)) for x in three(4, 5)]
+    agree([make(x.copy()) for x in still], how)
+    if make is np.asarray:
+        agree(still, how)  # of stride 0 and not to be written to
+
+
+# What numbers there are
+
+
+@every_framework
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("how", ["plain", "causal", "last", "gaussian", "softcap"])
+def test_what_is_not_finite_is_seen_wherever_it_is(make, bad, how):
+    how = HOWS[how]
+    for m in (1, 2, 7, 15, 16, 17, 33):
+        n = min(m, 3)
+        agree([make(x) for x in three(n, m, (2,))], how)
+        for which, at in itertools.product(range(3), (0, -1)):
+            given = three(n, m, (2,))
+            given[which][1, at, 2] = bad
+            found = qkv.attend(*(make(x) for x in given), **how)
+            want = truth(given, how)
+            lost = ~np.isfinite(want)
+            assert (np.isnan(host(found)) == np.isnan(want)).all(), (m, which, at)
+            np.testing.assert_allclose(host(found)[~lost], want[~lost], atol=1e-9)
+
+
+@every_framework
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("kind", ["boolean", "float", "lengths", "a row"])
+def test_what_is_masked_out_is_not_seen(make, bad, kind):
+    for m in (3, 15, 16, 30):
+        given = three(4, m, (2,))
+        given[1][:, -1], given[2][:, -2] = bad, bad
+        seen = np.ones((4, m), bool)
+        seen[:, -2:] = False
+        seen[0] = False
+        mask = {
+            "boolean": make(seen),
+            "float": make(np.where(seen, 0.5, -np.inf)),
+            "lengths": masks.lengths([m - 2, m - 2]),
+            "a row": make(seen[-1:]),
+        }[kind]
+        found = host(qkv.attend(*(make(x) for x in given), mask=mask))
+        clean = [np.nan_to_num(x, posinf=0) for x in given]
+        rule = seen if kind in ("boolean", "float") else seen[-1:]
+        np.testing.assert_allclose(found, truth(clean, {"mask": rule}), atol=1e-9)
+
+
+@every_framework
+def test_scores_beyond_every_range(make):
+    q, k, v = three(3, 5)
+    agree([make(q), make(k), make(v)], {})
+    agree([make(q * 1e30), make(k), make(v)], {})
+    agree([make(q * -1e30), make(k), make(v)], {"mask": masks.causal})
+
+
+# What changes between two calls of one kind
+
+
+@every_framework
+@pytest.mark.parametrize("kind", ["boolean", "float", "one row", "per head"])
+def test_a_mask_that_is_written_to(make, kind):
+    given = [make(x) for x in three(4, 6)]
+    shape = {"one row": (1, 6), "per head": (2, 1, 6)}.get(kind, (4, 6))
+    mask = make(normal(*shape) if kind == "float" else np.ones(shape, bool))
+    corner = np.tri(4, 6, dtype=bool)
+    for step in range(4):
+        agree(given, {"mask": mask})
+        found = qkv.attend(*given, mask=masks.causal & mask)
+        now = host(mask)
+        both = np.where(corner, now, -np.inf) if kind == "float" else corner & (now > 0)
+        np.testing.assert_allclose(host(found), truth(given, {"mask": both}), atol=1e-9)
+        mask[..., step] = -np.inf if kind == "float" else False
+    mask[...] = -np.inf if kind == "float" else False
+    assert not host(qkv.attend(*given, mask=mask)).any()
+
+
+def test_masks_of_other_shapes_and_kinds():
+    given = [torch.as_tensor(x) for x in three(4, 4)]
+    seen = torch.as_tensor(normal(2, 2, 4, 4) > -0.5)
+    for part in (seen, seen[0], seen[0, 0], seen[:, :1], seen[..., :1, :], seen[..., :1], seen):
+        agree(given, {"mask": part})
+        agree(given, {"mask": torch.where(part, 0.25, -torch.inf).double()})
+    for lengths in ([1, 4], [0, 0], [4, 2]):
+        agree(given, {"mask": masks.lengths(lengths)})
+        agree(given, {"mask": masks.causal & masks.lengths(lengths)})
+    for ids in ([0, 0, 1, 1], [0, 1, 2, 3]):
+        agree(given, {"mask": masks.documents(ids)})
+    for limit in (1, 2):
+        agree(given, {"mask": masks.custom(lambda b, h, i, j, limit=limit: i - j < limit)})
+        agree(given, {"mask": masks.window(limit)})
+
+
+@every_framework
+def test_an_array_in_a_score_that_is_written_to(make):
+    given = [make(x) for x in three(4, 6)]
+    w, sigma = make(normal(4, 4)), make(np.array(1.5))
+    kept = scores.Multiplicative(w), scores.Gaussian(sigma)
+    for _ in range(3):
+        for score in kept:
+            inside = {k: host(x) for k, x in vars(score).items()}
+            found = qkv.attend(*given, score=score)
+            want = truth(given, {"score": type(score)(**inside)})
+            np.testing.assert_allclose(host(found), want, atol=1e-9)
+        w[...] = w * -0.5
+        sigma[...] = sigma * 0.7
+
+
+@every_framework
+def test_a_function_whose_closure_changes(make):
+    given = [make(x) for x in three(4, 6)]
+    factor = 1.0
+
+    def score(query, key):
+        return scores.Dot()(query, key) * factor
+
+    def rule(b, h, i, j):
+        return i - j < limit
+
+    for factor, limit in ((1.0, 1), (-2.0, 2), (0.0, 1)):
+        found = qkv.attend(*given, score=score, mask=masks.custom(rule))
+        how = {"score": scores.ScaledDot(factor), "mask": masks.window(np.inf, np.inf)}
+        seen = np.subtract.outer(np.arange(4), np.arange(6)) < limit
+        want = truth(given, {**how, "mask": seen})
+        np.testing.assert_allclose(host(found), want, atol=1e-9)
+
+
+class Loose(scores.Score):
+    """A score that is no dataclass: its number changes."""
+
+    factor = 1.0
+
+    def __call__(self, query, key):
+        return scores.Dot()(query, key) * self.factor
+
+
+@dataclass(frozen=True)
+class Alike(scores.Score):
+    """A score that equals others that it is not like."""
+
+    factor: float = field(default=1.0, compare=False)
+
+    def __call__(self, query, key):
+        return scores.Dot()(query, key) * self.factor
+
+
+@dataclass(frozen=True)
+class Listed(scores.Score):
+    """A score that cannot be hashed."""
+
+    factors: list[float] = field(default_factory=lambda: [1.0])
+
+    def __call__(self, query, key):
+        return scores.Dot()(query, key) * self.factors[0]
+
+
+@dataclass(frozen=True)
+class Warm(weightings.Softmax):
+    """A weighting that equals others that it is not like."""
+
+    heat: float = field(default=1.0, compare=False)
+
+    def scale(self, scores):
+        return scores / self.heat
+
+
+@every_framework
+def test_scores_and_weightings_that_are_told_apart_by_nothing_but_what_they_do(make):
+    given = [make(x) for x in three(4, 6)]
+    loose, listed = Loose(), Listed()
+    for factor in (1.0, -2.0, 0.5):
+        loose.factor = listed.factors[0] = factor
+        want = truth(given, {"score": scores.ScaledDot(factor)})
+        for score in (loose, listed, Alike(factor)):
+            found = qkv.attend(*given, score=score)
+            np.testing.assert_allclose(host(found), want, atol=1e-9)
+        heat = abs(factor)
+        want = truth(given, {"weighting": weightings.Softmax(heat)})
+        found = qkv.attend(*given, weighting=Warm(heat=heat))
+        np.testing.assert_allclose(host(found), want, atol=1e-9)
+
+
+@every_framework
+def test_numbers_that_are_equal_and_not_the_same(make):
+    given = [make(x) for x in three(4, 6)]
+    for number in (1, 1.0, np.float32(1.0), np.float64(1.0), True, np.float64(2.0), 2):
+        if number is not True:
+            agree(given, {"score": scores.ScaledDot(number)})
+            agree(given, {"weighting": weightings.Softmax(number)})
+            agree(given, {"score": scores.Gaussian(number)})
+    for zero in (0.0, -0.0, 0):
+        agree(given, {"score": scores.ScaledDot(zero)})
+
+
+@every_framework
+def test_what_is_asked_for_beside_the_output(make):
+    given = [make(x) for x in three(4, 6)]
+    how = {"mask": masks.causal}
+    want, lse, alpha = qkv.attend(
+        *(host(x) for x in given), **how, engine="dense", return_lse=True, return_weights=True
+    )
+    for _ in range(2):
+        np.testing.assert_allclose(host(agree(given, how)), want, atol=1e-9)
+        for flags in itertools.product([False, True], repeat=2):
+            found = qkv.attend(*given, **how, return_lse=flags[0], return_weights=flags[1])
+            found = found if isinstance(found, tuple) else (found,)
+            expected = [want, *(x for x, flag in zip((lse, alpha), flags, strict=True) if flag)]
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(host(a), b, atol=1e-9)
+        np.testing.assert_allclose(host(qkv.weights(*given[:2], **how)), alpha, atol=1e-9)
+
+
+@every_framework
+def test_dropout_comes_and_goes(make):
+    given = [make(x) for x in three(4, 6)]
+    once = host(qkv.attend(*given, dropout_p=0.5, seed=3))
+    agree(given, {})
+    assert (host(qkv.attend(*given, dropout_p=0.5, seed=3)) == once).all()
+    assert (host(qkv.attend(*given, dropout_p=0.5, seed=4)) != once).any()
+    agree(given, {})
+    assert not host(qkv.attend(*given, dropout_p=1.0, seed=0)).any()
+
+
+@every_framework
+def test_what_is_wrong_is_refused_the_second_time_too(make):
+    q, k, v = (make(x) for x in three(4, 6))
+    agree([q, k, v], {})
+    for bad in ((q[..., :3], k, v), (q, k, v[..., :5, :]), (q, k[:, :0], v), (q[0, 0, 0], k, v)):
+        with pytest.raises(ShapeError):
+            qkv.attend(*bad)
+    with pytest.raises(QkvError):
+        qkv.attend(q, k, v, mask=make(np.ones((4, 5), bool)))
+    with pytest.raises(QkvError):
+        qkv.attend(q, k, v, mask=make(np.ones((4, 6), int)))
+    with pytest.raises(QkvError):
+        qkv.attend(q, host(k) if make is not np.asarray else torch.as_tensor(k), v)
+    with pytest.raises(QkvError):
+        qkv.attend(q, k, v, score="gausian")
+    agree([q, k, v], {})
+
+
+# Gradients wanted and not
+
+
+def slopes(out: Any, leaves: list[Any]) -> list[Any]:
+    """The gradients of Σ out² for the leaves, 0 where the output does not move with one."""
+    found: Any = [None] * len(leaves)
+    if out.requires_grad:
+        found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+    return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True)]
+
+
+@every_how
+def test_gradients_come_and_go(how):
+    given = [torch.as_tensor(x) for x in three(5, 6)]
+    leaves = [x.clone().requires_grad_() for x in given]
+    want = slopes(qkv.attend(*leaves, **how, engine="dense"), leaves)
+    for flags in itertools.product([False, True], repeat=3):
+        leaves = [x.clone().requires_grad_(flag) for x, flag in zip(given, flags, strict=True)]
+        with torch.no_grad():
+            assert not agree(leaves, how).requires_grad
+        with torch.inference_mode():
+            agree([x.clone() for x in given], how)
+        wanted = [x for x in leaves if x.requires_grad]
+        expected = [x for x, flag in zip(want, flags, strict=True) if flag]
+        for a, b in zip(slopes(agree(leaves, how), wanted), expected, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_gradients_of_a_mask_and_of_a_score_come_and_go():
+    given = [torch.as_tensor(x) for x in three(4, 6)]
+
+    def calls(bias, sigma, **engine):
+        caught = lambda q, k: scores.Dot()(q, k) * sigma  # noqa: E731
+        yield qkv.attend(*given, mask=bias, **engine)
+        yield qkv.attend(*given, score=scores.Gaussian(sigma), **engine)
+        yield qkv.attend(*given, score=caught, **engine)
+
+    for flag in (False, True, False, True):
+        leaves = [
+            torch.as_tensor(normal(4, 6)).requires_grad_(flag),
+            torch.tensor(1.5, dtype=torch.double, requires_grad=flag),
+        ]
+        for out, want in zip(calls(*leaves), calls(*leaves, engine="dense"), strict=True):
+            assert out.requires_grad == flag
+            torch.testing.assert_close(out, want)
+            for a, b in zip(slopes(out, leaves), slopes(want, leaves), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["plain", "gaussian"])
+def test_compiling_comes_and_goes(how):
+    how = HOWS[how]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: qkv.attend(*x, **how), backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        given = [torch.as_tensor(x).float() + seed for x in three(5, 6)]
+        want = agree(given, how)
+        torch.testing.assert_close(compiled(*given), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(agree(given, how), want)
+    leaves = [x.clone().requires_grad_() for x in given]
+    found = torch.autograd.grad(compiled(*leaves).sum(), leaves)
+    want = torch.autograd.grad(qkv.attend(*leaves, **how).sum(), leaves)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_autocast_comes_and_goes():
+    given = [torch.as_tensor(x).float() for x in three(5, 6)]
+    want = agree(given, {})
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = qkv.attend(*given)
+        torch.testing.assert_close(found.float(), want, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(agree(given, {}), want)
+
+
+# Threads, and what is kept
+
+
+def test_threads_of_different_kinds():
+    kinds = [(make, how, n, m) for make in MAKE.values() for how in HOWS.values()
+             for n, m in ((1, 5), (4, 6), (6, 18))]  # fmt: skip
+    wrong: list[Any] = []
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        order = np.random.default_rng(seed).permutation(len(kinds))
+        start.wait()
+        for i in order:
+            make, how, n, m = kinds[i]
+            try:
+                agree([make(x) for x in three(n, m)], how)
+            except Exception as error:
+                wrong.append((i, error))
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@every_framework
+@every_how
+def test_no_array_is_kept_alive(make, how):
+    if make is np.asarray:  # a NumPy array of its own memory can be watched
+        make = np.array
+    given = [make(x) for x in three(5, 6)]
+    mask = make(np.tri(5, 6, dtype=bool))
+    w = make(normal(4, 4))
+    watched = [weakref.ref(x) for x in (*given, mask, w)]
+    for _ in range(3):
+        qkv.attend(*given, **how)
+        qkv.attend(*given, mask=mask)
+        qkv.attend(*given, score=scores.Multiplicative(w))
+        qkv.attend(*given, score=lambda q, k, w=w: scores.Dot()(q @ w, k))
+    del given, mask, w
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_jax_in_turns():
+    jax = pytest.importorskip("jax")
+    for m in (5, 6):
+        given = [jax.numpy.asarray(x, "float32") for x in three(3, m, (2,))]
+        for seen in (True, np.tri(3, m, 1, dtype=bool)):
+
+            def call(*x, seen=seen):
+                mask = None if seen is True else jax.numpy.asarray(seen)
+                return qkv.attend(*x, mask=mask)
+
+            want = truth(given, {"mask": None if seen is True else seen})
+            for found in (call(*given), jax.jit(call)(*given), call(*given)):
+                np.testing.assert_allclose(found, want, atol=3e-5)
+            slope = jax.grad(lambda *x, call=call: call(*x).sum())(*given)
+            assert np.isfinite(slope).all()
