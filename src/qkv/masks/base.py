@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from inspect import signature
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -167,12 +169,9 @@ class Values(Mask):
         return [self.values]
 
     def allowed(self, block: Block) -> Array | None:
-        part = self.part(block)
-        return part > -float("inf") if self.is_bias else part
-
-    def part(self, block: Block) -> Array:
         fw = of(self.values)
-        return fw.cut(fw.cut(self.values, block.rows, -2), block.cols, -1)
+        part = fw.cut(fw.cut(self.values, block.rows, -2), block.cols, -1)
+        return part > -float("inf") if self.is_bias else part
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         host = on_host(self.values)
@@ -244,15 +243,10 @@ def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
     if mask is None:
         return None, None
     rules, biases = _split(array(mask))
-    rule: Mask | None = None
-    for part in rules:
-        rule = part if rule is None else Both(rule, part)
-    bias = None
-    for part in biases:
-        bias = part.values if bias is None else bias + part.values
-    if bias is not None:
-        rule = Values(bias) if rule is None else Both(rule, Values(bias))
-    return rule, bias
+    if not biases:
+        return reduce(Both, rules), None
+    bias = reduce(add, (part.values for part in biases))
+    return reduce(Both, [*rules, Values(bias)]), bias
 
 
 def _grouped(mask: Mask) -> str:
