@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,46 +148,15 @@ def window(
 
 
 @dataclass(frozen=True, repr=False)
-class Positions(Mask):
-    """A rule on positions alone, with a name to show."""
-
-    name: str
-    rule: Callable[[Block, Any], Array]
-    judge: Callable[[Span, Span], Verdict] = lambda rows, cols: None
-    by_distance: bool = False
-
-    @property
-    def relative(self) -> bool:
-        return self.by_distance
-
-    def allowed(self, block: Block) -> Array | None:
-        return self.rule(block, of(block.q).xp)
-
-    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
-        return self.judge(rows, cols)
+class Strided(Mask):
+    step: int
+    relative = True
 
     def __repr__(self) -> str:
-        return self.name
+        return f"strided({self.step})"
 
-
-def dilated(window: int, step: int) -> Mask:
-    """Every step-th key to either side of the query, `window` of them.
-
-    >>> dilated(2, 3)  # i − 6, i − 3, i, i + 3, i + 6
-    dilated(2, 3)
-    """
-    whole_number("dilated", "window", window, 0)
-    whole_number("dilated", "step", step, 1)
-    reach = Band(window * step, window * step)
-
-    def rule(block: Block, xp: Any) -> Array:
-        return xp.logical_and(reach.allowed(block), _on_step(block, step))
-
-    def judge(rows: Span, cols: Span) -> Verdict:
-        verdict = reach.verdict(rows, cols, 0, 0)
-        return verdict if verdict is False or step == 1 else None
-
-    return Positions(f"dilated({window}, {step})", rule, judge, by_distance=True)
+    def allowed(self, block: Block) -> Array | None:
+        return of(block.q).xp.remainder(block.q - block.k, self.step) == 0
 
 
 def strided(step: int) -> Mask:
@@ -197,12 +165,57 @@ def strided(step: int) -> Mask:
     >>> strided(4)
     strided(4)
     """
-    whole_number("strided", "step", step, 1)
-    return Positions(f"strided({step})", lambda block, xp: _on_step(block, step), by_distance=True)
+    return Strided(whole_number("strided", "step", step, 1))
 
 
-def _on_step(block: Block, step: int) -> Array:
-    return of(block.q).xp.remainder(block.q - block.k, step) == 0
+@dataclass(frozen=True, repr=False)
+class Dilated(Strided):
+    window: int
+
+    def __repr__(self) -> str:
+        return f"dilated({self.window}, {self.step})"
+
+    @property
+    def reach(self) -> Band:
+        return Band(self.window * self.step, self.window * self.step)
+
+    def allowed(self, block: Block) -> Array | None:
+        near = self.reach.allowed(block)
+        return of(block.q).xp.logical_and(near, super().allowed(block))
+
+    def extent(self, rows: Span, n: int, m: int) -> tuple[int, int]:
+        return self.reach.extent(rows, n, m)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        verdict = self.reach.verdict(rows, cols, n, m)
+        return verdict if verdict is False or self.step == 1 else None
+
+
+def dilated(window: int, step: int) -> Mask:
+    """Every step-th key to either side of the query, `window` of them.
+
+    >>> dilated(2, 3)  # i − 6, i − 3, i, i + 3, i + 6
+    dilated(2, 3)
+    """
+    window = whole_number("dilated", "window", window, 0)
+    return Dilated(whole_number("dilated", "step", step, 1), window)
+
+
+@dataclass(frozen=True, repr=False)
+class Global(Mask):
+    count: int
+
+    def __repr__(self) -> str:
+        return f"global_tokens({self.count})"
+
+    def allowed(self, block: Block) -> Array | None:
+        return of(block.q).xp.logical_or(block.q < self.count, block.k < self.count)
+
+    def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
+        if rows.start >= self.count and cols.start >= self.count:
+            return False
+        inside = rows.start + rows.size <= self.count or cols.start + cols.size <= self.count
+        return True if inside else None
 
 
 def global_tokens(count: int) -> Mask:
@@ -211,16 +224,4 @@ def global_tokens(count: int) -> Mask:
     >>> global_tokens(1) | window(64)
     global_tokens(1) | window(64, 64)
     """
-    whole_number("global_tokens", "count", count, 0)
-
-    def judge(rows: Span, cols: Span) -> Verdict:
-        if rows.start >= count and cols.start >= count:
-            return False
-        inside = rows.start + rows.size <= count or cols.start + cols.size <= count
-        return True if inside else None
-
-    return Positions(
-        f"global_tokens({count})",
-        lambda block, xp: xp.logical_or(block.q < count, block.k < count),
-        judge,
-    )
+    return Global(whole_number("global_tokens", "count", count, 0))
