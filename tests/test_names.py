@@ -210,10 +210,10 @@ class TestDoors:
         pytest.importorskip("keras")
         from qkv.keras import Attention
 
-        layer = Attention(**self.how)
-        again = Attention.from_config(layer.get_config())
-        for made in (layer, again):
-            out = made([QUERY[None], VALUE[None], KEY[None]], attention_mask="causal")
+        made = [Attention(**self.how), Attention(score=Cubic(0.5), weighting=Exponential(0.1))]
+        made += [Attention.from_config(layer.get_config()) for layer in made]
+        for layer in made:
+            out = layer([QUERY[None], VALUE[None], KEY[None]], attention_mask="causal")
             want = formula(QUERY, KEY) * np.tri(4, 6) @ VALUE
             np.testing.assert_allclose(to_numpy(out)[0], want, rtol=1e-4, atol=1e-5)
 

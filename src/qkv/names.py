@@ -72,10 +72,14 @@ class Names(dict[str, type[T]], Generic[T]):
     def find(self, name: Any, advice: str = "") -> type[T]:
         """The class of a name; installed plug-ins are asked for one that is not known."""
         if name not in self:
-            failed = _plug_in()
+            failed = plug_in()
             if name not in self:
                 raise unknown(self.what, name, self, advice + "".join(failed))
         return self[name]
+
+    def name_of(self, kind: type) -> str | None:
+        """The name that a class has here."""
+        return next((name for name, known in self.items() if known is kind), None)
 
     def resolve(self, given: Any) -> T | None:
         """An object from its name or itself; None for what is neither."""
@@ -120,7 +124,7 @@ def _home(kind: type) -> tuple[str, str]:
 _failed: list[str] | None = None
 
 
-def _plug_in() -> list[str]:
+def plug_in() -> list[str]:
     """Import every installed plug-in, once; what failed, in sentences."""
     global _failed
     if _failed is None:

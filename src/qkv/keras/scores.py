@@ -11,9 +11,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from qkv import scores
+from qkv import scores, weightings
 from qkv.arrays import is_array, of, to_numpy, tree
 from qkv.errors import unknown
+from qkv.names import plug_in
 from qkv.scores.modified import Function
 from qkv.types import Array
 
@@ -73,10 +74,12 @@ def written(thing: Any) -> Any:
         return {"dtype": str(to_numpy(thing).dtype), "values": to_numpy(thing).tolist()}
     if isinstance(thing, Function):
         return written(thing.function)
-    if dataclasses.is_dataclass(thing) and type(thing).__module__.startswith("qkv."):
+    kind = type(thing)
+    ours = kind.__name__ if kind.__module__.startswith("qkv.") else None
+    name = ours or scores.NAMES.name_of(kind) or weightings.NAMES.name_of(kind)
+    if dataclasses.is_dataclass(thing) and name:
         fields = [field.name for field in dataclasses.fields(thing) if field.init]
-        numbers = {name: written(getattr(thing, name)) for name in fields}
-        return {"name": type(thing).__name__, "fields": numbers}
+        return {"name": name, "fields": {x: written(getattr(thing, x)) for x in fields}}
     return keras.saving.serialize_keras_object(thing)
 
 
@@ -88,8 +91,11 @@ def read(room: Any, thing: Any) -> Any:
         return np.asarray(thing["values"], thing["dtype"])
     if "name" not in thing:
         return keras.saving.deserialize_keras_object(thing)
-    name, what = thing["name"], room.__name__.rpartition(".")[2].rstrip("s")
     known = {x: getattr(room, x) for x in room.__all__ if isinstance(getattr(room, x), type)}
+    name = thing["name"]
     if name not in known:
-        raise unknown(what, name, known)
+        failed = plug_in()
+        known |= room.NAMES
+    if name not in known:
+        raise unknown(room.NAMES.what, name, known, "".join(failed))
     return known[name](**{field: read(room, value) for field, value in thing["fields"].items()})
