@@ -94,8 +94,8 @@ def read(room: Any, thing: Any) -> Any:
     known = {x: getattr(room, x) for x in room.__all__ if isinstance(getattr(room, x), type)}
     name = thing["name"]
     if name not in known:
-        failed = plug_in()
-        known |= room.NAMES
+        failed, ours = plug_in(), set(known.values())
+        known |= {x: kind for x, kind in room.NAMES.items() if kind not in ours}
     if name not in known:
         raise unknown(room.NAMES.what, name, known, "".join(failed))
     return known[name](**{field: read(room, value) for field, value in thing["fields"].items()})
