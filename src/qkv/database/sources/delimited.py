@@ -114,8 +114,7 @@ def _broken(text: str, delimiter: str, file: str) -> SourceError:
     """The error of the first record that cannot be read, found by a second and slower look."""
 
     def error(what: str, at: int) -> SourceError:
-        line, column = files.place(text[:at])
-        return SourceError(what, file=file, line=line, column=column)
+        return files.fault(what, text, at, file)
 
     name = "tab" if delimiter == "\t" else delimiter
     stop = re.compile(f"[{re.escape(delimiter)}\r\n]")

@@ -124,25 +124,30 @@ def text(data: bytes, file: str) -> str:
     try:
         decoded = data.decode()
     except UnicodeDecodeError as error:
-        line, column = place(data[: error.start].decode())
-        raise SourceError(
+        before = data[: error.start].decode()
+        raise fault(
             f"byte 0x{data[error.start]:02x} is not UTF-8 text: if the file is in another "
             f"encoding, convert it, say with iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8.txt",
-            file=file,
-            line=line,
-            column=column,
+            before,
+            len(before),
+            file,
         ) from None
     nul = decoded.find("\0")
     if nul >= 0:
-        line, column = place(decoded[:nul])
-        raise SourceError(
+        raise fault(
             "a NUL byte, which text does not have: the file is damaged, binary, or UTF-16 "
             f"(then: iconv -f UTF-16LE -t UTF-8 {file} > utf8.txt)",
-            file=file,
-            line=line,
-            column=column,
+            decoded,
+            nul,
+            file,
         )
     return decoded
+
+
+def fault(what: str, text: str, at: int, file: str) -> SourceError:
+    """The error of what is wrong at this place of a text."""
+    line, column = place(text[:at])
+    return SourceError(what, file=file, line=line, column=column)
 
 
 def place(before: str) -> tuple[int, int]:

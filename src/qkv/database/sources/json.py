@@ -37,7 +37,7 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
             if title not in columns:
                 columns[title] = [None] * count
         if len(columns) > _MOST_COLUMNS:
-            raise _error(
+            raise files.fault(
                 f"the objects so far have more than {_MOST_COLUMNS:,} different names: rows of a "
                 "table share their names, so put what differs into a value",
                 text,
@@ -65,7 +65,7 @@ def _rows(text: str, file: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
         spans = _lines(text, start, file)
     for start, end, row in spans:
         if not isinstance(row, dict):
-            raise _error(
+            raise files.fault(
                 f"a {_name(row)} where an object was expected: each row must be "
                 '{"column": cell, …}',
                 text,
@@ -87,7 +87,7 @@ def _lines(text: str, start: int, file: str) -> Iterator[tuple[int, int, Any]]:
                 raise json.JSONDecodeError("more after the object", line, _past_space(line, end))
         except json.JSONDecodeError as error:
             if found.start() == start and _is_one(text, start):
-                raise _error(
+                raise files.fault(
                     "one object over many lines, which is one row or none: write a list of objects "
                     "[{…}, {…}], or one object a line",
                     text,
@@ -96,7 +96,7 @@ def _lines(text: str, start: int, file: str) -> Iterator[tuple[int, int, Any]]:
                 ) from None
             raise _broken(error, text, found.start(), file) from None
         except _Refused as error:
-            raise _error(str(error), text, found.start() + at, file) from None
+            raise files.fault(str(error), text, found.start() + at, file) from None
         yield found.start() + at, found.end(), value
 
 
@@ -113,12 +113,12 @@ def _elements(text: str, start: int, file: str) -> Iterator[tuple[int, int, Any]
         except json.JSONDecodeError as error:
             raise _broken(error, text, 0, file) from None
         except _Refused as error:
-            raise _error(str(error), text, at, file) from None
+            raise files.fault(str(error), text, at, file) from None
         yield at, end, value
         at = after if closed else _past_space(text, after + 1)
     rest = _past_space(text, at + 1)
     if rest < len(text):
-        raise _error("more after the list's end: a file holds one list", text, rest, file)
+        raise files.fault("more after the list's end: a file holds one list", text, rest, file)
 
 
 def _past_space(text: str, at: int) -> int:
@@ -188,9 +188,4 @@ def _name(value: Any) -> str:
 
 def _broken(error: json.JSONDecodeError, text: str, start: int, file: str) -> SourceError:
     what = error.msg[:1].lower() + error.msg[1:]
-    return _error(f"broken JSON, {what}: mend or remove it", text, start + error.pos, file)
-
-
-def _error(what: str, text: str, at: int, file: str) -> SourceError:
-    line, column = files.place(text[:at])
-    return SourceError(what, file=file, line=line, column=column)
+    return files.fault(f"broken JSON, {what}: mend or remove it", text, start + error.pos, file)

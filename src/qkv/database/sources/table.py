@@ -63,29 +63,21 @@ def build(name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], fil
 
 def check_names(names: Sequence[Any], file: str, line: int | None = None) -> None:
     """Refuse a table without columns, and column names that are empty, double or no text."""
+    where: dict[str, Any] = {"file": file, "line": line}
     if not names:
-        raise SourceError("no columns: there is nothing to read", file=file, line=line)
+        raise SourceError("no columns: there is nothing to read", **where)
     for place, name in enumerate(names, start=1):
         if not isinstance(name, str):
-            raise SourceError(
-                f"column {place} is named {name!r}, of type {type(name).__name__}: rename it",
-                file=file,
-                line=line,
-            )
+            told = f"is named {name!r}, of type {type(name).__name__}: rename it"
+            raise SourceError(f"column {place} {told}", **where)
         if not name.strip():
-            raise SourceError(
-                f"column {place} of {len(names)} has no name: give it one, or remove it",
-                file=file,
-                line=line,
-            )
+            told = "has no name: give it one, or remove it"
+            raise SourceError(f"column {place} of {len(names)} {told}", **where)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         places = [str(place) for place, other in enumerate(names, start=1) if other == name]
-        raise SourceError(
-            f"columns {', '.join(places)} are all named {name!r}: rename all but one",
-            file=file,
-            line=line,
-        )
+        told = f"are all named {name!r}: rename all but one"
+        raise SourceError(f"columns {', '.join(places)} {told}", **where)
 
 
 def no_rows(file: str) -> SourceError:
@@ -155,9 +147,7 @@ def cell(value: Any) -> Any:
             if isinstance(item, np.generic):
                 raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
             return cell(item)
-        case np.ndarray():
-            return [cell(item) for item in value]
-        case list() | tuple():
+        case np.ndarray() | list() | tuple():
             return [cell(item) for item in value]
         case dict() if all(isinstance(name, str) for name in value):
             return {str(name): cell(item) for name, item in value.items()}
