@@ -6,6 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,8 @@ class Encoder(ABC):
     """k ↦ vector: keys (m of them) → (m, width) float32, queries (n) → (n, width).
 
     Subclasses are frozen dataclasses. `fit` returns a copy that knows the keys; `settings` (JSON)
-    and `arrays` together are enough for `build` to make the same encoder in another process.
+    and `arrays` together are enough for `build` to make the same encoder in another process. By
+    default they are its fields.
     """
 
     kind: ClassVar[str]
@@ -106,18 +108,20 @@ class Encoder(ABC):
         """Whether a query of this type means something to it."""
         return True
 
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What JSON can keep of it; "kind" among it."""
+        """What JSON can keep of it, "kind" among it: the fields that make it equal to another."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}  # type: ignore[arg-type]
+        told = {name: list(x) if isinstance(x, tuple) else x for name, x in own.items()}
+        return {"kind": self.kind} | told
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What it has learned, as arrays."""
-        return {}
+        """What it has learned: the fields that are arrays."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     @classmethod
-    @abstractmethod
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encoder:
         """The encoder of these settings and arrays."""
+        return cls(**{name: x for name, x in settings.items() if name != "kind"}, **arrays)
 
 
 def _shifted(form: Form) -> bool:
@@ -154,6 +158,11 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     length[length == 0] = 1.0
     vectors /= length[:, None].astype(np.float32)
     return vectors
+
+
+def under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays whose names begin so, by the rest of their names."""
+    return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
 
 
 def batch(keys: Sequence[Any]) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -107,29 +107,6 @@ class Characters(Encoder):
 
     def reads(self, query: Any) -> bool:
         return isinstance(query, str)
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "width": self.width,
-            "n": list(self.n),
-            "sounds": self.sounds,
-            "idf": self.idf,
-        }
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {} if self.table is None else {"table": self.table}
-
-    @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Characters:
-        low, high = settings["n"]
-        return cls(
-            settings["width"],
-            (low, high),
-            settings["sounds"],
-            settings["idf"],
-            arrays.get("table"),
-        )
 
 
 def blocks(keys: list[str]) -> Iterator[tuple[int, list[str]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -50,10 +50,3 @@ class Exact(Encoder):
     def score(self, rows: int) -> Score:
         # e^τ against m − 1 rows of about e^0: a lead of e⁶ leaves them less than 1 % together.
         return ScaledDot(math.log(max(rows, 1)) + 6)
-
-    def settings(self) -> dict[str, Any]:
-        return {"kind": self.kind, "width": self.width}
-
-    @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Exact:
-        return cls(settings["width"])

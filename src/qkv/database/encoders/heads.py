@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, batch
+from qkv.database.encoders.base import Encoder, batch, under
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 
@@ -117,12 +117,7 @@ class Heads(Encoder):
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Heads:
         from qkv.database.encoders import load
 
-        heads = []
-        for i, inner in enumerate(settings["heads"]):
-            own = f"{i}."
-            heads.append(
-                load(inner, {k[len(own) :]: v for k, v in arrays.items() if k.startswith(own)})
-            )
+        heads = [load(one, under(f"{i}.", arrays)) for i, one in enumerate(settings["heads"])]
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
 
 
@@ -154,13 +149,17 @@ class Columns(Heads):
 
     def query(self, queries: Sequence[Any]) -> np.ndarray:
         out = self._vectors(queries, True)
-        weights = np.asarray(self.weights)
-        for row, query in zip(out, queries, strict=True):
-            asked = weights[[part is not None for part in self._spread(query)]]
-            # As sharp as if there were only these columns, or only one of them.
-            whole = asked.sum() if isinstance(query, tuple | list | Mapping) else asked.max()
-            row /= np.float32(whole) if whole else 1
-        return out
+        return out / np.array([self.whole(query) for query in queries], np.float32)[:, None]
+
+    def whole(self, query: Any) -> float:
+        """The weight of the columns that are asked: as sharp as if there were only these.
+
+        One value need match one column only, the heaviest that reads it.
+        """
+        parts = zip(self.weights, self._spread(query), strict=True)
+        asked = [weight for weight, part in parts if part is not None]
+        several = isinstance(query, tuple | list | Mapping)
+        return (sum(asked) if several else max(asked, default=0.0)) or 1.0
 
     def _spread(self, query: Any) -> Any:
         """A query as a tuple of columns."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, batch, sharpness, unit
+from qkv.database.encoders.base import Encoder, batch, sharpness, under, unit
 from qkv.database.encoders.heads import Columns, Heads
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
@@ -215,9 +215,9 @@ class Learned(Encoder):
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Learned:
         from qkv.database.encoders import load
 
-        base = load(settings["base"], _under("base.", arrays))
-        parameters = _under("learned.", arrays)
-        for name, rows in _under("moved.", arrays).items():
+        base = load(settings["base"], under("base.", arrays))
+        parameters = under("learned.", arrays)
+        for name, rows in under("moved.", arrays).items():
             table = table_of(leaves(base)[int(name.partition(".")[0])][0]).copy()
             table[rows] = parameters[name]
             parameters[name] = table
@@ -270,7 +270,7 @@ def _lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
     if isinstance(heads, Columns):
         if side == "key":
             return None
-        whole = np.array([[_whole(heads, query)] for query in keys], np.float32)
+        whole = np.array([[heads.whole(query)] for query in keys], np.float32)
         return np.repeat(1 / whole, len(heads.heads), axis=1)
     if type(heads).shares is Heads.shares:
         return None
@@ -282,17 +282,6 @@ def _lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
     return out
 
 
-def _whole(columns: Columns, query: Any) -> float:
-    """What `Columns.query` divides by: the weight of the columns that are asked."""
-    asked = [
-        w
-        for w, part in zip(columns.weights, columns._spread(query), strict=True)
-        if part is not None
-    ]
-    several = isinstance(query, tuple | list | Mapping)
-    return float(sum(asked) if several else max(asked, default=0.0)) or 1.0
-
-
 def has_tokens(encoder: Encoder) -> bool:
     """Whether its vectors are pooled from a table of tokens, as those of `Words` are."""
     return callable(getattr(encoder, "tokens", None)) and hasattr(encoder, "table")
@@ -301,7 +290,3 @@ def has_tokens(encoder: Encoder) -> bool:
 def table_of(head: Encoder) -> np.ndarray:
     """The vectors (vocabulary, width) of a head's tokens."""
     return head.table  # type: ignore[attr-defined, no-any-return]
-
-
-def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, ClassVar
@@ -102,14 +102,6 @@ class Numbers(Encoder):
         if self.mean is None or self.unit is None:
             raise ArgumentError("Numbers must be fitted to keys before it encodes")
         return self.mean, self.unit
-
-    def settings(self) -> dict[str, Any]:
-        names = ("bandwidth", "units", "mean", "unit")
-        return {"kind": self.kind} | {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Numbers:
-        return cls(*(settings[name] for name in ("bandwidth", "units", "mean", "unit")))
 
 
 def matrix(keys: Sequence[Any], columns: int | None = None) -> np.ndarray:
