@@ -334,8 +334,8 @@ def test_recode_is_a_new_generation(make, small):
     s = make()
     np.testing.assert_array_equal(s.at().tensor("key", ids), keys(ids) * 10)
     assert s.at().names == ("key",) and s.at().settings == {"encoder": "second"}
-    assert s.arrays()["w"].shape == (0, 3) and s.arrays()["b"] == 3.0
-    np.testing.assert_array_equal(s.arrays(2)["w"], np.eye(2))
+    assert s.at().arrays()["w"].shape == (0, 3) and s.at().arrays()["b"] == 3.0
+    np.testing.assert_array_equal(s.at(2).arrays()["w"], np.eye(2))
     assert whole(s.at(2)) == expected(ids) and whole(s.at(1)) == expected(range(30))
     assert before.version == 2
     s.commit(records=["r"], digests=[b"d"], tensors={"key": keys([30])})
@@ -442,7 +442,7 @@ def test_compaction_drops_a_generation(make, small):
     ids = s.at().ids()
     s.recode([(ids, {"key": keys(ids) + 1})], arrays={"w": np.ones(1)})
     s.compact()
-    assert s.arrays()["w"].tolist() == [1.0]
+    assert s.at().arrays()["w"].tolist() == [1.0]
     assert len(s._shelf.files()) == 2
     np.testing.assert_array_equal(make().at().tensor("key", ids), keys(ids) + 1)
 
@@ -742,7 +742,7 @@ def test_damaged_arrays(tmp_path):
     assert problem.file == path.name
     path.unlink()
     with Store(tmp_path) as s, pytest.raises(Damaged, match=r"arrays.*missing"):
-        s.arrays()
+        s.at().arrays()
 
 
 def test_a_damaged_resting_row(tmp_path, small):

@@ -10,7 +10,7 @@ from typing import Any
 from qkv.arrays import is_array
 from qkv.database.encoders import Encoder
 from qkv.database.reading import NOTHING, names
-from qkv.database.schema import Columns, transposed
+from qkv.database.schema import Cells, transposed
 from qkv.database.store import Store
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
@@ -119,13 +119,9 @@ class Database(Writing):
         self,
         key: str | Sequence[str],
         value: str | Sequence[str] | None = None,
-        *,
-        encoder: str | Encoder | None = None,
-        unique: bool = False,
-        path: str | Path | None = None,
-        progress: Progress | None = None,
+        **how: Any,
     ) -> Database:
-        """The same rows with other columns as key and value: a new database.
+        """The same rows with other columns as key and value; `how` as in `from_columns`.
 
         >>> D = Database.from_columns(
         ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
@@ -133,16 +129,7 @@ class Database(Writing):
         >>> D.by(key="major", value="name")["law"]
         'Bo'
         """
-        columns = transposed(self.rows())
-        return Database.from_columns(
-            columns,
-            key=key,
-            value=value,
-            encoder=encoder,
-            unique=unique,
-            path=path,
-            progress=progress,
-        )
+        return Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
 
     def swap(self, **how: Any) -> Database:
         """Key and value exchanged: "find people by major"."""
@@ -179,7 +166,7 @@ def open(
     return Database._on(store, key=key, value=value, encoder=encoder, unique=unique)
 
 
-def _first_text(columns: Columns) -> str:
+def _first_text(columns: Cells) -> str:
     texts = (
         name
         for name, column in columns.items()

@@ -13,7 +13,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
 from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
 
-Columns = dict[str, Any]
+Cells = dict[str, Any]
 """A column's name → its cells: a list, or an array (m, d) with a vector for each row."""
 
 
@@ -44,7 +44,7 @@ class Schema:
         return cls(**told)
 
     @classmethod
-    def of(cls, columns: Columns, key: Sequence[str], value: Sequence[str], unique: bool) -> Schema:
+    def of(cls, columns: Cells, key: Sequence[str], value: Sequence[str], unique: bool) -> Schema:
         """The schema that these first rows ask for."""
         for name in (*key, *value):
             if name not in columns:
@@ -70,11 +70,11 @@ class Schema:
 
     @cached_property
     def vectors(self) -> dict[str, str]:
-        """Columns of vectors, which are tensors and not in the records → "key" or "value"."""
+        """Cells of vectors, which are tensors and not in the records → "key" or "value"."""
         roles = {"key": (self.key_kind, self.key), "value": (self.value_kind, self.value)}
         return {names[0]: role for role, (kind, names) in roles.items() if kind == "vector"}
 
-    def keys_of(self, columns: Columns) -> Any:
+    def keys_of(self, columns: Cells) -> Any:
         """The keys of some rows: a list, or an array of vectors."""
         if len(self.key) == 1:
             return columns[self.key[0]]
@@ -90,7 +90,7 @@ class Schema:
             return row.get(self.value[0])
         return {name: row.get(name) for name in self.value}
 
-    def check(self, columns: Columns) -> None:
+    def check(self, columns: Cells) -> None:
         """Refuse rows of other types than the first ones."""
         keys = self.keys_of(columns)
         if len(self.key) == 1:
@@ -110,7 +110,7 @@ class Schema:
                     f"are of type {wish}: the first rows fixed that"
                 )
 
-    def fill(self, columns: Columns) -> Columns:
+    def fill(self, columns: Cells) -> Cells:
         """The same rows with every column of the table, None where a row says nothing."""
         for name in columns:
             if name not in self.columns:
@@ -121,7 +121,7 @@ class Schema:
                 raise ArgumentError(f"the rows have no column {name!r}, which the database needs")
         return {name: columns.get(name, [None] * size) for name in self.columns}
 
-    def pooled(self, columns: Columns) -> np.ndarray | None:
+    def pooled(self, columns: Cells) -> np.ndarray | None:
         """The values as an array (m, d_v), where they are numbers."""
         if self.value_kind == "vector":
             return vectors(columns[self.value[0]], "value")
@@ -161,14 +161,14 @@ def vectors(column: Any, what: str) -> np.ndarray:
     return rows
 
 
-def length(columns: Columns) -> int:
+def length(columns: Cells) -> int:
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise ShapeError(f"columns must have one length, not {sizes}")
     return next(iter(sizes.values()), 0)
 
 
-def transposed(rows: Iterable[Mapping[str, Any]]) -> Columns:
+def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
     """Rows with named cells as columns; a cell that a row does not name is None."""
     rows = list(rows)
     for row in rows:

@@ -11,7 +11,7 @@ from qkv.database import cells, encoders, encoding
 from qkv.database.encoders import Encoder
 from qkv.database.faults import DuplicateKey
 from qkv.database.reading import NOTHING, AbsentKey, Reading
-from qkv.database.schema import Columns, Schema, length, transposed, vectors
+from qkv.database.schema import Cells, Schema, length, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.types import Progress
 
@@ -135,13 +135,13 @@ class Writing(Reading):
             isinstance(keys, Iterator) or hasattr(keys, "to_list")
         )
 
-    def _named(self, keys: Any, values: Any) -> Columns:
+    def _named(self, keys: Any, values: Any) -> Cells:
         """Keys and values under the names of their columns."""
         key, value, _ = self._wish
         schema = self._schema
         if schema is not None:
             key, value = schema.key, schema.value
-        named: Columns = {}
+        named: Cells = {}
         if len(key) == 1:
             named[key[0]] = keys
         else:
@@ -165,7 +165,7 @@ class Writing(Reading):
 
     def _write(
         self,
-        columns: Columns,
+        columns: Cells,
         *,
         remove: Sequence[int] = (),
         what: str = "add",
@@ -279,7 +279,7 @@ class Writing(Reading):
         return self._store.compact(progress)
 
 
-def others(columns: Columns, key: Sequence[str]) -> tuple[str, ...]:
+def others(columns: Cells, key: Sequence[str]) -> tuple[str, ...]:
     """The columns that are not the key."""
     rest = tuple(name for name in columns if name not in key)
     if not rest:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.database.bar import bar
 from qkv.database.encoders.base import Encoder, texts, unit
 from qkv.errors import ArgumentError, QkvError
 
@@ -65,30 +65,30 @@ class Vectors(Encoder):
 
     @property
     def width(self) -> int:
-        return self.size if self.size is not None else self.table.vectors.shape[1]
+        return self.size if self.size is not None else self.lexicon.vectors.shape[1]
 
     @property
-    def table(self) -> Table:
+    def lexicon(self) -> Lexicon:
         """The file's words and vectors."""
-        table = read(Path(self.path), self.limit)
-        if self.checksum is not None and table.checksum != self.checksum:
+        lexicon = read(Path(self.path), self.limit)
+        if self.checksum is not None and lexicon.checksum != self.checksum:
             raise FileError(
                 f"{self.path} has changed since the keys were encoded: bring back the old file, "
                 "or encode the keys again"
             )
-        return table
+        return lexicon
 
     def fit(self, keys: Sequence[Any]) -> Vectors:
-        table = self.table
-        return replace(self, size=table.vectors.shape[1], checksum=table.checksum)
+        lexicon = self.lexicon
+        return replace(self, size=lexicon.vectors.shape[1], checksum=lexicon.checksum)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
-        table, keys = self.table, texts(keys)
-        out = np.zeros((len(keys), table.vectors.shape[1]), np.float32)
+        lexicon, keys = self.lexicon, texts(keys)
+        out = np.zeros((len(keys), lexicon.vectors.shape[1]), np.float32)
         for i, text in enumerate(keys):
-            rows = table.rows(text)
+            rows = lexicon.rows(text)
             if rows:
-                out[i] = table.vectors[rows].mean(axis=0)
+                out[i] = lexicon.vectors[rows].mean(axis=0)
         return unit(out)
 
     def reads(self, query: Any) -> bool:
@@ -110,7 +110,7 @@ class Vectors(Encoder):
 
 
 @dataclass(frozen=True)
-class Table:
+class Lexicon:
     """Words and their vectors (words, width), and the checksum of the bytes that were read."""
 
     index: dict[str, int]
@@ -131,7 +131,7 @@ class Table:
         return self.index.get(word.lower()) if row is None else row
 
 
-def read(path: Path, limit: int | None = None) -> Table:
+def read(path: Path, limit: int | None = None) -> Lexicon:
     """The vectors of a file, kept for the next that asks."""
     _present(path)
     facts = path.stat()
@@ -144,7 +144,7 @@ def _present(path: Path) -> None:
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, limit: int | None, changed: int, size: int) -> Table:
+def _read(path: Path, limit: int | None, changed: int, size: int) -> Lexicon:
     index: dict[str, int] = {}
     blocks: list[np.ndarray] = []
     digest = blake2b(digest_size=16)
@@ -152,7 +152,7 @@ def _read(path: Path, limit: int | None, changed: int, size: int) -> Table:
     with (
         open(path, "rb") as raw,
         gzip.GzipFile(fileobj=raw) if zipped else nullcontext(raw) as file,
-        _bar(path.name, size) as advance,
+        bar(f"reading {path.name}", size) as advance,
     ):
 
         def chunk() -> bytes:
@@ -161,7 +161,7 @@ def _read(path: Path, limit: int | None, changed: int, size: int) -> Table:
             except (OSError, EOFError) as error:
                 raise FileError(f"{path}: damaged, {error}") from None
             digest.update(data)
-            advance(raw.tell())
+            advance(raw.tell(), size)
             return data
 
         for words, vectors in _blocks(path, chunk):
@@ -175,7 +175,7 @@ def _read(path: Path, limit: int | None, changed: int, size: int) -> Table:
                 break
     if not index:
         raise FileError(f"{path}: no word vectors in it")
-    return Table(index, _joined(blocks), digest.hexdigest())
+    return Lexicon(index, _joined(blocks), digest.hexdigest())
 
 
 Block = tuple[list[str], np.ndarray]
@@ -316,20 +316,3 @@ def _joined(blocks: list[np.ndarray]) -> np.ndarray:
         at -= len(block)
     out.flags.writeable = False
     return out
-
-
-@contextmanager
-def _bar(name: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, for a file that takes a while."""
-    if size < 4 * BLOCK or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda done: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"reading {name}", total=size)
-        yield lambda done: progress.update(task, completed=done)

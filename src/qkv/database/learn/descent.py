@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qkv.database.bar import bar
 from qkv.database.encoders.learned import Bag, Input, Learned, has_tokens, leaves, table_of
 from qkv.database.learn import checkpoint
 from qkv.database.learn.calibration import sharpness
@@ -118,7 +118,7 @@ class Descent:
             self.best_mark = self.mark()
         if path is not None and path.exists():
             checkpoint.load(self, path)
-        with _bar(progress, total) as report:
+        with nullcontext(progress) if progress else bar("learning", total) as report:
             try:
                 while self.epoch < how.epochs:
                     if self.epoch - self.best_epoch >= how.patience:
@@ -265,20 +265,3 @@ class Descent:
     def fingerprint(self) -> str:
         how = replace(self.how, budget_s=None)
         return f"{self.task.fingerprint} {how}"
-
-
-@contextmanager
-def _bar(progress: Progress | None, total: int) -> Iterator[Progress]:
-    """The caller's progress, or a bar on stderr where that is a terminal and rich is there."""
-    if progress is not None or not sys.stderr.isatty():
-        yield progress or (lambda done, total: None)
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-    except ImportError:
-        yield lambda done, total: None
-        return
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("learning", total=total)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

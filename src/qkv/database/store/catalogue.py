@@ -43,7 +43,7 @@ T = TypeVar("T")
 SEGMENT = "file, generation, first, last, rows, bytes, checksum"
 
 
-class Head(NamedTuple):
+class Edition(NamedTuple):
     """One version: its number, the last id given out, how many rows live, and what they use."""
 
     number: int
@@ -53,7 +53,7 @@ class Head(NamedTuple):
     settings: int
 
     @classmethod
-    def of(cls, line: Sequence[Any]) -> Head:
+    def of(cls, line: Sequence[Any]) -> Edition:
         number, _, _, _, _, rows, last, generation, settings = line
         return cls(number, last, rows, generation, settings)
 
@@ -63,7 +63,7 @@ class Catalogue:
 
     >>> catalogue = Catalogue(None)
     >>> catalogue.newest()
-    Head(number=0, last=-1, rows=0, generation=0, settings=0)
+    Edition(number=0, last=-1, rows=0, generation=0, settings=0)
     >>> catalogue.close()
     """
 
@@ -71,7 +71,7 @@ class Catalogue:
         self.path = path
         self.lock = threading.RLock()
         self._process = os.getpid()
-        self._head: Head | None = None
+        self._edition: Edition | None = None
         self._changes: Any = None
         try:
             self._connection = _connect(path, write, create)
@@ -96,7 +96,7 @@ class Catalogue:
             self.run("INSERT INTO counters VALUES (1)")
             self.run("INSERT INTO generations (number) VALUES (0)")
             self.run("INSERT INTO settings VALUES (0, '{}', ?)", crc32(b"{}"))
-            self.enter(Head(0, -1, 0, 0, 0), "create", 0, 0)
+            self.enter(Edition(0, -1, 0, 0, 0), "create", 0, 0)
             self.run(f"PRAGMA application_id = {APPLICATION}")
             self.run(f"PRAGMA user_version = {FORMAT}")
 
@@ -178,16 +178,16 @@ class Catalogue:
                 self._rollback()
                 raise
             finally:
-                self._head = None
+                self._edition = None
 
     def _rollback(self) -> None:
         with contextlib.suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def enter(self, head: Head, what: str, added: int, removed: int) -> None:
+    def enter(self, edition: Edition, what: str, added: int, removed: int) -> None:
         """A new version."""
-        number, last, rows, generation, settings = head
+        number, last, rows, generation, settings = edition
         line = (number, now(), what, added, removed, rows, last, generation, settings)
         self.run(
             "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", *line, line_crc(line)
@@ -202,23 +202,23 @@ class Catalogue:
             found.append(tuple(line))
         return found
 
-    def head(self, version: int) -> Head | None:
+    def edition(self, version: int) -> Edition | None:
         """A version, where there is one."""
         found = self.versions("WHERE number = ?", version)
-        return Head.of(found[0]) if found else None
+        return Edition.of(found[0]) if found else None
 
-    def newest(self) -> Head:
+    def newest(self) -> Edition:
         """The newest version, read again only where it can be another one."""
         self._owned()
         with self.lock:
-            # SQLite counts what other connections change; what this one changes forgets the head.
+            # SQLite counts what other connections change; what this one changes it forgets.
             changes = None if self.path is None else self.one("PRAGMA data_version")
-            if self._head is None or changes != self._changes:
+            if self._edition is None or changes != self._changes:
                 found = self.versions("WHERE number = (SELECT max(number) FROM versions)")
                 if not found:
                     raise self.damaged("it has no version")
-                self._head, self._changes = Head.of(found[0]), changes
-            return self._head
+                self._edition, self._changes = Edition.of(found[0]), changes
+            return self._edition
 
     def settings(self, number: int) -> str:
         found = self.one("SELECT text, crc FROM settings WHERE number = ?", number)
@@ -236,7 +236,7 @@ class Catalogue:
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with self.lock:
-                self._head = None
+                self._edition = None
                 connection.close()
 
     def _name(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkv.database.faults import Locked
 from qkv.database.store import ledger, sizes
-from qkv.database.store.catalogue import Catalogue, Head
+from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.draft import Draft
 from qkv.database.store.layout import Layout
 from qkv.database.store.lock import Pins
@@ -51,33 +51,33 @@ def compact(
     catalogue: Catalogue,
     shelf: Shelf,
     pins: Pins,
-    head: Head,
+    edition: Edition,
     files: int,
     progress: Progress | None,
 ) -> tuple[CompactReport, list[str]]:
     """Compact, as the writer; give the report and the files that are to be removed."""
-    heads = [Head.of(line) for line in catalogue.versions()]
+    editions = [Edition.of(line) for line in catalogue.versions()]
     # A version that was seized cannot be opened until it is gone.
-    dropped = [one for one in heads if one.number != head.number and pins.seize(one.number)]
+    dropped = [one for one in editions if one.number != edition.number and pins.seize(one.number)]
     gone = {one.number for one in dropped}
-    kept = [one for one in heads if one.number not in gone]
+    kept = [one for one in editions if one.number not in gone]
     generations = sorted({one.generation for one in kept})
     needs = _Needs(catalogue, kept)
     before = ledger.segments(catalogue)
     replaced = [entry for entry in before if entry.generation not in generations]
 
-    draft = Draft(shelf, head.generation, files, catalogue.settings(head.settings))
-    plans = {}
+    draft = Draft(shelf, edition.generation, files, catalogue.settings(edition.settings))
+    work = {}
     for generation in generations:
         layout = ledger.layout(catalogue, generation) or Layout()
         entries = [entry for entry in before if entry.generation == generation]
         worn = {
             e.file for e in entries if needs.dead_in(shelf.get(e, layout).ids, generation).any()
         }
-        plans[generation] = (layout, _runs(entries, worn))
-    total = sum(entry.rows for _, runs in plans.values() for run in runs for entry in run)
+        work[generation] = (layout, _runs(entries, worn))
+    total = sum(entry.rows for _, runs in work.values() for run in runs for entry in run)
     done = 0
-    for generation, (layout, runs) in plans.items():
+    for generation, (layout, runs) in work.items():
         draft.generation = generation
         for run in runs:
 
@@ -118,7 +118,7 @@ def compact(
 
     after = ledger.segments(catalogue)
     report = CompactReport(
-        rows=head.rows,
+        rows=edition.rows,
         dropped_rows=len(unwanted),
         dropped_versions=sum(one.number > 0 for one in dropped),
         held=tuple(one.number for one in kept[:-1]),
@@ -148,7 +148,7 @@ def copied(shelf: Shelf, entry: Entry, layout: Layout) -> Segment:
 class _Needs:
     """Which of the rows that died are in a version that is kept."""
 
-    def __init__(self, catalogue: Catalogue, kept: Sequence[Head]) -> None:
+    def __init__(self, catalogue: Catalogue, kept: Sequence[Edition]) -> None:
         found = catalogue.all("SELECT id, died FROM rows WHERE died IS NOT NULL ORDER BY id")
         self._ids, self._died = np.array(found, np.int64).reshape(-1, 2).T
         self._kept = kept
@@ -171,10 +171,10 @@ class _Needs:
         begin, end = np.searchsorted(dead, (ids[0], ids[-1] + 1))
         return np.isin(ids, dead[begin:end], assume_unique=True)
 
-    def _without(self, heads: Sequence[Head]) -> np.ndarray:
+    def _without(self, editions: Sequence[Edition]) -> np.ndarray:
         wanted = np.zeros(len(self._ids), bool)
-        for head in heads:
-            wanted |= (self._ids <= head.last) & (self._died > head.number)
+        for edition in editions:
+            wanted |= (self._ids <= edition.last) & (self._died > edition.number)
         rest: np.ndarray = self._ids[~wanted]
         return rest
 

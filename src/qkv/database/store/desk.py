@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qkv.database.faults import Damaged
 from qkv.database.store import compaction, ledger, sizes
-from qkv.database.store.catalogue import Catalogue, Head
+from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry, Segment
 from qkv.database.store.shelf import Shelf
@@ -17,7 +17,7 @@ from qkv.database.store.snapshot import rested
 class Desk:
     """What the writer knows without looking: the newest version, and what rests."""
 
-    head: Head
+    edition: Edition
     layout: Layout | None
     files: int
     resting: int
@@ -25,13 +25,13 @@ class Desk:
     @classmethod
     def at(cls, catalogue: Catalogue) -> Desk:
         """As the catalogue says."""
-        head = catalogue.newest()
+        edition = catalogue.newest()
         resting = "SELECT count(*) FROM resting WHERE generation = ?"
         return cls(
-            head,
-            ledger.layout(catalogue, head.generation),
+            edition,
+            ledger.layout(catalogue, edition.generation),
             catalogue.value("SELECT files FROM counters"),
-            catalogue.value(resting, head.generation),
+            catalogue.value(resting, edition.generation),
         )
 
 

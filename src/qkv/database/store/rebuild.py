@@ -18,7 +18,7 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
-from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Head, line_crc, row_crc
+from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Edition, line_crc, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry, number, read_notes
 from qkv.database.store.shelf import Disk, Files
@@ -58,7 +58,7 @@ def rebuild(folder: Path) -> list[str] | None:
 class _Found:
     """What could be read."""
 
-    newest: Head | None = None
+    newest: Edition | None = None
     rows: dict[int, tuple[bytes, str, int | None]] = field(default_factory=dict)
     resting: dict[tuple[int, int], bytes] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]
                 f"INSERT INTO segments ({SEGMENT}) VALUES (?, ?, ?, ?, ?, ?, ?)", entries
             )
             catalogue.run("UPDATE counters SET files = ?", found.files)
-            catalogue.enter(Head(version, last, live, generation, 0), "repair", 0, 0)
+            catalogue.enter(Edition(version, last, live, generation, 0), "repair", 0, 0)
         catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         catalogue.close()
@@ -195,8 +195,8 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
 
     for *line, crc in lines("SELECT * FROM versions ORDER BY number"):
         if len(line) == 9 and line_crc(line) == crc:
-            head = Head.of(line)
-            found.newest = max(found.newest or head, head)
+            edition = Edition.of(line)
+            found.newest = max(found.newest or edition, edition)
     for some, text, crc in lines("SELECT number, text, crc FROM settings ORDER BY number"):
         if isinstance(text, str) and crc32(text.encode()) == crc:
             found.settings[some] = text

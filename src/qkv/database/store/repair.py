@@ -12,12 +12,12 @@ import numpy as np
 
 from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unwritable
 from qkv.database.store import ledger, rebuild, sizes
-from qkv.database.store.catalogue import APPLICATION, FILE, SEGMENT, Catalogue, row_crc
+from qkv.database.store.catalogue import APPLICATION, FILE, Catalogue, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.lock import READERS, WRITER, WriteLock
-from qkv.database.store.segments import SUFFIX, Entry
+from qkv.database.store.segments import SUFFIX
 from qkv.database.store.shelf import Disk
-from qkv.database.store.sweep import leftovers
+from qkv.database.store.sweep import clear, leftovers
 from qkv.types import Progress
 
 SHOWN = 5
@@ -196,15 +196,9 @@ def _leftovers(
             lock.take(patience=0)
         found = leftovers(catalogue, disk.files())
         if repair:
-            for file in found:
-                disk.discard(file)
+            clear(catalogue, disk, list(found))
             disk.settle()
         there = disk.files()
-        if repair:
-            listed = catalogue.all("SELECT file FROM discarded")
-            with catalogue.transaction():
-                gone = [line for line in listed if line[0] not in there]
-                catalogue.many("DELETE FROM discarded WHERE file = ?", gone)
         for file, what in found.items():
             yield Problem(file, what, repaired=file not in there)
     except (Locked, Unwritable):
@@ -225,9 +219,7 @@ def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Itera
     size = 0
     while True:
         with catalogue.view():
-            lines = [
-                Entry(*e) for e in catalogue.all(f"SELECT {SEGMENT} FROM segments ORDER BY file")
-            ]
+            lines = ledger.segments(catalogue)
             layouts = dict(catalogue.all("SELECT number, layout FROM generations"))
             arrays = catalogue.all(
                 "SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL"
@@ -265,28 +257,24 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
     """Whether the newest version has the rows it says, and each of them its tensors."""
     with catalogue.view():
         try:
-            head = catalogue.newest()
+            edition = catalogue.newest()
         except Damaged as fault:
             yield _reason(fault)
             return
+        number, last, rows, generation, settings = edition
         found = catalogue.all("SELECT id FROM rows WHERE died IS NULL")
         live = np.fromiter((row for (row,) in found), np.int64, len(found))
-        entries = [
-            Entry(*line)
-            for line in catalogue.all(
-                f"SELECT {SEGMENT} FROM segments WHERE generation = ?", head.generation
-            )
-        ]
-        layout = catalogue.value("SELECT layout FROM generations WHERE number = ?", head.generation)
-        resting = catalogue.all("SELECT id FROM resting WHERE generation = ?", head.generation)
-    if len(live) != head.rows:
-        yield f"version {head.number} should have {head.rows:,} rows, and {len(live):,} are there"
-    if len(live) and live.max() > head.last:
+        entries = ledger.segments(catalogue, generation)
+        layout = ledger.layout(catalogue, generation) or Layout()
+        resting = catalogue.all("SELECT id FROM resting WHERE generation = ?", generation)
+    if len(live) != rows:
+        yield f"version {number} should have {rows:,} rows, and {len(live):,} are there"
+    if len(live) and live.max() > last:
         yield f"row {live.max()} is newer than the newest version"
     ids = [np.fromiter((row for (row,) in resting), np.int64, len(resting))]
     for entry in entries:
         try:
-            ids.append(disk.get(entry, Layout.parse(layout)).ids)
+            ids.append(disk.get(entry, layout).ids)
         except Damaged:
             # The file is told of already; its rows count as there.
             ids.append(live[(live >= entry.first) & (live <= entry.last)])
@@ -296,6 +284,5 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
             f"{len(missing):,} rows have lost their tensors, the first is row {missing[0]}: "
             "encode the rows again"
         )
-    settings = catalogue.value("SELECT count(*) FROM settings WHERE number = ?", head.settings)
-    if not settings:
-        yield f"the settings of version {head.number} are missing"
+    if not catalogue.value("SELECT count(*) FROM settings WHERE number = ?", settings):
+        yield f"the settings of version {number} are missing"

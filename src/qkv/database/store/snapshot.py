@@ -14,7 +14,7 @@ import numpy as np
 
 from qkv.database.faults import Damaged, SkippedRows, UnknownRow
 from qkv.database.store import ledger, sizes
-from qkv.database.store.catalogue import SEGMENT, Catalogue, Head, row_crc
+from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment
@@ -89,32 +89,32 @@ class Snapshot:
         shelf: Shelf,
         pins: Pins,
         graves: Graves,
-        head: Head,
+        edition: Edition,
         skip_damaged: bool,
     ) -> None:
         self._owner = owner  # a store that nobody holds closes itself
         self._catalogue = catalogue
         self._shelf = shelf
         self._graves = graves
-        self._head = head
+        self._edition = edition
         self._skip_damaged = skip_damaged
         self._open: dict[str, Segment] = {}
         self._found: _Listing | None = None
         self._ids: np.ndarray | None = None
         self._layout_found: Layout | None = None
         self._settings: str | None = None
-        self._finalizer = weakref.finalize(self, pins.release, head.number)
+        self._finalizer = weakref.finalize(self, pins.release, edition.number)
         # At the end of the process its locks go by themselves.
         self._finalizer.atexit = False
 
     @property
     def version(self) -> int:
-        return self._head.number
+        return self._edition.number
 
     @property
     def settings(self) -> dict[str, Any]:
         if self._settings is None:
-            self._settings = self._catalogue.settings(self._head.settings)
+            self._settings = self._catalogue.settings(self._edition.settings)
         return dict(json.loads(self._settings))
 
     @property
@@ -123,7 +123,7 @@ class Snapshot:
         return self._layout().names
 
     def __len__(self) -> int:
-        return self._head.rows
+        return self._edition.rows
 
     def __enter__(self) -> Snapshot:
         return self
@@ -137,13 +137,13 @@ class Snapshot:
 
     def find(self, digest: bytes) -> list[int]:
         """The ids of the live rows with this digest, oldest first."""
-        head = self._head
+        edition = self._edition
         found = self._catalogue.all(
             "SELECT id FROM rows WHERE digest = ? AND id <= ? AND (died IS NULL OR died > ?)"
             " ORDER BY id",
             digest,
-            head.last,
-            head.number,
+            edition.last,
+            edition.number,
         )
         return [row for (row,) in found]
 
@@ -153,8 +153,8 @@ class Snapshot:
             "SELECT id, digest, record, crc FROM rows WHERE digest = ? AND id <= ?"
             " AND (died IS NULL OR died > ?) ORDER BY id DESC LIMIT 1",
             digest,
-            self._head.last,
-            self._head.number,
+            self._edition.last,
+            self._edition.number,
         )
         return None if found is None else self._checked(*found)
 
@@ -177,8 +177,8 @@ class Snapshot:
             lines = self._catalogue.all(
                 statement if len(some) > 1 else one,
                 json.dumps(some) if len(some) > 1 else some[0],
-                self._head.last,
-                self._head.number,
+                self._edition.last,
+                self._edition.number,
             )
             found.update(self._checked(*line) for line in lines)
         try:
@@ -194,8 +194,8 @@ class Snapshot:
                 "SELECT id, digest, record, crc FROM rows WHERE id > ? AND id <= ?"
                 " AND (died IS NULL OR died > ?) ORDER BY id LIMIT ?",
                 after,
-                self._head.last,
-                self._head.number,
+                self._edition.last,
+                self._edition.number,
                 sizes.PAGE,
             )
             for line in page:
@@ -216,8 +216,8 @@ class Snapshot:
             if self._ids is None:
                 found = self._catalogue.all(
                     "SELECT id FROM rows WHERE id <= ? AND (died IS NULL OR died > ?) ORDER BY id",
-                    self._head.last,
-                    self._head.number,
+                    self._edition.last,
+                    self._edition.number,
                 )
                 self._ids = np.fromiter((row for (row,) in found), np.int64, len(found))
             self._ids.flags.writeable = False
@@ -300,7 +300,7 @@ class Snapshot:
                     done[begin:end] |= there
             else:
                 break
-        done &= ascending <= self._head.last
+        done &= ascending <= self._edition.last
         if not done.all():
             raise self._unknown(int(ascending[done.argmin()]))
         return result
@@ -308,7 +308,7 @@ class Snapshot:
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that were fixed with this version's generation, read-only."""
         found = self._catalogue.one(
-            "SELECT arrays, bytes FROM generations WHERE number = ?", self._head.generation
+            "SELECT arrays, bytes FROM generations WHERE number = ?", self._edition.generation
         )
         if found is None or found[0] is None:
             return {}
@@ -319,7 +319,7 @@ class Snapshot:
 
     def _layout(self) -> Layout:
         if self._layout_found is None:
-            found = ledger.layout(self._catalogue, self._head.generation)
+            found = ledger.layout(self._catalogue, self._edition.generation)
             self._layout_found = found or Layout()
         return self._layout_found
 
@@ -328,21 +328,21 @@ class Snapshot:
         with self._catalogue.lock:
             if self._found is None or fresh:
                 layout = self._layout()
-                head = self._head
+                edition = self._edition
                 with self._catalogue.view():
                     entries = self._catalogue.all(
                         f"SELECT {SEGMENT} FROM segments WHERE generation = ? AND first <= ?"
                         " ORDER BY first",
-                        head.generation,
-                        head.last,
+                        edition.generation,
+                        edition.last,
                     )
                     resting = self._catalogue.all(
                         "SELECT id, tensors, crc FROM resting WHERE generation = ? AND id <= ?"
                         " ORDER BY id",
-                        head.generation,
-                        head.last,
+                        edition.generation,
+                        edition.last,
                     )
-                    dead = self._graves.at(self._catalogue, head.number)
+                    dead = self._graves.at(self._catalogue, edition.number)
                 self._found = _Listing(
                     [Entry(*entry) for entry in entries],
                     rested(self._catalogue, layout, resting, self._skip_damaged),
@@ -371,7 +371,7 @@ class Snapshot:
         self, segment: Segment, dead: np.ndarray, after: int, window: int | None
     ) -> Iterator[Part]:
         begin = int(np.searchsorted(segment.ids, after, side="right"))
-        end = int(np.searchsorted(segment.ids, self._head.last, side="right"))
+        end = int(np.searchsorted(segment.ids, self._edition.last, side="right"))
         step = window or max(1, end - begin)
         for start in range(begin, end, step):
             rows = slice(start, min(start + step, end))

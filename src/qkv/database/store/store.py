@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv.database.faults import Closed, Locked, UnknownVersion, Unwritable
 from qkv.database.store import compaction, ledger, sizes, sweep
-from qkv.database.store.catalogue import FILE, Catalogue, Head
+from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.desk import Desk, gather, rests
 from qkv.database.store.draft import Draft
@@ -143,20 +143,14 @@ class Store:
         """One version, the newest by default, which stays as it is while the snapshot is held."""
         while True:
             with self._reader.lock:
-                head = self._reader.newest() if version is None else self._reader.head(version)
-                if head is not None and self._pins.hold(head.number):
+                reader = self._reader
+                edition = reader.newest() if version is None else reader.edition(version)
+                if edition is not None and self._pins.hold(edition.number):
                     # A compaction may have dropped it before the hold.
-                    if self._reader.value("SELECT 1 FROM versions WHERE number = ?", head.number):
-                        return Snapshot(
-                            self,
-                            self._reader,
-                            self._shelf,
-                            self._pins,
-                            self._graves,
-                            head,
-                            self._skip_damaged,
-                        )
-                    self._pins.release(head.number)
+                    if reader.value("SELECT 1 FROM versions WHERE number = ?", edition.number):
+                        parts = (reader, self._shelf, self._pins, self._graves)
+                        return Snapshot(self, *parts, edition, self._skip_damaged)
+                    self._pins.release(edition.number)
             if version is not None:
                 raise self._unknown(version)
             time.sleep(0.001)
@@ -164,11 +158,6 @@ class Store:
     def versions(self) -> list[Version]:
         """The versions that are kept, oldest first."""
         return [Version(*line[:6]) for line in self._reader.versions("WHERE number > 0")]
-
-    def arrays(self, version: int | None = None) -> dict[str, np.ndarray]:
-        """The arrays that were fixed with a version's generation, read-only."""
-        with self.at(version) as snapshot:
-            return snapshot.arrays()
 
     def commit(
         self,
@@ -196,19 +185,19 @@ class Store:
                 f"{len(digests)} digests"
             )
         with self._writing("commit") as (catalogue, desk):
-            head, layout, fitted = desk.head, desk.layout, {}
+            edition, layout, fitted = desk.edition, desk.layout, {}
             if records:
                 tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}
                 layout = layout or Layout.of(tensors)
                 fitted = layout.fit(tensors, len(records))
             text = _text(settings)
-            if text is not None and text == catalogue.settings(head.settings):
+            if text is not None and text == catalogue.settings(edition.settings):
                 text = None
-            ids = range(head.last + 1, head.last + 1 + len(records))
+            ids = range(edition.last + 1, edition.last + 1 + len(records))
             if not (records or gone or arrays or text is not None):
-                return Commit(head.number, ids)
+                return Commit(edition.number, ids)
             if arrays and catalogue.value(
-                "SELECT arrays FROM generations WHERE number = ?", head.generation
+                "SELECT arrays FROM generations WHERE number = ?", edition.generation
             ):
                 raise CombinationError("the arrays of a generation are fixed: use recode")
 
@@ -219,7 +208,7 @@ class Store:
             if full:
                 assert layout is not None
                 new = Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted)
-                absorbed, before = gather(catalogue, self._shelf, head.generation, layout)
+                absorbed, before = gather(catalogue, self._shelf, edition.generation, layout)
                 draft.segments(layout, [*before, new])
                 resting = 0
             if arrays:
@@ -227,24 +216,24 @@ class Store:
             draft.settle()
 
             with catalogue.transaction():
-                ledger.bury(catalogue, gone, head.number + 1)
+                ledger.bury(catalogue, gone, edition.number + 1)
                 if unique:
-                    ledger.distinct(catalogue, digests, look=bool(head.rows))
+                    ledger.distinct(catalogue, digests, look=bool(edition.rows))
                 ledger.bear(catalogue, ids, digests, records)
                 if layout is not None and desk.layout is None:
-                    ledger.shape(catalogue, head.generation, layout)
+                    ledger.shape(catalogue, edition.generation, layout)
                 if full:
-                    ledger.wake(catalogue, head.generation)
+                    ledger.wake(catalogue, edition.generation)
                 elif records and layout is not None:
-                    ledger.rest(catalogue, head.generation, ids, layout.pack(fitted, len(ids)))
+                    ledger.rest(catalogue, edition.generation, ids, layout.pack(fitted, len(ids)))
                 ledger.discard(catalogue, absorbed)
                 draft.enter(catalogue)
-                newest = Head(
-                    number=head.number + 1,
+                newest = Edition(
+                    number=edition.number + 1,
                     last=ids.stop - 1,
-                    rows=head.rows + len(ids) - len(gone),
-                    generation=head.generation,
-                    settings=ledger.settle(catalogue, text, head.settings),
+                    rows=edition.rows + len(ids) - len(gone),
+                    generation=edition.generation,
+                    settings=ledger.settle(catalogue, text, edition.settings),
                 )
                 catalogue.enter(newest, what, len(ids), len(gone))
             self._desk = Desk(newest, layout, draft.files, resting)
@@ -266,8 +255,8 @@ class Store:
         theirs. Memory is needed for one segment.
         """
         with self._writing("recode") as (catalogue, desk):
-            head = desk.head
-            with self.at(head.number) as snapshot:
+            edition = desk.edition
+            with self.at(edition.number) as snapshot:
                 live = snapshot.ids()
             text = _text(settings)
             draft = self._draft(catalogue, desk, text)
@@ -308,10 +297,10 @@ class Store:
                         packed = layout.pack(part.tensors, len(part.ids))
                         ledger.rest(catalogue, draft.generation, part.ids.tolist(), packed)
                 draft.enter(catalogue)
-                newest = head._replace(
-                    number=head.number + 1,
+                newest = edition._replace(
+                    number=edition.number + 1,
                     generation=draft.generation,
-                    settings=ledger.settle(catalogue, text, head.settings),
+                    settings=ledger.settle(catalogue, text, edition.settings),
                 )
                 catalogue.enter(newest, what, 0, 0)
             self._desk = Desk(newest, layout, draft.files, count)
@@ -326,7 +315,7 @@ class Store:
         with self._writing("compact") as (catalogue, desk):
             try:
                 report, files = compaction.compact(
-                    catalogue, self._shelf, self._pins, desk.head, desk.files, progress
+                    catalogue, self._shelf, self._pins, desk.edition, desk.files, progress
                 )
             finally:
                 self._pins.unseize()
@@ -410,8 +399,8 @@ class Store:
             self._write_lock.drop()
 
     def _draft(self, catalogue: Catalogue, desk: Desk, text: str | None) -> Draft:
-        settings = catalogue.settings(desk.head.settings) if text is None else text
-        return Draft(self._shelf, desk.head.generation, desk.files, settings)
+        settings = catalogue.settings(desk.edition.settings) if text is None else text
+        return Draft(self._shelf, desk.edition.generation, desk.files, settings)
 
 
 def _id(row: Any) -> int:
