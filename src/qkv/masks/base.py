@@ -156,14 +156,11 @@ class Values(Mask):
     """A boolean or a float array that broadcasts to the scores."""
 
     values: Array
+    is_bias: bool
 
     def __repr__(self) -> str:
         kind = "float" if self.is_bias else "boolean"
         return f"{kind} array {tuple(self.values.shape)}"
-
-    @property
-    def is_bias(self) -> bool:
-        return of(self.values).dtype(self.values) != "bool"
 
     def arrays(self) -> list[Array]:
         return [self.values]
@@ -204,15 +201,16 @@ def array(values: Any) -> Mask:
     """
     if isinstance(values, Mask):
         return values
-    if isinstance(values, str):
-        return _named(values)
-    if isinstance(values, list | tuple):
-        values = np.asarray(values)
     if not is_array(values):
-        raise DtypeError(
-            "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
-            + ("a function: wrap it as masks.custom(f)" if callable(values) else str(type(values)))
-        )
+        if isinstance(values, str):
+            return _named(values)
+        if not isinstance(values, list | tuple):
+            told = str(type(values))
+            raise DtypeError(
+                "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
+                + ("a function: wrap it as masks.custom(f)" if callable(values) else told)
+            )
+        values = np.asarray(values)
     fw = of(values)
     kind = fw.dtype(values)
     if kind != "bool" and "float" not in kind:
@@ -223,7 +221,7 @@ def array(values: Any) -> Mask:
     values = fw.plain(values)
     while len(values.shape) < 2:
         values = values[None, ...]
-    return Values(values)
+    return Values(values, is_bias=kind != "bool")
 
 
 def _named(name: str) -> Mask:
@@ -246,7 +244,7 @@ def resolve(mask: Any) -> tuple[Mask | None, Array | None]:
     if not biases:
         return reduce(Both, rules), None
     bias = reduce(add, (part.values for part in biases))
-    return reduce(Both, [*rules, Values(bias)]), bias
+    return reduce(Both, [*rules, Values(bias, is_bias=True)]), bias
 
 
 def _grouped(mask: Mask) -> str:
