@@ -46,7 +46,7 @@ class Database(Writing):
         encoder: str | Encoder | None = None,
         unique: bool = False,
     ):
-        self._begin(Store(None), key, value, encoder, unique)
+        super().__init__(Store(None), key, value, encoder, unique)
         if data is not None:
             self.add(data, values)
 

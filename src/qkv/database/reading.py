@@ -53,25 +53,25 @@ class AbsentKey(QkvError, KeyError):
 class Reading:
     """The rows of a store, of its newest version or of the one that is pinned."""
 
-    def _begin(
+    def __init__(
         self,
         store: Store,
-        key: str | Sequence[str],
-        value: str | Sequence[str] | None,
-        encoder: str | Encoder | None,
-        unique: bool,
+        key: str | Sequence[str] = "key",
+        value: str | Sequence[str] | None = "value",
+        encoder: str | Encoder | None = None,
+        unique: bool = False,
         pin: int | None = None,
-    ) -> Self:
+    ):
         self._store, self._pin = store, pin
         self._wish = (names(key), None if value is None else names(value), unique)
         self._encoder_wish = None if encoder is None else encoders.resolve(encoder)
         self._held: View | None = None
-        return self
 
     @classmethod
-    def _on(cls, store: Store, pin: int | None = None, **wish: Any) -> Self:
-        asked: dict[str, Any] = {"key": "key", "value": "value", "encoder": None, "unique": False}
-        return cls.__new__(cls)._begin(store, **(asked | wish), pin=pin)
+    def _on(cls, store: Store, **wish: Any) -> Self:
+        made = cls.__new__(cls)
+        Reading.__init__(made, store, **wish)
+        return made
 
     @property
     def path(self) -> Path | None:

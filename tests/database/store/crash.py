@@ -1,8 +1,8 @@
 """Kill a writer at random moments and look at what is left.
 
-`python -m tests.database.crash PATH SEED` writes to a store until it is killed, and tells on its
-output what it tries and what was acknowledged. `python -m tests.database.crash --rounds 200` is the
-battery.
+`python -m tests.database.store.crash PATH SEED` writes to a store until it is killed, and tells on
+its output what it tries and what was acknowledged. `python -m tests.database.store.crash --rounds
+200` is the battery.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from qkv.database.store import Store, check, sizes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def tighten() -> None:
@@ -149,7 +149,13 @@ def work(path: Path, seed: int) -> None:
 
 def kill_once(path: Path, model: Model, rng: random.Random) -> Model:
     """Let a writer work for a moment, kill it, and compare; gives the model of what is left."""
-    command = [sys.executable, "-m", "tests.database.crash", str(path), str(rng.randrange(10**9))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.database.store.crash",
+        str(path),
+        str(rng.randrange(10**9)),
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         lines = [child.stdout.readline()]

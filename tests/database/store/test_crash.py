@@ -13,7 +13,7 @@ import pytest
 
 from qkv.database.store import Store, check, sizes
 from qkv.database.store.shelf import Files
-from tests.database import crash
+from tests.database.store import crash
 
 FULL = os.environ.get("QKV_FULL") == "1"
 
