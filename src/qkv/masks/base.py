@@ -64,23 +64,31 @@ class Mask:
         return Not(_boolean(self))
 
 
+class Compound(Mask):
+    """A mask made of others, its fields."""
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return tuple(vars(self).values())
+
+    @property
+    def relative(self) -> bool:
+        return all(part.relative for part in self.parts)
+
+    def arrays(self) -> list[Array]:
+        return [x for part in self.parts for x in part.arrays()]
+
+    def check(self, lead: Shape, n: int, m: int) -> None:
+        for part in self.parts:
+            part.check(lead, n, m)
+
+
 @dataclass(frozen=True, repr=False)
-class Pair(Mask):
+class Pair(Compound):
     """Two masks as one."""
 
     one: Mask
     two: Mask
-
-    @property
-    def relative(self) -> bool:
-        return self.one.relative and self.two.relative
-
-    def arrays(self) -> list[Array]:
-        return self.one.arrays() + self.two.arrays()
-
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        self.one.check(lead, n, m)
-        self.two.check(lead, n, m)
 
 
 class Both(Pair):
@@ -124,15 +132,8 @@ class Either(Pair):
 
 
 @dataclass(frozen=True, repr=False)
-class Not(Mask):
+class Not(Compound):
     one: Mask
-
-    @property
-    def relative(self) -> bool:
-        return self.one.relative
-
-    def arrays(self) -> list[Array]:
-        return self.one.arrays()
 
     def __repr__(self) -> str:
         return f"~{_grouped(self.one)}"
@@ -146,9 +147,6 @@ class Not(Mask):
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
         a = self.one.verdict(rows, cols, n, m)
         return None if a is None else not a
-
-    def check(self, lead: Shape, n: int, m: int) -> None:
-        self.one.check(lead, n, m)
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from qkv.arrays import is_array, of
 from qkv.errors import DtypeError, ShapeError
-from qkv.masks.base import Mask
+from qkv.masks.base import Compound, Mask
 from qkv.types import Array, Block, Span
 
 
@@ -73,5 +73,5 @@ def hoisted(rule: Mask, block: Block, place: Any) -> Mask:
 
 def has_functions(rule: Any) -> bool:
     """Whether a rule holds a function of the caller's, and maybe arrays that no field shows."""
-    inner = (getattr(rule, name, None) for name in ("one", "two"))
-    return isinstance(rule, Custom) or any(has_functions(x) for x in inner if x is not None)
+    inner = rule.parts if isinstance(rule, Compound) else ()
+    return isinstance(rule, Custom) or any(map(has_functions, inner))
