@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from qkv import masks, scores, weightings
-from qkv.arrays import common, is_array, tree
+from qkv.arrays import common, is_array, of, tree
+from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import dropout, streaming
+from qkv.engines import rows as reading
 from qkv.engines.call import Call, as_array, build, paired
 from qkv.engines.choose import Explanation, choose
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError
 from qkv.scores import Score
 from qkv.types import Array
 from qkv.weightings import Weighting
@@ -255,3 +259,71 @@ def _flag(name: str, value: Any) -> bool:
 # a graph here is written for one already.
 for _function in (attend, weights, explain, scaled_dot_product_attention):
     setattr(_function, "autograph_info__", None)  # noqa: B010
+
+
+def over(
+    rows: Rows,
+    query: Array,
+    *,
+    score: ScoreLike,
+    weighting: WeightingLike,
+    tolerance: float | None = None,
+) -> Array:
+    """`attend` over rows that are read, not held: query (n, d) → (n, d_v), in its framework.
+
+    Gradients reach the query and every array of the score and the weighting; the rows are read
+    again on the way back.
+
+    >>> import numpy as np
+    >>> from qkv.arrays.rows import Stored
+    >>> stored = [Stored(np.eye(2), np.array([[10.0], [20.0]]))]
+    >>> over(Rows(lambda: stored, (2, 2), 1), np.zeros((1, 2)), score="dot", weighting="softmax")
+    array([[15.]])
+    """
+    fw, weighting = of(query), weightings.resolve(weighting)
+    if fw.unknown(query):
+        raise FrameworkError(
+            "attend reads a stored database while it runs, so it cannot be traced: call it outside "
+            "of jit, compile or tf.function"
+        )
+    score = _readable(rows, query, paired(scores.resolve(score), weighting, None), tolerance)
+    with fw.quiet():
+        out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
+        return fw.astype(out, fw.dtype(query))
+
+
+def weigh(
+    rows: Rows,
+    query: Array | None,
+    *,
+    score: ScoreLike,
+    weighting: WeightingLike,
+    tolerance: float | None = None,
+    matches: Array | None = None,
+) -> Weighed:
+    """The same with the weight of every row beside, on NumPy; `matches` (n, m) are the scores where
+    no vectors were compared.
+
+    >>> import numpy as np
+    >>> from qkv.arrays.rows import Stored
+    >>> rows = Rows(lambda: [Stored(np.eye(2))], (2, 2))
+    >>> weigh(rows, np.eye(2)[:1], score="dot", weighting="hard").weights
+    array([[1., 0.]])
+    """
+    weighting = weightings.resolve(weighting)
+    score = paired(scores.resolve(score), weighting, None)
+    with np.errstate(all="ignore"):
+        if matches is None:
+            matches = reading.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]
+        return reading.run(rows, matches, weighting)
+
+
+def _readable(rows: Rows, query: Array, score: Score, tolerance: float | None) -> Score:
+    """The score, or a faster one within the tolerance where the keys lie together."""
+    score.check(tuple(query.shape), rows.key.shape)
+    first = None if tolerance is None else next(iter(rows.read())).key
+    if first is None or len(first) != rows.key.shape[0]:
+        return score
+    fw = of(query)
+    near = score.lowered(query, taken(fw, first, query), tolerance, fw.dtype(query))
+    return score if isinstance(near, str) else near[0]

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from qkv import scores, weightings
 from qkv.answer import Answer
 from qkv.arrays import is_array, of, to_numpy
-from qkv.database import cells, encoders, scan
+from qkv.attention import over
+from qkv.database import cells, encoders
 from qkv.database.ask import Asked
 from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
@@ -226,11 +229,10 @@ class Reading:
             query = query[None] if single else query
         view.check(query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
-        if isinstance(chosen, scores.Exact):
+        if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
-        read = view.pieces(view.where(where), value=True)
-        weighting = weightings.resolve(weighting)
-        out = scan.attend(read, query, chosen, weighting, tolerance=tolerance)
+        rows = view.vectors(view.where(where), value=True)
+        out = over(rows, query, score=chosen, weighting=weighting, tolerance=tolerance)
         return out[0] if single else out
 
     def _filled(self) -> View:
@@ -243,7 +245,7 @@ class Reading:
         """The queries, and whether there is only one."""
         kind = self._view.schema.key_kind
         if kind == "vector" or (is_array(query) and kind != "number"):
-            array = scan.host(query)
+            array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
             return (array[None], True) if array.ndim == 1 else (array, False)
         if is_array(query):
             array = to_numpy(query)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import of
-from qkv.database import cells, encoders, scan
+from qkv.arrays.rows import Rows, Stored
+from qkv.database import cells, encoders
 from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
 from qkv.database.store import Part, Snapshot
@@ -62,12 +63,21 @@ class View:
             return given
         return type(given).build(told, learned)
 
-    @cached_property
+    @property
     def ids(self) -> np.ndarray:
         """The id of each place, (m,): the rows whose vectors can be read."""
+        return self._listed[0]
+
+    @property
+    def pieces(self) -> int:
+        """How many times a scan goes on elsewhere."""
+        return self._listed[1]
+
+    @cached_property
+    def _listed(self) -> tuple[np.ndarray, int]:
         parts = self.parts()
         live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
-        return np.concatenate(live) if live else np.zeros(0, np.int64)
+        return np.concatenate(live) if live else np.zeros(0, np.int64), len(live)
 
     def inherit(self, old: View) -> None:
         """Take over what an older view of the same vectors has built."""
@@ -156,51 +166,34 @@ class View:
     def parts(self) -> Iterator[Part]:
         return self.snapshot.parts()
 
-    @property
-    def scarce(self) -> bool:
-        """Whether the pages of a part are let go when the next one is read."""
-        return self.snapshot.scarce()
+    def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:
+        """The keys' vectors, and the values if they are numbers, to be attended over.
 
-    def pieces(self, live: np.ndarray | None = None, *, value: bool = False) -> scan.Read:
-        """The rows as pieces to be scanned; `live` (m,) leaves some of them out."""
+        `allowed` (m,) rules some of them out. Of tensors that memory cannot hold, the pages of a
+        part are let go when the next one is read.
+        """
 
-        def read() -> Iterator[scan.Piece]:
-            at = 0
+        def read() -> Iterator[Stored]:
             for part in self.parts():
-                alive = part.live
-                size = len(part.ids) if alive is None else int(alive.sum())
-                if live is not None:
-                    own = live[at : at + size]
-                    alive = own if alive is None else _within(alive, own)
-                at += size
-                values = part.tensors["value"] if value else None
-                yield scan.Piece(part.tensors["code"], values, alive)
+                yield Stored(part.tensors["code"], part.tensors.get(named), part.live)
 
-        return read
+        named, (width, value_width) = "value" if value else "", self._widths
+        shape = len(self.ids), width
+        return Rows(read, shape, value_width if value else 0, allowed, self.snapshot.scarce())
 
     @cached_property
-    def width(self) -> int:
-        """Numbers in the vector of a key."""
-        part = next(self.parts())
-        return int(part.tensors["code"].shape[1])
+    def _widths(self) -> tuple[int, int]:
+        """Numbers in the vector of a key, and of a value."""
+        tensors = next(self.parts()).tensors
+        return tensors["code"].shape[1], tensors["value"].shape[1] if "value" in tensors else 0
 
     def check(self, query: Any) -> None:
         """Refuse vectors that cannot be compared with the keys'."""
-        if len(query.shape) != 2 or query.shape[-1] != self.width:
+        width = self._widths[0]
+        if len(query.shape) != 2 or query.shape[-1] != width:
             raise ShapeError(
-                f"query has shape {tuple(query.shape)}, but the keys are vectors of {self.width} "
-                f"numbers ({self.encoder.kind}): expected (queries, {self.width})"
+                f"query has shape {tuple(query.shape)}, but the keys are vectors of {width} "
+                f"numbers ({self.encoder.kind}): expected (queries, {width})"
             )
         if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
             raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
-
-
-def _within(alive: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """`own` says which of the live rows still are: the flags of all rows.
-
-    >>> _within(np.array([True, False, True]), np.array([False, True])).tolist()
-    [False, False, True]
-    """
-    both = alive.copy()
-    both[alive] = own
-    return both

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from qkv import masks, scores
 from qkv.arrays import threads, tree
 from qkv.arrays.base import Framework, Plan
+from qkv.arrays.rows import Column, Cut, Cuts, Reader, taken
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
@@ -100,7 +101,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         return _backward(tree.rebuild(fw, call, arrays), plan, kept, gradients)
 
     def reference(*arrays: Array) -> tuple[Array, ...]:
-        out, lse, _ = dense.run(tree.rebuild(fw, call, arrays))
+        out, lse, _ = dense.run(_whole(tree.rebuild(fw, call, arrays)))
         return (out,) if lse is None else (out, lse)
 
     if learning:
@@ -108,6 +109,19 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     else:
         outputs = forward(*leaves)[0]
     return outputs[0], outputs[1] if call.wants_lse else None, None
+
+
+def _whole(call: Call) -> Call:
+    """The call on arrays, with all its rows read."""
+    if not isinstance(call.key, Column):
+        return call
+    key, value, allowed = call.key.rows.whole(call.fw, call.query)
+    rule = None if allowed is None else masks.array(allowed)
+    return replace(call, key=key, value=value, rule=rule)
+
+
+def _loops(call: Call) -> Any:
+    return Reader(call.fw) if isinstance(call.key, Column) else call.fw
 
 
 def _lent(call: Call) -> Call | None:
@@ -137,7 +151,9 @@ def hoist(call: Call, plan: Plan) -> Call:
     in_score, in_rule = functions_in(call.score), masks.has_functions(call.rule)
     if not in_score and not in_rule:
         return call
-    rows, cols = next((rows, keys[0]) for rows, keys in plan if keys)
+    rows, keys = next((rows, keys) for rows, keys in plan if keys)
+    cols: Any = next(iter(keys))
+    cols = cols[0] if isinstance(keys, Cuts) else cols
 
     def place(rows: Span, cols: Span) -> Any:
         return calls.place(call, rows, cols)
@@ -214,6 +230,9 @@ def block_size(call: Call) -> tuple[int, int]:
     """Queries and keys per block: near a square, within BLOCK numbers for all leading axes."""
     each = max(math.prod(call.lead) * footprint(call), 1)
     area = max(BLOCK // each, 1)
+    if isinstance(call.key, Column):  # whatever is read serves as many queries as it can
+        rows = max(min(call.n, area // 512), 1)
+        return rows, max(min(area // rows, READ // max(call.key.shape[-1], 1)), 512)
     if searches(call) and call.m <= area:  # searched in one go
         numbers = each * call.n * call.m
         parts = -(-numbers // (SEARCHED if call.fw.name in ("numpy", "torch") else BLOCK))
@@ -251,6 +270,9 @@ def plan_of(call: Call, rows: int, cols: int) -> Plan:
     That of a rule on distances is kept: a loop asks for it again and again.
     """
     fw, rule, n, m = call.fw, call.rule, call.n, call.m
+    if isinstance(call.key, Column):
+        cuts: Any = call.key.rows.cuts(cols)
+        return [(Span(at, min(rows, n - at)), cuts) for at in range(0, n, rows)]
     if rule is None:
         keys = spans(fw, m, cols)
         return [(span, keys) for span in spans(fw, n, rows)]
@@ -290,11 +312,14 @@ class Piece(NamedTuple):
     bias: Array | None
 
 
-def piece(call: Call, rows: Span, cols: Span) -> Piece:
+def piece(call: Call, rows: Span, cols: Any) -> Piece:
     fw = call.fw
     block = calls.place(call, rows, cols)
-    live = calls.live(call, block)
-    key = calls.clean(call, fw.cut(call.key, cols, -2), live)
+    if isinstance(cols, Cut):
+        live, key = cols.counts(fw, call.query), taken(fw, cols.key(), call.query)
+    else:
+        live, key = calls.live(call, block), fw.cut(call.key, cols, -2)
+    key = calls.clean(call, key, live)
     bias = call.bias
     if bias is not None:
         bias = fw.cut(fw.cut(bias, rows, -2), cols, -1)
@@ -302,8 +327,11 @@ def piece(call: Call, rows: Span, cols: Span) -> Piece:
     return Piece(block, live, query, key, bias)
 
 
-def value_of(call: Call, cols: Span, live: Array | None) -> Array:
-    return calls.clean(call, call.fw.cut(call.value, cols, -2), live)
+def value_of(call: Call, cols: Any, live: Array | None) -> Array:
+    fw = call.fw
+    stored = isinstance(cols, Cut)
+    value = taken(fw, cols.value(), call.query) if stored else fw.cut(call.value, cols, -2)
+    return calls.clean(call, value, live)
 
 
 def _parameters(call: Call) -> list[Array]:
@@ -327,7 +355,7 @@ def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Arra
 
 def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The outputs, and what is kept of each row for the way back where there is one."""
-    fw, weighting = call.fw, call.weighting
+    fw, weighting, loops = call.fw, call.weighting, _loops(call)
     unscaled = replace(call, weighting=Weighting())
     width = fw.shape(call.value)[-1]
     keeps = learning or call.wants_lse or weighting.strict
@@ -335,25 +363,28 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
     def pooled(rows: Span, keys: Any) -> tuple[Array, ...]:
         template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
 
-        def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
+        stored, one = isinstance(keys, Cuts), isinstance(keys, list) and len(keys) == 1
+        if one and searches(call) and not keeps:
+            part = piece(call, rows, keys[0])
+            s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
+            value = calls.share_heads(call, value_of(call, keys[0], part.live))
+            keep = calls.dropped(call, part.block)
+            return (weighting.whole(s, part.live, part.block.k, value, keep),)
+        known: dict[int, Any] = {}
+
+        def scored(cols: Any) -> tuple[Array, Array | None, Array, Any]:
+            at = cols.start if stored else 0
+            if at in known:
+                return known[at]  # type: ignore[no-any-return]
             part = piece(call, rows, cols)
             s = calls.scores(call, part.query, part.key, part.bias, part.block)
-            return s, part.live, part.block.k, part.block
-
-        if isinstance(keys, list) and len(keys) == 1:
-            if searches(call) and not keeps:
-                part = piece(call, rows, keys[0])
-                s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
-                value = calls.share_heads(call, value_of(call, keys[0], part.live))
-                keep = calls.dropped(call, part.block)
-                return (weighting.whole(s, part.live, part.block.k, value, keep),)
-            only = scored(keys[0])  # every pass over the row reads the same block
-
-            def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
-                return only
+            found = s, part.live, part.block.k, part.block
+            if one or (stored and searches(call)):  # no pass over the row reads a key again
+                known[at] = found
+            return found
 
         def fold(lift: Any, merge: Any, init: Any) -> Any:
-            return fw.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
+            return loops.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
 
         found = weighting.search(fold)
 
@@ -364,13 +395,13 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
 
         start = weighting.init(template, width)
         out, found_all, centre = weighting.finish(
-            fw.reduce(lift, weighting.merge, start, keys), found
+            loops.reduce(lift, weighting.merge, start, keys), found
         )
         if not keeps:
             return (out,)
         return out, *found_all, *(() if centre is None else (centre,))
 
-    out, *kept = fw.rows(pooled, plan)
+    out, *kept = loops.rows(pooled, plan)
     if weighting.strict:
         weighting.check(tuple(kept))
     outputs = (out, weighting.lse(tuple(kept))) if call.wants_lse else (out,)
@@ -384,16 +415,25 @@ def _backward(
     call: Call, plan: Plan, kept: Sequence[Array], gradients: Sequence[Array]
 ) -> tuple[Array | None, ...]:
     """One gradient for each leaf of the call."""
-    fw, weighting = call.fw, call.weighting
-    parameters = _parameters(call)
+    fw, weighting, loops = call.fw, call.weighting, _loops(call)
+    parameters, stored = _parameters(call), isinstance(call.key, Column)
 
     def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Sequence[Array | None]]]:
         def function(*arrays: Array) -> Array:
+            if stored:
+                arrays = (arrays[0], part.key, *arrays[1:])
             changed, q, k, bias = _with(call, arrays)
             return calls.scores(changed, q, k, bias, part.block)
 
-        arguments = _arguments(part.query, part.key, part.bias, parameters)
-        return fw.vjp(function, *arguments)
+        if not stored:
+            return fw.vjp(function, *_arguments(part.query, part.key, part.bias, parameters))
+        s, pull = fw.vjp(function, part.query, *parameters)
+
+        def without_key(slope: Array) -> tuple[Array | None, ...]:
+            dq, *rest = pull(slope)
+            return dq, None, *rest
+
+        return s, without_key
 
     def sweep(totals: Any, rows: Span, keys: Any) -> Any:
         found = tuple(fw.cut(x, rows, -2) for x in kept)
@@ -415,9 +455,10 @@ def _backward(
                 s = calls.scores(call, *part[2:], part.block)
             weight = weighting.weight(s, live, part.block.k, found)
             value = value_of(call, cols, live)
-            spread = weight if keep is None else weight * keep
-            gained = fw.xp.matmul(fw.xp.matrix_transpose(spread), along_out)
-            dv = fw.add_at(dv, calls.fold_heads(call, gained, value.shape[:-2]), cols, None)
+            if not stored:
+                spread = weight if keep is None else weight * keep
+                gained = fw.xp.matmul(fw.xp.matrix_transpose(spread), along_out)
+                dv = fw.add_at(dv, calls.fold_heads(call, gained, value.shape[:-2]), cols, None)
             if weighting.smooth:
                 shared = calls.share_heads(call, value)
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
@@ -435,24 +476,25 @@ def _backward(
                 ]
             return [dq, dk, dv, dbias, dparameters]
 
-        return fw.fold(step, totals, keys)
+        return loops.fold(step, totals, keys)
 
     none = fw.full((1, 1), 0.0, call.query)
     start = [
         fw.accumulator(call.query),
-        fw.accumulator(call.key),
-        fw.accumulator(call.value),
+        fw.accumulator(none if stored else call.key),
+        fw.accumulator(none if stored else call.value),
         fw.accumulator(none if call.bias is None else call.bias),
         [fw.full(fw.shape(x), 0.0, x) for x in parameters],
     ]
-    dq, dk, dv, dbias, dparameters = fw.sweep(sweep, start, plan)
+    dq, dk, dv, dbias, dparameters = loops.sweep(sweep, start, plan)
     return _in_order(call, [fw.total(x) for x in (dq, dk, dv, dbias)], dparameters)
 
 
 def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> tuple[Array | None, ...]:
     """The gradients in the order of the call's leaves; positions and seeds have none."""
     dq, dk, dv, dbias = main
-    out: list[Array | None] = [dq, dk, dv, *parameters]
+    stored = isinstance(call.key, Column)
+    out: list[Array | None] = [dq, *(() if stored else (dk, dv)), *parameters]
     out += [None] * len(tree.leaves(call.fw, call.rule))
     out += [] if call.bias is None else [dbias]
     return (*out, *[None] * len(tree.leaves(call.fw, call.seed)))

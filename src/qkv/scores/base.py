@@ -56,6 +56,9 @@ class Score:
     nonnegative: ClassVar[bool] = False
     """Whether no score is ever below zero, so that scores can be weights as they are."""
 
+    compares_keys: ClassVar[bool] = False
+    """Whether a database compares the keys themselves, which need not be vectors."""
+
     ranged: ClassVar[bool] = False
     """Whether `lowered` must look at the range of its arguments first."""
 

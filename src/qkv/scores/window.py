@@ -139,6 +139,7 @@ class Exact(Score):
     """
 
     nonnegative: ClassVar[bool] = True
+    compares_keys: ClassVar[bool] = True
 
     def __call__(self, query: Array, key: Array) -> Array:
         fw = of(query)

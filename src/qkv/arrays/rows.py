@@ -1,0 +1,169 @@
+"""Rows that are read when they are needed, in place of the arrays key (m, d) and value (m, d_v)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.arrays.base import Framework, Plan
+from qkv.types import Array, Shape, Span
+
+
+class Stored(NamedTuple):
+    """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all)."""
+
+    key: np.ndarray
+    value: np.ndarray | None = None
+    live: np.ndarray | None = None
+
+    def some(self, at: slice) -> Stored:
+        value, live = (None if x is None else x[at] for x in self[1:])
+        return Stored(self.key[at], value, live)
+
+
+class Cut(NamedTuple):
+    """The rows at `start … start + size` among all that live, read when asked for."""
+
+    start: int
+    size: int
+    stored: Stored
+    allowed: np.ndarray | None = None
+    first: None = None
+    open: bool = False
+
+    def key(self) -> np.ndarray:
+        stored = self.stored
+        return stored.key if stored.live is None else stored.key[stored.live]
+
+    def value(self, at: np.ndarray | None = None) -> np.ndarray:
+        """The values, or those of some of the rows."""
+        value, live = self.stored.value, self.stored.live
+        assert value is not None
+        if at is not None:
+            return np.asarray(value[at if live is None else np.flatnonzero(live)[at]])
+        return np.asarray(value if live is None else value[live])
+
+    def counts(self, fw: Framework, like: Array) -> Array | None:
+        """Which of the rows are allowed, (1, c); None where all are."""
+        return None if self.allowed is None else fw.constant(self.allowed[None], like, "bool")
+
+
+class Rows:
+    """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
+    the stored is done with before the next is read. `allowed` (m,) rules some of them out.
+
+    >>> keys = np.arange(6.0).reshape(3, 2)
+    >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
+    >>> [[cut.key().tolist() for cut in cuts] for cuts in rows.cuts(2)]
+    [[[[0.0, 1.0]], [[4.0, 5.0]]]]
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Iterable[Stored]],
+        shape: Shape,
+        width: int = 0,
+        allowed: np.ndarray | None = None,
+        apart: bool = False,
+    ):
+        self.read, self.allowed, self.apart = read, allowed, apart
+        self.key, self.value = Column(self, shape), Column(self, (shape[0], width))
+
+    def cuts(self, size: int) -> Cuts:
+        return Cuts(self, size)
+
+    def whole(self, fw: Framework, like: Array) -> tuple[Array, Array, Array | None]:
+        """Every live row: key, value, and which are allowed, (1, m)."""
+        held: list[list[np.ndarray]] = [[], []]
+        for stored in self.read():
+            live = slice(None) if stored.live is None else stored.live
+            value = np.empty((len(stored.key), 0)) if stored.value is None else stored.value
+            held[0].append(stored.key[live])
+            held[1].append(value[live])
+        key, value = (taken(fw, np.concatenate(x), like) for x in held)
+        allowed = self.allowed
+        return key, value, None if allowed is None else fw.constant(allowed[None], like, "bool")
+
+
+class Weighed(NamedTuple):
+    """What is known when all rows were read, for n queries: Σᵢ αᵢ vᵢ (n, d_v), α (n, m), the
+    entropy (n,) of |α|, and log Σ exp(score) (n,) for a weighting that has one."""
+
+    out: np.ndarray
+    weights: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray | None
+
+
+class Column(NamedTuple):
+    """The keys or the values of rows, in the place of an array."""
+
+    rows: Rows
+    shape: Shape
+
+
+class Cuts:
+    """All rows in cuts of at most so many, in groups that are read together."""
+
+    def __init__(self, rows: Rows, size: int):
+        self.rows, self.size = rows, size
+
+    def __iter__(self) -> Iterator[list[Cut]]:
+        at, allowed, group = 0, self.rows.allowed, []
+        for stored in self.rows.read():
+            for start in range(0, len(stored.key), self.size):
+                some = stored.some(slice(start, start + self.size))
+                size = len(some.key) if some.live is None else int(np.count_nonzero(some.live))
+                if size == len(some.key):
+                    some = some._replace(live=None)
+                own = None if allowed is None else allowed[at : at + size]
+                if size:
+                    group.append(Cut(at, size, some, own))
+                at += size
+            if self.rows.apart:
+                yield group
+                group = []
+        yield group
+
+
+class Reader:
+    """The loops of a framework over rows that are read: no compiled loop can open a file."""
+
+    def __init__(self, fw: Framework):
+        self.fw = fw
+
+    def fold(self, step: Callable[[Any, Cut], Any], carry: Any, cuts: Iterable[list[Cut]]) -> Any:
+        for group in cuts:
+            for cut in group:
+                carry = step(carry, cut)
+        return carry
+
+    def reduce(
+        self,
+        lift: Callable[[Cut], Any],
+        merge: Callable[[Any, Any], Any],
+        start: Any,
+        cuts: Iterable[list[Cut]],
+    ) -> Any:
+        if self.fw.equal_spans:
+            return self.fold(lambda state, cut: merge(state, lift(cut)), start, cuts)
+        for group in cuts:
+            start = self.fw.reduce(lift, merge, start, group)  # type: ignore[arg-type]
+        return start
+
+    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
+        return Framework.rows(self.fw, pool, plan)
+
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
+        return Framework.sweep(self.fw, step, carry, plan)
+
+
+def taken(fw: Framework, x: np.ndarray, like: Array) -> Array:
+    """An array that was read, as the framework's own beside `like`; where it can, not copied."""
+    with warnings.catch_warnings():
+        # Torch warns that the file must not be written to; nothing here writes.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return fw.constant(x, like, fw.dtype(like))

@@ -1,0 +1,275 @@
+"""Rows that are read piece by piece give what the equation gives on all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import qkv
+import tests.cases
+from qkv import attention, scores, weightings
+from qkv.arrays import to_numpy
+from qkv.arrays.rows import Rows, Stored
+from qkv.engines import rows as reading
+from qkv.engines import streaming
+from qkv.errors import ArgumentError, CombinationError, FrameworkError
+from qkv.weightings import Weighting
+from tests.frameworks import WITH_GRADIENTS
+
+rng = np.random.default_rng(0)
+ROWS, D = 700, 6
+KEY, VALUE = rng.normal(size=(ROWS, D)), rng.normal(size=(ROWS, 3))
+LIVE = rng.random(ROWS) > 0.2
+LIVE[:250] = True
+LIVE[500:560] = False
+ALLOWED = rng.random(int(LIVE.sum())) > 0.3
+QUERY = rng.normal(size=(4, D))
+QUERY[3] += 9  # out of every window's reach
+ALONG = rng.normal(size=(4, 3))
+
+
+def read():
+    for start in range(0, ROWS, 250):
+        some = slice(start, start + 250)
+        yield Stored(KEY[some], VALUE[some], LIVE[some] if start else None)
+
+
+def stored(**how):
+    return Rows(read, (int(LIVE.sum()), D), 3, **how)
+
+
+@dataclass(frozen=True)
+class Cubed(weightings.Softmax):
+    """A weighting of the caller's own that is a softmax by its class alone."""
+
+    def scale(self, s):
+        return s * s * s * 0.1
+
+
+@dataclass(frozen=True)
+class Squares(Weighting):
+    """αᵢ = sᵢ² / 8, by the two methods that a weighting needs."""
+
+    sparse: ClassVar[bool] = True
+
+    def weights(self, s, live, k):
+        return qkv.arrays.of(s).keep(s * s / 8.0, live)
+
+    def weight(self, s, live, k, found):
+        return self.weights(s, live, k)
+
+    def slope(self, s, weight, along, centre, found):
+        return along * s / 4.0
+
+
+SCORES = {
+    "dot": (scores.Dot, ()),
+    "softcap": (lambda: scores.ScaledDot(softcap=2.0), ()),
+    "gaussian": (lambda: scores.Gaussian(0.8), ()),
+    "multiplicative": (scores.Multiplicative, (rng.normal(size=(D, D)),)),
+    "function": (lambda: lambda q, k: scores.Dot()(q, k) * 0.5, ()),
+    "positions": (lambda: scores.Modified(scores.Dot(), lambda s, b, h, i, j: s - j * 0.01), ()),
+    "epanechnikov": (lambda: scores.Epanechnikov(4.0), ()),
+}
+WEIGHTINGS = {
+    **tests.cases.WEIGHTINGS,
+    "cubed": Cubed(),
+    "squares": Squares(),
+    "nan_if_empty": weightings.Normalized("nan"),
+}
+CASES = [
+    (score, weighting)
+    for score in SCORES
+    for weighting, how in WEIGHTINGS.items()
+    if score == "epanechnikov" or not how.needs_nonnegative
+    if score in ("dot", "epanechnikov") or weighting in ("softmax", "top3", "straight_through")
+]
+FEW = [("multiplicative", "softmax"), ("dot", "top3"), ("epanechnikov", "nearest_if_empty")]
+cases = pytest.mark.parametrize(("score", "weighting"), CASES)
+each_allowed = pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "some"])
+
+
+def small(monkeypatch):
+    """Cuts that do not divide what is stored, and more than one span of queries."""
+    monkeypatch.setattr(streaming, "block_size", lambda call: (3, 64))
+    monkeypatch.setattr(reading, "CACHED", 256)
+
+
+def dense(q, make, score, weighting, allowed):
+    mask = None if allowed is None else make(allowed[None])
+    how = {"score": score, "weighting": weighting, "mask": mask, "engine": "dense"}
+    return qkv.attend(q, make(KEY[LIVE]), make(VALUE[LIVE]), return_weights=True, **how)
+
+
+def slopes(fw, loss, arrays):
+    if fw.name != "jax":
+        return fw.grads(loss, arrays)
+    import jax
+
+    return list(jax.grad(loss, argnums=tuple(range(len(arrays))))(*arrays))  # not traced by jit
+
+
+@pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
+@each_allowed
+@cases
+def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
+    if fw.name == "torch":
+        small(monkeypatch)
+    elif allowed is None or (score, weighting) not in FEW[: 1 if fw.name == "jax" else 3]:
+        pytest.skip("each shape takes them seconds")
+    make, held = SCORES[score]
+    how = WEIGHTINGS[weighting]
+    arrays = [fw.make(x) for x in (QUERY, *held)]
+    found = []
+    for attend in (
+        lambda q, s: attention.over(stored(allowed=allowed), q, score=s, weighting=how),
+        lambda q, s: dense(q, fw.make, s, how, allowed)[0],
+    ):
+
+        def loss(q, *held, attend=attend):
+            out = attend(q, make(*held))
+            xp = qkv.arrays.namespace(out)
+            return xp.sum(out * fw.make(ALONG)) + xp.sum(q) * 0.0  # some know of no way back
+
+        found.append([to_numpy(attend(arrays[0], make(*arrays[1:])))])
+        found[-1] += slopes(fw, loss, arrays)
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+@each_allowed
+@pytest.mark.parametrize("apart", [False, True])
+@cases
+def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch):
+    small(monkeypatch)
+    make, held = SCORES[score]
+    how, s = WEIGHTINGS[weighting], make(*held)
+    out, alpha = dense(QUERY, np.asarray, s, how, allowed)
+    got = attention.weigh(stored(allowed=allowed, apart=apart), QUERY, score=s, weighting=how)
+    np.testing.assert_allclose(got.out, out, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(got.weights, alpha, rtol=1e-9, atol=1e-11)
+    with np.errstate(all="ignore"):
+        mass = np.abs(alpha) / np.abs(alpha).sum(axis=1, keepdims=True)
+        entropy = -np.where(mass > 0, mass * np.log(mass), 0).sum(axis=1)
+    np.testing.assert_allclose(got.entropy, entropy, atol=1e-9)
+    assert (got.lse is not None) == how.has_lse
+    if how.has_lse:
+        mask = None if allowed is None else allowed[None]
+        how = {"score": s, "weighting": how, "mask": mask, "return_lse": True}
+        _, lse = qkv.attend(QUERY, KEY[LIVE], VALUE[LIVE], engine="dense", **how)
+        np.testing.assert_allclose(got.lse, lse, atol=1e-9)
+
+
+def test_what_means_nothing_is_refused():
+    how = {"score": "dot", "weighting": "normalized"}
+    for door in (attention.over, attention.weigh):
+        with pytest.raises(CombinationError, match="can be negative"):
+            door(stored(), QUERY, **how)
+        strict = {"score": "boxcar", "weighting": weightings.Normalized("raise")}
+        with pytest.raises(ArgumentError, match="no key lies within"):
+            door(stored(), QUERY, **strict)
+
+
+def test_a_trace_cannot_read():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(FrameworkError, match="outside of jit"):
+        jax.jit(lambda q: attention.over(stored(), q, score="dot", weighting="softmax"))(QUERY)
+
+
+def test_the_gradient_for_k_equal_v_is_the_covariance_of_the_keys():
+    """∇_q Attention = Cov_p[k], of the seeds."""
+    torch = pytest.importorskip("torch")
+    same = Rows(lambda: [Stored(KEY, KEY)], (ROWS, D), D)
+    q = torch.tensor(QUERY[:1], requires_grad=True)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda q: attention.over(same, q, score="dot", weighting="softmax"), q
+    )[0, :, 0]
+    p = np.exp(KEY @ QUERY[0])
+    p /= p.sum()
+    centred = KEY - p @ KEY
+    np.testing.assert_allclose(jacobian, (centred * p[:, None]).T @ centred, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("weighting", "forth"), [("softmax", 1), ("entmax15", 1)])
+def test_how_often_the_rows_are_read(weighting, forth):
+    """Once on the way forth, whatever the weighting must know first; once on the way back."""
+    torch = pytest.importorskip("torch")
+    reads = []
+
+    def counted():
+        reads.append(0)
+        for some in read():
+            reads[-1] += 1
+            yield some
+
+    q = torch.tensor(QUERY, requires_grad=True)
+    rows = Rows(counted, (int(LIVE.sum()), D), 3)
+    out = attention.over(rows, q, score="dot", weighting=weighting)
+    scored = sum(reads)
+    out.sum().backward()
+    assert reads[-1] == 3 and sum(reads) == scored + 3
+    reads.clear()
+    attention.weigh(Rows(counted, (int(LIVE.sum()), D), 0), QUERY, score="dot", weighting=weighting)
+    assert reads == [3]
+
+
+def test_second_derivatives():
+    torch = pytest.importorskip("torch")
+    q = torch.tensor(QUERY[:2], requires_grad=True)
+    for rows in (stored(), stored(allowed=ALLOWED)):
+        assert torch.autograd.gradgradcheck(
+            lambda q, rows=rows: attention.over(rows, q, score="dot", weighting="softmax"), q
+        )
+
+
+def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
+    small(monkeypatch)
+    done = []
+
+    class Watched(scores.Dot):
+        def __call__(self, query, key):
+            done.append(len(key))
+            return super().__call__(query, key)
+
+    def lazily():
+        for i, some in enumerate(read()):
+            assert sum(done) >= 200 * i
+            yield some
+
+    rows = Rows(lazily, (int(LIVE.sum()), D), 3, apart=True)
+    attention.weigh(rows, QUERY, score=Watched(), weighting="softmax")
+    done.clear()
+    attention.over(rows, QUERY[:3], score=Watched(), weighting="softmax")
+
+
+def test_a_value_that_does_not_count_cannot_spoil_the_sum():
+    value = np.array([[1.0], [np.nan], [3.0]])
+    rows = Rows(lambda: [Stored(np.zeros((3, 1)), value)], (3, 1), 1)
+    np.testing.assert_array_equal(reading.pooled(rows, np.array([[0.5, 0.0, 0.5]])), [[2.0]])
+    assert np.isnan(reading.pooled(rows, np.array([[0.5, 0.1, 0.4]]))).all()
+    for door in (attention.over, lambda *a, **how: attention.weigh(*a, **how).out):
+        rows = Rows(rows.read, (3, 1), 1, np.array([True, False, True]))
+        out = door(rows, np.zeros((1, 1)), score="dot", weighting="softmax")
+        np.testing.assert_array_equal(out, [[2.0]])
+
+
+def test_the_sum_keeps_the_values_digits():
+    rows = Rows(lambda: [Stored(np.eye(2, dtype="f4"), np.array([[123456789.0], [0]]))], (2, 2), 1)
+    out = attention.weigh(rows, np.eye(2, dtype="f4")[:1], score="dot", weighting="hard").out
+    assert out.tolist() == [[123456789.0]]
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15"])
+def test_every_row_ruled_out_gives_nought(weighting):
+    torch = pytest.importorskip("torch")
+    rows = stored(allowed=np.zeros(int(LIVE.sum()), bool))
+    q = torch.tensor(QUERY, requires_grad=True)
+    out = attention.over(rows, q, score="dot", weighting=weighting)
+    assert (out == 0).all()
+    out.sum().backward()
+    assert q.grad is None or (q.grad == 0).all()
+    found = attention.weigh(rows, QUERY, score="dot", weighting=weighting)
+    assert not found.weights.any() and not found.out.any() and not found.entropy.any()
