@@ -1,0 +1,91 @@
+"""`ask` and `attend` of a database are `qkv.attend` on its rows, whatever the weighting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv import scores, weightings
+from qkv.errors import ArgumentError, CombinationError
+from tests import cases
+
+rng = np.random.default_rng(4)
+VALUE = rng.normal(size=(40, 2))
+KEY, QUERY = (rng.normal(size=(n, 3)).astype("f4").astype(float) for n in (40, 3))  # as kept
+QUERY[2] += 30.0  # beyond every window
+GONE, ALONG = [3, 21, 39], rng.normal(size=(3, 2))
+ALIVE = np.delete(np.arange(40), GONE)
+
+
+@dataclass(frozen=True)
+class Sharper(weightings.Softmax):
+    """A softmax by its class, and of other scores."""
+
+    def scale(self, s):
+        return s * 3.0
+
+
+WEIGHTINGS = {
+    **cases.WEIGHTINGS,
+    "sharper": Sharper(),
+    "nan_if_empty": weightings.Normalized("nan"),
+}
+
+
+@pytest.fixture(params=["memory", "disk", "segments"])
+def database(request, tmp_path):
+    path = None if request.param == "memory" else tmp_path / "d.qkv"
+    D = qkv.Database() if path is None else qkv.open(path)
+    step = 40 if request.param == "disk" else 15
+    for start in range(0, 40, step):
+        D.add(KEY[start : start + step], VALUE[start : start + step])
+    D.remove([KEY[i] for i in GONE])
+    if path is not None:
+        D.close()
+        D = qkv.open(path)
+    yield D
+    D.close()
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "where"])
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_every_weighting(database, name, some):
+    weighting = WEIGHTINGS[name]
+    score = scores.Epanechnikov(2.5) if weighting.needs_nonnegative else scores.ScaledDot(0.7)
+    right = VALUE[ALIVE, 0] > 0
+    asked = {"score": score, "weighting": weighting}
+    asked |= {"where": lambda row: row["value"][0] > 0} if some else {}
+    q = torch.tensor(QUERY, requires_grad=True)
+    k, v = (torch.tensor(x[ALIVE]) for x in (KEY, VALUE))
+    mask = torch.tensor(right[None]) if some else None
+    out, alpha = qkv.attend(
+        q, k, v, score=score, weighting=weighting, mask=mask, engine="dense", return_weights=True
+    )
+    got = database.attend(q, **asked)
+    np.testing.assert_allclose(got.detach(), out.detach(), atol=1e-12)
+    found = [
+        torch.autograd.grad((x * torch.tensor(ALONG)).sum() + 0 * q.sum(), q)[0] for x in (got, out)
+    ]
+    np.testing.assert_allclose(*found, atol=1e-12)
+    answers = database.ask(QUERY, top=40, **asked)
+    np.testing.assert_allclose([a.weights for a in answers], alpha.detach(), rtol=1e-5, atol=2e-6)
+    for answer, row in zip(answers, out.detach().numpy(), strict=True):
+        if answer.rows:
+            np.testing.assert_allclose(answer.value, row, rtol=1e-5, atol=1e-5)
+        else:
+            assert answer.value is None and (np.isnan(row).any() or not row.any())
+
+
+def test_raise_and_refusals(database):
+    with pytest.raises(ArgumentError, match="no key lies within"):
+        database.ask(QUERY, score="boxcar", weighting=weightings.Normalized("raise"))
+    with pytest.raises(CombinationError, match="can be negative"):
+        database.ask(QUERY, score="dot", weighting="normalized")
+    with pytest.raises(CombinationError, match="distance"):
+        database.ask(QUERY, score="exact", weighting=weightings.Normalized("nearest"))
+    with pytest.raises(ArgumentError, match="compares vectors"):
+        database.attend(QUERY, score="exact")
