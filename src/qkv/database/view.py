@@ -13,7 +13,8 @@ from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, encoders
 from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
-from qkv.database.store import Part, Snapshot
+from qkv.database.store import Snapshot
+from qkv.database.store.segments import Segment
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -163,7 +164,7 @@ class View:
         passed = [id_ for id_, row in self.all_rows() if passes(row)]
         return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Segment]:
         return self.snapshot.parts()
 
     def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:

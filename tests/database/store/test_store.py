@@ -188,7 +188,7 @@ def test_windows(make, small):
     assert dead == [4, 5, 49]
     # Pages that were given back are read again.
     for part in parts:
-        s.at().release(part)
+        part.release()
         np.testing.assert_array_equal(part.tensors["key"], keys(part.ids))
 
 

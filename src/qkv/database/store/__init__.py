@@ -6,7 +6,7 @@ before that the store is the old one, after it the new one. docs/format.md descr
 
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.repair import Problem, check
-from qkv.database.store.snapshot import Part, Snapshot
+from qkv.database.store.snapshot import Snapshot
 from qkv.database.store.store import Commit, Store, Version
 
-__all__ = ["Commit", "CompactReport", "Part", "Problem", "Snapshot", "Store", "Version", "check"]
+__all__ = ["Commit", "CompactReport", "Problem", "Snapshot", "Store", "Version", "check"]

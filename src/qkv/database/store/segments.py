@@ -45,28 +45,36 @@ class Entry(NamedTuple):
 
 
 class Segment:
-    """Rows of a file or in memory: `ids` (m,), ascending, and `tensors`, each (m, …), read-only."""
+    """Rows of a file or in memory: `ids` (m,), ascending, and `tensors`, each (m, …), read-only.
 
-    def __init__(self, ids: np.ndarray, tensors: Tensors, memory: mmap.mmap | None = None) -> None:
-        self.ids = ids
-        self.tensors = tensors
+    `live` (m,) says which of them a version has; None is all.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        tensors: Tensors,
+        memory: mmap.mmap | None = None,
+        live: np.ndarray | None = None,
+    ) -> None:
+        self.ids, self.tensors, self.live = ids, tensors, live
         self._memory = memory
 
     def __getitem__(self, rows: slice | np.ndarray) -> Segment:
         """Some of the rows."""
-        return Segment(self.ids[rows], {name: t[rows] for name, t in self.tensors.items()})
+        some = {name: tensor[rows] for name, tensor in self.tensors.items()}
+        return Segment(self.ids[rows], some, self._memory if isinstance(rows, slice) else None)
 
-    def release(self, start: int, stop: int) -> None:
+    def release(self) -> None:
         """Tell the system that these rows' pages are not needed; reading them maps them again."""
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         origin = np.frombuffer(self._memory, np.uint8).ctypes.data
         for array in (self.ids, *self.tensors.values()):
-            rows = array[start:stop]
-            begin = rows.ctypes.data - origin
+            begin = array.ctypes.data - origin
             first = begin - begin % mmap.PAGESIZE
-            if rows.nbytes:
-                self._memory.madvise(mmap.MADV_DONTNEED, first, begin + rows.nbytes - first)
+            if array.nbytes:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, begin + array.nbytes - first)
 
 
 def cut(segments: Iterable[Segment], rows: int) -> Iterator[list[Segment]]:

@@ -6,7 +6,6 @@ import json
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -21,16 +20,11 @@ from qkv.database.store.segments import Entry, Segment
 from qkv.database.store.shelf import Shelf
 from qkv.errors import ArgumentError
 
+ROW = "SELECT id, digest, record, crc FROM rows"
+LIVE = "id <= ? AND (died IS NULL OR died > ?)"
+"""Rows of a version: not younger than its last id, and not dead by then."""
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Rows that lie together: ids (m,), tensors {name: (m, …)}, and which live (None: all)."""
-
-    ids: np.ndarray
-    tensors: dict[str, np.ndarray]
-    live: np.ndarray | None = None
-    _segment: Segment | None = field(default=None, repr=False)
-    _start: int = field(default=0, repr=False)
+NEWEST = f"{ROW} WHERE digest = ? AND {LIVE} ORDER BY id DESC LIMIT 1"
 
 
 class Graves:
@@ -97,6 +91,7 @@ class Snapshot:
         self._shelf = shelf
         self._graves = graves
         self._edition = edition
+        self._live = (edition.last, edition.number)
         self._skip_damaged = skip_damaged
         self._open: dict[str, Segment] = {}
         self._found: _Listing | None = None
@@ -137,25 +132,12 @@ class Snapshot:
 
     def find(self, digest: bytes) -> list[int]:
         """The ids of the live rows with this digest, oldest first."""
-        edition = self._edition
-        found = self._catalogue.all(
-            "SELECT id FROM rows WHERE digest = ? AND id <= ? AND (died IS NULL OR died > ?)"
-            " ORDER BY id",
-            digest,
-            edition.last,
-            edition.number,
-        )
-        return [row for (row,) in found]
+        statement = f"SELECT id FROM rows WHERE digest = ? AND {LIVE} ORDER BY id"
+        return [row for (row,) in self._catalogue.all(statement, digest, *self._live)]
 
     def newest(self, digest: bytes) -> tuple[int, str] | None:
         """The id and the record of the last live row with this digest; None where there is none."""
-        found = self._catalogue.one(
-            "SELECT id, digest, record, crc FROM rows WHERE digest = ? AND id <= ?"
-            " AND (died IS NULL OR died > ?) ORDER BY id DESC LIMIT 1",
-            digest,
-            self._edition.last,
-            self._edition.number,
-        )
+        found = self._catalogue.one(NEWEST, digest, *self._live)
         return None if found is None else self._checked(*found)
 
     def _checked(self, row: int, digest: bytes, record: str, crc: int) -> tuple[int, str]:
@@ -167,19 +149,10 @@ class Snapshot:
         """The records of live rows, in the order of the ids."""
         wanted = [int(row) for row in ids]
         found: dict[int, str] = {}
-        statement = (
-            "SELECT id, digest, record, crc FROM rows WHERE id IN (SELECT value FROM json_each(?))"
-            " AND id <= ? AND (died IS NULL OR died > ?)"
-        )
-        one = statement.replace("IN (SELECT value FROM json_each(?))", "= ?")
+        statement = f"{ROW} WHERE id IN (SELECT value FROM json_each(?)) AND {LIVE}"
         for start in range(0, len(wanted), sizes.PAGE):
-            some = wanted[start : start + sizes.PAGE]
-            lines = self._catalogue.all(
-                statement if len(some) > 1 else one,
-                json.dumps(some) if len(some) > 1 else some[0],
-                self._edition.last,
-                self._edition.number,
-            )
+            some = json.dumps(wanted[start : start + sizes.PAGE])
+            lines = self._catalogue.all(statement, some, *self._live)
             found.update(self._checked(*line) for line in lines)
         try:
             return [found[row] for row in wanted]
@@ -190,14 +163,8 @@ class Snapshot:
         """The live rows by id, (id, record), some at a time."""
         after = -1
         while True:
-            page = self._catalogue.all(
-                "SELECT id, digest, record, crc FROM rows WHERE id > ? AND id <= ?"
-                " AND (died IS NULL OR died > ?) ORDER BY id LIMIT ?",
-                after,
-                self._edition.last,
-                self._edition.number,
-                sizes.PAGE,
-            )
+            statement = f"{ROW} WHERE id > ? AND {LIVE} ORDER BY id LIMIT ?"
+            page = self._catalogue.all(statement, after, *self._live, sizes.PAGE)
             for line in page:
                 try:
                     yield self._checked(*line)
@@ -214,16 +181,13 @@ class Snapshot:
         if self._ids is None:
             self._ids = self._ids_of_segments()
             if self._ids is None:
-                found = self._catalogue.all(
-                    "SELECT id FROM rows WHERE id <= ? AND (died IS NULL OR died > ?) ORDER BY id",
-                    self._edition.last,
-                    self._edition.number,
-                )
+                statement = f"SELECT id FROM rows WHERE {LIVE} ORDER BY id"
+                found = self._catalogue.all(statement, *self._live)
                 self._ids = np.fromiter((row for (row,) in found), np.int64, len(found))
             self._ids.flags.writeable = False
         return self._ids
 
-    def parts(self, window: int | None = None, resident: int = sizes.RESIDENT) -> Iterator[Part]:
+    def parts(self, window: int | None = None, resident: int = sizes.RESIDENT) -> Iterator[Segment]:
         """All rows by id, a segment at a time, or `window` rows at a time.
 
         Where the tensors take more than `resident` bytes, the windows are small, and when the
@@ -247,7 +211,7 @@ class Snapshot:
                 for part in self._windows(segment, listing.dead, after, window):
                     yield part
                     if scarce:
-                        self.release(part)
+                        part.release()
                 after = entry.last
             else:
                 yield from self._windows(listing.resting, listing.dead, after, window)
@@ -256,11 +220,6 @@ class Snapshot:
     def scarce(self, resident: int = sizes.RESIDENT) -> bool:
         """Whether the tensors take more than so many bytes."""
         return self._sizes()[0] > resident
-
-    def release(self, part: Part) -> None:
-        """Tell the system that the memory of a part is not needed any more."""
-        if part._segment is not None:
-            part._segment.release(part._start, part._start + len(part.ids))
 
     def tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The rows of one tensor for these ids, in their order: (len(ids), …)."""
@@ -369,20 +328,14 @@ class Snapshot:
 
     def _windows(
         self, segment: Segment, dead: np.ndarray, after: int, window: int | None
-    ) -> Iterator[Part]:
+    ) -> Iterator[Segment]:
         begin = int(np.searchsorted(segment.ids, after, side="right"))
         end = int(np.searchsorted(segment.ids, self._edition.last, side="right"))
         step = window or max(1, end - begin)
         for start in range(begin, end, step):
-            rows = slice(start, min(start + step, end))
-            ids = segment.ids[rows]
-            yield Part(
-                ids,
-                {name: tensor[rows] for name, tensor in segment.tensors.items()},
-                alive(ids, dead),
-                segment,
-                start,
-            )
+            part = segment[start : min(start + step, end)]
+            part.live = alive(part.ids, dead)
+            yield part
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of all segments, and of one row."""
@@ -391,7 +344,7 @@ class Snapshot:
 
     def _ids_of_segments(self) -> np.ndarray | None:
         """The live ids from the segments, which is fast; None where they do not tell them all."""
-        found: list[Part] = []
+        found: list[Segment] = []
         try:
             listing = self._listing()
             for entry in listing.entries:
