@@ -46,7 +46,7 @@ class Exponential(weightings.Weighting):
         fw = of(scores)
         return fw.keep(fw.xp.exp(self.rate * scores), live)
 
-    def slope(self, weight: Array, along: Array, centre: Array, found: Any) -> Array:
+    def slope(self, scores: Array, weight: Array, along: Array, centre: Array, found: Any) -> Array:
         return self.rate * weight * along
 
 

@@ -66,7 +66,7 @@ class TestWhatIsWrongIsNoticed:
 
         @dataclass(frozen=True)
         class Steep(Exponential):
-            def slope(self, weight: Array, along: Array, centre: Array, found: Any) -> Array:
+            def slope(self, scores: Any, weight: Any, along: Any, *rest: Any) -> Array:
                 return 2 * self.rate * weight * along
 
         with pytest.raises(AssertionError, match=r"gradients-Steep.*torch-streaming.*query"):
