@@ -80,7 +80,7 @@ class Asked:
         if is_array(queries) and self.view.schema.key_kind != "vector":
             code = to_numpy(queries)  # a vector in the place of a text
         else:
-            code = self.view.encoder.query(queries)
+            code = self.view.encoded(queries)
         self.view.check(code)
         return np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
 
@@ -96,13 +96,13 @@ class Asked:
     ) -> Answer:
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
-        rows = self._heaviest(alpha, self.top)
+        rows = self._heaviest(alpha, self.top if pooled is not None else max(self.top, SHARES))
         value, values = None, []
         if rows and pooled is not None:
             value = self._value(pooled)
         elif rows:
-            values = self._shares(alpha)
-            value = values[0].value
+            values = _shares(rows[:SHARES])
+            value, rows = values[0].value, rows[: self.top]
         held = alpha if keep else None
 
         def weights() -> np.ndarray:
@@ -163,15 +163,6 @@ class Asked:
             for i, r in zip(order, rows, strict=True)
         ]
 
-    def _shares(self, alpha: np.ndarray) -> list[Share]:
-        """The weight of each value, heaviest first."""
-        total: dict[bytes, list[Any]] = {}
-        for row in self._heaviest(alpha, SHARES):
-            mark = cells.dumps({"value": row.value}).encode()
-            total.setdefault(mark, [row.value, 0.0])[1] += row.weight
-        found = [Share(value, weight) for value, weight in total.values()]
-        return sorted(found, key=lambda share: -share.weight)
-
     def _value(self, pooled: np.ndarray) -> Any:
         if self.view.schema.value_kind == "number":
             return float(pooled[0])
@@ -193,6 +184,16 @@ class Asked:
             used = np.flatnonzero(some)
             total += some[used] @ (values[used].astype(float) - mean) ** 2
         return self._value(np.sqrt(np.maximum(total, 0)))
+
+
+def _shares(rows: list[Row]) -> list[Share]:
+    """The weight of each value, heaviest first."""
+    total: dict[Any, list[Any]] = {}
+    for row in rows:
+        mark = row.value if type(row.value) is str else cells.dumps({"value": row.value}).encode()
+        total.setdefault(mark, [row.value, 0.0])[1] += row.weight
+    found = [Share(value, weight) for value, weight in total.values()]
+    return sorted(found, key=lambda share: -share.weight)
 
 
 def _largest(x: np.ndarray, k: int) -> Any:

@@ -21,6 +21,9 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 CHUNK = 8192
 """Rows that are read together."""
 
+REMEMBERED = 64
+"""Texts whose vectors are kept."""
+
 KNOWN, SHORT = 4096, 1024
 """Values that are remembered by their keys, and the longest text of such a row."""
 
@@ -36,6 +39,7 @@ class View:
 
     def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
         self.snapshot, self._given = snapshot, encoder
+        self._asked: dict[str, np.ndarray] = {}
         self.version = snapshot.version
         self._known: dict[Any, Any] = {}
 
@@ -63,6 +67,17 @@ class View:
         if given.settings() == told and not (given.arrays() or learned):
             return given
         return type(given).build(told, learned)
+
+    def encoded(self, queries: Any) -> np.ndarray:
+        """The vectors of queries; those of the last single texts are remembered, as an answer asks
+        for its own again."""
+        if len(queries) != 1 or type(queries[0]) is not str:
+            return self.encoder.query(queries)
+        if queries[0] not in self._asked:
+            if len(self._asked) >= REMEMBERED:
+                self._asked.clear()
+            self._asked[queries[0]] = self.encoder.query(queries)
+        return self._asked[queries[0]]
 
     @property
     def ids(self) -> np.ndarray:
@@ -180,7 +195,11 @@ class View:
 
         named, (width, value_width) = "value" if value else "", self._widths
         shape = len(self.ids), width
-        return Rows(read, shape, value_width if value else 0, allowed, self.snapshot.scarce())
+        return Rows(read, shape, value_width if value else 0, allowed, self._scarce)
+
+    @cached_property
+    def _scarce(self) -> bool:
+        return self.snapshot.scarce()
 
     @cached_property
     def _widths(self) -> tuple[int, int]:

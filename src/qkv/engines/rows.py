@@ -15,7 +15,7 @@ from qkv.arrays.rows import Cut, Reader, Rows, Weighed
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
-from qkv.scores import Score, evaluate
+from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Span
 from qkv.weightings import State, Weighting, pool
 
@@ -28,33 +28,41 @@ MOST = 2**18
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
-    alpha, found, entropy = weigh(weighting.scale(scores), rows.allowed, weighting)
-    lse = weighting.lse(found)[:, 0] if weighting.has_lse else None
-    return Weighed(pooled(rows, alpha), alpha, entropy, lse)
+    s, allowed, fw = weighting.scale(scores), rows.allowed, of(scores)
+    if s.size <= CACHED:
+        live, k = None if allowed is None else allowed[None], fw.positions(0, s.shape[1], s)[None]
+        lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
+        alpha = weighting.weights(s, live, k)
+        entropy = _entropy(*_sums(alpha))
+    else:
+        alpha, entropy, lse = _in_blocks(s, allowed, weighting)
+    return Weighed(pooled(rows, alpha), alpha, entropy, None if lse is None else lse[:, 0])
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     """s(q, kᵢ) for every live row, (n, m), on all cores."""
+    (n, _), (m, width) = query.shape, rows.key.shape
+    out = np.empty((n, m), query.dtype)
     call = Call(query, rows.key, None, score, Weighting())
-    out = np.empty((call.n, call.m), query.dtype)
-    every = calls.all_rows(call)
+    placed = is_open(score)  # nothing else asks where a row lies
 
     def fill(cut: Cut) -> None:
-        block = calls.place(call, every, cut)  # type: ignore[arg-type]
+        block: Any = calls.place(call, calls.all_rows(call), cut) if placed else None  # type: ignore[arg-type]
         key = cut.key().astype(query.dtype, copy=False)
         out[:, cut.start : cut.start + cut.size] = evaluate(score, query, key, block)
 
-    _, size = streaming.block_size(call)
-    Reader(call.fw).reduce(fill, lambda one, two: None, None, rows.cuts(size))
+    wide = max(width, score.footprint(width), n, 1)
+    size = max(streaming.READ // wide, 512)
+    Reader(of(query)).reduce(fill, lambda one, two: None, None, rows.cuts(size))
     return out
 
 
-def weigh(
+def _in_blocks(
     s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
-) -> tuple[np.ndarray, State, np.ndarray]:
-    """The weights in place of the scores, what is known of each row of them, and its entropy."""
+) -> tuple[np.ndarray, np.ndarray, Array | None]:
+    """The weights in place of the scores, their entropy, and the log-sum-exp if there is one."""
     fw, (n, m) = of(s), s.shape
-    step = max(CACHED // max(n, 1), 1)
+    step = max(CACHED // n, 1)
     spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
     template, nothing = fw.full((n, 1), 0.0, s), np.empty((m, 0), s.dtype)
 
@@ -77,17 +85,25 @@ def weigh(
     weighting.check(known)
 
     def weight(span: Span) -> np.ndarray:
-        """α, and of the block Σ |α| and Σ |α| ln |α|."""
         x, live, k = block(span)
         x[:] = weighting.weight(x, live, k, known)
-        size = np.abs(x)
-        logs = np.log(size, where=size > 0, out=np.zeros_like(size))
-        return np.stack([size.sum(axis=1), np.einsum("nm,nm->n", size, logs)])
+        return _sums(x)
 
-    total, along = fw.reduce(weight, np.add, np.zeros((2, n)), spans)
+    entropy = _entropy(*fw.reduce(weight, np.add, np.zeros((2, n)), spans))
+    return s, entropy, weighting.lse(known) if weighting.has_lse else None
+
+
+def _sums(alpha: np.ndarray) -> np.ndarray:
+    """Σ |α| and Σ |α| ln |α| of each row, (2, n): sums, which blocks have as well as rows."""
+    size = np.abs(alpha)
+    logs = np.log(size, where=size > 0, out=np.zeros_like(size))
+    return np.array([size.sum(axis=1), (size * logs).sum(axis=1)])
+
+
+def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
+    """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is."""
     some = np.where(total > 0, total, 1)
-    entropy = np.where(total > 0, np.log(some) - along / some, 0)
-    return s, known, np.maximum(entropy, 0)
+    return np.where(total > 0, np.maximum(np.log(some) - along / some, 0), 0)
 
 
 def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:

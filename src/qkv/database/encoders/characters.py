@@ -26,7 +26,7 @@ _DROPPED = dict.fromkeys([*map(ord, "'’‘ʼ`´"), *range(0x300, 0x370)])
 
 _KEPT = set("#&@%*" + SEPARATOR)
 
-_VOWELS = np.array([ord(vowel) for vowel in "aeiouy"], np.uint32)
+_VOWEL = np.isin(np.arange(128), [ord(vowel) for vowel in "aeiouy"])
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def spelled(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 def sounded(letters: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same with all vowels alike, and a letter that is repeated once."""
-    letters = np.where(np.isin(letters, _VOWELS), _VOWELS[0], letters)
+    letters = np.where(_VOWEL[np.minimum(letters, 127)], np.uint32(ord("a")), letters)
     new = np.ones(len(letters), bool)
     new[1:] = (letters[1:] != letters[:-1]) | (row[1:] != row[:-1])
     return letters[new], row[new]
