@@ -190,12 +190,17 @@ class View:
         """
 
         def read() -> Iterator[Stored]:
-            for part in self.parts():
+            for part in self._few or self.parts():
                 yield Stored(part.tensors["code"], part.tensors.get(named), part.live)
 
         named, (width, value_width) = "value" if value else "", self._widths
         shape = len(self.ids), width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce)
+
+    @cached_property
+    def _few(self) -> list[Any] | None:
+        """The parts of few rows, which are read in less time than they are listed."""
+        return list(self.parts()) if len(self) <= CHUNK else None
 
     @cached_property
     def _scarce(self) -> bool:
