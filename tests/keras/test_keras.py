@@ -10,12 +10,14 @@ import pytest
 
 pytest.importorskip("keras")
 
-CASES = Path(__file__).parent / "cases.py"
-ROOT = CASES.parents[2]
+HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
-def test_cases(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "file"),
+    [*((name, "cases.py") for name in ("tensorflow", "jax", "torch")), ("torch", "doors.py")],
+)
+def test_cases(backend: str, file: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -23,8 +25,8 @@ def test_cases(backend: str) -> None:
     # XLA spends longer on such small programs than they run.
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
-        cwd=ROOT,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        cwd=HERE.parents[1],
         env=environment,
         capture_output=True,
         text=True,

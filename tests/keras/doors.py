@@ -1,0 +1,72 @@
+"""Keras's layer as one of the doors of tests/test_doors.py; test_keras.py runs this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qkv.errors import CombinationError
+from qkv.keras import Attention
+from tests.test_doors import (
+    FAR,
+    LIVE,
+    REFUSED,
+    WINDOWS,
+    close,
+    counted,
+    descends,
+    each,
+    how,
+    leaves,
+    pairs,
+    poisoned,
+    tensors,
+    truth,
+)
+
+# Keras's variables were written for an older NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
+
+def built(score: str, weighting: str, arrays: dict[str, Any]) -> Any:
+    """A layer, whose arrays begin as these; a function keeps what it has caught."""
+    given = arrays if score == "own_function" else leaves(score, weighting)
+    compare = how(given, score, weighting)["score"]
+    weigh = how(leaves(score, weighting), score, weighting)["weighting"]
+    return Attention(compare, weigh, dtype="float64")
+
+
+def inputs(arrays: dict[str, Any], rows: list[int]) -> list[Any]:
+    """A batch of one, as Keras orders it."""
+    return [arrays["query"][rows][None], arrays["value"][None], arrays["key"][None]]
+
+
+@pairs
+def test_the_layer_and_its_gradients(score, weighting):
+    rows = counted(score, weighting)
+    arrays = tensors(poisoned(leaves(score, weighting)))
+    layer = built(score, weighting, arrays)
+    given = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}
+    found, alpha = layer(inputs(arrays, rows), **given)
+    out, want = truth(score, weighting)
+    close(found[0], out[rows])
+    close(alpha[0], want[rows])
+    caught = "score" if score == "own_function" else "nothing"
+    learned = [name for name in arrays if "." in name and not name.startswith(caught)]
+    arrays |= dict(zip(learned, (x.value for x in layer.trainable_weights), strict=True))
+    descends(found[0], arrays, score, weighting)
+
+
+@each(REFUSED)
+def test_what_means_nothing_is_refused(score, weighting):
+    with pytest.raises(CombinationError):
+        arrays = leaves(score, weighting)
+        built(score, weighting, arrays)(inputs(arrays, [0]))
+
+
+@pytest.mark.parametrize("score", WINDOWS)
+def test_no_key_in_reach_is_an_error_where_it_should_be(score):
+    with pytest.raises(ValueError, match="no key"):
+        arrays = leaves(score, "or_raise")
+        built(score, "or_raise", arrays)(inputs(arrays, [FAR]))

@@ -1,0 +1,42 @@
+"""Hugging Face's models as one of the doors of tests/test_doors.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.test_doors import (
+    LIVE,
+    close,
+    counted,
+    descends,
+    how,
+    leaves,
+    pairs,
+    poisoned,
+    tensors,
+    truth,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface  # noqa: E402
+
+from qkv.transformers import register  # noqa: E402
+
+MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causal=False)
+
+
+@pairs
+def test_a_model_and_its_gradients(score, weighting):
+    rows = counted(score, weighting)
+    arrays = tensors(poisoned(leaves(score, weighting)))
+    attend = AttentionInterface()[register("doors", **how(arrays, score, weighting))]
+    given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
+    found, alpha = attend(MODEL, *(x[None, None] for x in given), training=True)
+    out, want = truth(score, weighting)
+    close(found[0, :, 0], out[rows])
+    close(alpha[0, 0], want[rows])
+    descends(found[0, :, 0], arrays, score, weighting)
