@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class Asked:
             query = query.item()
         rows = self._heaviest(alpha, self.top if pooled is not None else max(self.top, SHARES))
         value, values = None, []
-        if rows and pooled is not None:
+        if pooled is not None and (rows or np.isnan(pooled).any()):
             value = self._value(pooled)
         elif rows:
             values = _shares(rows[:SHARES])
@@ -206,7 +205,7 @@ def _named(thing: Any) -> str:
     """The name of a score or weighting, with the numbers in it that are not its own defaults."""
     told = [
         f"{field.name}={getattr(thing, field.name):.4g}"
-        for field in (dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ())
+        for field in getattr(thing, "__dataclass_fields__", {}).values()
         if isinstance(getattr(thing, field.name), int | float)
         and getattr(thing, field.name) != field.default
     ]
