@@ -113,7 +113,7 @@ class TensorFlow(Framework):
         return not hasattr(x, "numpy")
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
-        return tf.constant(np.asarray(data).tolist(), dtype=getattr(tf, dtype))
+        return tf.cast(tf.constant(np.asarray(data)), getattr(tf, dtype))
 
     def device(self, x: Array) -> Any:
         return None
