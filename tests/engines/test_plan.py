@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +73,26 @@ def agree(given: Any, how: dict[str, Any], **more: Any) -> Any:
 def test_every_length(make, how):
     for n, m in [(1, m) for m in range(22)] + [(0, 3), (3, 0), (2, 40), (17, 5), (40, 40), (1, 1)]:
         agree([make(x) for x in three(n, m)], how)
+
+
+@every_framework
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.causal(align="bottom_right"),
+        masks.causal(offset=2),
+        masks.window(1, align="bottom_right"),
+        masks.window(2, 0),
+        masks.causal | masks.global_tokens(1),
+        masks.dilated(2, 2),
+        masks.strided(2),
+    ],
+    ids=repr,
+)
+def test_lengths_of_one_size_under_a_rule_of_positions(make, mask):
+    sizes = [(5, 5), *itertools.product(range(4, 8), repeat=2), (5, 5)]
+    for n, m in sizes:
+        agree([make(x) for x in three(n, m)], {"mask": mask})
 
 
 @every_how
@@ -154,6 +175,24 @@ def test_what_is_masked_out_is_not_seen(make, bad, kind):
 
 
 @every_framework
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_of_every_size_in_turns(make, dtype):
+    w = [normal(*shape).astype(dtype) for shape in ((8, 4), (8, 4), (8,))]
+    within = 5e-3 if dtype == "float32" else 1e-6
+    for n, size in itertools.product((8, 300), (0.05, 1.0, 30.0, 1000.0, 0.05)):
+        q, k, v = three(n, n, (1,))
+        given = [x.astype(dtype) for x in (q * size, k * size + size, v)]
+        wide = [x.astype(float) for x in given]
+        for score, exact in (
+            (scores.Additive(*map(make, w)), scores.Additive(*(x.astype(float) for x in w))),
+            (scores.Gaussian(1.0), scores.Gaussian(1.0)),
+        ):
+            found = qkv.attend(*map(make, given), score=score)
+            want = truth(wide, {"score": exact})
+            np.testing.assert_allclose(host(found), want, atol=within, err_msg=f"{n} {size}")
+
+
+@every_framework
 def test_scores_beyond_every_range(make):
     q, k, v = three(3, 5)
     agree([make(q), make(k), make(v)], {})
@@ -182,17 +221,31 @@ def test_a_mask_that_is_written_to(make, kind):
     assert not host(qkv.attend(*given, mask=mask)).any()
 
 
-def test_masks_of_other_shapes_and_kinds():
-    given = [torch.as_tensor(x) for x in three(4, 4)]
-    seen = torch.as_tensor(normal(2, 2, 4, 4) > -0.5)
+@every_framework
+def test_masks_of_other_shapes_and_kinds(make):
+    given = [make(x) for x in three(4, 4)]
+    seen = normal(2, 2, 4, 4) > -0.5
     for part in (seen, seen[0], seen[0, 0], seen[:, :1], seen[..., :1, :], seen[..., :1], seen):
-        agree(given, {"mask": part})
-        agree(given, {"mask": torch.where(part, 0.25, -torch.inf).double()})
+        agree(given, {"mask": make(part)})
+        agree(given, {"mask": make(np.where(part, 0.25, -np.inf))})
+        found = qkv.attend(*given, mask=masks.causal | ~masks.array(make(part)))
+        want = truth(given, {"mask": np.tri(4, dtype=bool) | ~part})
+        np.testing.assert_allclose(host(found), want, atol=1e-9)
+
+
+@every_framework
+def test_rules_of_other_numbers(make):
+    """The numbers are NumPy's, whatever the framework of the call."""
+    given = [make(x) for x in three(4, 4)]
     for lengths in ([1, 4], [0, 0], [4, 2]):
         agree(given, {"mask": masks.lengths(lengths)})
         agree(given, {"mask": masks.causal & masks.lengths(lengths)})
     for ids in ([0, 0, 1, 1], [0, 1, 2, 3]):
         agree(given, {"mask": masks.documents(ids)})
+    for layout in ([[1, 0], [0, 1]], [[1, 1], [0, 1]]):
+        agree(given, {"mask": masks.blocks(layout, 2)})
+    for offset in ([0, 1], [2, 3], [-1, 0]):
+        agree(given, {"mask": masks.causal(offset=np.array(offset))})
     for limit in (1, 2):
         agree(given, {"mask": masks.custom(lambda b, h, i, j, limit=limit: i - j < limit)})
         agree(given, {"mask": masks.window(limit)})
@@ -271,6 +324,17 @@ class Warm(weightings.Softmax):
         return scores / self.heat
 
 
+class Warmer(weightings.Softmax):
+    """A dataclass by its parent alone, with a number that is no field."""
+
+    def __init__(self, heat):
+        super().__init__()
+        object.__setattr__(self, "heat", heat)
+
+    def scale(self, scores):
+        return scores / self.heat
+
+
 @every_framework
 def test_scores_and_weightings_that_are_told_apart_by_nothing_but_what_they_do(make):
     given = [make(x) for x in three(4, 6)]
@@ -283,8 +347,38 @@ def test_scores_and_weightings_that_are_told_apart_by_nothing_but_what_they_do(m
             np.testing.assert_allclose(host(found), want, atol=1e-9)
         heat = abs(factor)
         want = truth(given, {"weighting": weightings.Softmax(heat)})
-        found = qkv.attend(*given, weighting=Warm(heat=heat))
-        np.testing.assert_allclose(host(found), want, atol=1e-9)
+        for weighting in (Warm(heat=heat), Warmer(heat)):
+            found = qkv.attend(*given, weighting=weighting)
+            np.testing.assert_allclose(host(found), want, atol=1e-9)
+
+
+@pytest.fixture
+def known() -> Iterator[None]:
+    """What is registered in a test is forgotten after it."""
+    before = dict(scores.NAMES)
+    yield
+    for name in set(scores.NAMES) - set(before):
+        del scores.NAMES[name]
+
+
+@every_framework
+@pytest.mark.usefixtures("known")
+def test_a_name_that_is_registered_again(make):
+    given = [make(x) for x in three(4, 6)]
+    for factor in (1.0, -2.0):
+
+        @scores.register("ours")
+        @dataclass(frozen=True)
+        class Ours(scores.Score):
+            by: float = factor
+
+            def __call__(self, query, key):
+                return scores.Dot()(query, key) * self.by
+
+        for _ in range(2):
+            found = qkv.attend(*given, score="ours")
+            want = truth(given, {"score": scores.ScaledDot(factor)})
+            np.testing.assert_allclose(host(found), want, atol=1e-9)
 
 
 @every_framework
@@ -341,8 +435,27 @@ def test_what_is_wrong_is_refused_the_second_time_too(make):
         qkv.attend(q, k, v, mask=make(np.ones((4, 6), int)))
     with pytest.raises(QkvError):
         qkv.attend(q, host(k) if make is not np.asarray else torch.as_tensor(k), v)
-    with pytest.raises(QkvError):
-        qkv.attend(q, k, v, score="gausian")
+    for wrong in (
+        {"score": "gausian"},
+        {"engine": "fast"},
+        {"engine": ["dense"]},
+        {"dropout_p": [0.1]},
+        {"tolerance": [1.0]},
+        {"score": "dot", "weighting": "normalized"},
+        {"weighting": "hard", "return_lse": True},
+        {"return_lse": 1},
+        {"return_weights": 1},
+        {"return_lse": 0},
+    ):
+        qkv.attend(q, k, v, return_lse=True)
+        qkv.attend(q, k, v, return_weights=True)
+        for _ in range(2):
+            with pytest.raises(QkvError):
+                qkv.attend(q, k, v, **wrong)
+    for _ in range(2):
+        with pytest.raises(QkvError, match="no key"):
+            qkv.attend(q + 99.0, k, v, score="boxcar", weighting=weightings.Normalized("raise"))
+        qkv.attend(k, k, v, score="boxcar", weighting=weightings.Normalized("raise"))
     agree([q, k, v], {})
 
 
@@ -456,13 +569,15 @@ def test_no_array_is_kept_alive(make, how):
     given = [make(x) for x in three(5, 6)]
     mask = make(np.tri(5, 6, dtype=bool))
     w = make(normal(4, 4))
-    watched = [weakref.ref(x) for x in (*given, mask, w)]
+    ids = np.arange(5)
+    watched = [weakref.ref(x) for x in (*given, mask, w, ids)]
     for _ in range(3):
         qkv.attend(*given, **how)
         qkv.attend(*given, mask=mask)
+        qkv.attend(*given, mask=masks.documents(ids, np.arange(6)))
         qkv.attend(*given, score=scores.Multiplicative(w))
         qkv.attend(*given, score=lambda q, k, w=w: scores.Dot()(q @ w, k))
-    del given, mask, w
+    del given, mask, w, ids
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
 
