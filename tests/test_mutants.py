@@ -225,6 +225,8 @@ def _check_rows(how, name, settings, scores, live):
     np.testing.assert_allclose(out, want @ VALUE, atol=1e-8)
     alpha = how.weight(s, live, k, found)
     np.testing.assert_allclose(alpha, want, atol=1e-8)
+    np.testing.assert_allclose(how.pool(want, VALUE, live, None), want @ VALUE, atol=1e-8)
+    np.testing.assert_array_equal(how.moving(want), np.nan_to_num(want))  # NaN moves nothing
     if hasattr(how, "solve"):
         _check_entmax(how, scores, live, k, want)
     if how.has_lse:

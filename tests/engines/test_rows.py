@@ -273,3 +273,30 @@ def test_every_row_ruled_out_gives_nought(weighting):
     assert q.grad is None or (q.grad == 0).all()
     found = attention.weigh(rows, QUERY, score="dot", weighting=weighting)
     assert not found.weights.any() and not found.out.any() and not found.entropy.any()
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15", "average"])
+def test_no_queries(weighting):
+    how = {"score": "dot", "weighting": weighting}
+    assert attention.over(stored(), QUERY[:0], **how).shape == (0, 3)
+    assert attention.over(stored(allowed=ALLOWED), QUERY[:0], **how).shape == (0, 3)
+    found = attention.weigh(stored(), QUERY[:0], **how)
+    assert found.out.shape == (0, 3) and found.weights.shape == (0, int(LIVE.sum()))
+
+
+def test_a_function_s_own_array_has_its_gradient():
+    torch = pytest.importorskip("torch")
+    w = torch.tensor(rng.normal(size=D), requires_grad=True)
+    q, k, v = (torch.tensor(x) for x in (QUERY, KEY[LIVE], VALUE[LIVE]))
+
+    def score(query, key):
+        return (query * w) @ key.mT
+
+    got, want = (
+        torch.autograd.grad((out * torch.tensor(ALONG)).sum(), w)[0]
+        for out in (
+            attention.over(stored(), q, score=score, weighting="softmax"),
+            qkv.attend(q, k, v, score=score, engine="dense"),
+        )
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-9)

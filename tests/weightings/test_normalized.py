@@ -84,6 +84,23 @@ def test_no_gradient_through_the_scores_of_such_a_row(fw, engine, wish, monkeypa
     np.testing.assert_allclose(dwidth, slope, atol=1e-7)
 
 
+@pytest.mark.parametrize("fw", WITH_GRADIENTS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+def test_a_row_of_nan_spoils_no_gradient_of_others(fw, engine, monkeypatch):
+    monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
+    found = []
+    for wish in ("nan", "zero"):
+
+        def loss(*arrays, wish=wish):
+            how = {"score": scores.Epanechnikov(2.0), "weighting": weightings.Normalized(wish)}
+            out = qkv.attend(*arrays, mask=fw.make(LIVE), engine=engine, **how)
+            return qkv.arrays.namespace(out).sum(out[:1, :])
+
+        found.append(fw.grads(loss, [fw.make(x) for x in (QUERY, KEY, VALUE)]))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-12)
+
+
 @pytest.mark.parametrize("wish", ["zero", "nan", "uniform", "nearest"])
 def test_as_a_function_of_scores(wish):
     """Below 0 a score says how far outside its key lies; of equals the lowest row."""

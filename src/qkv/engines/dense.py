@@ -5,7 +5,6 @@ from __future__ import annotations
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.types import Array, Span
-from qkv.weightings import pool
 
 NAME = "dense"
 
@@ -39,5 +38,5 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     out = None
     if call.value is not None:
         value = calls.share_heads(call, calls.clean(call, call.value, live))
-        out = pool(weights, value, live, keep, call.weighting.sparse)
+        out = call.weighting.pool(weights, value, live, keep)
     return out, lse, weights if keep is None else weights * keep

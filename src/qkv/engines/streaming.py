@@ -77,7 +77,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
     call = call.precise()
     if 0 in (*call.lead, call.n, call.m):
-        return *dense.run(call)[:2], None
+        return *dense.run(_whole(call))[:2], None
     fw = call.fw
     plan = plan_of(call, *(size or block_size(call)))
     if not any(keys for _, keys in plan):
@@ -456,7 +456,8 @@ def _backward(
             weight = weighting.weight(s, live, part.block.k, found)
             value = value_of(call, cols, live)
             if not stored:
-                spread = weight if keep is None else weight * keep
+                spread = weighting.moving(weight)
+                spread = spread if keep is None else spread * keep
                 gained = fw.xp.matmul(fw.xp.matrix_transpose(spread), along_out)
                 dv = fw.add_at(dv, calls.fold_heads(call, gained, value.shape[:-2]), cols, None)
             if weighting.smooth:

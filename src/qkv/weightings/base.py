@@ -71,7 +71,8 @@ class Weighting:
 
         def some(rows: Span, _: object) -> State:
             part = None if live is None else fw.cut(live, rows, -2)
-            s = self.scale(fw.cut(scores, rows, -2))
+            # What is dead may be NaN, which a learned temperature must not meet.
+            s = self.scale(fw.keep(fw.cut(scores, rows, -2), part))
             return (self.weights(s, part, fw.positions(0, m, scores)),)
 
         with fw.quiet():
@@ -100,8 +101,15 @@ class Weighting:
 
         The scores are not scaled yet, and may be overwritten.
         """
-        weight = self.weights(self.scale(scores), live, k)
+        return self.pool(self.weights(self.scale(scores), live, k), value, live, keep)
+
+    def pool(self, weight: Array, value: Array, live: Array | None, keep: Array | None) -> Array:
+        """Σᵢ αᵢ vᵢ, once the weights are there."""
         return pool(weight, value, live, keep, self.sparse)
+
+    def moving(self, weight: Array) -> Array:
+        """The weights by which a gradient reaches the values."""
+        return weight
 
     def search(self, fold: Fold) -> State:
         """What must be known of a row before its values are pooled."""
@@ -121,7 +129,7 @@ class Weighting:
         keep: Array | None,
     ) -> State:
         """The state of one block, whose scores may be overwritten."""
-        return (pool(self.weight(scores, live, k, found), value, live, keep, self.sparse),)
+        return (self.pool(self.weight(scores, live, k, found), value, live, keep),)
 
     def merge(self, one: State, two: State) -> State:
         """The state of both."""

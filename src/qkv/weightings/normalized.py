@@ -114,6 +114,17 @@ class Normalized(Weighting):
         self.check((total, row_sum(other)))
         return of(total).xp.where(total == 0, other, alpha)
 
+    def moving(self, weight: Array) -> Array:
+        return of(weight).keep(weight, weight == weight) if self.on_empty == "nan" else weight
+
+    def pool(self, weight: Array, value: Array, live: Array | None, keep: Array | None) -> Array:
+        out = super().pool(self.moving(weight), value, live, keep)
+        if self.on_empty != "nan":
+            return out
+        fw = of(out)
+        known = fw.xp.all(weight == weight, axis=-1, keepdims=True)
+        return fw.keep(out, known, float("nan"))
+
     def check(self, found: State) -> None:
         if not self.strict:
             return

@@ -115,7 +115,7 @@ class Entmax(Weighting):
             top = row_max(scores, live)
             return top, fw.full(top.shape, -1.0, top)
         even = m // SOME * SOME
-        some = xp.reshape(scores[..., :even], (*scores.shape[:-1], -1, SOME))
+        some = xp.reshape(scores[..., :even], (*scores.shape[:-1], m // SOME, SOME))
         some = xp.max(some, axis=-2)
         top = row_max(some, None)
         if even < m:
