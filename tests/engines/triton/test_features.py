@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import COARSE, PAIRS, features, launch
+from qkv.engines.triton import COARSE, PAIRS, features
 from qkv.engines.triton.features import features_grad, features_of, fit_of, tables
 from qkv.scores.separable import table
 
@@ -154,38 +154,3 @@ def test_arrays_need_not_be_contiguous():
         strict=True,
     ):
         assert torch.equal(one, two)
-
-
-def test_a_compiled_kernel_is_launched_again_only_for_the_same(monkeypatch):
-    made, launched = [], []
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: launched.append((grid, len(args)))
-
-    class Kernel:
-        __name__ = "some_kernel"
-
-        def __getitem__(self, grid):
-            return lambda *args, **facts: made.append(grid) or Compiled()
-
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "COMPILED", {})
-    x = torch.zeros(64)
-    same = (Kernel(), (3, 2), (x, None), (0.5,), (16, 1), {"A": 1}, features.PLAIN)
-    others = {
-        "dtype": (2, (x.half(), None)),
-        "alignment": (2, (x[1:], None)),
-        "absence": (2, (x, x)),
-        "number": (4, (17, 1)),
-        "fact": (5, {"A": 2}),
-        "tile": (6, features.PLAIN._replace(warps=8)),
-    }
-    launch.start(*same)
-    launch.start(*same)
-    assert made == [(3, 2, 1)]
-    assert launched == [((3, 2, 1), 6)]
-    for at, other in others.values():
-        launch.start(*same[:at], other, *same[at + 1 :])
-    assert len(made) == 1 + len(others)
-    assert len(launched) == 1

@@ -430,7 +430,7 @@ def arguments(**how):
 
 @pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
 def test_opcheck(how):
-    torch.library.opcheck(ops._attend, arguments(**how))
+    torch.library.opcheck(ops.pooled.node, arguments(**how))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -521,7 +521,7 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
 def test_heal_compiles():
     arrays = list(formulas.arrays_of(b=1, h=1, n=5, m=5).values())
     torch.library.opcheck(
-        mend._heal,
+        mend._heal.node,
         (arrays[0].clone(), *arrays, 0.3, 0),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -1,7 +1,7 @@
 """The lowered form on CUDA, in Triton: s = (scale φ·ψ + bias) σ(gate), then any weighting.
 
-This file turns a call into the arrays that the operators take; `ops` knows arrays, `kernels`
-pointers.
+This file turns a call into the arrays that the operators take; `ops` is their door, and behind it
+stand the kernels, `forward` and `backward`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qkv.arrays import is_array
@@ -109,32 +110,53 @@ def describe(call: Call) -> str:
 
 
 def run(call: Call) -> tuple[Array, Array | None, None]:
+    return bind(call)(call)
+
+
+def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
+    """What runs calls of this kind; they may differ in lengths, batches and numbers.
+
+    Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
+    """
     from qkv.engines.triton import ops
 
-    bounds = bounds_of(call)
-    assert not isinstance(bounds, str)
     if isinstance(call.score, Additive):
-        out, lse = _additive(call, bounds)
-    else:
-        found = lowering(call)
-        assert not isinstance(found, str)
-        form, weighting = form_of(call, found[0]), WEIGHTINGS[type(call.weighting)]
+        return _additive
+    weighting = WEIGHTINGS[type(call.weighting)]
+    searched = weighting in ("entmax", "topk")
+
+    def bound(call: Call) -> tuple[Array, Array | None, None]:
+        found, bounds = lowering(call), bounds_of(call)
+        assert not isinstance(found, str) and not isinstance(bounds, str)
+        form = form_of(call, found[0])
         temperature = getattr(call.weighting, "temperature", 1.0)
         (_, heads), few = _batch_and_heads(call), _key_heads(call)
-        given: dict[str, Any] = {
-            "scale": form.scale / temperature,
-            "key_bias": _rows(call, form.bias, few, 1 / temperature),
-            "gate_query": _rows(call, form.gate_query, heads),
-            "gate_key": _rows(call, form.gate_key, few),
-        }
-        query = _four_axes(call, form.query, heads)
-        key, value = (_four_axes(call, x, few) for x in (form.key, call.value))
-        searched = _searched(call, query, key, given, bounds)
-        given |= {"weighting": weighting, **bounds._asdict(), **searched}
-        out, lse = ops.attend(query, key, value, **given)
+        query, key = _four_axes(call, form.query, heads), _four_axes(call, form.key, few)
+        parts = (
+            _rows(call, form.bias, few, temperature),
+            _rows(call, form.gate_query, heads),
+            _rows(call, form.gate_key, few),
+        )
+        lower, upper, lengths, layout, size = bounds
+        scale, alpha, rows = form.scale / temperature, 0.0, (None, None)
+        if searched:
+            band = (scale, *parts, lower, upper, lengths)
+            alpha, rows = _searched(call, query, key, band)
+        out, lse, _ = ops.pooled(
+            *ops.cast(query, key, _four_axes(call, call.value, few)), *parts, *rows,
+            lengths, layout, scale, weighting, alpha, lower, upper, size, False,
+        )  # fmt: skip
         if form.offset is not None and call.wants_lse:
-            lse = lse + _rows(call, form.offset, heads, 1 / temperature)
-    out = out.reshape(*call.lead, call.n, out.shape[-1])
+            lse = lse[..., None] + _rows(call, form.offset, heads, temperature)
+        return _as_asked(call, out, lse)
+
+    return bound
+
+
+def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
+    """The results with the call's own leading axes, and the log-sum-exp only if it is wanted."""
+    if len(call.lead) != 2:
+        out = out.reshape(*call.lead, call.n, out.shape[-1])
     return out, lse.reshape(*call.lead, call.n, 1) if call.wants_lse else None, None
 
 
@@ -190,7 +212,7 @@ def lowering(call: Call) -> tuple[Any, float] | str:
 def form_of(call: Call, score: Score) -> Form:
     """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
     query, key = call.query, call.key
-    if call.fw.dtype(query) == "float32":
+    if not isinstance(score, Cosine | Expanded) or call.fw.dtype(query) == "float32":
         return score.form(query, key)
     from qkv.engines.triton import rows
 
@@ -198,8 +220,8 @@ def form_of(call: Call, score: Score) -> Form:
         return Form(rows.unit(query), rows.unit(key), scale=1 / score.temperature)
     if isinstance(score, Expanded) and not is_array(score.bandwidth):
         scale = 1 / score.bandwidth**2
-        offset = rows.square(query, -scale / 2)[..., None] if call.wants_lse else None
-        bias = rows.square(key, -scale / 2)[..., None]
+        offset = rows.square(query, -scale / 2) if call.wants_lse else None
+        bias = rows.square(key, -scale / 2)
         return Form(query, key, bias, offset, scale=scale)
     return score.form(query, key)
 
@@ -262,63 +284,61 @@ def _both(one: Bounds, two: Bounds) -> Bounds | str:
 def _batch_and_heads(call: Call) -> tuple[int, int]:
     """The leading axes as two; one alone is the batch, so that lengths are those of its rows."""
     lead = call.lead
+    if len(lead) == 2:
+        return lead
     return (lead[0], 1) if len(lead) == 1 else (math.prod(lead[:-1]), lead[-1] if lead else 1)
 
 
 def _key_heads(call: Call) -> int:
     """The heads that keys and values keep, or all of the query's where they differ."""
     both: tuple[Any, ...] = (call.key, call.value)
-    few = {x.shape[-3] if x.ndim > 2 else 1 for x in both}
-    _, heads = _batch_and_heads(call)
-    return few.pop() if len(few) == 1 and len(call.lead) > 1 else heads
+    one, two = (x.shape[-3] if x.ndim > 2 else 1 for x in both)
+    return one if one == two and len(call.lead) > 1 else _batch_and_heads(call)[1]
 
 
 def _four_axes(call: Call, x: Any, heads: int) -> Any:
     """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
-    if len(call.lead) < 2:
-        x = calls.share_heads(call, x).expand(*call.lead, *x.shape[-2:])
-        x = x.reshape(call.lead[0] if call.lead else 1, 1, *x.shape[-2:])
+    lead, shape = call.lead, x.shape
+    if len(lead) == 2 and len(shape) == 4 and shape[0] == lead[0] and shape[1] == heads:
+        pass
+    elif len(lead) < 2:
+        x = calls.share_heads(call, x).expand(*lead, *shape[-2:])
+        x = x.reshape(lead[0] if lead else 1, 1, *shape[-2:])
     else:
-        if x.ndim > 2 and x.shape[-3] not in (1, heads):
+        if len(shape) > 2 and shape[-3] not in (1, heads):
             x = calls.share_heads(call, x)
-        x = x.expand(*call.lead[:-1], heads, *x.shape[-2:])
+        x = x.expand(*lead[:-1], heads, *shape[-2:])
         x = x.reshape(-1, *x.shape[-3:])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows(call: Call, x: Any, heads: int, factor: float = 1.0) -> Any:
-    """(…, rows, 1) as float32 (batch, heads, rows)."""
+def _rows(call: Call, x: Any, heads: int, divisor: float = 1.0) -> Any:
+    """(…, rows, 1) as float32 (batch, heads, rows, 1)."""
     if x is None:
         return None
-    return _four_axes(call, x.float() if factor == 1 else x.float() * factor, heads)[..., 0]
+    return _four_axes(call, x.float() if divisor == 1 else x.float() / divisor, heads)
 
 
-def _searched(
-    call: Call, query: Array, key: Array, given: dict[str, Any], bounds: Bounds
-) -> dict[str, Any]:
-    """What a sparse weighting must know of each row first."""
+def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:
+    """alpha, and what a sparse weighting must know of each row first."""
     from qkv.engines.triton import search
 
-    if not isinstance(call.weighting, Entmax | TopK):
-        return {}
-    fixed = {name: x.detach() if is_array(x) else x for name, x in given.items()}
-    fixed |= {"lower": bounds.lower, "upper": bounds.upper, "lengths": bounds.lengths}
-    query, key = query.detach(), key.detach()
     if isinstance(call.weighting, Entmax):
         alpha = float(call.weighting.alpha)
-        return {"alpha": alpha, "row_a": search.entmax_threshold(query, key, alpha, **fixed)}
-    least, at = search.topk_threshold(query, key, call.weighting.k, **fixed)
-    return {"row_a": least, "row_b": at}
+        return alpha, (search.entmax_threshold(query, key, alpha, *band), None)
+    assert isinstance(call.weighting, TopK)
+    return 0.0, search.topk_threshold(query, key, call.weighting.k, *band)
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
-def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
+def _additive(call: Call) -> tuple[Array, Array | None, None]:
     from qkv.engines.triton.additive import additive
     from qkv.engines.triton.features import tables
 
-    assert isinstance(call.score, Additive)
+    bounds = bounds_of(call)
+    assert isinstance(call.score, Additive) and not isinstance(bounds, str)
     a, b = call.score.hidden(call.query, call.key)
     heads = _key_heads(call)
     a, b = _four_axes(call, a, _batch_and_heads(call)[1]), _four_axes(call, b, heads)
@@ -328,4 +348,5 @@ def _additive(call: Call, bounds: Bounds) -> tuple[Array, Array]:
         _TABLES[device] = tables(PAIRS, COARSE, device)
     coefficients, grid = _TABLES[device]
     lower, upper, lengths, *_ = bounds
-    return additive(a, b, call.score.v, value, coefficients, grid, lower, upper, lengths)
+    found = additive(a, b, call.score.v, value, coefficients, grid, lower, upper, lengths)
+    return _as_asked(call, *found)

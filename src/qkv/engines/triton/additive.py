@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import backward, exact, features, forward, launch, operators, ops
+from qkv.engines.triton import backward, exact, features, forward, launch, ops
+from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import DtypeError, EngineError, ShapeError
 
 WIDEST_VALUE = 256
@@ -35,14 +36,12 @@ def additive(
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
     of that precision would cost more than they save. Masks are those of `exact.additive_exact`.
     """
-    if torch.is_autocast_enabled(a.device.type):
-        low = torch.get_autocast_dtype(a.device.type)
-        a, b, value = (x.to(low) for x in (a, b, value))
+    a, b, value = ops.cast(a, b, value)
     _check(a, b, v, value)
     if a.dtype == torch.float32:
         out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
     else:
-        out, lse, *_ = _operator(a, b, v, value, table, grid, lower, upper, lengths)
+        out, lse, *_ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
     return out, lse
 
 
@@ -72,41 +71,6 @@ def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> t
     return *absent, lengths, None, 1.0, "softmax", 0.0, lower, upper, 0, False
 
 
-def _additive(
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    table: Tensor,
-    grid: Tensor,
-    lower: int | None,
-    upper: int | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
-    a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
-    with launch.on(a.device):
-        fit, beyond = features.fit_of(a, b, table, grid)
-        phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
-        out, lse, kept = forward.attend_forward(phi, psi, value, *_settings(lengths, lower, upper))
-        exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
-    return out, lse, kept, fit, beyond
-
-
-def _additive_fake(
-    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = a.shape[:3]
-    _, _, pairs, order = table.shape
-    return (
-        value.new_empty((*rows, value.shape[3])),
-        a.new_empty(rows, dtype=torch.float32),
-        a.new_empty((2, *rows), dtype=torch.float32),
-        a.new_empty((1 + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
-        a.new_empty(1, dtype=torch.int32),
-    )
-
-
 def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]]:
     """Batches, heads of a and heads of b whose features and gradients ROOM holds; one at least.
 
@@ -133,6 +97,7 @@ def _even(count: int, most: int) -> int:
     return max(-(-count // max(-(-count // most), 1)), 1)
 
 
+@operator(exact.fake_backward, refuse)
 def _additive_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -185,16 +150,18 @@ def _additive_backward(
     return da, db, dv, dvalue
 
 
-def _additive_backward_fake(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (a, b, v, value))
+def _additive_fake(
+    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = a.shape[:3]
+    _, _, pairs, order = table.shape
+    return (
+        value.new_empty((*rows, value.shape[3])),
+        a.new_empty(rows, dtype=torch.float32),
+        a.new_empty((2, *rows), dtype=torch.float32),
+        a.new_empty((1 + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
+        a.new_empty(1, dtype=torch.int32),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -210,22 +177,29 @@ def _differentiate(
     a, b, v, value, lengths, *output = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output[0])
-    grads = _operator_backward(
+    grads = _additive_backward(
         grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
     return *grads, *(None,) * 5
 
 
-_operator = operators.operator("additive", _additive, _additive_fake)
-_operator_backward = operators.operator(
-    "additive_backward", _additive_backward, _additive_backward_fake
-)
-torch.library.register_autograd(
-    "qkv::additive", _differentiate, setup_context=_save, lib=operators.LIBRARY
-)
-torch.library.register_autograd(
-    "qkv::additive_backward",
-    operators.refuse,
-    setup_context=operators.nothing,
-    lib=operators.LIBRARY,
-)
+@operator(_additive_fake, _differentiate, _save)
+def _additive(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    table: Tensor,
+    grid: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
+    a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
+    with launch.on(a.device):
+        fit, beyond = features.fit_of(a, b, table, grid)
+        phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
+        out, lse, kept = forward.attend(phi, psi, value, *_settings(lengths, lower, upper))
+        exact.forward(a, b, v, value, lower, upper, lengths, beyond, out, lse)
+    return out, lse, kept, fit, beyond

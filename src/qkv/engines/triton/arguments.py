@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.launch import Launch, Tile
 
 LOG2E = 1.4426950408889634
 
@@ -38,6 +38,9 @@ class Arguments:
         layout_size: int,
         tf32: bool,
     ) -> None:
+        given = (
+            query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
+        )  # fmt: skip
         self.query, self.key, self.value = _row_major(query), _row_major(key), _row_major(value)
         self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
         self.gate_query = None if gate_query is None else gate_query.contiguous()
@@ -52,7 +55,7 @@ class Arguments:
         self.lower = 0 if lower is None else max(min(lower, reach), -reach)
         self.upper = 0 if upper is None else max(min(upper, reach), -reach)
         self.weighting, self.alpha = weighting, alpha
-        self.scale = scale * LOG2E if weighting == "softmax" else scale
+        self.scale = in_base(scale, weighting)
         self.layout_size = layout_size
         self.layout_columns = 0 if layout is None else layout.shape[1]
         self.fold = weighting == "softmax" and key_bias is None and gate_key is None and scale > 0
@@ -71,6 +74,7 @@ class Arguments:
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
         )
+        self.copied = any(x is not y for x, y in zip(self.inputs, given, strict=True))
         self.described = launch.copy_engine(query.device) and self._fits_descriptors()
 
     def _fits_descriptors(self) -> bool:
@@ -95,10 +99,10 @@ class Arguments:
             name, self.w, self.d, size, rows, plain, banded
         )
 
-    def fitting(self, name: str, rows: int, run: Callable[[Tile], None]) -> None:
+    def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:
         """Run with the pass's tile, or with the largest smaller one that the device can hold."""
         about = (name, self.query.dtype, *self.facts.values())
-        launch.fitting(self.tile(name, rows), self.query.device, about, run)
+        return launch.fitting(self.tile(name, rows), self.query.device, about, run)
 
     def block_w(self, tile: Tile, wide: bool) -> int:
         return tile.chunk if wide else launch.block_of(self.w, self.query.dtype)
@@ -112,6 +116,11 @@ class Arguments:
         at = torch.argsort(kinds, dim=1, descending=True, stable=True).to(torch.int32)
         counts = torch.stack([(kinds == 2).sum(1), (kinds == 1).sum(1)], 1).to(torch.int32)
         return at.contiguous(), counts.contiguous(), at.shape[1]
+
+
+def in_base(scale: float, weighting: str) -> float:
+    """The scale of scores that are in base 2 for softmax."""
+    return float(scale) * LOG2E if weighting == "softmax" else float(scale)
 
 
 @cache

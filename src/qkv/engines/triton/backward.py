@@ -581,57 +581,34 @@ class _Gradients(NamedTuple):
 
 
 def attend_backward(
-    along: Tensor,
-    along_lse: Tensor | None,
-    out: Tensor,
-    kept: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_bias: Tensor | None,
-    gate_query: Tensor | None,
-    gate_key: Tensor | None,
-    row_a: Tensor | None,
-    row_b: Tensor | None,
-    lengths: Tensor | None,
-    layout: Tensor | None,
-    scale: float,
-    weighting: str,
-    alpha: float,
-    lower: int | None,
-    upper: int | None,
-    layout_size: int,
-    tf32: bool,
-    for_queries: bool,
-    for_keys: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
+) -> _Gradients:
     """Gradients of query, key, value, key_bias, gate_query, gate_key.
 
-    Where there is no such argument, or nobody wants the gradient, the array is empty.
+    After the results of `forward.attend` comes what that was given, and whether gradients are
+    wanted for queries and for keys. Where there is no such argument, or nobody wants the gradient,
+    the array is empty.
     """
-    call = Arguments(
-        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
-        scale, weighting, alpha, lower, upper, layout_size, tf32,
-    )  # fmt: skip
-    given = (query, key, value, key_bias, gate_query, gate_key)
-    grads = _places(given, for_queries, for_keys)
+    *given, for_queries, for_keys = rest
+    call = Arguments(*given)
+    grads = _places(tuple(given[:6]), for_queries, for_keys)
     if out.numel() == 0 or call.m == 0:
         for x in grads:
             x.zero_()
         return grads
     along = along.contiguous()
-    centred = weighting in ("softmax", "topk", "normalized", "entmax")
+    centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     call.facts = call.facts | {"CENTRED": centred}
     wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     centre = _centre(call, along, along_lse, out, kept, wide)
-    if weighting == "average":
+    if call.weighting == "average":
         for x in (grads.query, grads.key, grads.key_bias, grads.gate_query, grads.gate_key):
             x.zero_()
         if for_keys:
             _to_keys(call, along, centre, kept, grads, False)
     elif wide:
         _through_scratch(call, along, centre, kept, grads, for_queries, for_keys)
-        if for_queries and gate_query is not None:
+        if for_queries and call.gate_query is not None:
             _to_queries(call, along, centre, kept, grads, True)
     else:
         if for_keys:
@@ -654,7 +631,7 @@ def _places(given: tuple[Tensor | None, ...], for_queries: bool, for_keys: bool)
     )
 
 
-def attend_backward_fake(
+def fake(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
 ) -> _Gradients:
     return _places(rest[:6], *rest[-2:])

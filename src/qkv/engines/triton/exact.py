@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
+from qkv.engines.triton.operators import operator, refuse
 
 BLOCK = 64
 """Queries or keys of a tile."""
@@ -747,7 +748,55 @@ def backward(
     launch.start(_fold_kernel, -(-call.h // 8), (parts, others, when, dv), (), whole, facts, PLAIN)
 
 
-@torch.library.custom_op("qkv::additive_exact", mutates_args=())
+def fake_backward(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arrays[:4])
+
+
+@operator(fake_backward, refuse)
+def additive_exact_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    value: Tensor,
+    lower: int | None,
+    upper: int | None,
+    lengths: Tensor | None,
+    when: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """da, db, dv, dvalue."""
+    new = torch.empty_like if when is None else torch.zeros_like
+    places = [new(x, memory_format=torch.contiguous_format) for x in (a, b, v, value)]
+    with launch.on(a.device):
+        backward(grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse, *places)
+    return tuple(places)
+
+
+def _fake(a: Tensor, b: Tensor, v: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = value.new_empty((*a.shape[:3], value.shape[3]))
+    return out, a.new_empty(a.shape[:3], dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, b, v, value, ctx.lower, ctx.upper, lengths, when = inputs
+    ctx.save_for_backward(a, b, v, value, lengths, when, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    a, b, v, value, lengths, when, out, lse = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(out)
+    grads = additive_exact_backward(
+        grad, grad_lse, a, b, v, value, ctx.lower, ctx.upper, lengths, when, out, lse
+    )
+    return *grads, None, None, None, None
+
+
+@operator(_fake, _differentiate, _save)
 def additive_exact(
     a: Tensor,
     b: Tensor,
@@ -770,67 +819,3 @@ def additive_exact(
     with launch.on(a.device):
         forward(a, b, v, value, lower, upper, lengths, when, out, lse)
     return out, lse
-
-
-@additive_exact.register_fake
-def _(a: Tensor, b: Tensor, v: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = value.new_empty((*a.shape[:3], value.shape[3]))
-    return out, a.new_empty(a.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("qkv::additive_exact_backward", mutates_args=())
-def additive_exact_backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    lower: int | None,
-    upper: int | None,
-    lengths: Tensor | None,
-    when: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """da, db, dv, dvalue."""
-    new = torch.empty if when is None else torch.zeros
-    da, db, dv, dvalue = (new(x.shape, dtype=x.dtype, device=x.device) for x in (a, b, v, value))
-    with launch.on(a.device):
-        backward(
-            grad, grad_lse, a, b, v, value, lower, upper, lengths, when, out, lse,
-            da, db, dv, dvalue,
-        )  # fmt: skip
-    return da, db, dv, dvalue
-
-
-@additive_exact_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (a, b, v, value))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    a, b, v, value, ctx.lower, ctx.upper, lengths, when = inputs
-    ctx.save_for_backward(a, b, v, value, lengths, when, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    a, b, v, value, lengths, when, out, lse = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(out)
-    grads = additive_exact_backward(
-        grad, grad_lse, a, b, v, value, ctx.lower, ctx.upper, lengths, when, out, lse
-    )
-    return *grads, None, None, None, None
-
-
-additive_exact.register_autograd(_differentiate, setup_context=_save)

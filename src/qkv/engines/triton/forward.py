@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments
-from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.arguments import Arguments, in_base
+from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.tiles import (
     INFINITY,
@@ -404,47 +404,36 @@ def merge(
     )  # fmt: skip
 
 
-def attend_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_bias: Tensor | None,
-    gate_query: Tensor | None,
-    gate_key: Tensor | None,
-    row_a: Tensor | None,
-    row_b: Tensor | None,
-    lengths: Tensor | None,
-    layout: Tensor | None,
-    scale: float,
-    weighting: str,
-    alpha: float,
-    lower: int | None,
-    upper: int | None,
-    layout_size: int,
-    tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, and of each row its top (in base 2) and 1 / total."""
-    call = Arguments(
-        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
-        scale, weighting, alpha, lower, upper, layout_size, tf32,
-    )  # fmt: skip
-    out = call.new(call.b, call.h, call.n, call.d, dtype=value.dtype)
-    lse = call.new(call.b, call.h, call.n)
-    kept = call.new(2, call.b, call.h, call.n)
-    if out.numel() == 0 or call.m == 0:
+def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and of each row its top (in base 2) and 1 / total.
+
+    What is given is that of `Arguments`.
+    """
+    query, _, value, *_ = given
+    rows = query.shape[:3]
+    out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
+    lse = query.new_empty(rows, dtype=torch.float32)
+    kept = query.new_empty((2, *rows), dtype=torch.float32)
+    scale, weighting, alpha, *rest = given[10:]
+    if out.numel() == 0 or value.shape[2] == 0:
         exponential = weighting in ("softmax", "topk")
         return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
-    _pool(call, out, lse, kept)
+    about = (attend, *launch.kinds(*given[:10]), scale > 0, weighting, alpha, *rest)
+    made, floats = launch.MADE.get(about), (in_base(scale, weighting), alpha)
+    if made is None or not made.again((*given[:10], None, None, out, lse, kept), floats):
+        call = Arguments(*given)
+        made = _pool(call, out, lse, kept)
+        launch.keep(about, None if call.copied else made)
     return out, lse, kept
 
 
-def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
-    """Fill out, lse and kept."""
+def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
+    """Fill out, lse and kept; the launch, if it is one and none of its arrays are made for it."""
     packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
-    def run(tile: Tile) -> None:
+    def run(tile: Tile) -> Launch | None:
         programs = lanes * -(-rows // tile.rows)
         splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
         wide = call.w > launch.HELD
@@ -471,7 +460,7 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
             call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
         )  # fmt: skip
         floats = (call.scale, call.alpha)
-        launch.start(pool, programs * splits, arrays, floats, whole, facts, tile)
+        made = launch.start(pool, programs * splits, arrays, floats, whole, facts, tile)
         if splits > 1:
             joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))
@@ -480,12 +469,13 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
                 merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
+        return made if splits == 1 and at is None else None
 
     few = lanes < launch.processors(out.device) and rows <= launch.FEW
-    call.fitting("split" if few else "pool", rows, run)
+    return call.fitting("split" if few else "pool", rows, run)
 
 
-def attend_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     b, h, n, _ = query.shape
     rows = query.new_empty((b, h, n), dtype=torch.float32)
     kept = query.new_empty((2, b, h, n), dtype=torch.float32)

@@ -142,8 +142,57 @@ def block_of(width: int, dtype: torch.dtype) -> int:
     return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
 
 
+class Launch(NamedTuple):
+    """A launch, to be made again for arrays of the same shapes, strides and dtypes."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    device: torch.device
+    numbers: tuple[Any, ...]
+    described: bool
+
+    def again(self, arrays: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
+        """Whether it was made: on the device in use, by arrays that begin at multiples of 16."""
+        at = [x if x is None else x.data_ptr() for x in arrays]
+        if sum([x % 16 for x in at if x is not None]) or not _current(self.device):
+            return False
+        self.start(at, floats)
+        return True
+
+    def start(self, at: list[int | None], floats: tuple[float, ...]) -> None:
+        if self.described:
+            triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
+        compiled, stream = self.compiled, _stream(self.device.index)
+        if _hooked():
+            compiled[self.grid](*at, *floats, *self.numbers)
+            return
+        # A pointer is taken as it is, where of a tensor the driver would be asked where it lies.
+        compiled.run(
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *at, *floats, *self.numbers,
+        )  # fmt: skip
+
+
 COMPILED: dict[tuple[Any, ...], Any] = {}
-"""Kernels by all that they are specialised on, and by more: Triton's own look-up takes longer."""
+"""Kernels by all that they are specialised on: Triton's own look-up takes longer."""
+LARGE = 2**31 - 1
+MADE: dict[tuple[Any, ...], Launch] = {}
+"""Launches by `kinds` of what they were made for."""
+MOST = 4096
+"""Entries of either table."""
+
+
+def kinds(*arrays: Tensor | None) -> tuple[Any, ...]:
+    """What a launch depends on of its arrays, but for where they lie."""
+    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in arrays])
+
+
+def keep(about: tuple[Any, ...], made: Launch | None) -> None:
+    """Note the launch that a call of this kind comes down to."""
+    if made is not None and not OVERRIDE:
+        if len(MADE) >= MOST:
+            MADE.clear()
+        MADE[about] = made
 
 
 def start(
@@ -154,41 +203,61 @@ def start(
     whole: tuple[int, ...],
     facts: dict[str, Any],
     tile: Tile,
-) -> None:
-    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, facts."""
+) -> Launch | None:
+    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, facts.
+
+    Returns the launch if it can be made again: it is compiled, and its arrays lie evenly.
+    """
     grid = (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
-    args = (*arrays, *floats, *whole)
     if interpreted():
-        kernel[grid](*args, **facts, **how)
-        return
-    if facts.get("TMA"):
-        triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
+        kernel[grid](*arrays, *floats, *whole, **facts, **how)
+        return None
+    at = [x if x is None else x.data_ptr() for x in arrays]
+    odd = [x if x is None else x % 16 for x in at]
+    known, device = facts.values(), arrays[0].device  # type: ignore[union-attr]
+    # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
     about = (
-        kernel.__name__,
-        tile,
-        *whole,
-        *facts.values(),
-        *[x if x is None else (x.dtype, x.device, x.data_ptr() % 16) for x in arrays],
-    )
-    ready = COMPILED.get(about)
-    if ready is not None:
-        # What is known at compile time is passed over, but counted.
-        ready[grid](*args, *facts.values())
-        return
-    if len(COMPILED) > 4096:
-        COMPILED.clear()
-    COMPILED[about] = kernel[grid](*args, **facts, **how)
+        id(kernel), tile, device, *known, *odd,
+        *[x if x is None else x.dtype for x in arrays],
+        *([x if x == 1 else 2 * (x % 16 == 0) for x in whole] if max(whole) <= LARGE else whole),
+    )  # fmt: skip
+    compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
+    if compiled is None:
+        if described:
+            triton.set_allocator(_scratch)
+        if len(COMPILED) >= MOST:
+            COMPILED.clear()
+        COMPILED[about] = kernel[grid](*arrays, *floats, *whole, **facts, **how)
+        return None
+    # What is known at compile time is passed over, but counted.
+    made = Launch(compiled, grid, device, (*whole, *known), described)
+    made.start(at, floats)
+    return None if any(odd) else made
+
+
+def _hooked() -> bool:
+    """Whether a profiler of Triton's wants to hear of each launch."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+def _stream(index: int) -> int:
+    return int(triton.runtime.driver.active.get_current_stream(index))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    there: AbstractContextManager[Any] = torch.cuda.device(device)
-    return there
+    there: AbstractContextManager[Any] = nullcontext()
+    return there if _current(device) else torch.cuda.device(device)
 
 
-def fitting(tile: Tile, device: torch.device, about: Hashable, run: Callable[[Tile], None]) -> None:
+def _current(device: torch.device) -> bool:
+    return device.type != "cuda" or bool(device.index == torch.cuda.current_device())
+
+
+def fitting(
+    tile: Tile, device: torch.device, about: Hashable, run: Callable[[Tile], Launch | None]
+) -> Launch | None:
     """Run with this tile, or with the largest smaller one that the device can hold.
 
     `about` is what the need of fast memory depends on beside the tile.

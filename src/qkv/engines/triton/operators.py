@@ -1,29 +1,107 @@
-"""Functions on arrays as torch operators: compile, export and fake tensors see one node each."""
+"""Functions on arrays as torch operators: transforms see a node, and eager code the function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qkv.errors import EngineError
 
 LIBRARY = torch.library.Library("qkv", "FRAGMENT")
+PLAIN = (Tensor, torch.nn.Parameter)
+"""What has no dispatch of its own."""
 
 
-def operator(name: str, function: Any, fake: Any, mutates: tuple[str, ...] = ()) -> Any:
-    """`torch.ops.qkv.name`; torch.library.custom_op would add as much again to each call."""
-    schema = torch.library.infer_schema(function, mutates_args=mutates)
-    LIBRARY.define(name + schema)
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, function, device)
-    torch.library.register_fake(f"qkv::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.qkv, name).default
+class Operator:
+    """A function and its `node` of `torch.ops.qkv`, which compile, export and fake tensors see.
+
+    Called where nothing looks on, it is the function itself, with `pull` for its gradient: to pass
+    through torch's dispatcher takes longer than a small kernel. `fake` gives the shapes. Without
+    `pull` there is no gradient. `schema` says the arguments where the function does not.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        fake: Callable[..., Any],
+        pull: Callable[..., Any] | None,
+        save: Callable[..., None],
+        mutates: tuple[str, ...],
+        schema: str | None,
+    ) -> None:
+        update_wrapper(self, function)
+        name = function.__name__.strip("_")
+        schema = schema or torch.library.infer_schema(function, mutates_args=mutates)
+        LIBRARY.define(name + schema)
+        for device in ("CPU", "CUDA"):
+            LIBRARY.impl(name, function, device)
+        torch.library.register_fake(f"qkv::{name}", fake, lib=LIBRARY)
+        self.node = getattr(torch.ops.qkv, name).default
+        self.function, self.graph = function, None
+        if not mutates:
+            back = pull or _none
+            torch.library.register_autograd(f"qkv::{name}", back, setup_context=save, lib=LIBRARY)
+        if pull is not None:
+            self.graph = _graph(function, pull, save)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        learns = False
+        if _watched():
+            return self.node(*given, **named)
+        for x in given:
+            if isinstance(x, Tensor):
+                if type(x) not in PLAIN:
+                    return self.node(*given, **named)
+                learns = learns or x.requires_grad
+        if learns and self.graph is not None and torch.is_grad_enabled():
+            return self.graph.apply(*given)
+        return self.function(*given, **named)
 
 
-def nothing(*rest: Any, **named: Any) -> None:
-    pass
+def operator(
+    fake: Callable[..., Any],
+    pull: Callable[..., Any] | None = None,
+    save: Callable[..., None] = lambda ctx, inputs, output: None,
+    mutates: tuple[str, ...] = (),
+    schema: str | None = None,
+) -> Callable[[Callable[..., Any]], Operator]:
+    """The decorator that makes an `Operator` of a function."""
+    return lambda function: Operator(function, fake, pull, save, mutates, schema)
+
+
+def _watched() -> bool:
+    """Whether a transform is at work, which must see a node."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _graph(function: Any, pull: Any, save: Any) -> Any:
+    """The function with its gradient; one with `setup_context` takes twice as long."""
+
+    class Graph(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            output = function(*given)
+            save(ctx, given, output)
+            return output
+
+        backward = staticmethod(pull)
+
+    return Graph
+
+
+def _none(ctx: Any, *along: Tensor | None) -> tuple[None, ...]:
+    return (None,) * len(ctx.needs_input_grad)
 
 
 def refuse(ctx: Any, *along: Tensor | None) -> None:

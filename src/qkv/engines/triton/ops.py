@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import backward, forward
-from qkv.engines.triton.operators import LIBRARY, nothing, operator, refuse
+from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
 
 WEIGHTINGS = ("softmax", "average", "normalized", "raw", "sigmoid", "entmax", "topk")
@@ -58,9 +58,7 @@ def attend(
     is the total of the scores for `normalized`, the count for `average`, and else 0; gradients
     flow through it for `softmax` and `topk` alone.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        low = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(low) for x in (query, key, value))
+    query, key, value = cast(query, key, value)
     check(query, key, value, weighting, alpha)
     _check_rows(query, key, key_bias, gate_query, gate_key, weighting, row_a, row_b)
     if layout is not None:
@@ -71,11 +69,19 @@ def attend(
             raise ShapeError(f"layout must be {need} blocks of {layout_size}, not {layout.shape}")
     if lengths is not None and tuple(lengths.shape) != (query.shape[0],):
         raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
-    out, lse, _ = _attend(
+    out, lse, _ = pooled(
         query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
         scale, weighting, alpha, lower, upper, layout_size, tf32,
     )  # fmt: skip
     return out, lse
+
+
+def cast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """The arrays as autocast wants them."""
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in arrays)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, weighting: str, alpha: float) -> None:
@@ -134,9 +140,18 @@ def _check_rows(
         raise ArgumentError(f"weighting {weighting!r} needs row_b")
 
 
-_attend = operator("attend", forward.attend_forward, forward.attend_fake)
+_GIVEN = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
+    "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, float scale, "
+    "str weighting, float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool tf32"
+)
 
-_backward = operator("attend_backward", backward.attend_backward, backward.attend_backward_fake)
+_backward = operator(
+    backward.fake,
+    refuse,
+    schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {_GIVEN}, "
+    "bool for_queries, bool for_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)(backward.attend_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -165,5 +180,7 @@ def _differentiate(
     return (*wanted, *(None,) * 11)
 
 
-torch.library.register_autograd("qkv::attend", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("qkv::attend_backward", refuse, setup_context=nothing, lib=LIBRARY)
+pooled = operator(
+    forward.fake, _differentiate, _save, schema=f"({_GIVEN}) -> (Tensor, Tensor, Tensor)"
+)(forward.attend)
+"""`attend` without its checks, by position: the output, the log-sum-exp, and what is kept."""

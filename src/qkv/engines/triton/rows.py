@@ -9,7 +9,6 @@ bfloat16, float16 or float32, and the arithmetic is float32. A program holds a f
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, operators, ops
+from qkv.engines.triton import launch, ops
+from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import DtypeError, ShapeError
 
 TILE = 4096
@@ -95,7 +95,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def square(x: Tensor, factor: float) -> Tensor:
-    """factor · ‖x‖² of each row: (…, width) → (…), float32, with gradient 2 · factor · g · x."""
+    """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
     _check(x)
     out: Tensor = _square(x, factor)
     return out
@@ -108,72 +108,46 @@ def _check(x: Tensor) -> None:
         raise ShapeError("x must have an axis of rows' width, not none")
 
 
-def _order(x: Tensor) -> list[int]:
-    """The leading axes as they follow each other in memory, so that a transpose is not copied."""
-    return sorted(range(x.ndim - 1), key=lambda axis: -x.stride(axis))
+def _order(x: Tensor) -> list[int] | None:
+    """The axes as they follow each other in memory, so that a transpose is not copied."""
+    if x.is_contiguous():
+        return None
+    return [*sorted(range(x.ndim - 1), key=lambda axis: -x.stride(axis)), x.ndim - 1]
 
 
-def _back(x: Tensor, order: list[int]) -> Tensor:
-    """x, whose leading axes are in this order, with the axes in their own."""
-    last = [x.ndim - 1] if x.ndim > len(order) else []
-    return x.permute([order.index(axis) for axis in range(len(order))] + last)
+def _back(x: Tensor, order: list[int] | None) -> Tensor:
+    """x, whose axes are in this order, with the axes in their own."""
+    return x if order is None else x.permute([order.index(axis) for axis in range(x.ndim)])
 
 
-def _in_order(x: Tensor, order: list[int]) -> Tensor:
-    last = [x.ndim - 1] if x.ndim > len(order) else []
-    return x.permute(order + last).contiguous()
+def _in_order(x: Tensor, order: list[int] | None) -> Tensor:
+    return x.contiguous() if order is None else x.permute(order).contiguous()
 
 
-def _like_rows(x: Tensor, order: list[int]) -> Tensor:
-    return x.new_empty([x.shape[axis] for axis in order], dtype=torch.float32)
+def _like_rows(x: Tensor, order: list[int] | None) -> Tensor:
+    shape = x.shape if order is None else [x.shape[axis] for axis in order]
+    return x.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
-def _like(x: Tensor, order: list[int]) -> Tensor:
-    return x.new_empty([x.shape[axis] for axis in order] + [x.shape[-1]])
+def _like(x: Tensor, order: list[int] | None) -> Tensor:
+    return x.new_empty(x.shape if order is None else [x.shape[axis] for axis in order])
 
 
 def _launch(kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], *numbers: float) -> None:
-    w = x.shape[-1]
-    rows = math.prod(x.shape[:-1])
-    if not rows or not w:
+    """Start a kernel on contiguous arrays of x's size, or of a number for each of its rows."""
+    about = (kernel, x.shape, *[y.dtype for y in arrays], x.device)
+    made = launch.MADE.get(about)
+    if not x.numel() or (made is not None and made.again(arrays, numbers)):
         return
-    block = triton.next_power_of_2(w)
+    w = x.shape[-1]
+    rows = x.numel() // w
+    block = launch.power_of_2(w)
     tall = max(TILE // block, 1)
     tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
     facts = {"W": w, "ROWS": tall, "BLOCK": block}
     with launch.on(x.device):
-        launch.start(kernel, triton.cdiv(rows, tall), arrays, numbers, (rows,), facts, tile)
-
-
-def _unit_forward(x: Tensor) -> Tensor:
-    order = _order(x)
-    out = _like(x, order)
-    _launch(_unit_kernel, x, (_in_order(x, order), out))
-    return _back(out, order)
-
-
-def _unit_slope(grad: Tensor, x: Tensor) -> Tensor:
-    order = _order(x)
-    dx = _like(x, order)
-    _launch(_unit_slope_kernel, x, (_in_order(grad, order), _in_order(x, order), dx))
-    return _back(dx, order)
-
-
-def _square_forward(x: Tensor, factor: float) -> Tensor:
-    order = _order(x)
-    out = _like_rows(x, order)
-    if not x.shape[-1]:
-        out.zero_()
-    _launch(_square_kernel, x, (_in_order(x, order), out), factor)
-    return _back(out, order)
-
-
-def _square_slope(grad: Tensor, x: Tensor, factor: float) -> Tensor:
-    order = _order(x)
-    dx = _like(x, order)
-    arrays = (_in_order(grad, order), _in_order(x, order), dx)
-    _launch(_square_slope_kernel, x, arrays, factor)
-    return _back(dx, order)
+        made = launch.start(kernel, -(-rows // tall), arrays, numbers, (rows,), facts, tile)
+    launch.keep(about, made)
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -190,32 +164,45 @@ def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return _fake(x)
 
 
-_unit = operators.operator("unit", _unit_forward, _fake)
-_unit_backward = operators.operator("unit_backward", _unit_slope, _fake_slope)
-_square = operators.operator("square", _square_forward, _fake_rows)
-_square_backward = operators.operator("square_backward", _square_slope, _fake_slope)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.numbers = inputs[1:]
 
 
-def _differentiate_unit(ctx: Any, grad: Tensor) -> Tensor:
-    found: Tensor = _unit_backward(grad, *ctx.saved_tensors)
-    return found
+@operator(_fake_slope, refuse)
+def _unit_backward(grad: Tensor, x: Tensor) -> Tensor:
+    order = _order(x)
+    dx = _like(x, order)
+    _launch(_unit_slope_kernel, x, (_in_order(grad, order), _in_order(x, order), dx))
+    return _back(dx, order)
 
 
-def _differentiate_square(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _square_backward(grad, *ctx.saved_tensors, *ctx.numbers), None
+@operator(_fake, lambda ctx, grad: _unit_backward(grad, *ctx.saved_tensors), _save)
+def _unit(x: Tensor) -> Tensor:
+    order = _order(x)
+    out = _like(x, order)
+    _launch(_unit_kernel, x, (_in_order(x, order), out))
+    return _back(out, order)
 
 
-for _name, _pull, _kept in (
-    ("unit", _differentiate_unit, _save),
-    ("square", _differentiate_square, _save),
-    ("unit_backward", operators.refuse, operators.nothing),
-    ("square_backward", operators.refuse, operators.nothing),
-):
-    torch.library.register_autograd(
-        f"qkv::{_name}", _pull, setup_context=_kept, lib=operators.LIBRARY
-    )
+@operator(_fake_slope, refuse)
+def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
+    order = _order(x)
+    dx = _like(x, order)
+    arrays = (_in_order(grad, order), _in_order(x, order), dx)
+    _launch(_square_slope_kernel, x, arrays, factor)
+    return _back(dx, order)
+
+
+@operator(
+    _fake_rows,
+    lambda ctx, grad: (_square_backward(grad, *ctx.saved_tensors, *ctx.numbers), None),
+    _save,
+)
+def _square(x: Tensor, factor: float) -> Tensor:
+    order = _order(x)
+    out = _like_rows(x, order)
+    if not x.shape[-1]:
+        out.zero_()
+    _launch(_square_kernel, x, (_in_order(x, order), out), factor)
+    return _back(out, order)

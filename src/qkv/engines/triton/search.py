@@ -20,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.operators import operator
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, products
 
@@ -485,63 +487,52 @@ def _tile(query: Tensor) -> Tile:
 
 def _run(
     kernel: Any,
-    query: Tensor,
-    key: Tensor,
-    key_bias: Tensor | None,
-    gate_query: Tensor | None,
-    gate_key: Tensor | None,
-    lengths: Tensor | None,
-    lower: int | None,
-    upper: int | None,
-    tf32: bool,
+    given: tuple[Any, ...],
     outs: tuple[Tensor, ...],
     floats: tuple[float, ...],
-    *whole: int,
-    **facts: Any,
+    whole: tuple[int, ...] = (),
+    names: tuple[str, ...] = ("W", "LOWER", "UPPER", "FAST", "PRECISION"),
 ) -> None:
-    """Launch with the largest tile that the device holds."""
-    query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
-    key_bias, gate_key = (
-        x if x is None or x.stride(2) == 1 else x.contiguous() for x in (key_bias, gate_key)
-    )
-    batch, heads, n, w = query.shape
-    few, m = key.shape[1:3]
-    reach = n + m
-    bias = (0, 0) if key_bias is None else key_bias.stride()[:2]
-    gate = (0, 0) if gate_key is None else gate_key.stride()[:2]
+    """Launch with the largest tile that the device holds; what is given is that of `Arguments`."""
+    query, key, _, *parts = given[:9]
+    taken = (query, key, *parts[:3], parts[5])
+    about = (kernel, *launch.kinds(*taken), *given[11:], *whole)
+    made = launch.MADE.get(about)
+    if made is not None and made.again((*taken, *outs), floats):
+        return
+    call = Arguments(*given)
     arrays = (
-        query, key, key_bias, None if gate_query is None else gate_query.contiguous(), gate_key,
-        None if lengths is None else lengths.to(torch.int32).contiguous(), *outs,
+        call.query, call.key, call.key_bias, call.gate_query, call.gate_key, call.lengths, *outs,
     )  # fmt: skip
     whole = (
-        *query.stride()[:3], *key.stride()[:3], *bias, *gate, n, m, heads, heads // few,
-        0 if lower is None else max(min(lower, reach), -reach),
-        0 if upper is None else max(min(upper, reach), -reach),
-        *whole,
+        *call.strides[:6], *call.strides[9:], call.n, call.m, call.h, call.group,
+        call.lower, call.upper, *whole,
     )  # fmt: skip
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
-    wide = w > launch.HELD or query.dtype == torch.float32
+    wide = call.w > launch.HELD or call.query.dtype == torch.float32
+    facts = {name: call.facts[name] for name in names} | {"WIDE": wide}
 
-    def run(tile: Tile) -> None:
+    def run(tile: Tile) -> Launch | None:
         known = facts | {
             "ROWS": tile.rows,
             "COLS": tile.cols,
-            "W": w,
-            "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(w)),
-            "WIDE": wide,
-            "LOWER": lower is not None,
-            "UPPER": upper is not None,
-            "FAST": query.dtype != torch.float32 and not launch.interpreted(),
-            "PRECISION": "tf32" if tf32 and query.dtype == torch.float32 else "ieee",
+            "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
-        programs = batch * heads * -(-n // tile.rows)
-        launch.start(kernel, programs, arrays, floats, whole, known, tile)
+        programs = call.b * call.h * -(-call.n // tile.rows)
+        return launch.start(kernel, programs, arrays, floats, whole, known, tile)
 
-    launch.fitting(_tile(query), query.device, (kernel, query.dtype, w), run)
+    need = (kernel.__name__, *facts.values())
+    made = launch.fitting(_tile(call.query), call.query.device, need, run)
+    launch.keep(about, None if call.copied else made)
 
 
-@torch.library.custom_op("qkv::entmax_threshold", mutates_args=())
+def _rows(query: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number for each query."""
+    return query.new_empty(query.shape[:3], dtype=dtype)
+
+
+@operator(lambda query, *rest, **named: _rows(query, torch.float32))
 def entmax_threshold(
     query: Tensor,
     key: Tensor,
@@ -561,21 +552,19 @@ def entmax_threshold(
     0 for a row with nothing to look at; NaN where a score is NaN or +∞. It has no gradient: that
     of the weights does not need it.
     """
-    out = torch.zeros(query.shape[:3], dtype=torch.float32, device=query.device)
-    if out.numel() and key.shape[2]:
-        _run(
-            entmax_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
-            (out,), (scale, alpha), POWER={2.0: 1, 1.5: 2}.get(alpha, 0),
-        )  # fmt: skip
+    out = _rows(query, torch.float32)
+    if not (out.numel() and key.shape[2]):
+        return out.zero_()
+    given = (
+        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None,
+        scale, "entmax", alpha, lower, upper, 0, tf32,
+    )  # fmt: skip
+    names = ("POWER", "W", "LOWER", "UPPER", "FAST", "PRECISION")
+    _run(entmax_kernel, given, (out,), (scale, alpha), names=names)
     return out
 
 
-@entmax_threshold.register_fake
-def _(query: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("qkv::topk_threshold", mutates_args=())
+@operator(lambda query, *rest, **named: (_rows(query, torch.float32), _rows(query, torch.int32)))
 def topk_threshold(
     query: Tensor,
     key: Tensor,
@@ -596,28 +585,12 @@ def topk_threshold(
     least is that score; else it may lie below it, above the next. A row with no more than k scores
     above −∞ has least −∞ and position 2³¹ − 1; one with a NaN or +∞ has least NaN. No gradient.
     """
-    least = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-    position = torch.full(query.shape[:3], NOWHERE.value, dtype=torch.int32, device=query.device)
-    if least.numel() and key.shape[2]:
-        _run(
-            topk_kernel, query, key, key_bias, gate_query, gate_key, lengths, lower, upper, tf32,
-            (least, position), (scale,), k,
-        )  # fmt: skip
+    least, position = _rows(query, torch.float32), _rows(query, torch.int32)
+    if not (least.numel() and key.shape[2]):
+        return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
+    given = (
+        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None,
+        scale, "topk", 0.0, lower, upper, 0, tf32,
+    )  # fmt: skip
+    _run(topk_kernel, given, (least, position), (scale,), (k,))
     return least, position
-
-
-@topk_threshold.register_fake
-def _(query: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    shape = query.shape[:3]
-    return (
-        query.new_empty(shape, dtype=torch.float32),
-        query.new_empty(shape, dtype=torch.int32),
-    )
-
-
-def _none(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    return (None,) * 11
-
-
-entmax_threshold.register_autograd(_none)
-topk_threshold.register_autograd(_none)

@@ -1,0 +1,119 @@
+"""How kernels are started: what is compiled anew, and what is launched again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from qkv.engines.triton import launch
+from tests.engines.triton import formulas
+
+PLAIN = launch.Tile(1, 1, 1, 4, 3)
+
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    def run(self, *given):
+        self.launched.append(given)
+
+
+class Kernel:
+    """Stands for a kernel of Triton's: notes what is compiled, and what is launched after that."""
+
+    def __init__(self):
+        self.made, self.launched = [], []
+
+    def __getitem__(self, grid):
+        return lambda *args, **facts: self.made.append(grid) or Compiled(self.launched)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "COMPILED", {})
+    monkeypatch.setattr(launch, "MADE", {})
+    monkeypatch.setattr(launch, "_stream", lambda index: "stream")
+    return Kernel()
+
+
+X = torch.zeros(64)
+SAME = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1}, PLAIN)
+
+
+def test_a_compiled_kernel_is_launched_again(kernel):
+    assert launch.start(kernel, *SAME) is None, "the first was compiled by Triton's own launcher"
+    made = launch.start(kernel, *SAME)
+    assert kernel.made == [(3, 2, 1)]
+    head = (3, 2, 1, "stream", "function", "metadata", None, None, None)
+    assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, 1)]
+    other = torch.ones(64)
+    assert made.again((other, None), (0.25,))
+    assert kernel.launched[1] == (*head, other.data_ptr(), None, 0.25, 16, 1, 7, 1)
+    assert not made.again((other[1:], None), (0.25,)), "Triton was told of multiples of 16"
+    assert len(kernel.launched) == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "other"),
+    [
+        pytest.param(1, (X.half(), None), id="dtype"),
+        pytest.param(1, (X[1:], None), id="alignment"),
+        pytest.param(1, (X, X), id="absence"),
+        pytest.param(3, (17, 1, 7), id="no multiple of 16"),
+        pytest.param(3, (16, 2, 7), id="no 1"),
+        pytest.param(3, (16, 16, 7), id="a multiple of 16 for a 1"),
+        pytest.param(3, (16, 1, 2**31), id="64 bits"),
+        pytest.param(4, {"A": 2}, id="fact"),
+        pytest.param(5, PLAIN._replace(warps=8), id="tile"),
+    ],
+)
+def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
+    launch.start(kernel, *SAME)
+    launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
+    assert len(kernel.made) == 2 and not kernel.launched
+
+
+@pytest.mark.parametrize(("at", "other"), [(0, 5), (2, (0.25,)), (3, (32, 1, 9))])
+def test_what_it_does_not_is_launched_at_once(kernel, at, other):
+    launch.start(kernel, *SAME)
+    launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
+    assert len(kernel.made) == len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "entmax"])
+def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
+    """With other numbers and in other places, but no other shapes; its launch is the same."""
+    from qkv.engines.triton import forward, ops
+
+    monkeypatch.setattr(forward, "pool", kernel)
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    monkeypatch.setattr(launch, "_current", lambda device: True)
+
+    def attend(scale=0.3, **shape):
+        given = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)
+        rows = {} if weighting == "softmax" else {"alpha": 1.5, "row_a": torch.zeros(1, 2, 32)}
+        out, lse = ops.attend(**given, scale=scale, weighting=weighting, **rows)
+        return out, lse, given
+
+    for _ in range(2):
+        attend()
+    assert (len(kernel.made), len(kernel.launched)) == (1, 1)
+    monkeypatch.setattr(forward, "_pool", None)
+    out, lse, given = attend(scale=0.7)
+    before, last = kernel.launched
+    assert len(before) == len(last)
+    at = [x.data_ptr() for x in (*given.values(), out, lse)]
+    assert set(at) <= set(last), "it reads these arrays and writes those"
+    assert [x for x in last[26:] if not isinstance(x, float)] == [
+        x for x in before[26:] if not isinstance(x, float)
+    ]
+    with pytest.raises(TypeError):
+        attend(m=47)
+    with pytest.raises(TypeError):
+        attend(bias=True)
