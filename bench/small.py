@@ -3,7 +3,7 @@
 python -m bench.small [numpy torch scores heads generate padding training jax database]
 
 A ratio is that of the least times: sides take turns in short bursts, so what is left is noise that
-only adds. With --cuda, the time that the host takes to ask a CUDA device for one call.
+only adds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ BURST = 1e-3
 ROUNDS = 2 if SMALL else 9
 
 
-def take_turns(sides, given=(), settle=lambda: None):
-    """Milliseconds of one call of each side, the median and the least; `settle` is not timed."""
+def take_turns(sides, given=()):
+    """Milliseconds of one call of each side, the median and the least."""
 
     def burst(side, count):
-        settle()
         begin = time.perf_counter()
         for _ in range(count):
             side(*given)
@@ -53,9 +52,9 @@ def take_turns(sides, given=(), settle=lambda: None):
     return {name: {"ms": statistics.median(x), "least": min(x)} for name, x in found.items()}
 
 
-def beside(work, most, sides, given=(), **rest):
+def beside(work, most, sides, given=()):
     """The row: qkv takes at most `most` times what the first of the other sides takes."""
-    row = {"work": work, "sides": take_turns(sides, given, **rest), "goals": []}
+    row = {"work": work, "sides": take_turns(sides, given), "goals": []}
     other = next(name for name in sides if name != "qkv")
     ratio = row["sides"]["qkv"]["least"] / row["sides"][other]["least"]
     return judged(row, f"≤ {most:g}× {other}", ratio, ratio <= most)
@@ -285,28 +284,8 @@ def rows(names=()):
         yield from GROUPS[name]()
 
 
-def cuda_rows():
-    q, k, v = torch.randn(3, 1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
-    for told, most, options in (
-        ("plain", 30, {}),
-        ("causal", 30, {"mask": masks.causal}),
-        ("gaussian", 60, {"score": scores.Gaussian(8.0)}),
-        ("entmax15", 60, {"weighting": "entmax15"}),
-    ):
-        sides = {"qkv": partial(qkv.attend, **options), "SDPA": sdpa}
-        row = {"work": f"host's time, {told} (1, 8, 128, 64) bf16", "goals": []}
-        row["sides"] = take_turns(sides, (q, k, v), torch.cuda.synchronize)
-        micro = 1e3 * row["sides"]["qkv"]["least"]
-        yield judged(row, f"≤ {most} µs", micro, micro <= most)
-
-
 if __name__ == "__main__":
     chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
     if unknown := set(chosen) - set(GROUPS):
         sys.exit(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
-    if "--cuda" not in sys.argv:
-        show_goals(keep("small", rows(chosen), whole=not chosen))
-    elif torch.cuda.is_available():
-        show_goals(keep("small_cuda", cuda_rows()))
-    else:
-        sys.exit("bench.small --cuda needs a CUDA device, which torch does not find")
+    show_goals(keep("small", rows(chosen), whole=not chosen))
