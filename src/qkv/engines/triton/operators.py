@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
+from inspect import signature
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Operator:
         torch.library.register_fake(f"qkv::{name}", fake, lib=LIBRARY)
         self.node = getattr(torch.ops.qkv, name).default
         self.function, self.graph = function, None
+        self.signature, self.defaults = signature(function), function.__defaults__
         if not mutates:
             back = pull or _none
             torch.library.register_autograd(f"qkv::{name}", back, setup_context=save, lib=LIBRARY)
@@ -59,6 +61,10 @@ class Operator:
                     return self.node(*given, **named)
                 learns = learns or x.requires_grad
         if learns and self.graph is not None and torch.is_grad_enabled():
+            if self.defaults:
+                whole = self.signature.bind(*given, **named)
+                whole.apply_defaults()
+                given = whole.args
             return self.graph.apply(*given)
         return self.function(*given, **named)
 
