@@ -29,7 +29,7 @@ from qkv.engines.triton.tiles import (
     finite,
     products,
     rows_at,
-)
+)  # fmt: skip
 from qkv.engines.triton.weigh import slope, weigh
 
 SCRATCH = 64 * 2**20
@@ -39,9 +39,7 @@ SCRATCH = 64 * 2**20
 @triton.jit
 def inner(
     along, out, along_lse, centre, lines,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """centre = Σ ∂L/∂out · out − ∂L/∂lse, each row by itself."""
     line = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -88,25 +86,11 @@ def known(
 @triton.jit
 def keys_tiles(
     state, keys, queries, rows, mask, numbers, lo, hi, g,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    APART: tl.constexpr,
-    CENTRED: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
     dk, dv, dbias, dgate = state
@@ -187,25 +171,11 @@ def to_keys(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
     n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
     first_pair, first_key, keys_n, parts_lines,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    CUT: tl.constexpr,
-    UNEVEN: tl.constexpr,
-    APART: tl.constexpr,
-    CENTRED: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    CUT: tl.constexpr, UNEVEN: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and its values, from every query of the group.
 
@@ -297,12 +267,8 @@ def to_keys(
             described(head_query, n, q_step, W, ROWS, BLOCK_W, TMA),
             q_step,
             described(head_along, n, tl.cast(D, tl.int64), D, ROWS, BLOCK_D, TMA),
-            at,
-            ds,
-            ds_line,
-            ds_columns,
-            stored,
-        )
+            at, ds, ds_line, ds_columns, stored,
+        )  # fmt: skip
         rows = (kept, centre, row_a, row_b, gate_query, lines, query_head * n)
         if (UPPER or CUT) and not LAYOUT:
             state = keys_tiles(
@@ -345,25 +311,11 @@ def to_keys(
 @triton.jit
 def queries_tiles(
     state, rows, keys, mask, numbers, lo, hi,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
-    CENTRE: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    APART: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, CENTRE: tl.constexpr,
+    WEIGHTING: tl.constexpr, POWER: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    LOWER: tl.constexpr, UPPER: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, APART: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of queries after tiles lo … hi of the keys."""
     dq, one, two = state
@@ -433,25 +385,11 @@ def to_queries(
     along, centre, kept, dquery, one_out, two_out, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
     n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    CENTRE: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    CUT: tl.constexpr,
-    APART: tl.constexpr,
-    CENTRED: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    CENTRE: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, CUT: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 

@@ -70,24 +70,9 @@ def _prepare(
 
 @triton.jit
 def _prepare_kernel(
-    a,
-    b,
-    ea,
-    eb,
-    peak_a,
-    peak_b,
-    when,
-    jobs_a,
-    jobs,
-    n,
-    m,
-    pad_n,
-    pad_m,
-    h,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    a, b, ea, eb, peak_a, peak_b, when, jobs_a, jobs, n, m, pad_n, pad_m, h,
+    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
@@ -113,25 +98,9 @@ def _far_r(one, two, c, row, col, rows, cols, h):
 
 @triton.jit
 def _scores(
-    near,
-    e_one,
-    e_two,
-    one,
-    two,
-    v,
-    total,
-    row,
-    col,
-    rows,
-    cols,
-    pad_one,
-    pad_two,
-    h,
-    PAIRED: tl.constexpr,
-    ASM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    near, e_one, e_two, one, two, v, total, row, col, rows, cols, pad_one, pad_two, h,
+    PAIRED: tl.constexpr, ASM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """Scores of a tile, `one` down and `two` across: Σ v − 2 Σ v·r."""
     part = tl.zeros((ROWS, COLS), tl.float32)
     if near:
@@ -173,36 +142,11 @@ def _pool(weight, live, value, PRECISION: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    ea,
-    eb,
-    peak_a,
-    peak_b,
-    a,
-    b,
-    v,
-    value,
-    lengths,
-    when,
-    out,
-    lse,
-    heads,
-    group,
-    n,
-    m,
-    pad_n,
-    pad_m,
-    h,
-    d,
-    lower,
-    upper,
-    jobs,
-    PAIRED: tl.constexpr,
-    ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, heads, group, n, m, pad_n,
+    pad_m, h, d, lower, upper, jobs,
+    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
@@ -233,25 +177,9 @@ def _forward_kernel(
             col = start + tl.arange(0, BLOCK)
             near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
             s = _scores(
-                near,
-                ea_here,
-                eb_here,
-                a_here,
-                b_here,
-                v,
-                total,
-                row,
-                col,
-                n,
-                m,
-                pad_n,
-                pad_m,
-                h,
-                PAIRED,
-                ASM,
-                BLOCK,
-                BLOCK,
-            )
+                near, ea_here, eb_here, a_here, b_here, v, total, row, col, n, m, pad_n, pad_m, h,
+                PAIRED, ASM, BLOCK, BLOCK,
+            )  # fmt: skip
             live = _live(row[:, None], col[None, :], n, length, lower, upper)
             s = tl.where(live, s, -float("inf"))
             higher = tl.maximum(top, tl.max(s, 1))
@@ -302,41 +230,11 @@ def _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d):
 
 @triton.jit
 def _query_grad_kernel(
-    ea,
-    eb,
-    peak_a,
-    peak_b,
-    a,
-    b,
-    v,
-    value,
-    lengths,
-    when,
-    out,
-    lse,
-    grad,
-    grad_lse,
-    ones,
-    squares,
-    sums,
-    heads,
-    group,
-    n,
-    m,
-    pad_n,
-    pad_m,
-    h,
-    d,
-    lower,
-    upper,
-    jobs,
-    PAIRED: tl.constexpr,
-    ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, ones, squares,
+    sums, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
+    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Σⱼ ds·r, Σⱼ ds·r² for each hidden unit and query, (PAIRED, pad_n), and Σⱼ ds.
 
     The sums over the keys of a tile are added to memory that no other program touches: a register
@@ -376,25 +274,9 @@ def _query_grad_kernel(
             col = start + tl.arange(0, BLOCK)
             near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
             s = _scores(
-                near,
-                ea_here,
-                eb_here,
-                a_here,
-                b_here,
-                v,
-                total,
-                row,
-                col,
-                n,
-                m,
-                pad_n,
-                pad_m,
-                h,
-                PAIRED,
-                ASM,
-                BLOCK,
-                BLOCK,
-            )
+                near, ea_here, eb_here, a_here, b_here, v, total, row, col, n, m, pad_n, pad_m, h,
+                PAIRED, ASM, BLOCK, BLOCK,
+            )  # fmt: skip
             live = _live(row[:, None], col[None, :], n, length, lower, upper)
             within = (col < length)[:, None] & (at_d < d)[None, :]
             values = tl.load(value_here + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
@@ -419,40 +301,11 @@ def _query_grad_kernel(
 
 @triton.jit
 def _key_grad_kernel(
-    ea,
-    eb,
-    peak_a,
-    peak_b,
-    a,
-    b,
-    v,
-    value,
-    lengths,
-    when,
-    out,
-    lse,
-    grad,
-    grad_lse,
-    slopes,
-    dvalue,
-    heads,
-    group,
-    n,
-    m,
-    pad_n,
-    pad_m,
-    h,
-    d,
-    lower,
-    upper,
-    jobs,
-    PAIRED: tl.constexpr,
-    ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, slopes,
+    dvalue, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
+    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Σᵢ ds·r(1 − r) for each hidden unit and key, (PAIRED, pad_m), and dvalue = Σᵢ α dO.
 
     Both over all queries and heads that share the key. Tiles stand with keys down, so that the
@@ -559,26 +412,9 @@ def _finish(
 
 @triton.jit
 def _finish_kernel(
-    ones,
-    squares,
-    sums,
-    slopes,
-    v,
-    when,
-    da,
-    db,
-    parts,
-    jobs_a,
-    jobs,
-    n,
-    m,
-    pad_n,
-    pad_m,
-    h,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    ones, squares, sums, slopes, v, when, da, db, parts, jobs_a, jobs, n, m, pad_n, pad_m, h,
+    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):

@@ -79,19 +79,10 @@ def _first(parts, grid, col, h, G, COUNT: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _fit_kernel(
-    parts,
-    table,
-    grid,
-    fit,
-    beyond,
-    h,
-    G,
-    SIZE: tl.constexpr,
-    SHARE: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    parts, table, grid, fit, beyond, h, G,
+    SIZE: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """A share of the coefficients of some units; after the last, whether some unit has none.
 
     Every program finds the rows again from the parts: that is quicker than one more launch.
@@ -137,20 +128,10 @@ def _series_slope(row, h, inside, y, K: tl.constexpr):
 
 @triton.jit
 def _fill(
-    tile,
-    x,
-    v,
-    fit,
-    beyond,
-    out,
-    rows,
-    h,
-    J: tl.constexpr,
-    K: tl.constexpr,
-    KEY: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    tile, x, v, fit, beyond, out, rows, h,
+    J: tl.constexpr, K: tl.constexpr, KEY: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     # Two columns and many rows for each thread: a coefficient is loaded once for all its rows.
     col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -180,22 +161,9 @@ def _fill(
 
 @triton.jit
 def _features_kernel(
-    a,
-    b,
-    v,
-    fit,
-    beyond,
-    phi,
-    psi,
-    rows_a,
-    rows_b,
-    tiles_a,
-    h,
-    J: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    a, b, v, fit, beyond, phi, psi, rows_a, rows_b, tiles_a, h,
+    J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tiles_a:
         _fill(tile, a, v, fit, beyond, phi, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)
@@ -206,22 +174,10 @@ def _features_kernel(
 
 @triton.jit
 def _fill_grad(
-    tile,
-    grad,
-    x,
-    v,
-    fit,
-    beyond,
-    dx,
-    dv,
-    rows,
-    h,
-    J: tl.constexpr,
-    K: tl.constexpr,
-    KEY: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    tile, grad, x, v, fit, beyond, dx, dv, rows, h,
+    J: tl.constexpr, K: tl.constexpr, KEY: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     flat = tl.max_contiguous(flat, 2 if BLOCK_H > 1 else 1)
@@ -255,25 +211,9 @@ def _fill_grad(
 
 @triton.jit
 def _features_grad_kernel(
-    dphi,
-    dpsi,
-    a,
-    b,
-    v,
-    fit,
-    beyond,
-    da,
-    db,
-    dv,
-    rows_a,
-    rows_b,
-    tiles_a,
-    h,
-    J: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    dphi, dpsi, a, b, v, fit, beyond, da, db, dv, rows_a, rows_b, tiles_a, h,
+    J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tiles_a:
         _fill_grad(tile, dphi, a, v, fit, beyond, da, dv, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)

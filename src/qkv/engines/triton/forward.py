@@ -38,40 +38,19 @@ from qkv.engines.triton.tiles import (
     products,
     products_described,
     rows_at,
-)
+)  # fmt: skip
 from qkv.engines.triton.weigh import chosen, weigh
 
 
 @triton.jit
 def pool_tiles(
-    state,
-    rows,
-    keys,
-    mask,
-    numbers,
-    lo,
-    hi,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
-    SPARSE: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    FOLD: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    state, rows, keys, mask, numbers, lo, hi,
+    COLS: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    SPARSE: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, BIAS: tl.constexpr,
+    GATE: tl.constexpr, FOLD: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    LAYOUT: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """The state of the rows after tiles lo … hi of the keys: pooled values, top, total."""
     acc, top, total = state
     q, query, offset, i, a, row_a, row_b = rows
@@ -157,25 +136,11 @@ def pool(
     out, lse, kept, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
     n, m, heads, group, rows_n, lower, upper, size, columns, at_columns, splits, span,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    FOLD: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    CUT: tl.constexpr,
-    APART: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, FOLD: tl.constexpr,
+    LOWER: tl.constexpr, UPPER: tl.constexpr, CUT: tl.constexpr, APART: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The output and log-sum-exp of one tile of queries; with SPLIT, of one part of the keys.
 
@@ -326,10 +291,7 @@ def pool(
 @triton.jit
 def finish(
     acc, top, total, line, place, inside, out, lse, kept, lines,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WEIGHTING: tl.constexpr,
-    APART: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTING: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Write the output, the log-sum-exp (or the total), and what the gradient needs of the row."""
     share = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
@@ -357,10 +319,7 @@ def finish(
 @triton.jit
 def merge(
     parts, tops, totals, out, lse, kept, lines, splits,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    WEIGHTING: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WEIGHTING: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
     """One row's parts joined: each is scaled from its own top to the largest, and added."""

@@ -37,14 +37,8 @@ def mend(
     query, key, value, out, kept, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     n, m, heads, group, upper, parts,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    APART: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One head's output over again, if its last row is not finite: softmax over j − i ≤ upper.
 
@@ -102,13 +96,8 @@ def mend_queries(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     a_b, a_h, a_n, a_d, d_b, d_h, d_n,
     n, m, heads, group, upper, parts,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    APART: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one head's queries over again, if its last row of output is not finite.
 

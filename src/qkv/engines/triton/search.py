@@ -42,16 +42,9 @@ NOWHERE = tl.constexpr(2**31 - 1)
 @triton.jit
 def _scores(
     rows, keys, mask, edges, scale, times, t,
-    COLS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores of tile t of the keys, −∞ where a pair does not count.
 
@@ -91,14 +84,8 @@ def _place(
     query, key, bias, gate_query, gate_key, lengths,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
     n, m, heads, group, lower, upper,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    FAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The rows of this program, their keys, and the tiles of keys that they may see."""
     tiles = (n + ROWS - 1) // ROWS
@@ -146,17 +133,9 @@ def _place(
 @triton.jit
 def _peaks(
     rows, keys, mask, edges, scale, times,
-    COLS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COUNT: tl.constexpr,
+    COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The largest of every COLS-th score, (ROWS, COLS); if COUNT the lowest score and how many.
 
@@ -228,16 +207,9 @@ def entmax_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
     n, m, heads, group, lower, upper,
-    POWER: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POWER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr,
+    BLOCK_W: tl.constexpr, WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: a first look for the start, then steps until the slowest row is there.
 
@@ -369,14 +341,8 @@ def topk_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, position, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
     n, m, heads, group, lower, upper, top_k,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
-    FAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+    WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.

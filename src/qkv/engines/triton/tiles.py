@@ -98,16 +98,10 @@ def rows_at(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.const
 
 @triton.jit
 def products(
-    left,
-    left_offset,
-    right,
-    right_offset,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    left, left_offset, right, right_offset,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """left · rightᵀ, (ROWS, COLS), of rows too wide to hold: a chunk of the width at a time."""
     x = tl.zeros((ROWS, COLS), dtype=tl.float32)
     column = tl.arange(0, CHUNK)[None, :]
@@ -125,16 +119,10 @@ def products(
 
 @triton.jit
 def products_described(
-    left,
-    left_start,
-    right,
-    right_start,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    left, left_start, right, right_start,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """`products` of the rows that begin at these, copied by descriptors."""
     x = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for start in tl.range(0, WIDTH, CHUNK):

@@ -37,20 +37,10 @@ def excess(s, threshold, alpha, POWER: tl.constexpr):
 
 @triton.jit
 def weigh(
-    s,
-    j,
-    live,
-    top,
-    share,
-    row_a,
-    row_b,
-    alpha,
-    WEIGHTING: tl.constexpr,
-    POWER: tl.constexpr,
-    APART: tl.constexpr,
-    FAST: tl.constexpr,
+    s, j, live, top, share, row_a, row_b, alpha,
+    WEIGHTING: tl.constexpr, POWER: tl.constexpr, APART: tl.constexpr, FAST: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """α of a tile once its rows are known, and (of entmax) its lean.
 
     `share` is 1 / total, or 0 for an empty row. APART keeps it out of the exponent: `top` is then
