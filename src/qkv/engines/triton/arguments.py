@@ -86,9 +86,6 @@ class Arguments:
         at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
         return bool(steps % unit == 0 and at % 16 == 0)
 
-    def cut(self, cols: int) -> bool:
-        return self.lengths is not None or self.m % cols != 0
-
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.query.new_empty(shape, dtype=dtype)
 
@@ -106,6 +103,22 @@ class Arguments:
 
     def block_w(self, tile: Tile, wide: bool) -> int:
         return tile.chunk if wide else launch.block_of(self.w, self.query.dtype)
+
+    def known(self, tile: Tile, wide: bool, splits: int) -> dict[str, Any]:
+        """What a pass with this tile is compiled for."""
+        return self.facts | {
+            "BLOCK_W": self.block_w(tile, wide),
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "WIDE": wide,
+            "SPLIT": splits > 1,
+            "CUT": self.lengths is not None or self.m % tile.cols != 0,
+            "TMA": tile.described and self.described,
+        }
+
+    def bounds(self, *more: int) -> tuple[int, ...]:
+        """Which pairs count, as every pass is told it: the band, the layout, and its own."""
+        return (self.lower, self.upper, self.layout_size, self.layout_columns, *more)
 
     def lists(self, tile: Tile, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, int]:
         """For each tile of queries (or keys), the tiles of the others: full, partial, empty."""

@@ -18,18 +18,20 @@ from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.score import gate_half, left_over, pull_gate, score
-from qkv.engines.triton.tiles import (
+from qkv.engines.triton.tiles import (  # fmt: skip
     LN2,
     LOG2E,
     alive,
     bounds,
-    clamp,
     described,
     fetch,
     finite,
+    length_of,
+    listed,
+    portion,
     products,
     rows_at,
-)  # fmt: skip
+)
 from qkv.engines.triton.weigh import slope, weigh
 
 SCRATCH = 64 * 2**20
@@ -204,9 +206,7 @@ def to_keys(
     key += batch * k_b + head * k_h + first * step
     k_offset = here * k_m
     value += batch * v_b + head * v_h + first * tl.cast(v_m, tl.int64)
-    end = m
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + batch), m)
+    end = length_of(lengths, batch, m)
     v = fetch(value, here * v_m, D, BLOCK_D)
     j = (first + near)[:, None]
     k = j
@@ -223,12 +223,7 @@ def to_keys(
         b = gate_half(b, FAST)[:, None]
     if LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
-        lo = 0
-        inner_lo = 0
-        inner_hi = tl.load(counts + tile * 2)
-        hi = inner_hi + tl.load(counts + tile * 2 + 1)
-        if lengths is not None:
-            inner_hi = 0
+        lo, inner_lo, inner_hi, hi = listed(counts, tile, lengths)
     else:
         last = tl.minimum(first + COLS, end) - 1
         lo, inner_lo, inner_hi, hi = bounds(first, last, -upper, -lower, n, ROWS, UPPER, LOWER)
@@ -239,12 +234,7 @@ def to_keys(
             if first >= end:
                 lo = hi
     if SPLIT:
-        start = part * span
-        stop = start + span
-        lo = clamp(lo, start, stop)
-        inner_lo = clamp(inner_lo, start, stop)
-        inner_hi = clamp(inner_hi, start, stop)
-        hi = clamp(hi, start, stop)
+        lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     HELD: tl.constexpr = 16 if WIDE else BLOCK_W
     state = (
         tl.zeros((COLS, HELD), dtype=tl.float32),
@@ -427,9 +417,7 @@ def to_queries(
         bias += batch * bias_b + pair_head * bias_h
     if GATE:
         gate_key += batch * gate_b + pair_head * gate_h
-    end = m
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + batch), m)
+    end = length_of(lengths, batch, m)
     top, share, middle, first_a, first_b, a = known(
         kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED, FAST
     )
@@ -440,21 +428,11 @@ def to_queries(
     do = fetch(along, line * D, D, BLOCK_D)
     if LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
-        lo = 0
-        inner_lo = 0
-        inner_hi = tl.load(counts + tile * 2)
-        hi = inner_hi + tl.load(counts + tile * 2 + 1)
-        if lengths is not None:
-            inner_hi = 0
+        lo, inner_lo, inner_hi, hi = listed(counts, tile, lengths)
     else:
         lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
     if SPLIT:
-        start = part * span
-        stop = start + span
-        lo = clamp(lo, start, stop)
-        inner_lo = clamp(inner_lo, start, stop)
-        inner_hi = clamp(inner_hi, start, stop)
-        hi = clamp(hi, start, stop)
+        lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     HELD: tl.constexpr = 16 if (WIDE or CENTRE) else BLOCK_W
     state = (
         tl.zeros((ROWS, HELD), dtype=tl.float32),
@@ -538,6 +516,7 @@ def attend_backward(
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     call.facts = call.facts | {"CENTRED": centred}
     wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
+    call.described = call.described and not wide
     centre = _centre(call, along, along_lse, out, kept, wide)
     if call.weighting == "average":
         for x in (grads.query, grads.key, grads.key_bias, grads.gate_query, grads.gate_key):
@@ -617,22 +596,13 @@ def _to_queries(
             if splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
         at, counts, at_columns = call.lists(tile)
-        facts = call.facts | {
-            "BLOCK_W": call.block_w(tile, wide),
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "WIDE": wide,
-            "SPLIT": splits > 1,
-            "CENTRE": grads is None,
-            "CENTRED": call.facts["CENTRED"] and grads is not None,
-            "CUT": call.cut(tile.cols),
-            "TMA": tile.described and call.described and not wide,
-        }
+        facts = call.known(tile, wide, splits) | {"CENTRE": grads is None}
+        facts["CENTRED"] = facts["CENTRED"] and grads is not None
         arrays = (*call.inputs, at, counts, along, centre, kept, dquery, one, two)
         whole = (
             *call.strides, *((0, 0, 0) if dquery is None else dquery.stride()[:3]),
             call.n, call.m, call.h, call.group, lines,
-            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+            *call.bounds(at_columns, splits, span),
         )  # fmt: skip
         floats = (call.scale, call.alpha)
         launch.start(to_queries, programs * splits, arrays, floats, whole, facts, tile)
@@ -680,20 +650,11 @@ def _to_keys(
                 call.new(splits, lines, width) if there else x
                 for x, width, there in zip(targets, widths, given, strict=True)
             ]
-        facts = call.facts | {
-            "BLOCK_W": call.block_w(tile, wide),
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "WIDE": wide,
-            "SPLIT": splits > 1,
-            "CUT": call.cut(tile.cols),
-            "TMA": tile.described and call.described and not wide,
-            "UNEVEN": call.n % tile.rows != 0,
-        }
+        facts = call.known(tile, wide, splits) | {"UNEVEN": call.n % tile.rows != 0}
         arrays = (*call.inputs, at, counts, along, centre, kept, *targets, ds)
         whole = (
             *call.strides, call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
-            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+            *call.bounds(at_columns, splits, span),
             first_pair, first_key, keys_n, lines,
         )  # fmt: skip
         floats = (call.scale, call.alpha)

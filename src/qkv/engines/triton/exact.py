@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.operators import operator, refuse
+from qkv.engines.triton.tiles import length_of
 
 BLOCK = 64
 """Queries or keys of a tile."""
@@ -122,6 +123,25 @@ def _scores(
 
 
 @triton.jit
+def _sum_of(v, h, BLOCK_H: tl.constexpr):
+    hidden = tl.arange(0, BLOCK_H)
+    return tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+
+
+@triton.jit
+def _rows_of_job(job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK: tl.constexpr):
+    """The head of a job and that of its keys, its queries, and the keys that they may see."""
+    tiles = pad_n // BLOCK
+    first = job % tiles * BLOCK
+    lead = (job // tiles).to(tl.int64)
+    shared = lead // heads * (heads // group) + lead % heads // group
+    length = length_of(lengths, lead // heads, m)
+    begin = tl.maximum(first + lower, 0) // BLOCK * BLOCK
+    end = tl.minimum(length, tl.minimum(first + BLOCK, n) + upper)
+    return lead, shared, first + tl.arange(0, BLOCK), begin, end, length
+
+
+@triton.jit
 def _live(query, key, n, length, lower, upper):
     """Which pairs count; query and key positions already broadcast."""
     apart = key - query
@@ -150,25 +170,16 @@ def _forward_kernel(
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
-        tiles = pad_n // BLOCK
-        tile = job % tiles
-        lead = (job // tiles).to(tl.int64)
-        shared = lead // heads * (heads // group) + lead % heads // group
+        lead, shared, row, begin, end, length = _rows_of_job(
+            job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK
+        )
         ea_here = ea + lead * PAIRED * pad_n
         eb_here = eb + shared * PAIRED * pad_m
         a_here = a + lead * n * h
         b_here = b + shared * m * h
         value_here = value + shared * m * d
-        length = m
-        if lengths is not None:
-            length = tl.minimum(tl.load(lengths + lead // heads), m)
-
-        row = tile * BLOCK + tl.arange(0, BLOCK)
         at_d = tl.arange(0, BLOCK_D)
-        hidden = tl.arange(0, BLOCK_H)
-        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
-        begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
-        end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+        total = _sum_of(v, h, BLOCK_H)
 
         top = tl.full((BLOCK,), -float("inf"), tl.float32)
         mass = tl.zeros((BLOCK,), tl.float32)
@@ -243,10 +254,9 @@ def _query_grad_kernel(
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
-        tiles = pad_n // BLOCK
-        tile = job % tiles
-        lead = (job // tiles).to(tl.int64)
-        shared = lead // heads * (heads // group) + lead % heads // group
+        lead, shared, row, begin, end, length = _rows_of_job(
+            job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK
+        )
         ea_here = ea + lead * PAIRED * pad_n
         eb_here = eb + shared * PAIRED * pad_m
         a_here = a + lead * n * h
@@ -254,16 +264,8 @@ def _query_grad_kernel(
         value_here = value + shared * m * d
         ones_here = ones + lead * PAIRED * pad_n
         squares_here = squares + lead * PAIRED * pad_n
-        length = m
-        if lengths is not None:
-            length = tl.minimum(tl.load(lengths + lead // heads), m)
-
-        row = tile * BLOCK + tl.arange(0, BLOCK)
         at_d = tl.arange(0, BLOCK_D)
-        hidden = tl.arange(0, BLOCK_H)
-        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
-        begin = tl.maximum(tile * BLOCK + lower, 0) // BLOCK * BLOCK
-        end = tl.minimum(length, tl.minimum(tile * BLOCK + BLOCK, n) + upper)
+        total = _sum_of(v, h, BLOCK_H)
         do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
 
         whole = tl.zeros((BLOCK,), tl.float32)
@@ -322,14 +324,10 @@ def _key_grad_kernel(
         eb_here = eb + shared * PAIRED * pad_m
         b_here = b + shared * m * h
         slopes_here = slopes + shared * PAIRED * pad_m
-        length = m
-        if lengths is not None:
-            length = tl.minimum(tl.load(lengths + batch), m)
-
+        length = length_of(lengths, batch, m)
         row = tile * BLOCK + tl.arange(0, BLOCK)
         at_d = tl.arange(0, BLOCK_D)
-        hidden = tl.arange(0, BLOCK_H)
-        total = tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
+        total = _sum_of(v, h, BLOCK_H)
         begin = tl.maximum(tile * BLOCK - upper, 0) // BLOCK * BLOCK
         end = tl.minimum(n, tile * BLOCK + BLOCK - lower)
         end = tl.where(tile * BLOCK < length, end, 0)

@@ -23,7 +23,7 @@ from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, in_base
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.score import gate_half, score
-from qkv.engines.triton.tiles import (
+from qkv.engines.triton.tiles import (  # fmt: skip
     INFINITY,
     LN2,
     LOG2E,
@@ -31,14 +31,16 @@ from qkv.engines.triton.tiles import (
     add_carefully,
     alive,
     bounds,
-    clamp,
     described,
     fetch,
     finite,
+    length_of,
+    listed,
+    portion,
     products,
     products_described,
     rows_at,
-)  # fmt: skip
+)
 from qkv.engines.triton.weigh import chosen, weigh
 
 
@@ -190,9 +192,7 @@ def pool(
     value += batch * v_b + pair_head * v_h
     if BIAS:
         bias += batch * bias_b + pair_head * bias_h
-    end = m
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + batch), m)
+    end = length_of(lengths, batch, m)
     i = pos[:, None]
     a = i
     if GATE:
@@ -209,21 +209,11 @@ def pool(
         q = fetch(query, offset, W, BLOCK_W)
     if LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
-        lo = 0
-        inner_lo = 0
-        inner_hi = tl.load(counts + tile * 2)
-        hi = inner_hi + tl.load(counts + tile * 2 + 1)
-        if lengths is not None:
-            inner_hi = 0
+        lo, inner_lo, inner_hi, hi = listed(counts, tile, lengths)
     else:
         lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
     if SPLIT:
-        start = part * span
-        stop = start + span
-        lo = clamp(lo, start, stop)
-        inner_lo = clamp(inner_lo, start, stop)
-        inner_hi = clamp(inner_hi, start, stop)
-        hi = clamp(hi, start, stop)
+        lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     fresh = (
         tl.zeros((ROWS, BLOCK_D), dtype=tl.float32),
         tl.full((ROWS,), NONE, dtype=tl.float32),
@@ -401,22 +391,14 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
         if splits > 1:
             shape = (splits, lanes * rows)
             targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
-        facts = call.facts | {
-            "BLOCK_W": call.block_w(tile, wide),
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "WIDE": wide,
-            "SPLIT": splits > 1,
-            "PACKED": packed,
-            "FOLD": call.fold,
-            "CUT": call.cut(tile.cols),
-            "TMA": tile.described and call.described and not (wide and packed),
-        }
+        facts = call.known(tile, wide, splits) | {"PACKED": packed, "FOLD": call.fold}
+        if wide and packed:
+            facts["TMA"] = False  # stacked rows do not follow each other
         arrays = (*call.inputs, at, counts, *targets)
         whole = (
             *call.strides, *out.stride()[:3],
             call.n, call.m, call.hk if packed else call.h, call.group, rows,
-            call.lower, call.upper, call.layout_size, call.layout_columns, at_columns, splits, span,
+            *call.bounds(at_columns, splits, span),
         )  # fmt: skip
         floats = (call.scale, call.alpha)
         made = launch.start(pool, programs * splits, arrays, floats, whole, facts, tile)

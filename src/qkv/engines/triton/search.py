@@ -24,7 +24,7 @@ from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.score import gate_half, score
-from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, products
+from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, length_of, products
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -37,6 +37,10 @@ FIELD = tl.constexpr(1024)
 """More than the keys of a tile: the three counts of a row of it stand in one integer."""
 NOWHERE = tl.constexpr(2**31 - 1)
 """The position behind all others."""
+
+
+NAMES = ("W", "LOWER", "UPPER", "FAST", "PRECISION")
+"""The facts of a call that both kernels are compiled for."""
 
 
 @triton.jit
@@ -110,9 +114,7 @@ def _place(
     if gate_key is not None:
         gate_key += batch * gate_b + shared * gate_h
         a = gate_half(tl.load(gate_query + line), FAST)[:, None]
-    end = m
-    if lengths is not None:
-        end = tl.minimum(tl.load(lengths + batch), m)
+    end = length_of(lengths, batch, m)
     q = i
     if not WIDE:
         q = fetch(query, offset, W, BLOCK_W)
@@ -453,20 +455,24 @@ def _tile(query: Tensor) -> Tile:
 
 def _run(
     kernel: Any,
-    given: tuple[Any, ...],
+    given: tuple[Tensor | None, ...],
+    numbers: tuple[Any, ...],
     outs: tuple[Tensor, ...],
     floats: tuple[float, ...],
     whole: tuple[int, ...] = (),
-    names: tuple[str, ...] = ("W", "LOWER", "UPPER", "FAST", "PRECISION"),
+    names: tuple[str, ...] = NAMES,
 ) -> None:
-    """Launch with the largest tile that the device holds; what is given is that of `Arguments`."""
-    query, key, _, *parts = given[:9]
-    taken = (query, key, *parts[:3], parts[5])
-    about = (kernel, *launch.kinds(*taken), *given[11:], *whole)
+    """Launch with the largest tile that the device holds.
+
+    What is given, and its numbers, are those of `Arguments`.
+    """
+    query, key, _, key_bias, gate_query, gate_key, _, _, lengths, _ = given
+    taken = (query, key, key_bias, gate_query, gate_key, lengths)
+    about = (kernel, *launch.kinds(*taken), *numbers[1:], *whole)
     made = launch.MADE.get(about)
     if made is not None and made.again((*taken, *outs), floats):
         return
-    call = Arguments(*given)
+    call = Arguments(*given, *numbers)  # type: ignore[arg-type]
     arrays = (
         call.query, call.key, call.key_bias, call.gate_query, call.gate_key, call.lengths, *outs,
     )  # fmt: skip
@@ -488,7 +494,7 @@ def _run(
         programs = call.b * call.h * -(-call.n // tile.rows)
         return launch.start(kernel, programs, arrays, floats, whole, known, tile)
 
-    need = (kernel.__name__, *facts.values())
+    need = (kernel, *facts.values())
     made = launch.fitting(_tile(call.query), call.query.device, need, run)
     launch.keep(about, None if call.copied else made)
 
@@ -521,12 +527,9 @@ def entmax_threshold(
     out = _rows(query, torch.float32)
     if not (out.numel() and key.shape[2]):
         return out.zero_()
-    given = (
-        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None,
-        scale, "entmax", alpha, lower, upper, 0, tf32,
-    )  # fmt: skip
-    names = ("POWER", "W", "LOWER", "UPPER", "FAST", "PRECISION")
-    _run(entmax_kernel, given, (out,), (scale, alpha), names=names)
+    given = (query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None)
+    numbers = (scale, "entmax", alpha, lower, upper, 0, tf32)
+    _run(entmax_kernel, given, numbers, (out,), (scale, alpha), names=("POWER", *NAMES))
     return out
 
 
@@ -554,9 +557,7 @@ def topk_threshold(
     least, position = _rows(query, torch.float32), _rows(query, torch.int32)
     if not (least.numel() and key.shape[2]):
         return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
-    given = (
-        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None,
-        scale, "topk", 0.0, lower, upper, 0, tf32,
-    )  # fmt: skip
-    _run(topk_kernel, given, (least, position), (scale,), (k,))
+    given = (query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None)
+    numbers = (scale, "topk", 0.0, lower, upper, 0, tf32)
+    _run(topk_kernel, given, numbers, (least, position), (scale,), (k,))
     return least, position

@@ -45,8 +45,40 @@ def bounds(first, last, lower, upper, end, BLOCK: tl.constexpr, LOWER, UPPER):
 
 
 @triton.jit
+def listed(counts, tile, lengths):
+    """The same of a layout's list: the whole tiles stand first, unless a length may cut them."""
+    lo = 0
+    whole = tl.load(counts + tile * 2)
+    hi = whole + tl.load(counts + tile * 2 + 1)
+    if lengths is not None:
+        whole = 0
+    return lo, lo, whole, hi
+
+
+@triton.jit
 def clamp(x, lo, hi):
     return tl.minimum(tl.maximum(x, lo), hi)
+
+
+@triton.jit
+def portion(edges, part, span):
+    """What of these tiles the part has."""
+    lo, inner_lo, inner_hi, hi = edges
+    start = part * span
+    stop = start + span
+    lo = clamp(lo, start, stop)
+    inner_lo = clamp(inner_lo, start, stop)
+    inner_hi = clamp(inner_hi, start, stop)
+    return lo, inner_lo, inner_hi, clamp(hi, start, stop)
+
+
+@triton.jit
+def length_of(lengths, batch, m):
+    """How many of a batch's m keys there are."""
+    end = m
+    if lengths is not None:
+        end = tl.minimum(tl.load(lengths + batch), m)
+    return end
 
 
 @triton.jit
