@@ -133,7 +133,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         (_, heads), few = _batch_and_heads(call), _key_heads(call)
         query, key = _four_axes(call, form.query, heads), _four_axes(call, form.key, few)
         parts = (
-            _rows(call, form.bias, few, temperature),
+            _rows(call, form.bias, few, 1 / temperature),
             _rows(call, form.gate_query, heads),
             _rows(call, form.gate_key, few),
         )
@@ -147,7 +147,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             lengths, layout, scale, weighting, alpha, lower, upper, size, False,
         )  # fmt: skip
         if form.offset is not None and call.wants_lse:
-            lse = lse[..., None] + _rows(call, form.offset, heads, temperature)
+            lse = lse[..., None] + _rows(call, form.offset, heads, 1 / temperature)
         return _as_asked(call, out, lse)
 
     return bound
@@ -312,11 +312,11 @@ def _four_axes(call: Call, x: Any, heads: int) -> Any:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows(call: Call, x: Any, heads: int, divisor: float = 1.0) -> Any:
+def _rows(call: Call, x: Any, heads: int, factor: float = 1.0) -> Any:
     """(…, rows, 1) as float32 (batch, heads, rows, 1)."""
     if x is None:
         return None
-    return _four_axes(call, x.float() if divisor == 1 else x.float() / divisor, heads)
+    return _four_axes(call, x.float() if factor == 1 else x.float() * factor, heads)
 
 
 def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:
