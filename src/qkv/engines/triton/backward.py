@@ -2,9 +2,6 @@
 is what both need of each row first.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -5,9 +5,6 @@ pair costs a multiplication and half a reciprocal: 1/x + 1/y = (x + y) / xy. The
 is 4r(1 − r). Where a row's numbers are too large for that, r is computed from the sum itself.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any

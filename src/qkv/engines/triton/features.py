@@ -8,9 +8,6 @@ row of the table, so that neighbouring units lie side by side; `beyond` (1,) is 
 no such A.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from functools import cache

@@ -6,9 +6,6 @@ No kernel uses atomics: a sum has one program.
 # One `if` is decided when compiling, the one inside it on the device.
 # ruff: noqa: SIM102
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import math

@@ -1,8 +1,5 @@
 """Rows that another kernel spoiled, multiplying what a causal mask rules out by 0, done over."""
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any

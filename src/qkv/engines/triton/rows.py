@@ -4,9 +4,6 @@ Rows are the last axis, of any width; any axes may lead, in any order in memory.
 bfloat16, float16 or float32, and the arithmetic is float32. A program holds a few rows whole.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any

@@ -3,9 +3,6 @@
 Scores are in base 2 for softmax and top-k, where log₂e is in `scale` and in the bias.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

@@ -7,9 +7,6 @@ row, tile by tile, by the functions that `forward.pool` uses: so they are the sa
 - top-k: the k-th largest score, and up to which position its equals count.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from typing import Any

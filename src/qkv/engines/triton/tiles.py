@@ -5,9 +5,6 @@ tile; a *pair* is one batch and one head of keys, which `group` heads of queries
 keys (queries, on the way to the keys) are counted from 0, and `at` lists them for a block layout.
 """
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

@@ -1,8 +1,5 @@
 """α of a tile's scores once its rows are known, and the gradient of the scores from that of α."""
 
-# Decorators of an untyped library, and arguments that are pointers or tiles.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

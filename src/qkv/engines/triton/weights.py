@@ -4,8 +4,6 @@ The log-sum-exp comes from the kernel that made the output, so no row is searche
 heads' n × m matrices none is written where only the mean is wanted.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
 from __future__ import annotations
 
 from typing import Any
