@@ -124,11 +124,18 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         return _additive
     weighting = WEIGHTINGS[type(call.weighting)]
     searched = weighting in ("entmax", "topk")
+    found = lowering(call)
+    expanded = _is_narrow(call) and isinstance(found[0], Expanded)
 
     def bound(call: Call) -> tuple[Array, Array | None, None]:
-        found, bounds = lowering(call), bounds_of(call)
-        assert not isinstance(found, str) and not isinstance(bounds, str)
-        form = form_of(call, found[0])
+        bounds = bounds_of(call)
+        assert not isinstance(bounds, str)
+        if expanded and not is_array(call.score.bandwidth):  # type: ignore[attr-defined]
+            form = _expanded(call, call.score.bandwidth)  # type: ignore[attr-defined]
+        else:
+            found = lowering(call)
+            assert not isinstance(found, str)
+            form = form_of(call, found[0])
         temperature = getattr(call.weighting, "temperature", 1.0)
         (_, heads), few = _batch_and_heads(call), _key_heads(call)
         query, key = _four_axes(call, form.query, heads), _four_axes(call, form.key, few)
@@ -211,19 +218,28 @@ def lowering(call: Call) -> tuple[Any, float] | str:
 
 def form_of(call: Call, score: Score) -> Form:
     """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
-    query, key = call.query, call.key
-    if not isinstance(score, Cosine | Expanded) or call.fw.dtype(query) == "float32":
-        return score.form(query, key)
+    if _is_narrow(call):
+        from qkv.engines.triton import rows
+
+        if isinstance(score, Cosine) and not is_array(score.temperature):
+            scale = 1 / score.temperature
+            return Form(rows.unit(call.query), rows.unit(call.key), scale=scale)
+        if isinstance(score, Expanded) and not is_array(score.bandwidth):
+            return _expanded(call, score.bandwidth)
+    return score.form(call.query, call.key)
+
+
+def _expanded(call: Call, bandwidth: float) -> Form:
+    """The form of `Expanded` without a centre: its squares are exact enough in float32."""
     from qkv.engines.triton import rows
 
-    if isinstance(score, Cosine) and not is_array(score.temperature):
-        return Form(rows.unit(query), rows.unit(key), scale=1 / score.temperature)
-    if isinstance(score, Expanded) and not is_array(score.bandwidth):
-        scale = 1 / score.bandwidth**2
-        offset = rows.square(query, -scale / 2) if call.wants_lse else None
-        bias = rows.square(key, -scale / 2)
-        return Form(query, key, bias, offset, scale=scale)
-    return score.form(query, key)
+    scale = 1 / bandwidth**2
+    offset = rows.square(call.query, -scale / 2) if call.wants_lse else None
+    return Form(call.query, call.key, rows.square(call.key, -scale / 2), offset, scale=scale)
+
+
+def _is_narrow(call: Call) -> bool:
+    return call.fw.dtype(call.query) != "float32"
 
 
 class Bounds(NamedTuple):
