@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from qkv.errors import EngineError
 
@@ -87,7 +86,6 @@ def _watched() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
     )
 
 
