@@ -43,11 +43,11 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     """s(q, kᵢ) for every live row, (n, m), on all cores."""
     (n, _), (m, width) = query.shape, rows.key.shape
     out = np.empty((n, m), query.dtype)
-    call = Call(query, rows.key, None, score, Weighting())
-    placed = is_open(score)  # nothing else asks where a row lies
+    # Nothing but a caller's own code asks where a row lies.
+    call = Call(query, rows.key, None, score, Weighting()) if is_open(score) else None
 
     def fill(cut: Cut) -> None:
-        block: Any = calls.place(call, calls.all_rows(call), cut) if placed else None  # type: ignore[arg-type]
+        block: Any = call and calls.place(call, calls.all_rows(call), cut)  # type: ignore[arg-type]
         key = cut.key().astype(query.dtype, copy=False)
         out[:, cut.start : cut.start + cut.size] = evaluate(score, query, key, block)
 
@@ -96,14 +96,14 @@ def _in_blocks(
 def _sums(alpha: np.ndarray) -> np.ndarray:
     """Σ |α| and Σ |α| ln |α| of each row, (2, n): sums, which blocks have as well as rows."""
     size = np.abs(alpha)
-    logs = np.log(size, where=size > 0, out=np.zeros_like(size))
-    return np.array([size.sum(axis=1), (size * logs).sum(axis=1)])
+    logs = np.log(np.where(size > 0, size, 1))
+    return np.array([np.add.reduce(size, 1), np.add.reduce(size * logs, 1)])
 
 
 def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
-    """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is."""
+    """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is or they are NaN."""
     some = np.where(total > 0, total, 1)
-    return np.where(total > 0, np.maximum(np.log(some) - along / some, 0), 0)
+    return np.fmax(np.log(some) - along / some, 0)
 
 
 def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:
