@@ -13,8 +13,8 @@ from tests.test_doors import (
     LIVE,
     REFUSED,
     WINDOWS,
+    asked,
     close,
-    counted,
     descends,
     each,
     how,
@@ -44,7 +44,7 @@ def inputs(arrays: dict[str, Any], rows: list[int]) -> list[Any]:
 
 @pairs
 def test_the_layer_and_its_gradients(score, weighting):
-    rows = counted(score, weighting)
+    rows = asked(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
     layer = built(score, weighting, arrays)
     given = {"attention_mask": LIVE[rows][None], "return_attention_scores": True}

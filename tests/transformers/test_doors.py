@@ -8,8 +8,8 @@ import pytest
 
 from tests.test_doors import (
     LIVE,
+    asked,
     close,
-    counted,
     descends,
     how,
     leaves,
@@ -31,7 +31,7 @@ MODEL = SimpleNamespace(config=SimpleNamespace(output_attentions=True), is_causa
 
 @pairs
 def test_a_model_and_its_gradients(score, weighting):
-    rows = counted(score, weighting)
+    rows = asked(score, weighting)
     arrays = tensors(poisoned(leaves(score, weighting)))
     attend = AttentionInterface()[register("doors", **how(arrays, score, weighting))]
     given = (arrays["query"][rows], arrays["key"], arrays["value"], torch.tensor(LIVE[rows]))
