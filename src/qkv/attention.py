@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from qkv import masks, scores, weightings
-from qkv.arrays import common, is_array, of, tree
+from qkv import masks, scores
+from qkv.arrays import of
 from qkv.arrays.rows import Rows, Weighed, taken
-from qkv.engines import dropout, streaming
+from qkv.engines import plan as plans
 from qkv.engines import rows as reading
-from qkv.engines.call import Call, as_array, build, paired
-from qkv.engines.choose import Explanation, choose
+from qkv.engines import streaming
+from qkv.engines.call import Call, results
+from qkv.engines.choose import Choice, Explanation, choose
+from qkv.engines.request import ScoreLike as ScoreLike
+from qkv.engines.request import WeightingLike as WeightingLike
+from qkv.engines.request import request, resolved
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError
 from qkv.scores import Score
 from qkv.types import Array
-from qkv.weightings import Weighting
-
-ScoreLike = str | Score | Callable[..., Any]
-WeightingLike = str | Weighting
 
 
 def attend(
@@ -35,7 +34,7 @@ def attend(
     dropout_p: float = 0.0,
     seed: Any = None,
     return_lse: bool = False,
-    return_weights: bool = False,
+    return_weights: bool | str = False,
     tolerance: float | None = None,
     engine: str | None = None,
 ) -> Any:
@@ -52,7 +51,8 @@ def attend(
     `seed` (a number or a generator) on every engine. `tolerance` is the absolute error in a score
     that an engine may trade for speed. `engine` insists on one; `explain` tells which would run.
 
-    With `return_lse` also log Σ exp(score) (…, n), with `return_weights` also α (…, n, m).
+    With `return_lse` also log Σ exp(score) (…, n), with `return_weights` also α (…, n, m), or with
+    "mean" the mean of the heads' α, which are then never held together.
 
     >>> import numpy as np
     >>> keys = np.array([[1.0, 0.0], [0.0, 1.0]])
@@ -62,26 +62,18 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
+    flags = (dropout_p, seed is None, return_lse, return_weights, tolerance, engine)
+    kind = plans.kind_of(query, key, value, score, weighting, mask, flags)
+    plan = plans.find(kind)
+    if plan is not None:
+        found = plan.run(query, key, value, score, weighting, mask, seed)
+        if found is not None:
+            return found
     if value is None:
         raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
-    call = replace(call, wants_lse=_flag("return_lse", return_lse), wants_weights=False)
-    if return_lse and not call.weighting.has_lse:
-        raise CombinationError(
-            f"return_lse asks for the log-sum-exp of a softmax, which {_name(call.weighting)} has "
-            "not: use weighting='softmax' or TopK"
-        )
-    if _flag("return_weights", return_weights):
-        call = replace(call, wants_weights=True)
-    with call.fw.quiet():
-        out, lse, alpha = choose(call, engine).engine.run(call)
-        results = [call.fw.astype(out, call.fw.dtype(call.query))]
-        if lse is not None:
-            results.append(call.fw.astype(lse[..., 0], call.fw.dtype(call.query)))
-        if return_weights:
-            alpha = streaming.weights(replace(call, value=None)) if alpha is None else alpha
-            results.append(call.fw.astype(alpha, call.fw.dtype(call.query)))
-    return results[0] if len(results) == 1 else tuple(results)
+    call = _wanting(call, return_lse, return_weights)
+    return _evaluated(call, choose(call, engine), kind)
 
 
 def weights(
@@ -100,9 +92,14 @@ def weights(
     >>> weights(np.array([[0.0]]), np.array([[0.0], [3.0]]), score="gaussian").round(3)
     array([[0.989, 0.011]])
     """
+    flags = (dropout_p, seed is None)
+    kind = plans.kind_of(query, key, None, score, weighting, mask, flags)
+    plan = plans.find(kind)
+    if plan is not None:
+        return plan.run(query, key, None, score, weighting, mask, seed)
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
-    with call.fw.quiet():
-        return call.fw.astype(streaming.weights(call), call.fw.dtype(call.query))
+    call = replace(call, wants_weights="heads")
+    return _evaluated(call, choose(call), kind)
 
 
 def explain(
@@ -116,11 +113,12 @@ def explain(
     dropout_p: float = 0.0,
     seed: Any = None,
     return_lse: bool = False,
-    return_weights: bool = False,
+    return_weights: bool | str = False,
     tolerance: float | None = None,
     engine: str | None = None,
 ) -> Explanation:
-    """Which engine `attend` would run with these arguments, and why not the others.
+    """Which engine `attend` would run with these arguments, why not the others, and whether that
+    was chosen before, for an earlier call of the same kind.
 
     >>> import numpy as np
     >>> x = np.zeros((2, 3))
@@ -128,16 +126,21 @@ def explain(
     engine: dense (the whole matrix at once)
     call:   ScaledDot() → Softmax(temperature=1.0), scores (2, 2), float64 on numpy
     work:   about 80 FLOP forward, 192 B in and out
+    not weights: no weights are asked for
     not native: numpy has no fused attention of its own
     not near: boxes bound the Gaussian score only, not ScaledDot
     not triton: Triton's kernels take torch tensors, not numpy's arrays
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
+    flags = (dropout_p, seed is None, return_lse, return_weights, tolerance, engine)
+    plan = plans.find(plans.kind_of(query, key, value, score, weighting, mask, flags))
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
-    call = replace(call, wants_lse=return_lse, wants_weights=return_weights)
+    call = _wanting(call, return_lse, return_weights)
     choice = choose(call, engine)
-    return Explanation(choice.engine.NAME, choice.refusals, call, choice.engine.describe(call))
+    detail = choice.engine.describe(call)
+    known = plan is not None and plan.choice.engine is choice.engine
+    return Explanation(choice.engine.NAME, choice.refusals, call, detail, known)
 
 
 def scaled_dot_product_attention(
@@ -178,81 +181,29 @@ def scaled_dot_product_attention(
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
 
-def request(
-    query: Array,
-    key: Array,
-    value: Array | None,
-    score: ScoreLike,
-    weighting: WeightingLike,
-    mask: Any,
-    dropout_p: float,
-    seed: Any,
-    tolerance: float | None,
-) -> Call:
-    """The arguments as one checked record."""
-    score, weighting = scores.resolve(score), weightings.resolve(weighting)
-    rule, bias = masks.resolve(mask)
-    score = paired(score, weighting, bias)
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
-        raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
-    p = dropout.check(dropout_p)
-    like = next((x for x in (query, key, value) if is_array(x)), None)
-    query = as_array("query", query, like)
-    fw = _one_framework(query, score, weighting, rule)
-    _one_dtype(fw, query, score=score, weighting=weighting)
-    if bias is not None:
-        bias = fw.astype(bias, "float64" if fw.dtype(query) == "float64" else "float32")
-    call = build(
-        query,
-        key,
-        value,
-        score=tree.map_arrays(fw, fw.plain, score),
-        weighting=weighting,
-        rule=rule,
-        bias=bias,
-        dropout=p,
-        tolerance=tolerance,
-    )
-    return replace(call, seed=dropout.seed_array(fw, seed, query)) if p else call
+def _wanting(call: Call, lse: Any, weights: Any) -> Call:
+    """The call with what is to be returned beside the output."""
+    if not isinstance(lse, bool):
+        raise DtypeError(f"return_lse must be True or False, not {lse!r}")
+    if not isinstance(weights, bool) and weights != "mean":
+        raise DtypeError(f'return_weights must be True, False or "mean", not {weights!r}')
+    if lse and not call.weighting.has_lse:
+        raise CombinationError(
+            "return_lse asks for the log-sum-exp of a softmax, which "
+            f"{type(call.weighting).__name__} has not: use weighting='softmax' or TopK"
+        )
+    if weights == "mean" and not call.lead:
+        raise CombinationError('return_weights="mean" is over the heads, axis −3: there are none')
+    wanted = "mean" if weights == "mean" else "heads" if weights else None
+    return replace(call, wants_lse=lse, wants_weights=wanted)
 
 
-def _one_framework(query: Array, score: Score, weighting: Weighting, rule: Any) -> Any:
-    """The query's framework, unless a score or a mask holds an array of another."""
-    for what, record in (("score", score), ("weighting", weighting), ("mask", rule)):
-        for x in _all_arrays(record):
-            common(query=query, **{what: x})
-    return common(query=query)
-
-
-def _one_dtype(fw: Any, query: Array, **records: Any) -> None:
-    """Refuse a learned array of another precision than the query's."""
-    for what, record in records.items():
-        for x in tree.leaves(fw, record):
-            learned = "float" in fw.dtype(x) or not scores.is_open(record)
-            if learned and fw.dtype(x) != fw.dtype(query):
-                raise DtypeError(
-                    f"query is {fw.dtype(query)} but an array {tuple(x.shape)} of the {what} is "
-                    f"{fw.dtype(x)}: cast one of them"
-                )
-
-
-def _all_arrays(record: Any) -> list[Array]:
-    if is_array(record):
-        return [record]
-    if isinstance(record, masks.Mask):
-        return record.arrays()
-    inner = vars(record).values() if hasattr(record, "__dataclass_fields__") else ()
-    return [x for item in inner for x in _all_arrays(item)]
-
-
-def _name(thing: Any) -> str:
-    return type(thing).__name__
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise DtypeError(f"{name} must be True or False, not {value!r}")
-    return value
+def _evaluated(call: Call, choice: Choice, kind: plans.Kind | None) -> Any:
+    with call.fw.quiet():
+        found = results(call, choice.run(call))
+    if kind is not None:
+        plans.keep(kind, call, choice)
+    return found
 
 
 # TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
@@ -280,13 +231,14 @@ def over(
     >>> over(Rows(lambda: stored, (2, 2), 1), np.zeros((1, 2)), score="dot", weighting="softmax")
     array([[15.]])
     """
-    fw, weighting = of(query), weightings.resolve(weighting)
+    fw = of(query)
     if fw.unknown(query):
         raise FrameworkError(
             "attend reads a stored database while it runs, so it cannot be traced: call it outside "
             "of jit, compile or tf.function"
         )
-    score = _readable(rows, query, paired(scores.resolve(score), weighting, None), tolerance)
+    score, weighting = resolved(score, weighting, None)
+    score = _readable(rows, query, score, tolerance)
     with fw.quiet():
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
@@ -310,8 +262,7 @@ def weigh(
     >>> weigh(rows, np.eye(2)[:1], score="dot", weighting="hard").weights
     array([[1., 0.]])
     """
-    weighting = weightings.resolve(weighting)
-    score = paired(scores.resolve(score), weighting, None)
+    score, weighting = resolved(score, weighting, None)
     with np.errstate(all="ignore"):
         if matches is None:
             matches = reading.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar, overload
 from qkv.errors import ArgumentError, DtypeError, unknown
 
 GROUP = "qkv.plugins"
+EDITION = [0]
+"""How often a name was given: what was kept by name is of its own edition."""
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
 
@@ -67,6 +69,7 @@ class Names(dict[str, type[T]], Generic[T]):
                 "another name"
             )
         self[name] = kind
+        EDITION[0] += 1
         return kind
 
     def find(self, name: Any, advice: str = "") -> type[T]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""
@@ -28,20 +29,55 @@ class Span(NamedTuple):
     open: bool = False
 
 
-@dataclass(frozen=True)
+class derived(Generic[T]):
+    """A field of a record that is computed from the others, once.
+
+    Before Python 3.12 `functools.cached_property` takes a lock, which torch.compile cannot trace.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, record: Any, kind: type | None = None) -> T:
+        if record is None:
+            return self  # type: ignore[return-value]
+        value = record.__dict__[self.function.__name__] = self.function(record)
+        return value
+
+
 class Block:
     """Where a block of scores lies inside the n × m of a call.
 
     `q` (r, 1) and `k` (1, c) are the positions of its queries and keys, `b` and `h` those of
     its batch and head, shaped to broadcast against (…, r, c), which has `axes` leading axes.
+    `place(name)` makes them when they are asked for.
     """
 
-    rows: Span
-    cols: Span
-    n: int
-    m: int
-    q: Array
-    k: Array
-    b: Array
-    h: Array
-    axes: int = 0
+    def __init__(
+        self,
+        rows: Span,
+        cols: Span,
+        n: int,
+        m: int,
+        place: Callable[[str], Array],
+        axes: int = 0,
+    ) -> None:
+        self.rows, self.cols, self.n, self.m = rows, cols, n, m
+        self.place, self.axes = place, axes
+
+    @derived
+    def q(self) -> Array:
+        return self.place("q")
+
+    @derived
+    def k(self) -> Array:
+        return self.place("k")
+
+    @derived
+    def b(self) -> Array:
+        return self.place("b")
+
+    @derived
+    def h(self) -> Array:
+        return self.place("h")

@@ -199,7 +199,7 @@ def test_a_row_without_keys_gives_zero(wish):
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("attn", ["none", "bool2", "float3"])
 def test_weights_in_pieces_equal_torch(monkeypatch, average, attn):
-    monkeypatch.setattr("qkv.nn.weights.BLOCK", N * H * S * 2)  # two queries at a time
+    monkeypatch.setattr("qkv.engines.weights.BLOCK", N * H * S * 2)  # two queries at a time
     theirs, ours = pair(**F64)
     given = inputs(theirs, ("apart", True))
     how = {"average_attn_weights": average, "attn_mask": pairs_mask(attn, True, L)}
@@ -524,7 +524,7 @@ def test_a_score_that_is_changed_later_counts():
 @pytest.mark.parametrize("block", [2**20, 2**5], ids=["at once", "in pieces"])
 def test_weights_beside_torchs_kernel(average, block, monkeypatch):
     """Values, gradients through the weights alone and through both, and second derivatives."""
-    from qkv.nn import weights
+    from qkv.engines.native import weights
 
     monkeypatch.setattr(weights, "BLOCK", block)
     ours = MultiHeadAttention(4, 2, batch_first=True, dtype=torch.float64)

@@ -61,6 +61,12 @@ def is_array(x: object) -> bool:
     return _name(x) is not None
 
 
+def framework_of(x: object) -> Framework | None:
+    """The framework an array belongs to, None for anything else."""
+    name = _NAMES.get(type(x)) or _name(x)
+    return None if name is None else _FRAMEWORKS.get(name) or framework(name)
+
+
 def of(x: Array) -> Framework:
     """The framework an array belongs to.
 
@@ -92,6 +98,11 @@ def common(**arrays: Array) -> Framework:
                 f"convert {name} to {fw.name}, one call takes one framework"
             )
     return fw
+
+
+def over(x: Array, divisor: Any) -> Array:
+    """x / divisor; x itself where that is the number 1."""
+    return x if type(divisor) in (float, int) and divisor == 1 else x / divisor
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:

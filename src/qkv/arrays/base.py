@@ -32,6 +32,8 @@ class Framework:
     """Types that are known before an array of them is met: a tracer cannot look them up."""
     equal_spans = False
     """Whether every span must have one size, as a compiled loop needs."""
+    chance = False
+    """Whether it draws random numbers of its own that gradients know of."""
     on_grid = False
     """Whether spans must not overlap from one row of blocks to the next."""
 
@@ -74,6 +76,18 @@ class Framework:
         """Silence for what is handled: 0/0 of an empty row, the exponential of −∞."""
         return nullcontext()
 
+    def signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        """(the three shapes, and what else of the arrays a choice hangs on); None: choose anew."""
+        return None
+
+    def outline(self, x: Array) -> Array:
+        """x without its numbers, to stand for it in a record that must not keep it."""
+        return x
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """The function of arrays as one compiled step, where that is quicker than its steps."""
+        return None
+
     # Making arrays
 
     def astype(self, x: Array, dtype: str) -> Array:
@@ -93,13 +107,36 @@ class Framework:
     def positions(self, start: Any, size: int, like: Array) -> Array:
         """The int32 numbers start … start + size."""
         steps = self.xp.arange(size, dtype=self.xp.int32, device=self.device(like))
-        return steps + start
+        return steps if type(start) is int and start == 0 else steps + start
 
     def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
         """x where live, else the number; `live` None means everywhere."""
         if live is None:
             return x
         return self.xp.where(live, x, self.full((), other, x))
+
+    def finite(self, x: Array, other: float = 0.0) -> Array:
+        """x where it is finite, else the number."""
+        return self.keep(x, self.xp.isfinite(x), other)
+
+    def nonzero(self, x: Array) -> Array:
+        """x, or 1 where it is 0: a divisor."""
+        return self.keep(x, x != 0, 1.0)
+
+    def all_finite(self, x: Array) -> Any:
+        """Whether no number is NaN or infinite; at worst a false alarm."""
+        return self.xp.all(self.xp.isfinite(x))
+
+    def row_max(self, x: Array) -> Array:
+        """The largest of the last axis, (…, 1)."""
+        return self.xp.max(x, axis=-1, keepdims=True)
+
+    def row_sum(self, x: Array) -> Array:
+        return self.xp.sum(x, axis=-1, keepdims=True)
+
+    def softmax(self, x: Array) -> Array | None:
+        """exp(x) over its sum along the last axis, where that is one step here and x is finite."""
+        return None
 
     def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
         """exp(x − top), 0 where not live; `spend` says that x may be overwritten."""
@@ -163,6 +200,10 @@ class Framework:
             f"seed must be a whole number or a random generator of {self.name}'s, not "
             f"{type(generator).__name__}"
         )
+
+    def kept(self, like: Array, p: float) -> Array:
+        """0 with probability p, else 1 / (1 − p), drawn by the framework's own generator."""
+        raise FrameworkError(f"{self.name} draws no numbers of its own")
 
     # Blocks
 

@@ -14,6 +14,8 @@ from qkv.arrays.base import Framework, Plan
 from qkv.errors import ArgumentError
 from qkv.types import Array, Span
 
+_ARRAY = type(jnp.zeros(()))
+
 
 class _Spans(NamedTuple):
     """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
@@ -44,6 +46,19 @@ class Jax(Framework):
 
     def unknown(self, x: Array) -> bool:
         return self.tracing(x) and x.to_concrete_value() is None
+
+    def signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        arrays = (query, key) if value is None else (query, key, value)
+        if any(type(x) is not _ARRAY for x in arrays):
+            return None
+        shapes = query.shape, key.shape, None if value is None else value.shape
+        return shapes, *(x.dtype for x in arrays), query.sharding
+
+    def outline(self, x: Array) -> Array:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        return jax.jit(function)  # type: ignore[no-any-return]
 
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype(x) == dtype else jnp.asarray(x).astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ TRACED = 32
 class Torch(Framework):
     name = "torch"
     xp = array_api_compat.torch
-    gradients = True
+    gradients = chance = True
     kinds = (torch.Tensor, torch.nn.Parameter)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
@@ -37,13 +38,73 @@ class Torch(Framework):
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
+    def signature(self, query: Array, key: Array, value: Array | None) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        grad = torch.is_grad_enabled()
+        try:
+            if value is None:
+                learned = grad and (query.requires_grad or key.requires_grad)
+                shapes: Any = query.shape, key.shape, None
+                rest: Any = type(key), query.dtype, key.dtype
+            else:
+                learned = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
+                shapes = query.shape, key.shape, value.shape
+                rest = type(key), type(value), query.dtype, key.dtype, value.dtype
+        except AttributeError:
+            return None
+        return shapes, type(query), query.device, grad, learned, rest
+
+    def outline(self, x: Array) -> Array:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+    def kept(self, like: Array, p: float) -> Array:
+        if p == 1:
+            return torch.zeros_like(like)
+        return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
+
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
         return torch.as_tensor(np.asarray(data), dtype=getattr(torch, dtype), device=like.device)
 
     def detach(self, x: Array) -> Array:
         return x.detach()
 
-    # The same as in base, without its temporaries, where no graph holds them.
+    # The same as in base, by the shortest way there.
+
+    def inner(self, query: Array, key: Array) -> Array:
+        return query @ key.mT
+
+    def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
+        if live is None:
+            return x
+        return (
+            torch.where(live, x, other) if x.is_floating_point() else super().keep(x, live, other)
+        )
+
+    def finite(self, x: Array, other: float = 0.0) -> Array:
+        return torch.nan_to_num(x, other, other, other)
+
+    def nonzero(self, x: Array) -> Array:
+        return x.masked_fill(x == 0, 1.0)
+
+    def all_finite(self, x: Array) -> Any:
+        if x.device.type != "cpu" or self.tracing(x):
+            return super().all_finite(x)
+        return math.isfinite(x.detach().sum().item())
+
+    def row_max(self, x: Array) -> Array:
+        return torch.amax(x, -1, keepdim=True)
+
+    def row_sum(self, x: Array) -> Array:
+        return torch.sum(x, -1, keepdim=True)
+
+    def softmax(self, x: Array) -> Array | None:
+        if x.device.type != "cpu" or self.tracing(x):
+            return None
+        out = torch.softmax(x, -1)
+        return out if math.isfinite(out.detach().sum().item()) else None
+
+    # Without temporaries, where no graph holds them.
 
     def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
         if self.needs_gradient((x, top)):
@@ -73,10 +134,12 @@ class Torch(Framework):
         return generator if isinstance(generator, torch.Tensor) else super().seed_from(generator)
 
     def when(
-        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
+        self, condition: Any, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
     ) -> Array:
         # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
-        return no(*args) if self.tracing(condition) else super().when(condition, yes, no, *args)
+        return (
+            no(*args) if torch.compiler.is_compiling() else super().when(condition, yes, no, *args)
+        )
 
     def until(
         self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int

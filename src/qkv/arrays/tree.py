@@ -7,31 +7,14 @@ else (numbers, names, functions, arrays of another framework) stays where it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
-from qkv.types import Array
+from qkv.types import Array, derived
 
 T = TypeVar("T")
-
-
-class derived(Generic[T]):
-    """A field of a record that is computed from the others, once.
-
-    Before Python 3.12 `functools.cached_property` takes a lock, which torch.compile cannot trace.
-    """
-
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self.function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, record: Any, kind: type | None = None) -> T:
-        if record is None:
-            return self  # type: ignore[return-value]
-        value = record.__dict__[self.function.__name__] = self.function(record)
-        return value
 
 
 def leaves(fw: Framework, record: Any) -> list[Array]:
@@ -80,6 +63,51 @@ def brief(record: Any) -> str:
     return f"{type(record).__name__}({told})"
 
 
+class ArrayKind(NamedTuple):
+    """An array without its numbers."""
+
+    type: type
+    dtype: Hashable
+    shape: tuple[int, ...]
+    learned: bool
+
+
+class Unkind(Exception):
+    """A record holds something whose kind does not say what it does, as a function."""
+
+
+def kind(fw: Framework, record: Any) -> Hashable:
+    """The record without the numbers of its arrays: equal for records that are treated alike.
+
+    >>> import numpy as np
+    >>> from qkv.arrays import framework
+    >>> from qkv.scores import Multiplicative
+    >>> one, two = (kind(framework("numpy"), Multiplicative(np.ones((2, 3)) * x)) for x in (1, 2))
+    >>> one == two
+    True
+    """
+    if type(record) in _PLAIN_TYPES:
+        return record  # type: ignore[no-any-return]
+    if is_array(record):
+        if of(record).tracing(record):
+            raise Unkind
+        learned = getattr(record, "requires_grad", False)
+        return ArrayKind(type(record), record.dtype, tuple(record.shape), learned)
+    names = _fields(record)
+    if names is not None:
+        return (type(record), *[kind(fw, getattr(record, name)) for name in names])
+    if type(record) is tuple:
+        return tuple(kind(fw, item) for item in record)
+    raise Unkind
+
+
+def has_arrays(kind: Hashable) -> bool:
+    """Whether a record of this kind holds an array."""
+    if type(kind) is ArrayKind:
+        return True
+    return isinstance(kind, tuple) and any(map(has_arrays, kind))
+
+
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
     if is_array(record):
         return function(record) if of(record) is fw else record
@@ -106,6 +134,7 @@ def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
 
 
 _PLAIN = (int, float, str, type(None))
+_PLAIN_TYPES = frozenset((*_PLAIN, bool))
 
 # Plain dictionaries, which torch.compile can read.
 _NAMES: dict[type, tuple[str, ...] | None] = {}

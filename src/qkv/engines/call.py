@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
 from typing import Any
 
-import numpy as np
-
 from qkv import arrays
-from qkv.arrays.base import FLOATS, Framework
-from qkv.arrays.tree import derived, map_arrays
-from qkv.engines.dropout import keep_factor
-from qkv.errors import CombinationError, DtypeError, ShapeError
+from qkv.arrays.base import Framework
+from qkv.arrays.tree import map_arrays
+from qkv.engines.dropout import keep_factor, seed_array
+from qkv.errors import CombinationError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate
-from qkv.types import Array, Block, Shape, Span
+from qkv.types import Array, Block, Shape, Span, derived
 from qkv.weightings import Weighting
 
 
@@ -25,7 +23,8 @@ class Call:
     """query (*lead, n, d_q), key (…, m, d_k), value (…, m, d_v), and what to do with them.
 
     `lead` is the leading shape that all three broadcast to; its last axis is the heads, and a key
-    or value with fewer heads is shared. `rule` and `bias` are the two halves of the mask.
+    or value with fewer heads is shared. `rule` and `bias` are the two halves of the mask. `seed`
+    None leaves a dropout to the framework's own generator; `wants_weights` is "heads" or "mean".
     """
 
     query: Array
@@ -39,7 +38,7 @@ class Call:
     seed: Array | None = None
     tolerance: float | None = None
     wants_lse: bool = False
-    wants_weights: bool = False
+    wants_weights: str | None = None
 
     @derived
     def fw(self) -> Framework:
@@ -79,95 +78,12 @@ class Call:
         return map_arrays(fw, widen, self)
 
 
-def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
-    """A call whose shapes and dtypes fit, with the query broadcast to the full leading shape."""
-    given = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    like = next((x for x in given.values() if arrays.is_array(x)), None)
-    given = {name: as_array(name, x, like) for name, x in given.items()}
-    fw = arrays.common(**given)
-    dtypes = {name: fw.dtype(x) for name, x in given.items()}
-    for name, dtype in dtypes.items():
-        if dtype not in FLOATS:
-            raise DtypeError(f"{name} is an array of {dtype}: attention needs floats, so cast it")
-        if dtype != dtypes["query"]:
-            raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
-    shapes = {name: fw.shape(x) for name, x in given.items()}
-    for name, shape in shapes.items():
-        if len(shape) < 2:
-            raise ShapeError(
-                f"{name} must have at least two axes (…, rows, width), not shape {shape}; "
-                f"one row is {name}[None, :], one column {name}[:, None]"
-            )
-    if value is not None and _differ(shapes["key"][-2], shapes["value"][-2]):
-        raise ShapeError(
-            f"key and value must have one row each per pair, but key has {shapes['key'][-2]} "
-            f"and value {shapes['value'][-2]}"
-        )
-    lead = shapes["query"][:-2]
-    for name in ("key", "value")[: len(given) - 1]:
-        lead = _join_leads(lead, shapes[name][:-2], shapes["query"], name, shapes[name])
-    rest["score"].check(shapes["query"], shapes["key"])
-    query, key, value = (given.get(name) for name in ("query", "key", "value"))
-    if 0 in (*lead, shapes["query"][-2], shapes["key"][-2]):
-        parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))
-        parts = map_arrays(fw, fw.inert, parts)
-        query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
-    if lead != shapes["query"][:-2]:
-        query = fw.xp.broadcast_to(query, (*lead, *shapes["query"][-2:]))
-    call = Call(query, key, value, **rest)
-    if call.rule is not None:
-        call.rule.check(lead, call.n, call.m)
-    return call
-
-
 def paired(score: Score, weighting: Weighting, bias: Array | None) -> Score:
     """The score as the weighting reads it, refused where the two mean nothing together."""
     reason = weighting.refuses(score, bias is not None)
     if reason:
         raise CombinationError(reason)
     return weighting.reads(score)
-
-
-def as_array(name: str, x: Any, like: Array | None = None) -> Array:
-    """x, where nested lists of numbers become floats like those beside them, or NumPy's."""
-    if isinstance(x, list | tuple):
-        try:
-            host = np.asarray(x, dtype=float)
-        except (TypeError, ValueError) as error:
-            raise DtypeError(f"{name} is no rectangle of numbers: {error}") from None
-        return (
-            host
-            if like is None
-            else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
-        )
-    if not arrays.is_array(x):
-        raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}")
-    return arrays.of(x).plain(x)
-
-
-def _differ(one: int | None, two: int | None) -> bool:
-    return one is not None and two is not None and one != two
-
-
-def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape) -> Shape:
-    """The leading shape of both; the last axis, the heads, may be shared."""
-    size = max(len(lead), len(other))
-    a, b = ((1,) * (size - len(x)) + tuple(x) for x in (lead, other))
-    joined = []
-    for axis, (x, y) in enumerate(zip(a, b, strict=True)):
-        heads = axis == size - 1
-        if x == y or y == 1 or x is None or y is None:
-            joined.append(y if x is None else x)
-        elif x == 1:
-            joined.append(y)
-        elif heads and y and x % y == 0:
-            joined.append(x)
-        else:
-            raise ShapeError(
-                f"query {query} and {name} {shape} do not go together: leading axes must be equal "
-                f"or 1" + (", or the query's heads a multiple of the other's" if heads else "")
-            )
-    return tuple(joined)
 
 
 def all_rows(call: Call) -> Span:
@@ -180,18 +96,24 @@ def all_cols(call: Call) -> Span:
 
 def place(call: Call, rows: Span, cols: Span) -> Block:
     """Where a block lies, with the positions that masks and score_mods read."""
-    fw, lead = call.fw, call.lead
-    q = fw.positions(rows.start, rows.size, call.query)[:, None]
-    k = fw.positions(cols.start, cols.size, call.query)[None, :]
-    b = h = fw.positions(0, 1, call.query)[:, None]
-    sizes = [fw.length(call.query, axis) for axis in range(len(lead))]  # known when a graph runs
-    if lead:
-        h = fw.positions(0, sizes[-1], call.query)[:, None, None]
-    if len(lead) > 1:
+    fw, lead, like = call.fw, call.lead, call.query
+
+    def positions(name: str) -> Array:
+        if name == "q":
+            return fw.positions(rows.start, rows.size, like)[:, None]
+        if name == "k":
+            return fw.positions(cols.start, cols.size, like)[None, :]
+        sizes = [fw.length(like, axis) for axis in range(len(lead))]  # known when a graph runs
+        if name == "h":
+            at = fw.positions(0, sizes[-1] if lead else 1, like)
+            return at[:, None, None] if lead else at[:, None]
+        if len(lead) < 2:
+            return fw.positions(0, 1, like)[:, None]
         count = reduce(mul, sizes[:-1])
-        b = fw.xp.reshape(fw.positions(0, count, call.query), (*sizes[:-1], 1, 1, 1))
-    n, m = fw.length(call.query, -2), fw.length(call.key, -2)
-    return Block(rows, cols, n, m, q, k, b, h, len(lead))
+        return fw.xp.reshape(fw.positions(0, count, like), (*sizes[:-1], 1, 1, 1))
+
+    n, m = fw.length(like, -2), fw.length(call.key, -2)
+    return Block(rows, cols, n, m, positions, len(lead))
 
 
 def live(call: Call, block: Block) -> Array | None:
@@ -199,9 +121,9 @@ def live(call: Call, block: Block) -> Array | None:
     out = None
     if call.rule is not None and not block.cols.open:
         out = call.rule.allowed(block)
-    for at, span in ((block.q, block.rows), (block.k, block.cols)):
+    for name, span in (("q", block.rows), ("k", block.cols)):
         if span.first is not None:
-            fresh = at >= span.first
+            fresh = getattr(block, name) >= span.first
             out = fresh if out is None else call.fw.xp.logical_and(out, fresh)
     return out
 
@@ -266,8 +188,32 @@ def fold_heads(call: Call, x: Array, lead: Shape) -> Array:
     return x
 
 
-def dropped(call: Call, block: Block) -> Array | None:
-    """The factor that dropout puts on each weight of the block: 0 or 1 / (1 − p)."""
+def dropped(call: Call, block: Block, like: Array | None = None) -> Array | None:
+    """The factor that dropout puts on each weight of the block: 0 or 1 / (1 − p).
+
+    Without a seed it is drawn anew for weights like these, so the block must be made once.
+    """
     if not call.dropout:
         return None
+    if call.seed is None:
+        return call.fw.kept(like, call.dropout)
     return keep_factor(call.query, call.dropout, call.seed, block)
+
+
+def seeded(call: Call) -> Call:
+    """The call with a seed, for an engine that makes a block more than once."""
+    if not call.dropout or call.seed is not None:
+        return call
+    return replace(call, seed=seed_array(call.fw, None, call.query))
+
+
+def results(call: Call, found: tuple[Array | None, Array | None, Array | None]) -> Any:
+    """What `attend` returns of an engine's output, log-sum-exp and weights."""
+    fw, dtype = call.fw, call.fw.dtype(call.query)
+    out, lse, alpha = found
+    if lse is None and alpha is None:
+        return fw.astype(out, dtype)
+    lse = lse if lse is None else lse[..., 0]
+    kept = (out, lse if call.wants_lse else None, alpha if call.wants_weights else None)
+    told = tuple(fw.astype(x, dtype) for x in kept if x is not None)
+    return told[0] if len(told) == 1 else told

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 from qkv.arrays.tree import brief
-from qkv.engines import dense, lowered, native, near, streaming, triton
+from qkv.engines import dense, lowered, native, near, streaming, triton, weights
 from qkv.engines.call import Call
 from qkv.errors import EngineError, unknown
+from qkv.types import Array
 
-ENGINES: tuple[ModuleType, ...] = (native, near, triton, lowered, streaming, dense)
+ENGINES: tuple[ModuleType, ...] = (
+    weights,
+    native,
+    near,
+    triton,
+    lowered,
+    streaming,
+    dense,
+)
 NAMES = {engine.NAME: engine for engine in ENGINES}
 
 
@@ -21,6 +32,30 @@ class Choice:
 
     engine: ModuleType
     refusals: tuple[tuple[str, str], ...]
+
+    def run(self, call: Call) -> tuple[Array | None, Array | None, Array | None]:
+        return self.whole(call, self.engine.run(call))
+
+    def bind(self, call: Call) -> Callable[[Call], Any]:
+        """`run` for later calls of this kind, or None of it: choose anew."""
+        run: Any = self.engine.bind(call) if hasattr(self.engine, "bind") else self.engine.run
+        if not call.wants_weights:
+            return run  # type: ignore[no-any-return]
+
+        def bound(call: Call) -> Any:
+            found = run(call)
+            return None if found is None else self.whole(call, found)
+
+        return bound
+
+    def whole(
+        self, call: Call, found: tuple[Array | None, Array | None, Array | None]
+    ) -> tuple[Array | None, Array | None, Array | None]:
+        """The results with the weights that were asked of an engine that gives none."""
+        if not call.wants_weights or self.engine is weights:
+            return found
+        alone = replace(call, value=None, wants_lse=False)
+        return *found[:2], weights.run(alone)[2]
 
 
 def choose(call: Call, name: str | None = None) -> Choice:
@@ -50,6 +85,7 @@ class Explanation:
     refusals: tuple[tuple[str, str], ...]
     call: Call
     detail: str
+    known: bool = False
 
     @property
     def flops(self) -> float | None:
@@ -93,6 +129,8 @@ class Explanation:
         if self.flops is not None and self.bytes is not None:
             work = f"{_unit(self.flops)}FLOP forward, {_unit(self.bytes)}B in and out"
             lines.append(f"work:   about {work}")
+        if self.known:
+            lines.append("plan:   kept from an earlier call of this kind, so nothing is chosen")
         lines += [f"not {name}: {reason}" for name, reason in self.refusals]
         return "\n".join(lines)
 

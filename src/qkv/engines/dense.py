@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from qkv.engines import call as calls
 from qkv.engines.call import Call
+from qkv.scores import Score
 from qkv.types import Array, Span
+from qkv.weightings import Weighting
 
 NAME = "dense"
 
@@ -21,6 +26,24 @@ def describe(call: Call) -> str:
     return "the whole matrix at once"
 
 
+def direct(call: Call) -> Callable[..., Array] | None:
+    """The equation where there is no mask, no dropout and no shared head."""
+    fw = call.fw
+    alike = call.lead == fw.shape(call.key)[:-2] == fw.shape(call.value)[:-2]
+    if call.rule is not None or call.precise() is not call or not alike:
+        return None
+
+    def attend(
+        query: Array, key: Array, value: Array, score: Score, weighting: Weighting, mask: Any
+    ) -> Array:
+        with fw.quiet():
+            scores = fw.settle(weighting.scale(score(query, key)))
+            at = fw.positions(0, key.shape[-2], key)
+            return weighting.pool(weighting.weights(scores, None, at), value, None, None)
+
+    return attend
+
+
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, its log-sum-exp and its weights, for some rows or all."""
     call = call.precise()
@@ -34,7 +57,7 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     weights = call.weighting.weights(scores, live, block.k)
     lse = call.weighting.lse_of(scores, live, block.k) if call.wants_lse else None
 
-    keep = calls.dropped(call, block)
+    keep = calls.dropped(call, block, weights)
     out = None
     if call.value is not None:
         value = calls.share_heads(call, calls.clean(call, call.value, live))

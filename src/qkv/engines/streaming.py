@@ -75,7 +75,7 @@ def footprint(call: Call) -> int:
 
 def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array | None, None]:
     """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
-    call = call.precise()
+    call = calls.seeded(call.precise())
     if 0 in (*call.lead, call.n, call.m):
         return *dense.run(_whole(call))[:2], None
     fw = call.fw
@@ -166,61 +166,6 @@ def hoist(call: Call, plan: Plan) -> Call:
     if in_rule and rule is not None:
         rule = masks.hoisted(rule, part.block, place)
     return replace(call, score=score, rule=rule)
-
-
-def weights(call: Call) -> Array:
-    """The whole weight matrix, some rows at a time, so that nothing larger than it is made."""
-    call = call.precise()
-    if cannot(call):
-        return dense.run(call)[2]
-    fw = call.fw
-    wide = max(math.prod(call.lead) * call.m * footprint(call), 1)
-    plan: Plan = [(span, []) for span in spans(fw, call.n, max(BLOCK // wide, 1))]
-    if len(plan) < 2 or call.weighting.strict:
-        return dense.run(call)[2]
-    call = hoist(call, [(plan[0][0], [Span(0, call.m)])])
-    leaves = tree.leaves(fw, call)
-
-    def some(arrays: Sequence[Array], rows: Span) -> Array:
-        return dense.run(tree.rebuild(fw, call, arrays), rows)[2]
-
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return fw.rows(lambda rows, _: (some(arrays, rows),), plan), ()
-
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
-        floats = [i for i, x in enumerate(arrays) if fw.dtype(x).startswith("float")]
-
-        def step(total: Any, rows: Span, _: Any) -> Any:
-            def part(*chosen: Array) -> Array:
-                full = list(arrays)
-                for i, x in zip(floats, chosen, strict=True):
-                    full[i] = x
-                return some(full, rows)
-
-            _, pull = fw.vjp(part, *(arrays[i] for i in floats))
-            gradient = fw.cut(gradients[0], rows, -2)
-            if rows.first is not None:
-                fresh = fw.positions(rows.start, rows.size, gradient)[:, None] >= rows.first
-                gradient = fw.keep(gradient, fresh)
-            return [
-                old if new is None else old + new
-                for old, new in zip(total, pull(gradient), strict=True)
-            ]
-
-        zeros = [fw.full(fw.shape(arrays[i]), 0.0, arrays[i]) for i in floats]
-        found: list[Array | None] = [None] * len(arrays)
-        for i, total in zip(floats, fw.sweep(step, zeros, plan), strict=True):
-            found[i] = total
-        return tuple(found)
-
-    def reference(*arrays: Array) -> tuple[Array, ...]:
-        return (dense.run(tree.rebuild(fw, call, arrays))[2],)
-
-    if not fw.needs_gradient(leaves):
-        return forward(*leaves)[0][0]
-    return fw.custom(forward, backward, reference, leaves)[0]
 
 
 # Blocks

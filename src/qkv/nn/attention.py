@@ -12,7 +12,6 @@ from qkv.arrays import framework
 from qkv.errors import fraction
 from qkv.nn.scores import built, checked, told
 from qkv.nn.tensors import check_tensors
-from qkv.nn.weights import with_weights
 from qkv.types import Array
 
 framework("torch")  # now: torch.compile would not trace the import
@@ -37,27 +36,18 @@ def attended(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
         with torch.autocast(device, enabled=False):
-            return _attended(query, key, value, score, weighting, mask, dropout_p, weights)
-    return _attended(query, key, value, score, weighting, mask, dropout_p, weights)
-
-
-def _attended(
-    query: Array,
-    key: Array,
-    value: Array,
-    score: Any,
-    weighting: Any,
-    mask: Any,
-    dropout_p: float,
-    weights: str | None,
-) -> tuple[Array, Array | None]:
-    score = built(score, query.dtype)
-    if weights is not None:
-        return with_weights(query, key, value, score, weighting, mask, dropout_p, weights)
-    out = attention.attend(
-        query, key, value, score=score, weighting=weighting, mask=mask, dropout_p=dropout_p
+            return attended(query, key, value, score, weighting, mask, dropout_p, weights)
+    found = attention.attend(
+        query,
+        key,
+        value,
+        score=built(score, query.dtype),
+        weighting=weighting,
+        mask=mask,
+        dropout_p=dropout_p,
+        return_weights="mean" if weights == "mean" else weights is not None,
     )
-    return out, None
+    return (found, None) if weights is None else found
 
 
 class Attention(nn.Module):

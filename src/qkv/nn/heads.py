@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad
 
-from qkv import masks, weightings
-from qkv.engines import native
+from qkv import masks, scores, weightings
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes
 from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import rotary_of
 from qkv.nn.scores import checked, parameter
 from qkv.nn.tensors import check_tensors
-from qkv.nn.weights import HALF, plain_with_weights
-from qkv.scores import ScaledDot
 from qkv.types import Array
-from qkv.weightings import Softmax
 
 
 class SelfAttention(nn.Module):
@@ -160,22 +155,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.weighting = weightings.resolve(weighting)
         self.rotary = rotary_of(rotary, self.head_dim)
         self.packed = self._qkv_same_embed_dim
-        self._plain: tuple[Any, Any, bool] = (None, None, False)
         # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.
-        self._qkv_same_embed_dim = self.packed and self._is_plain()
+        self._qkv_same_embed_dim = self._is_torchs()
         if shared != num_heads:
             self._narrow(device, dtype)
 
-    def _is_plain(self) -> bool:
-        """Whether this is what torch's own layer computes from one packed input."""
-        if self.score is not self._plain[0] or self.weighting is not self._plain[1]:
-            self._plain = (self.score, self.weighting, self._is_torchs())
-        return self._plain[2]
-
     def _is_torchs(self) -> bool:
+        """Whether this is what torch's own layer computes from one packed input."""
         same = self.num_kv_heads == self.num_heads and self.rotary is None and not self._extra
-        same = same and self.packed and type(self.score) is ScaledDot
-        return bool(same and self.score == ScaledDot() and self.weighting == Softmax())
+        same = same and self.packed and self.weighting == weightings.resolve("softmax")
+        return bool(same and self.score == scores.resolve("scaled_dot"))
 
     def _narrow(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
@@ -225,12 +214,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         both adds nothing. Masks then speak of all keys.
         """
         check_tensors(query=query)
-        masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
-        if query is key is value and not masked and cache is None:
-            found = self._alone(query, weights)
-            if found is not None:
-                return found
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -256,52 +240,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
         out = self.out_proj(self._joined(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
 
-    def _alone(self, x: Array, weights: str | None) -> tuple[Array, Array | None] | None:
-        """Self-attention with torch's own score, weighting and no mask: the kernel that `attend`
-        would choose, without the choosing, which on a GPU takes longer than the kernel. None where
-        anything is out of the ordinary."""
-        if x.is_nested or not self._is_plain() or self.rotary is not None:
-            return None
-        if self.training and self.dropout:
-            return None
-        device, shape = x.device.type, x.shape
-        if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape:
-            return None
-        if torch.is_autocast_enabled(device):
-            return None
-        half, bias = device == "cuda" and x.dtype in HALF, self.in_proj_bias
-        whole = half and weights is None and self.batch_first and bias is not None
-        whole = whole and self.num_heads % 2 == 0 and not torch.compiler.is_compiling()
-        if whole and not torch.is_grad_enabled():
-            # All of it as one operator, which torch's own layer calls in the same case.
-            given = (self.in_proj_weight, bias, self.out_proj.weight, self.out_proj.bias)
-            rest = (None, False, True, None)  # no mask, no weights
-            return torch._native_multi_head_attention(
-                x, x, x, self.embed_dim, self.num_heads, *given, *rest
-            )
-        packed = linear(x, self.in_proj_weight, bias)
-        looks = device == "cpu" and not torch.compiler.is_compiling()
-        if looks and not math.isfinite(packed.detach().sum()):
-            return None  # the kernel would hide a NaN
-        heads = packed.view(shape[0], shape[1], 3, self.num_heads, self.head_dim)
-        turn = (2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)
-        q, k, v = heads.permute(turn).unbind()
-        alpha, scale = None, 1 / math.sqrt(self.head_dim)
-        if weights is not None:
-            if torch.compiler.is_compiling():
-                return None
-            found = plain_with_weights(q, k, v, scale, weights == "mean")
-            if found is None:
-                return None
-            out, alpha = found
-        elif half:
-            # In torch's own graph: a second derivative in 16 bits is not worth a slower first.
-            out = scaled_dot_product_attention(q, k, v)
-        else:
-            out = native.fused(q, k, v, scale)
-        # As torch does: the weights themselves, not the module around them.
-        return linear(self._joined(out, True), self.out_proj.weight, self.out_proj.bias), alpha
-
     def _projected(
         self, query: Array, key: Array | None, value: Array | None
     ) -> tuple[Array, Array | None, Array | None]:
@@ -326,7 +264,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _heads(self, x: Array, heads: int) -> Array:
         """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
-        x = x.unflatten(-1, (heads, self.head_dim))
+        x = x.view(*x.shape[:-1], heads, self.head_dim)
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)

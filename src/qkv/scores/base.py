@@ -26,16 +26,17 @@ class Form(NamedTuple):
 
     def products(self) -> tuple[Array, Array]:
         """φ and ψ with the scale in φ, and bias and offset as two more of their numbers."""
+        query = self.query if self.scale == 1 else self.query * self.scale
+        if self.bias is None and self.offset is None:
+            return query, self.key
         fw = of(self.query)
-        query, key = [self.query if self.scale == 1 else self.query * self.scale], [self.key]
+        query, key = [query], [self.key]
         if self.bias is not None:
             query.append(fw.full((*self.query.shape[:-1], 1), 1.0, self.query))
             key.append(self.bias)
         if self.offset is not None:
             query.append(self.offset)
             key.append(fw.full((*self.key.shape[:-1], 1), 1.0, self.key))
-        if len(query) == 1:
-            return query[0], key[0]
         return fw.xp.concat(query, axis=-1), fw.xp.concat(key, axis=-1)
 
     def scores(self) -> Array:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import is_array, namespace, of
+from qkv.arrays import is_array, namespace, of, over
 from qkv.errors import positive
 from qkv.scores.base import Form, Score, largest, pairs
 from qkv.types import Array
@@ -36,7 +36,7 @@ class Gaussian(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         # Scaled before it is squared: a narrow bandwidth must not underflow.
-        return squared_distance(query / self.bandwidth, key / self.bandwidth) * -0.5
+        return squared_distance(*(over(x, self.bandwidth) for x in (query, key))) * -0.5
 
     def footprint(self, width: int) -> int:
         return max(width, 1)
@@ -88,7 +88,7 @@ class Expanded(Score):
         return self.form(query, key).scores()
 
     def scaled(self, x: Array) -> Array:
-        return (x if self.centre is None else x - self.centre) / self.bandwidth
+        return over(x if self.centre is None else x - self.centre, self.bandwidth)
 
     def form(self, query: Array, key: Array) -> Form:
         if self.centre is None and not is_array(self.bandwidth):

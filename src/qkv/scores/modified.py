@@ -42,10 +42,13 @@ class Modified(Score):
     def __call__(self, query: Array, key: Array) -> Array:
         n, m = query.shape[-2], key.shape[-2]
         fw = of(query)
-        q, k = fw.positions(0, n, query), fw.positions(0, m, query)
-        zero = fw.positions(0, 1, query)[:, None]
-        rows, cols = Span(0, n), Span(0, m)
-        return self.at(query, key, Block(rows, cols, n, m, q[:, None], k[None, :], zero, zero))
+
+        def place(name: str) -> Array:
+            size = {"q": n, "k": m}.get(name, 1)
+            at = fw.positions(0, size, query)
+            return at[None, :] if name == "k" else at[:, None]
+
+        return self.at(query, key, Block(Span(0, n), Span(0, m), n, m, place))
 
     def at(self, query: Array, key: Array, block: Block) -> Array:
         """The scores of a block, at the positions it lies at."""

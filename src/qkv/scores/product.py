@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from qkv.arrays import is_array, namespace, of
 from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
@@ -56,16 +57,17 @@ class ScaledDot(Score):
             raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        s = self.form(query, key).scores()
+        s = product(query * self.factor(query), key)
         if self.softcap is None:
             return s
         return namespace(s).tanh(s / self.softcap) * self.softcap
 
+    def factor(self, query: Array) -> Any:
+        return (query.shape[-1] or 1) ** -0.5 if self.scale is None else self.scale
+
     def form(self, query: Array, key: Array) -> Form:
-        if is_array(self.scale):
-            return Form(query * self.scale, key)
-        scale = 1 / math.sqrt(query.shape[-1] or 1) if self.scale is None else self.scale
-        return Form(query, key, scale=scale)
+        factor = self.factor(query)
+        return Form(query * factor, key) if is_array(factor) else Form(query, key, scale=factor)
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str

@@ -167,25 +167,32 @@ def pool(
     """Σⱼ weightᵢⱼ vⱼ, where a value that is ruled out cannot spoil the sum by being NaN or ∞."""
     fw = of(weight)
     xp = fw.xp
-    if sparse:
+    if live is None and not sparse:
+        return xp.matmul(weight if keep is None else weight * keep, value)
+    if sparse and keep is not None:
         live = weight != 0
-    if keep is not None:
-        weight = weight * keep
-    if live is None:
+    weight = weight if keep is None else weight * keep
+
+    def plain(weight: Array, value: Array, *_: Array) -> Array:
         return xp.matmul(weight, value)
 
-    def plain(weight: Array, value: Array, live: Array) -> Array:
-        return xp.matmul(weight, value)
+    def careful(weight: Array, value: Array, *live: Array) -> Array:
+        return spared(weight, value, live[0] if live else weight != 0)
 
-    def careful(weight: Array, value: Array, live: Array) -> Array:
-        finite = xp.isfinite(value)
-        out = xp.matmul(weight, fw.keep(value, finite))
-        counts = fw.astype(xp.logical_not(finite), fw.dtype(value))
-        live = xp.logical_or(live, xp.isnan(weight))  # in the shape of the weights
-        spoiled = xp.matmul(fw.astype(live, fw.dtype(value)), counts) != 0
-        return fw.keep(out, xp.logical_not(spoiled), float("nan"))
+    given = () if sparse and keep is None else (live,)
+    return fw.when(fw.all_finite(value), plain, careful, weight, value, *given)
 
-    return fw.when(xp.all(xp.isfinite(value)), plain, careful, weight, value, live)
+
+def spared(weight: Array, value: Array, live: Array) -> Array:
+    """Σⱼ weightᵢⱼ vⱼ over the live pairs, whatever the values of the others are."""
+    fw = of(weight)
+    xp = fw.xp
+    finite = xp.isfinite(value)
+    out = xp.matmul(weight, fw.keep(value, finite))
+    counts = fw.astype(xp.logical_not(finite), fw.dtype(value))
+    live = xp.logical_or(live, xp.isnan(weight))  # in the shape of the weights
+    spoiled = xp.matmul(fw.astype(live, fw.dtype(value)), counts) != 0
+    return fw.keep(out, xp.logical_not(spoiled), float("nan"))
 
 
 def row_max(scores: Array, live: Array | None) -> Array:
@@ -194,7 +201,7 @@ def row_max(scores: Array, live: Array | None) -> Array:
     scores = fw.detach(fw.keep(scores, live, -INFINITY))
     if scores.shape[-1] == 0:
         return fw.full((*scores.shape[:-1], 1), -INFINITY, scores)
-    return fw.xp.max(scores, axis=-1, keepdims=True)
+    return fw.row_max(scores)
 
 
 def lowest(rows: Array) -> State:
@@ -203,14 +210,14 @@ def lowest(rows: Array) -> State:
 
 
 def row_sum(x: Array) -> Array:
-    return of(x).xp.sum(x, axis=-1, keepdims=True)
+    return of(x).row_sum(x)
 
 
 def finite(x: Array, other: float = 0.0) -> Array:
     """x where it is finite, else the number."""
-    return of(x).keep(x, of(x).xp.isfinite(x), other)
+    return of(x).finite(x, other)
 
 
 def nonzero(x: Array) -> Array:
     """x, or 1 where it is 0: a divisor."""
-    return of(x).keep(x, x != 0, 1.0)
+    return of(x).nonzero(x)

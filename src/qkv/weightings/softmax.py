@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import ClassVar
 
-from qkv.arrays import of
+from qkv.arrays import of, over
 from qkv.errors import ArgumentError, positive
 from qkv.types import Array
 from qkv.weightings.base import (
@@ -69,10 +69,12 @@ class Softmax(Exponential):
         positive(self, "temperature")
 
     def scale(self, scores: Array) -> Array:
-        one = isinstance(self.temperature, Real) and self.temperature == 1
-        return scores if one else scores / self.temperature
+        return over(scores, self.temperature)
 
     def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+        quick = of(scores).softmax(scores) if live is None else None
+        if quick is not None:
+            return quick
         e = exponentials(scores, live, row_max(scores, live))
         return e / nonzero(row_sum(e))
 

@@ -25,6 +25,10 @@ STEPS = 100
 SOME = 128
 EPSILON = {"float32": 1e-6, "float64": 1e-14}
 """The last step of Newton for τ in (−1, 0)."""
+SHORT = 64
+"""Keys up to which the steps take less than setting scores aside for them."""
+LEAST = 1e-30
+"""A divisor where there is nothing to divide."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,10 @@ class Entmax(Weighting):
     ) -> Array:
         """The weights of scores · by, from the few that may have one; `spend`: in their place."""
         fw = of(scores)
+        if live is None and 0 < scores.shape[-1] < SHORT:
+            kept = (scores - finite(row_max(scores, None))) * by
+            tau = self.climb(kept, fw.full((*scores.shape[:-1], 1), -1.0, scores))
+            return self.power(fw.xp.maximum(kept - tau, 0.0), self.exponent)
         top, start = self.first_look(scores, live, by)
         top = finite(top)
         kept, at = fw.pick(scores, self.chosen(scores, live, top, start / by), top)
@@ -154,13 +162,18 @@ class Entmax(Weighting):
         return near if live is None else xp.logical_and(near, live)
 
     def climb(self, kept: Array, tau: Array) -> Array:
-        """τ of the scores that were set aside, measured from their top, by Newton's steps."""
+        """τ of the scores that were set aside, measured from their top, by Newton's steps.
+
+        From below they only climb, so that the mass is at least 1, or 0 in a row without keys.
+        """
         fw = of(kept)
-        near, zero = EPSILON[fw.dtype(kept)], fw.full((), 0.0, kept)
+        xp, near, least = fw.xp, EPSILON[fw.dtype(kept)], LEAST
         for _ in range(STEPS):
-            step = self.newton(*self.moments(fw.xp.maximum(kept - tau, zero)))
+            mass, slope = self.moments(xp.maximum(kept - tau, 0.0))
+            size = xp.minimum(mass, 1.0) if self.alpha == 2 else mass ** (1 - 1 / self.exponent)
+            step = (mass - size) / xp.maximum(slope, least)
             tau = tau + step
-            if not bool(fw.xp.any(fw.xp.abs(step) > near)):
+            if 0 in step.shape or not xp.max(step) > near:
                 break
         return tau
 

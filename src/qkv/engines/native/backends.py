@@ -1,0 +1,87 @@
+"""Which of torch's own kernels is fastest: measured once for each kind of large call on CUDA."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qkv.types import Array
+
+WORTH = 2**34
+"""Products of a call from which another backend may gain more than it takes to name it."""
+
+_FASTEST: dict[tuple[Any, ...], Any] = {}
+
+
+def sdpa(
+    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+) -> Array:
+    """SDPA of (batch, heads, rows, width), by the backend that was measured as the fastest."""
+    query, key, value = parts
+    grouped = key.shape[1] != query.shape[1]
+
+    def attend() -> Array:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped
+        )
+
+    if query.device.type != "cuda" or mask is not None or torch.compiler.is_compiling():
+        return attend()
+    if query.numel() * key.shape[-2] < WORTH or dropout:
+        return attend()
+    kind = _kind(query, key, value, plain)
+    if kind not in _FASTEST:
+        if torch.cuda.is_current_stream_capturing():
+            return attend()
+        _FASTEST[kind] = _measured(attend, parts)
+    if _FASTEST[kind] is None:
+        return attend()
+    with sdpa_kernel(_FASTEST[kind]):
+        return attend()
+
+
+def told(parts: Sequence[Array], plain: bool) -> str:
+    """What was measured for calls like this one."""
+    query, key, value = parts
+    backend = _FASTEST.get(_kind(query, key, value, plain))
+    return "" if backend is None else f", by {backend.name.lower()}, measured as the fastest"
+
+
+def _kind(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
+    learning = query.requires_grad or key.requires_grad or value.requires_grad
+    shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
+    return (*shapes, query.dtype, query.device, plain, learning)
+
+
+def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
+    """The backend that clearly beats torch's own choice, None where none does."""
+    wanted = [x for x in parts if x.requires_grad]
+
+    def seconds() -> float:
+        times: list[float] = []
+        for _ in range(6):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            out = attend()
+            if wanted:
+                torch.autograd.grad(out, wanted, out.detach())
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times[1:])
+
+    best, least = None, seconds() * 0.97
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says why a backend cannot
+                took = seconds()
+        except RuntimeError:
+            continue
+        if took < least:
+            best, least = backend, took
+    return best

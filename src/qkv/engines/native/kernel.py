@@ -1,0 +1,108 @@
+"""One call of torch's kernel: arrays brought to its four axes, and masks to its form."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from qkv import masks
+from qkv.arrays import framework
+from qkv.engines import call as calls
+from qkv.engines import dense, native
+from qkv.engines.call import Call
+from qkv.engines.native.backends import sdpa
+from qkv.scores import ScaledDot
+from qkv.types import Array, Block
+from qkv.weightings import Softmax
+
+
+def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
+    """SDPA of query, key and value (…, rows, width), with derivatives of both orders."""
+    parts, width = one_width(parts)
+    query, key, value = parts
+    if key.shape[-3:-2] != value.shape[-3:-2]:
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+    parts = [four_axes(x, call.lead) for x in (query, key, value)]
+    if mask is not None and not (mask.ndim == 4 and len(call.lead) == 2):
+        mask = four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
+    out = fused(parts, mask, plain, native.scale_of(call), call.dropout)
+    if width != out.shape[-1]:
+        out = out[..., :width]
+    return out if len(call.lead) == 2 else out.reshape(*call.lead, *out.shape[-2:])
+
+
+def fused(
+    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
+) -> Array:
+    """SDPA whose gradient can be differentiated again, which torch's fused kernels do not offer.
+
+    A hook on the kernel's node does it: a function of our own around the kernel would cost a
+    small call as much as the kernel does.
+    """
+    out = sdpa(parts, mask, plain, scale, dropout)
+    node = None if torch.compiler.is_compiling() else out.grad_fn
+    if node is None:
+        return out
+    if torch._C._are_functorch_transforms_active() or not node.name().startswith(
+        "ScaledDotProduct"
+    ):
+        return out  # made of operations that have all derivatives
+    # Torch keeps the three for the way back. A hook that held them would keep them where an
+    # activation checkpoint has let them go.
+    held = [weakref.ref(x) for x in parts]
+
+    def again(
+        inner: Sequence[Array | None], outer: Sequence[Array]
+    ) -> tuple[Array | None, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        arrays: list[Any] = [x() for x in held]
+        if any(x is None for x in arrays):
+            return None
+        rule, bias = masks.resolve(masks.causal if plain else mask)
+        query, key, value = arrays
+        call = Call(query, key, value, ScaledDot(scale), Softmax(), rule, bias)
+        made = framework("torch").astype(dense.run(call)[0], call.fw.dtype(arrays[0]))
+        wanted = [x for x, slope in zip(arrays, inner, strict=False) if slope is not None]
+        found = iter(torch.autograd.grad(made, wanted, outer[0], create_graph=True))
+        fresh = [None if slope is None else next(found) for slope in inner[:3]]
+        return (*fresh, *inner[3:])
+
+    node.register_hook(again)
+    return out
+
+
+def one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
+    """The three with zeros up to the widest, and the width of the value."""
+    query, key, value = parts
+    width, wide = value.shape[-1], query.shape[-1]
+    if width < wide:
+        value = pad(value, (0, wide - width))
+    elif width > wide:
+        query, key = (pad(x, (0, width - wide)) for x in (query, key))
+    return (query, key, value), width
+
+
+def four_axes(x: Array, lead: tuple[int, ...]) -> Array:
+    """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
+    if x.ndim != 4 or len(lead) != 2 or x.shape[0] != lead[0] or x.shape[1] == 1 != lead[1]:
+        heads = x.shape[-3] if x.ndim > 2 else 1
+        heads = lead[-1] if lead and heads == 1 else heads
+        x = x.expand(*lead[:-1], heads, *x.shape[-2:])
+        x = x.reshape(math.prod(lead[:-1]), *x.shape[-3:])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_mask(call: Call, block: Block) -> Array | None:
+    """The mask of a block in the kernel's form: True where a pair counts, or numbers to add."""
+    live = calls.live(call, block)
+    if call.bias is None:
+        return live
+    mask = call.fw.cut(call.fw.cut(call.bias, block.rows, -2), block.cols, -1)
+    mask = mask.to(call.query.dtype) / call.weighting.temperature  # type: ignore[attr-defined]
+    return mask if live is None else torch.where(live, mask, -math.inf)

@@ -1,0 +1,177 @@
+"""The kernel on spans of queries, each with the keys that a mask leaves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qkv.arrays import tree
+from qkv.engines import call as calls
+from qkv.engines import dense, streaming
+from qkv.engines.call import Call
+from qkv.engines.native.kernel import as_mask, kernel
+from qkv.types import Array, Span
+
+ROWS = 64
+"""Queries per call of the kernel where a mask leaves only part of the keys to each."""
+
+WHOLE = 2**24
+"""Numbers of a mask that the kernel may be given at once."""
+
+MOST = 0.75
+"""The share of the pairs that a mask must leave for that."""
+
+
+def pays(call: Call, plan: Any) -> bool:
+    """Whether the mask rules out so much that many calls take less than one with all of it."""
+    given = call.rule.arrays()  # type: ignore[union-attr]
+    lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
+    if lead * call.n * call.m > WHOLE:
+        return True
+    left = sum(rows.size * span.size for rows, keys in plan for span in keys)
+    return bool(left < MOST * call.n * call.m)
+
+
+def plan_of(call: Call) -> Any:
+    start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
+    wide = call.m if end - start < call.m else ROWS  # keys within reach, or to be picked out
+    return streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
+
+
+def run(call: Call, plan: Any) -> Array:
+    """softmax(qkᵀ) v for each span of queries and the keys that the mask leaves it."""
+    fw = call.fw
+    if not fw.needs_gradient((call.query, call.key, call.value)):
+        return _in_rows(plan, call)[0]
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return (_in_rows(plan, tree.rebuild(fw, call, [x.detach() for x in arrays]))[0],), ()
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        fresh = tree.rebuild(fw, call, [x.detach() for x in arrays])
+        main = _in_rows(plan, fresh, gradients[0])[1] or []
+        return (*main, *[None] * (len(arrays) - 3))
+
+    def reference(*arrays: Array) -> tuple[Array, ...]:
+        out = dense.run(tree.rebuild(fw, call, arrays))[0]
+        return (fw.astype(out, fw.dtype(call.query)),)
+
+    return fw.custom(forward, backward, reference, tree.leaves(fw, call))[0]
+
+
+def _in_rows(
+    plan: Any, call: Call, gradient: Array | None = None
+) -> tuple[Array, list[Array] | None]:
+    """The kernel on each span of queries and the keys that the mask leaves it.
+
+    With the gradient of the output, the gradients of query, key and value instead.
+    """
+    value: Any = call.value
+    outs: list[Array] = []
+    totals = None
+    if gradient is not None:
+        totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
+    for group in _alike(call, plan):
+        rows, runs = group[0]
+        rows = Span(rows.start, sum(span.size for span, _ in group))
+        if not runs:
+            outs.append(call.query.new_zeros((*call.lead, rows.size, value.shape[-1])))
+            continue
+        runs = [*runs[:-1], _reach(runs[-1], group[-1][1][-1])]
+        parts = [call.fw.cut(call.query, rows, -2), _gather(call.key, runs), _gather(value, runs)]
+        if totals is None:
+            outs.append(_kernel_of(call, group, parts))
+            continue
+        parts = [x.detach().requires_grad_() for x in parts]
+        with torch.enable_grad():
+            out = _kernel_of(call, group, parts)
+        found = torch.autograd.grad(out, parts, call.fw.cut(gradient, rows, -2))
+        call.fw.add_at(totals[0], found[0], rows, None)
+        for total, new in zip(totals[1:], found[1:], strict=True):
+            at = 0
+            for run in runs:
+                call.fw.add_at(total, new[..., at : at + run.size, :], run, None)
+                at += run.size
+    return (torch.cat(outs, -2) if totals is None else call.query), totals
+
+
+Group = list[tuple[Span, list[Span]]]
+
+
+def _alike(call: Call, plan: Any) -> list[Group]:
+    """The plan in groups that one call of the kernel serves.
+
+    A rule on distances alone looks the same at every place along the diagonal: there, neighbours
+    with one run of keys of the same size go together.
+    """
+    groups: list[Group] = []
+    for rows, keys in plan:
+        runs = _runs(keys)
+        if groups and call.rule.relative and call.bias is None:  # type: ignore[union-attr]
+            (last_rows, last_runs), step = groups[-1][-1], rows.size
+            if len(runs) == len(last_runs) == 1 and last_rows.size == step:
+                moved = last_runs[0]._replace(start=last_runs[0].start + step)
+                if runs[0] == moved:
+                    groups[-1].append((rows, runs))
+                    continue
+        groups.append([(rows, runs)])
+    return groups
+
+
+def _reach(first: Span, last: Span) -> Span:
+    return Span(first.start, last.start + last.size - first.start, open=first.open)
+
+
+def _kernel_of(call: Call, group: Group, parts: list[Array]) -> Array:
+    """The kernel on one span of queries, or on several at once as one more axis of the batch."""
+    rows, runs = group[0]
+    mask = None
+    if call.bias is not None or not all(run.open for run in runs):
+        mask = _beside([as_mask(call, calls.place(call, rows, run)) for run in runs], runs)
+    if len(group) == 1:
+        return kernel(call, parts, mask, False)
+    count, size, wide = len(group), rows.size, runs[0].size
+    query, key, value = parts
+    lead = (*call.lead, count)
+    query = query.reshape(*lead, size, query.shape[-1])
+    key, value = (
+        calls.share_heads(call, x).unfold(-2, wide, size).transpose(-1, -2) for x in (key, value)
+    )
+    parts = [query, key, value]
+    return kernel(replace(call, query=query), parts, mask, False).flatten(-3, -2)
+
+
+def _beside(blocks: list[Array | None], runs: list[Span]) -> Array:
+    """The masks of several runs of keys as one; None rules nothing out."""
+    filled = [
+        torch.ones(1, run.size, dtype=torch.bool) if x is None else x
+        for x, run in zip(blocks, runs, strict=True)
+    ]
+    if len(filled) == 1:
+        return filled[0]
+    some = next(x for x in blocks if x is not None)
+    shape = torch.broadcast_shapes(*(x.shape[:-1] for x in filled))
+    return torch.cat([x.to(some).expand(*shape, x.shape[-1]) for x in filled], -1)
+
+
+def _runs(keys: list[Span]) -> list[Span]:
+    """The spans with neighbours joined."""
+    runs = keys[:1]
+    for span in keys[1:]:
+        last = runs[-1]
+        if last.start + last.size == span.start:
+            runs[-1] = Span(last.start, last.size + span.size, open=last.open and span.open)
+        else:
+            runs.append(span)
+    return runs
+
+
+def _gather(x: Array, runs: list[Span]) -> Array:
+    parts = [x[..., run.start : run.start + run.size, :] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)

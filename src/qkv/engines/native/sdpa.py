@@ -1,0 +1,269 @@
+"""torch's `scaled_dot_product_attention`: whole, by rows of a mask, or on parts of the keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from qkv.arrays import threads, tree
+from qkv.engines import call as calls
+from qkv.engines import dense, native, streaming
+from qkv.engines.call import Call
+from qkv.engines.native import backends, rows
+from qkv.engines.native.kernel import as_mask, four_axes, fused, kernel
+from qkv.masks import is_causal
+from qkv.types import Array
+
+SHARED = 32
+"""Queries that torch's kernel on the CPU gives to one core."""
+
+HIDES = 16
+"""Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def cannot(call: Call) -> str | None:
+    if call.bias is not None and call.fw.needs_gradient([call.bias]):
+        return "the kernel gives no gradient for a float mask"
+    if call.fw.tracing(call.query) or _splits(call):
+        return None
+    on_cpu = call.query.device.type == "cpu"
+    if not on_cpu and (call.rule is None or _heals(call)):
+        return None
+    if (on_cpu or call.rule is not None) and not _finite(call.query, call.key, call.value):
+        return "an argument is not finite, which the kernel would hide, or leak past a mask"
+    return None
+
+
+def declines(call: Call) -> str | None:
+    return None
+
+
+def describe(call: Call) -> str:
+    name = "torch's scaled_dot_product_attention"
+    if call.rule is not None and not is_causal(call.rule):
+        by_rows = not call.fw.tracing(call.query) and call.n > rows.ROWS
+        by_rows = by_rows and rows.pays(call, rows.plan_of(call))
+        return f"{name}, {rows.ROWS} queries at a time" if by_rows else name
+    if call.query.device.type != "cuda":
+        return name
+    parts = [four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
+    return name + backends.told(parts, call.rule is not None)
+
+
+def on_device(call: Call) -> bool:
+    return bool(call.query.device.type == "cuda")
+
+
+def run(call: Call) -> Array:
+    if _splits(call):
+        return _split(call)
+    plain = is_causal(call.rule)
+    if plain and call.query.device.type == "cuda" and _heals(call):
+        return _healing(call)
+    mask = None
+    if call.rule is not None and not plain:
+        by_rows = call.n > rows.ROWS and not call.dropout and not call.fw.tracing(call.query)
+        plan = rows.plan_of(call) if by_rows else None
+        if by_rows and rows.pays(call, plan):
+            return rows.run(call, plan)
+        mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+    return kernel(call, (call.query, call.key, call.value), mask, plain)
+
+
+# What depends on the numbers
+
+
+def _finite(*arrays: Any) -> bool:
+    """Whether no number is NaN or infinite: a sum tells, and at worst raises a false alarm."""
+    wide = torch.promote_types(arrays[0].dtype, torch.float32)
+    return all(math.isfinite(x.detach().sum(dtype=wide).item()) for x in arrays)
+
+
+def guarded(call: Call) -> Array | None:
+    """`run`, unless a NaN or an infinity among the numbers would be hidden or leak past the mask.
+
+    On a CPU an argument that is not finite shows in the output, but in 16 bits and for fewer than
+    HIDES keys. What leaks past the mask is NaN there; on the way back, 0 · ∞ may spoil what comes
+    of a key that is masked out, or of a query that sees none.
+    """
+    if call.query.device.type != "cpu" or _splits(call):
+        return None if cannot(call) else run(call)
+    hides = call.m < HIDES or call.query.dtype in HALF
+    if hides and not _finite(call.query, call.key, call.value):
+        return None
+    out = run(call)
+    if call.rule is None:
+        return out
+    if out.requires_grad and not _finite(call.key, call.query):
+        return None
+    return out if _finite(_telling(call, out)) else None
+
+
+def _telling(call: Call, out: Array) -> Array:
+    """Rows of the output in which every leak past the mask shows."""
+    given = call.rule.arrays()  # type: ignore[union-attr]
+    if is_causal(call.rule) and call.n >= call.m:
+        return out[..., -1:, :]  # it sees every key
+    if given and all(x.shape[-2] == 1 for x in given):
+        return out[..., :1, :]  # every row is masked alike
+    return out
+
+
+def direct(call: Call) -> Callable[..., Array | None] | None:
+    """SDPA itself, for calls of this kind that are just what it takes."""
+    causal, bare = is_causal(call.rule), None
+    if call.rule is not None and not causal:
+        bare = next(iter(call.rule.arrays()), None)
+        if bare is None or bare.ndim != 4 or call.n >= rows.ROWS:
+            return None
+    shapes = [x.shape for x in (call.query, call.key, call.value)]  # type: ignore[union-attr]
+    if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
+        return None
+    if call.query.device.type != "cpu" or call.dropout or _splits(call) or call.query.dtype in HALF:
+        return None
+    sdpa, scale = torch.nn.functional.scaled_dot_product_attention, native.scale_of(call)
+    learning = call.fw.needs_gradient((call.query, call.key, call.value))
+    short = call.m < HIDES
+    # Where every row is masked alike, the first tells of all.
+    alike = bare is not None and bare.shape[-2] == 1 != call.n
+
+    def attend(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any
+    ) -> Array | None:
+        if short and not _finite(query, key):
+            return None
+        mask = None if causal else mask
+        if learning:
+            out = fused((query, key, value), mask, causal, scale)
+        else:
+            out = sdpa(query, key, value, mask, 0.0, causal, scale=scale)
+        if not causal and mask is None:
+            return out
+        leaks = not math.isfinite((out[..., :1, :] if alike else out).sum().item())
+        if leaks or (learning and not _finite(key, *([query] if bare is not None else []))):
+            return None
+        return out
+
+    return attend
+
+
+# A few queries among many keys, on a CPU
+
+
+def _splits(call: Call) -> bool:
+    """Whether the kernel, which shares out queries and heads alone, would leave cores idle."""
+    if call.query.device.type != "cpu" or call.rule is not None or call.m < native.MANY:
+        return False
+    if call.fw.tracing(call.query) or call.fw.dtype(call.query) == "float64" or call.dropout:
+        return False
+    if math.prod(call.lead) * call.n > SHARED:
+        return False
+    return not call.fw.needs_gradient((call.query, call.key, call.value))
+
+
+def _split(call: Call) -> Array:
+    """The kernel on parts of the keys as so many heads, merged by their log-sum-exps."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query = call.query
+    key, value = (calls.share_heads(call, x) for x in (call.key, call.value))
+    width = max(query.shape[-1], value.shape[-1])
+    parts = [
+        torch.nn.functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        for x in (query, key, value)
+    ]
+    query, key, value = (x.expand(*call.lead, *x.shape[-2:]).flatten(0, -3)[:, None]
+                         if call.lead else x[None, None] for x in parts)  # fmt: skip
+    batch, count = query.shape[0], 4 * threads.cores()
+    size = call.m // count
+
+    def some(start: int, heads: int, size: int) -> tuple[Array, Array]:
+        end = start + heads * size
+        k, v = (x[:, :, start:end].reshape(batch, heads, size, width) for x in (key, value))
+        return flash(query.expand(-1, heads, -1, -1), k, v, scale=native.scale_of(call))  # type: ignore[no-any-return]
+
+    found = [some(0, count, size)]
+    if call.m % count:
+        found.append(some(count * size, 1, call.m % count))
+    out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
+    if not (torch.isfinite(lse).all() and torch.isfinite(out).all()):
+        return streaming.run(call)[0].to(call.query.dtype)  # the kernel may have hidden a NaN
+    share = torch.softmax(lse.float(), 1)[..., None].to(out.dtype)
+    merged = (share * out).sum(1)[..., : call.value.shape[-1]]  # type: ignore[union-attr]
+    return merged.reshape(*call.lead, call.n, -1)
+
+
+# A NaN behind the causal mask, on CUDA
+
+
+def _heals(call: Call) -> bool:
+    """Whether what a NaN behind the mask has spoiled is found and mended on the device itself."""
+    plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64" and not call.dropout
+    plain = plain and max(call.fw.shape(x)[-1] for x in (call.query, call.value)) <= 256
+    return plain and not call.fw.tracing(call.query) and native.has_triton()
+
+
+def _healing(call: Call) -> Array:
+    fw = call.fw
+    parts = (call.query, call.key, call.value)
+    if not fw.needs_gradient(parts):
+        return _healed(call, kernel(call, parts, None, True))[0]
+    held: list[Any] = []
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        inner = [x.detach().requires_grad_() for x in arrays[:3]]
+        with torch.enable_grad():  # the kernel's own graph waits here for the way back
+            out = kernel(call, inner, None, True)
+        held[:] = [out, inner]
+        mended, found = _healed(_of(call, arrays), out.data)
+        return (mended,), (found, mended)
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
+        _heal_slopes(_of(call, arrays), main[0], gradients[0], kept)
+        return (*main, *[None] * (len(arrays) - 3))
+
+    def reference(*arrays: Array) -> tuple[Array, ...]:
+        out = dense.run(tree.rebuild(fw, call, arrays))[0]
+        return (fw.astype(out, fw.dtype(call.query)),)
+
+    return fw.custom(forward, backward, reference, tree.leaves(fw, call))[0]
+
+
+def _of(call: Call, arrays: Sequence[Array]) -> Call:
+    return tree.rebuild(call.fw, call, [x.detach() for x in arrays])
+
+
+def _seen(call: Call) -> list[Any]:
+    """Query, and the keys and values that the last query sees, on four axes."""
+    key, value = call.key, call.value
+    if key.shape[-3:-2] != value.shape[-3:-2]:  # type: ignore[union-attr]
+        key, value = (calls.share_heads(call, x) for x in (key, value))
+    query, key, value = (four_axes(x, call.lead) for x in (call.query, key, value))
+    return [query, key[..., : call.n, :], value[..., : call.n, :]]
+
+
+def _healed(call: Call, out: Array) -> tuple[Array, Array]:
+    """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
+    from qkv.engines.triton import mend
+
+    out = out.contiguous()
+    query, key, value = _seen(call)
+    found = mend.heal(four_axes(out, call.lead), query, key, value, native.scale_of(call))
+    return out, found
+
+
+def _heal_slopes(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
+    """The same for the gradient of the query, in place; those of key and value are right."""
+    from qkv.engines.triton import mend
+
+    dquery, along, out = (four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
+    query, key, value = _seen(call)
+    scale = native.scale_of(call)
+    mend.heal_backward(dquery, along, out, kept[0], query, key, value, scale)

@@ -1,0 +1,127 @@
+"""α = exp(s − lse) beside torch's kernel, from the log-sum-exp that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from qkv.engines import dense, native
+from qkv.engines.call import Call
+from qkv.types import Array
+
+BLOCK = 2**20
+"""Weights of all heads that are held at once where only their mean is wanted."""
+
+
+def run(call: Call) -> tuple[Array, Array] | None:
+    """The output and α, of every head or their mean; None where torch's kernel does not give it.
+
+    query (batch, heads, n, d), key and value (batch, heads, m, d), no mask.
+    """
+    if call.rule is not None or call.dropout or call.wants_lse or call.fw.tracing(call.query):
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    parts: list[Any] = [call.query, call.key, call.value]
+    shapes = [tuple(x.shape) for x in parts]
+    if len({(*x[:-2], x[-1]) for x in shapes}) > 1 or len(shapes[0]) != 4:
+        return None
+    query, scale, average = call.query, native.scale_of(call), call.wants_weights == "mean"
+    if query.device.type == "cuda":
+        if not _flashes(query):
+            return None
+        from qkv.engines.triton.weights import weights as on_chip
+
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(*parts, 0.0, False, False, scale=scale)
+        return out, on_chip(query, call.key, lse.detach(), scale, None, average)
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return None
+    if not call.fw.needs_gradient(parts):
+        seen: list[Array] = []
+        out = _kernel(seen, scale, *parts)
+        return out, _alpha(query, call.key, seen[0], scale, average)
+    return _learning(call, parts, scale, average)
+
+
+def _learning(
+    call: Call, parts: Sequence[Array], scale: float, average: bool
+) -> tuple[Array, Array]:
+    fw = call.fw
+    held: list[Any] = []
+
+    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        found: list[Array] = []
+        out, pull = fw.vjp(partial(_kernel, found, scale), *arrays)
+        held[:] = [pull]  # with the kernel's own graph, for the way back
+        return (out, _alpha(arrays[0], arrays[1], found[0], scale, average)), (found[0],)
+
+    def backward(
+        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Array | None, ...]:
+        along, slope = gradients
+        dquery, dkey, dvalue = held[0](along)
+        if slope.any():  # mostly nobody learns from the weights
+            more = _slopes(arrays[0], arrays[1], kept[0], scale, average, slope)
+            dquery, dkey = dquery + more[0], dkey + more[1]
+        return dquery, dkey, dvalue
+
+    def reference(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+        out, _, alpha = dense.run(Call(query, key, value, call.score, call.weighting))
+        return out, alpha.mean(-3) if average else alpha
+
+    out, alpha = fw.custom(forward, backward, reference, parts)
+    return out, alpha
+
+
+def _kernel(found: list[Array], scale: float, *parts: Array) -> Array:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*parts, 0.0, False, scale=scale)
+    found.append(lse.detach())
+    return out
+
+
+def _flashes(query: Array) -> bool:
+    """Whether the kernel itself, which SDPA would prepare these for, takes such vectors here."""
+    fits = query.dtype in (torch.float16, torch.bfloat16) and native.has_triton()
+    fits = fits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _pieces(query: Array, key: Array) -> Iterator[slice]:
+    """Rows whose weights of all heads are held at once."""
+    size = max(BLOCK // max(query[:, :, 0, 0].numel() * key.shape[-2], 1), 1)
+    return (slice(at, at + size) for at in range(0, query.shape[-2], size))
+
+
+def _alpha(query: Array, key: Array, lse: Array, scale: float, average: bool) -> Array:
+    batch, heads, n, _ = query.shape
+    lead = (batch,) if average else (batch, heads)
+    out = query.new_empty(*lead, n, key.shape[-2])
+    for some in _pieces(query, key):
+        alpha = _exponentials(query[:, :, some], key, lse[:, :, some], scale)
+        out[..., some, :] = alpha.mean(1) if average else alpha
+    return out
+
+
+def _exponentials(query: Array, key: Array, lse: Array, scale: float) -> Array:
+    return (query * scale @ key.mT).sub_(lse[..., None]).exp_()
+
+
+def _slopes(
+    query: Array, key: Array, lse: Array, scale: float, average: bool, slope: Array
+) -> tuple[Array, Array]:
+    """∂L/∂q and ∂L/∂k of the weights alone: with g = ∂L/∂α, ∂L/∂s = α (g − Σ α g)."""
+    dquery, dkey = torch.empty_like(query), torch.zeros_like(key)
+    for some in _pieces(query, key):
+        q = query[:, :, some]
+        alpha = _exponentials(q, key, lse[:, :, some], scale)
+        g = slope[:, None, some] / query.shape[1] if average else slope[:, :, some]
+        along = g * alpha
+        along.addcmul_(alpha, along.sum(-1, keepdim=True), value=-1)
+        dquery[:, :, some] = along @ key * scale
+        dkey += along.mT @ (q * scale)
+    return dquery, dkey

@@ -1,0 +1,192 @@
+"""Plans: what was chosen for a kind of call, kept so that the next of that kind need not choose.
+
+A kind is what the choice hangs on: the arrays' types, dtypes, devices, leading shapes and widths,
+their lengths by their number of binary digits, the score, the weighting, the mask, the flags, and
+whether a gradient is wanted. No plan holds an array, and none is made while a framework traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from qkv import masks
+from qkv.arrays import framework_of, tree
+from qkv.engines.call import Call, results
+from qkv.engines.choose import Choice
+from qkv.engines.request import bias_of, resolved, seed_of
+from qkv.errors import QkvError
+from qkv.names import EDITION
+from qkv.types import Array
+
+MOST = 1024
+"""Kinds that are remembered, and exact shapes; beyond, the tables start anew."""
+
+Kind = tuple[Hashable, ...]
+
+
+class Plan(NamedTuple):
+    """`run(query, key, value, score, weighting, mask, seed)`: the results, or None: choose anew."""
+
+    choice: Choice
+    run: Callable[..., Any]
+
+
+_SEEN: dict[Kind, Plan] = {}
+_KINDS: dict[Kind, Plan] = {}
+
+
+def kind_of(
+    query: Array,
+    key: Array,
+    value: Array | None,
+    score: Any,
+    weighting: Any,
+    mask: Any,
+    flags: tuple[Hashable, ...],
+) -> Kind | None:
+    """All that a choice hangs on, with exact shapes; None for what cannot be told by that."""
+    fw = framework_of(query)
+    if fw is None:
+        return None
+    sign = fw.signature(query, key, value)
+    if sign is None:
+        return None
+    if type(score) is not str or type(weighting) is not str or mask is not None:
+        try:
+            score = tree.kind(fw, score)
+            weighting = tree.kind(fw, weighting)
+            mask = tree.kind(fw, mask)
+        except tree.Unkind:
+            return None
+    return sign, score, weighting, mask, (*flags, EDITION[0])
+
+
+def find(kind: Kind | None) -> Plan | None:
+    """The plan for calls of this kind, where one is kept."""
+    if kind is None:
+        return None
+    try:
+        plan = _SEEN.get(kind)
+    except TypeError:  # a flag that is none: the check of the arguments says so
+        return None
+    if plan is None:
+        wide = _class_of(kind)
+        plan = None if wide is None else _KINDS.get(wide)
+        if plan is not None:
+            _put(_SEEN, kind, plan)
+    return plan
+
+
+def keep(kind: Kind, call: Call, choice: Choice) -> None:
+    """Remember what was chosen for a call, unless there is nothing to gain."""
+    if 0 in (*call.lead, call.n, call.m):
+        return
+    plan = Plan(choice, _bound(call, choice, kind))
+    _put(_SEEN, kind, plan)
+    wide = _class_of(kind)
+    if wide is not None:
+        _put(_KINDS, wide, plan)
+
+
+def _put(table: dict[Kind, Plan], kind: Kind, plan: Plan) -> None:
+    if len(table) >= MOST:
+        table.clear()
+    table[kind] = plan
+
+
+def _class_of(kind: Kind) -> Kind | None:
+    """The kind with lengths by their size alone; None where they do not fit each other."""
+    sign, score, weighting, mask, flags = kind
+    (query, key, value), rest = sign[0], sign[1:]  # type: ignore[index]
+    if min(len(query), len(key)) < 2 or (value is not None and value[-2:-1] != key[-2:-1]):
+        return None
+    n, m = query[-2], key[-2]
+    if type(mask) is tree.ArrayKind:
+        shape = mask.shape
+        if len(shape) < 2 or shape[-2] not in (1, n) or shape[-1] not in (1, m):
+            return None
+        mask = mask._replace(shape=(*shape[:-2], shape[-2] == 1, shape[-1] == 1))
+    elif tree.has_arrays(mask):
+        return None  # an array inside of a rule may be as long as the keys
+    leads = query[:-2], key[:-2], None if value is None else value[:-2]
+    widths = query[-1], key[-1], None if value is None else value[-1]
+    return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, flags
+
+
+def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
+    """The chosen engine as a function of the arguments of `attend`."""
+    fw, engine = call.fw, choice.engine
+    learned, masked = tree.has_arrays(kind[1:3]), tree.has_arrays(kind[3])
+    bare = type(kind[3]) is tree.ArrayKind
+    plain = not (call.dropout or call.wants_lse or call.wants_weights)
+    plain = plain and (bare or not masked) and call.bias is None
+    if plain and call.value is not None and hasattr(engine, "direct") and not fw.equal_spans:
+        direct = engine.direct(call)
+        if direct is not None:
+            return _directly(direct, None if learned else (call.score, call.weighting))
+    run = choice.bind(call)
+    hollow = tree.map_arrays(fw, fw.outline, call)  # it must not keep the arrays
+    run, fixed, lead = _compiled(hollow, run), dict(vars(hollow)), call.lead
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array | None,
+        score: Any,
+        weighting: Any,
+        mask: Any,
+        seed: Any,
+    ) -> Any:
+        call: Call = object.__new__(Call)  # its fields fit, so nothing is checked again
+        fields = call.__dict__
+        fields.update(fixed)
+        fields["fw"], fields["lead"] = fw, lead
+        fields["key"], fields["value"] = key, value
+        if query.shape[:-2] != lead:
+            query = fw.xp.broadcast_to(query, (*lead, *query.shape[-2:]))
+        fields["query"] = query
+        if masked:
+            fields["rule"], bias = masks.resolve(mask)
+            fields["bias"] = bias_of(fw, bias, query)
+        if learned:
+            fields["score"], fields["weighting"] = resolved(score, weighting, call.bias)
+        if call.dropout:
+            fields["seed"] = seed_of(fw, seed, query)
+        with fw.quiet():
+            found = run(call)
+            return None if found is None else results(call, found)
+
+    return attend
+
+
+def _directly(direct: Callable[..., Any], fixed: tuple[Any, Any] | None) -> Callable[..., Any]:
+    """The same of the arrays alone, with the score and the weighting where nothing in them is
+    learned."""
+    if fixed is not None:
+        return lambda query, key, value, score, weighting, mask, _: direct(
+            query, key, value, *fixed, mask
+        )
+
+    def attend(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, _: Any
+    ) -> Any:
+        return direct(query, key, value, *resolved(score, weighting, None), mask)
+
+    return attend
+
+
+def _compiled(hollow: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """`run` as one compiled function, in a framework that is slow step by step."""
+    fw = hollow.fw
+    quick = fw.compiled(lambda *leaves: run(tree.rebuild(fw, hollow, leaves)))
+    if quick is None or hollow.score.ranged:  # whose range must be looked at
+        return run
+
+    def compiled(call: Call) -> Any:
+        try:
+            return quick(*tree.leaves(fw, call))
+        except QkvError:  # it must look at numbers
+            return run(call)
+
+    return compiled

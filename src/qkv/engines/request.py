@@ -1,0 +1,189 @@
+"""The arguments of a call, looked up, checked and put into one record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from qkv import arrays, masks, scores, weightings
+from qkv.arrays import common, is_array, tree
+from qkv.arrays.base import FLOATS, Framework
+from qkv.arrays.tree import map_arrays
+from qkv.engines import dropout
+from qkv.engines.call import Call, paired
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.scores import Score
+from qkv.types import Array, Shape
+from qkv.weightings import Weighting
+
+ScoreLike = str | Score | Callable[..., Any]
+WeightingLike = str | Weighting
+
+
+def request(
+    query: Array,
+    key: Array,
+    value: Array | None,
+    score: ScoreLike,
+    weighting: WeightingLike,
+    mask: Any,
+    dropout_p: float,
+    seed: Any,
+    tolerance: float | None,
+) -> Call:
+    """The arguments as one checked record."""
+    rule, bias = masks.resolve(mask)
+    score, weighting = resolved(score, weighting, bias)
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
+        raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
+    p = dropout.check(dropout_p)
+    like = next((x for x in (query, key, value) if is_array(x)), None)
+    query = as_array("query", query, like)
+    fw = _one_framework(query, score, weighting, rule)
+    _one_dtype(fw, query, score=score, weighting=weighting)
+    call = build(
+        query,
+        key,
+        value,
+        score=tree.map_arrays(fw, fw.plain, score),
+        weighting=weighting,
+        rule=rule,
+        bias=bias_of(fw, bias, query),
+        dropout=p,
+        tolerance=tolerance,
+    )
+    return replace(call, seed=seed_of(fw, seed, query)) if p else call
+
+
+def resolved(
+    score: ScoreLike, weighting: WeightingLike, bias: Array | None
+) -> tuple[Score, Weighting]:
+    """A score and a weighting from their names or themselves, if they go together."""
+    weighting = weightings.resolve(weighting)
+    return paired(scores.resolve(score), weighting, bias), weighting
+
+
+def bias_of(fw: Framework, bias: Array | None, query: Array) -> Array | None:
+    """What a mask adds to the scores, in the precision that they are summed in."""
+    wide = "float64" if fw.dtype(query) == "float64" else "float32"
+    return None if bias is None else fw.astype(bias, wide)
+
+
+def seed_of(fw: Framework, seed: Any, query: Array) -> Array | None:
+    """The seed of a dropout; None where the framework's own generator serves as well."""
+    return None if seed is None and fw.chance else dropout.seed_array(fw, seed, query)
+
+
+def _one_framework(query: Array, score: Score, weighting: Weighting, rule: Any) -> Any:
+    """The query's framework, unless a score or a mask holds an array of another."""
+    for what, record in (("score", score), ("weighting", weighting), ("mask", rule)):
+        for x in _all_arrays(record):
+            common(query=query, **{what: x})
+    return common(query=query)
+
+
+def _one_dtype(fw: Any, query: Array, **records: Any) -> None:
+    """Refuse a learned array of another precision than the query's."""
+    for what, record in records.items():
+        for x in tree.leaves(fw, record):
+            learned = "float" in fw.dtype(x) or not scores.is_open(record)
+            if learned and fw.dtype(x) != fw.dtype(query):
+                raise DtypeError(
+                    f"query is {fw.dtype(query)} but an array {tuple(x.shape)} of the {what} is "
+                    f"{fw.dtype(x)}: cast one of them"
+                )
+
+
+def _all_arrays(record: Any) -> list[Array]:
+    if is_array(record):
+        return [record]
+    if isinstance(record, masks.Mask):
+        return record.arrays()
+    inner = vars(record).values() if hasattr(record, "__dataclass_fields__") else ()
+    return [x for item in inner for x in _all_arrays(item)]
+
+
+def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
+    """A call whose shapes and dtypes fit, with the query broadcast to the full leading shape."""
+    given = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    like = next((x for x in given.values() if arrays.is_array(x)), None)
+    given = {name: as_array(name, x, like) for name, x in given.items()}
+    fw = arrays.common(**given)
+    dtypes = {name: fw.dtype(x) for name, x in given.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in FLOATS:
+            raise DtypeError(f"{name} is an array of {dtype}: attention needs floats, so cast it")
+        if dtype != dtypes["query"]:
+            raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
+    shapes = {name: fw.shape(x) for name, x in given.items()}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            raise ShapeError(
+                f"{name} must have at least two axes (…, rows, width), not shape {shape}; "
+                f"one row is {name}[None, :], one column {name}[:, None]"
+            )
+    if value is not None and _differ(shapes["key"][-2], shapes["value"][-2]):
+        raise ShapeError(
+            f"key and value must have one row each per pair, but key has {shapes['key'][-2]} "
+            f"and value {shapes['value'][-2]}"
+        )
+    lead = shapes["query"][:-2]
+    for name in ("key", "value")[: len(given) - 1]:
+        lead = _join_leads(lead, shapes[name][:-2], shapes["query"], name, shapes[name])
+    rest["score"].check(shapes["query"], shapes["key"])
+    query, key, value = (given.get(name) for name in ("query", "key", "value"))
+    if 0 in (*lead, shapes["query"][-2], shapes["key"][-2]):
+        parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))
+        parts = map_arrays(fw, fw.inert, parts)
+        query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
+    if lead != shapes["query"][:-2]:
+        query = fw.xp.broadcast_to(query, (*lead, *shapes["query"][-2:]))
+    call = Call(query, key, value, **rest)
+    if call.rule is not None:
+        call.rule.check(lead, call.n, call.m)
+    return call
+
+
+def as_array(name: str, x: Any, like: Array | None = None) -> Array:
+    """x, where nested lists of numbers become floats like those beside them, or NumPy's."""
+    if isinstance(x, list | tuple):
+        try:
+            host = np.asarray(x, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise DtypeError(f"{name} is no rectangle of numbers: {error}") from None
+        return (
+            host
+            if like is None
+            else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
+        )
+    if not arrays.is_array(x):
+        raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}")
+    return arrays.of(x).plain(x)
+
+
+def _differ(one: int | None, two: int | None) -> bool:
+    return one is not None and two is not None and one != two
+
+
+def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape) -> Shape:
+    """The leading shape of both; the last axis, the heads, may be shared."""
+    size = max(len(lead), len(other))
+    a, b = ((1,) * (size - len(x)) + tuple(x) for x in (lead, other))
+    joined = []
+    for axis, (x, y) in enumerate(zip(a, b, strict=True)):
+        heads = axis == size - 1
+        if x == y or y == 1 or x is None or y is None:
+            joined.append(y if x is None else x)
+        elif x == 1:
+            joined.append(y)
+        elif heads and y and x % y == 0:
+            joined.append(x)
+        else:
+            raise ShapeError(
+                f"query {query} and {name} {shape} do not go together: leading axes must be equal "
+                f"or 1" + (", or the query's heads a multiple of the other's" if heads else "")
+            )
+    return tuple(joined)
