@@ -62,7 +62,8 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
-    flags = (dropout_p, seed is None, return_lse, return_weights, tolerance, engine)
+    returned = (return_lse, return_weights, type(return_lse), type(return_weights))
+    flags = (dropout_p, seed is None, returned, tolerance, engine)
     kind = plans.kind_of(query, key, value, score, weighting, mask, flags)
     plan = plans.find(kind)
     if plan is not None:
@@ -133,7 +134,8 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    flags = (dropout_p, seed is None, return_lse, return_weights, tolerance, engine)
+    returned = (return_lse, return_weights, type(return_lse), type(return_weights))
+    flags = (dropout_p, seed is None, returned, tolerance, engine)
     plan = plans.find(plans.kind_of(query, key, value, score, weighting, mask, flags))
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)

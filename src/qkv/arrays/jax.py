@@ -14,9 +14,6 @@ from qkv.arrays.base import Framework, Plan
 from qkv.errors import ArgumentError
 from qkv.types import Array, Span
 
-_ARRAY = type(jnp.zeros(()))
-
-
 class _Spans(NamedTuple):
     """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
 
@@ -49,7 +46,7 @@ class Jax(Framework):
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
         arrays = (query, key) if value is None else (query, key, value)
-        if any(type(x) is not _ARRAY for x in arrays):
+        if any(self.tracing(x) or not isinstance(x, jax.Array) for x in arrays):
             return None
         shapes = query.shape, key.shape, None if value is None else value.shape
         return shapes, *(x.dtype for x in arrays), query.sharding

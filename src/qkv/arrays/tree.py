@@ -94,11 +94,20 @@ def kind(fw: Framework, record: Any) -> Hashable:
         learned = getattr(record, "requires_grad", False)
         return ArrayKind(type(record), record.dtype, tuple(record.shape), learned)
     names = _fields(record)
-    if names is not None:
+    if names is not None and len(getattr(record, "__dict__", ())) == len(names):
         return (type(record), *[kind(fw, getattr(record, name)) for name in names])
     if type(record) is tuple:
         return tuple(kind(fw, item) for item in record)
     raise Unkind
+
+
+def holds_others(fw: Framework, record: Any) -> bool:
+    """Whether an array of another framework stands in the record."""
+    if is_array(record):
+        return of(record) is not fw
+    if type(record) in (tuple, list):
+        return any(holds_others(fw, item) for item in record)
+    return any(holds_others(fw, getattr(record, name)) for name in _fields(record) or ())
 
 
 def has_arrays(kind: Hashable) -> bool:

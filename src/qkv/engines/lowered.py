@@ -61,6 +61,11 @@ def declines(call: Call) -> str | None:
     return streaming.declines(call)
 
 
+def looks(call: Call) -> bool:
+    """Whether the numbers decide if the score can be lowered, so that it is asked in each call."""
+    return call.score.ranged
+
+
 def describe(call: Call) -> str:
     rewritten = rewrite(call)
     width = rewritten.score.form_width(rewritten.fw.shape(rewritten.query)[-1])

@@ -91,6 +91,11 @@ def declines(call: Call) -> str | None:
     return None
 
 
+def looks(call: Call) -> bool:
+    """What the boxes rule out is for the numbers to say."""
+    return True
+
+
 def describe(call: Call) -> str:
     """What is read and what may be lost."""
     read = _part(outlook(call)[0])

@@ -80,7 +80,8 @@ def find(kind: Kind | None) -> Plan | None:
 
 def keep(kind: Kind, call: Call, choice: Choice) -> None:
     """Remember what was chosen for a call, unless there is nothing to gain."""
-    if 0 in (*call.lead, call.n, call.m):
+    looks = getattr(choice.engine, "looks", None)
+    if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)):
         return
     plan = Plan(choice, _bound(call, choice, kind))
     _put(_SEEN, kind, plan)
@@ -128,6 +129,8 @@ def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
     run = choice.bind(call)
     hollow = tree.map_arrays(fw, fw.outline, call)  # it must not keep the arrays
     run, fixed, lead = _compiled(hollow, run), dict(vars(hollow)), call.lead
+    if masked:
+        fixed["rule"] = fixed["bias"] = None
 
     def attend(
         query: Array,
@@ -180,7 +183,7 @@ def _compiled(hollow: Call, run: Callable[[Call], Any]) -> Callable[[Call], Any]
     """`run` as one compiled function, in a framework that is slow step by step."""
     fw = hollow.fw
     quick = fw.compiled(lambda *leaves: run(tree.rebuild(fw, hollow, leaves)))
-    if quick is None or hollow.score.ranged:  # whose range must be looked at
+    if quick is None or tree.holds_others(fw, hollow.rule):
         return run
 
     def compiled(call: Call) -> Any:

@@ -64,6 +64,11 @@ def declines(call: Call) -> str | None:
     return None
 
 
+def looks(call: Call) -> bool:
+    """Whether it may run because the numbers forbid a faster engine."""
+    return call.score.ranged
+
+
 def describe(call: Call) -> str:
     rows, cols = block_size(call)
     return f"blocks of {rows} queries × {cols} keys"

@@ -101,6 +101,11 @@ def declines(call: Call) -> str | None:
     return None
 
 
+def looks(call: Call) -> bool:
+    """Whether the numbers decide if the score can be lowered: in 16 bits nothing is looked at."""
+    return call.score.ranged and call.fw.dtype(call.query) == "float32"
+
+
 def describe(call: Call) -> str:
     if isinstance(call.score, Additive):
         if call.fw.dtype(call.query) == "float32":
