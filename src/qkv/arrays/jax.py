@@ -14,6 +14,7 @@ from qkv.arrays.base import Framework, Plan
 from qkv.errors import ArgumentError
 from qkv.types import Array, Span
 
+
 class _Spans(NamedTuple):
     """Spans of one size as arrays to scan over; where not `valid`, there is nothing to do."""
 
