@@ -41,19 +41,17 @@ class Torch(Framework):
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
-        grad = torch.is_grad_enabled()
+        last = key if value is None else value
         try:
-            if value is None:
-                learned = grad and (query.requires_grad or key.requires_grad)
-                shapes: Any = query.shape, key.shape, None
-                rest: Any = type(key), query.dtype, key.dtype
-            else:
-                learned = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
-                shapes = query.shape, key.shape, value.shape
-                rest = type(key), type(value), query.dtype, key.dtype, value.dtype
+            shapes = query.shape, key.shape, None if value is None else value.shape
+            kinds = type(query), type(key), type(last), query.dtype, key.dtype, last.dtype
+            place = None if query.is_cpu else query.device
+            if not torch.is_grad_enabled():
+                return shapes, *kinds, place
+            learned = query.requires_grad or key.requires_grad or last.requires_grad
+            return shapes, *kinds, place, learned
         except AttributeError:
             return None
-        return shapes, type(query), query.device, grad, learned, rest
 
     def outline(self, x: Array) -> Array:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")

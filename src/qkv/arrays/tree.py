@@ -88,14 +88,20 @@ def kind(fw: Framework, record: Any) -> Hashable:
     """
     if type(record) in _PLAIN_TYPES:
         return record  # type: ignore[no-any-return]
+    held = getattr(record, "__dict__", None)
+    if held is not None and _KIND in held:
+        return held[_KIND]  # type: ignore[no-any-return]
     if is_array(record):
         if of(record).tracing(record):
             raise Unkind
         learned = getattr(record, "requires_grad", False)
         return ArrayKind(type(record), record.dtype, tuple(record.shape), learned)
     names = _fields(record)
-    if names is not None and len(getattr(record, "__dict__", ())) == len(names):
-        return (type(record), *[kind(fw, getattr(record, name)) for name in names])
+    if names is not None and held is not None and len(held) == len(names):
+        found = (type(record), *[kind(fw, held[name]) for name in names])
+        if not has_arrays(found):
+            held[_KIND] = found
+        return found
     if type(record) is tuple:
         return tuple(kind(fw, item) for item in record)
     raise Unkind
@@ -144,6 +150,8 @@ def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
 
 _PLAIN = (int, float, str, type(None))
 _PLAIN_TYPES = frozenset((*_PLAIN, bool))
+_KIND = "_kind"
+"""Where a record that holds no array keeps its kind."""
 
 # Plain dictionaries, which torch.compile can read.
 _NAMES: dict[type, tuple[str, ...] | None] = {}

@@ -47,10 +47,8 @@ def kind_of(
 ) -> Kind | None:
     """All that a choice hangs on, with exact shapes; None for what cannot be told by that."""
     fw = framework_of(query)
-    if fw is None:
-        return None
-    sign = fw.signature(query, key, value)
-    if sign is None:
+    sign = None if fw is None else fw.signature(query, key, value)
+    if fw is None or sign is None:
         return None
     if type(score) is not str or type(weighting) is not str or mask is not None:
         try:

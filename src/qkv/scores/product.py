@@ -57,7 +57,7 @@ class ScaledDot(Score):
             raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r}")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        s = product(query * self.factor(query), key)
+        s = of(query).inner(query * self.factor(query), key)
         if self.softcap is None:
             return s
         return namespace(s).tanh(s / self.softcap) * self.softcap

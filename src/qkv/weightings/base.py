@@ -105,6 +105,8 @@ class Weighting:
 
     def pool(self, weight: Array, value: Array, live: Array | None, keep: Array | None) -> Array:
         """Σᵢ αᵢ vᵢ, once the weights are there."""
+        if live is keep is None and not self.sparse:
+            return weight @ value
         return pool(weight, value, live, keep, self.sparse)
 
     def moving(self, weight: Array) -> Array:

@@ -39,26 +39,29 @@ def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) 
 def fused(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
-    """SDPA whose gradient can be differentiated again, which torch's fused kernels do not offer.
+    """SDPA with derivatives of both orders."""
+    return smooth(sdpa(parts, mask, plain, scale, dropout), parts, mask, plain, scale)
+
+
+def smooth(
+    out: Array, parts: Sequence[Array], mask: Array | None, plain: bool, scale: float
+) -> Array:
+    """The kernel's output, whose gradient can now be differentiated again, which torch's fused
+    kernels do not offer.
 
     A hook on the kernel's node does it: a function of our own around the kernel would cost a
     small call as much as the kernel does.
     """
-    out = sdpa(parts, mask, plain, scale, dropout)
     node = None if torch.compiler.is_compiling() else out.grad_fn
-    if node is None:
+    if node is None or torch._C._are_functorch_transforms_active():
         return out
-    if torch._C._are_functorch_transforms_active() or not node.name().startswith(
-        "ScaledDotProduct"
-    ):
+    if not node.name().startswith("ScaledDotProduct"):
         return out  # made of operations that have all derivatives
     # Torch keeps the three for the way back. A hook that held them would keep them where an
     # activation checkpoint has let them go.
     held = [weakref.ref(x) for x in parts]
 
-    def again(
-        inner: Sequence[Array | None], outer: Sequence[Array]
-    ) -> tuple[Array | None, ...] | None:
+    def again(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
         if not torch.is_grad_enabled():
             return None
         arrays: list[Any] = [x() for x in held]
@@ -67,7 +70,7 @@ def fused(
         rule, bias = masks.resolve(masks.causal if plain else mask)
         query, key, value = arrays
         call = Call(query, key, value, ScaledDot(scale), Softmax(), rule, bias)
-        made = framework("torch").astype(dense.run(call)[0], call.fw.dtype(arrays[0]))
+        made = framework("torch").astype(dense.run(call)[0], call.fw.dtype(query))
         wanted = [x for x, slope in zip(arrays, inner, strict=False) if slope is not None]
         found = iter(torch.autograd.grad(made, wanted, outer[0], create_graph=True))
         fresh = [None if slope is None else next(found) for slope in inner[:3]]

@@ -13,7 +13,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
 from qkv.engines.native import backends, rows
-from qkv.engines.native.kernel import as_mask, four_axes, fused, kernel
+from qkv.engines.native.kernel import as_mask, four_axes, kernel, smooth
 from qkv.masks import is_causal
 from qkv.types import Array
 
@@ -138,10 +138,9 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         if short and not _finite(query, key):
             return None
         mask = None if causal else mask
+        out = sdpa(query, key, value, mask, 0.0, causal, scale=scale)
         if learning:
-            out = fused((query, key, value), mask, causal, scale)
-        else:
-            out = sdpa(query, key, value, mask, 0.0, causal, scale=scale)
+            smooth(out, (query, key, value), mask, causal, scale)
         if not causal and mask is None:
             return out
         leaks = not math.isfinite((out[..., :1, :] if alike else out).sum().item())
