@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,19 +34,28 @@ class Torch(Framework):
         return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
 
     def tracing(self, x: Array) -> bool:
-        return torch.compiler.is_compiling()
+        return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+    def quiet(self) -> AbstractContextManager[object]:
+        # Sums run in the precision of the arguments, whatever torch would make of them.
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                return torch.autocast(device, enabled=False)
+        return nullcontext()
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if self.tracing(query) or torch.is_autocast_enabled("cpu"):
             return None
         last = key if value is None else value
         try:
             shapes = query.shape, key.shape, None if value is None else value.shape
             kinds = type(query), type(key), type(last), query.dtype, key.dtype, last.dtype
             place = None if query.is_cpu else query.device
+            if place is not None and torch.is_autocast_enabled(place.type):
+                return None
             if not torch.is_grad_enabled():
                 return shapes, *kinds, place
             learned = query.requires_grad or key.requires_grad or last.requires_grad

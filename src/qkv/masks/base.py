@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import signature
 from operator import add
@@ -69,7 +69,7 @@ class Compound(Mask):
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        return tuple(vars(self).values())
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     @property
     def relative(self) -> bool:

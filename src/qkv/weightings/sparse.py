@@ -71,7 +71,8 @@ class Entmax(Weighting):
         lent = fw.lend(scores)
         if lent is not None:  # NumPy picks by a mask several times faster than others can
             allowed = None if live is None else fw.lend(live)
-            return fw.take_back(self.weights(lent, allowed, k))
+            with of(lent).quiet():
+                return fw.take_back(self.weights(lent, allowed, k))
 
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
