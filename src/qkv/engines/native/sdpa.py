@@ -124,7 +124,11 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     shapes = [x.shape for x in (call.query, call.key, call.value)]  # type: ignore[union-attr]
     if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
         return None
-    if call.query.device.type != "cpu" or call.dropout or _splits(call) or call.query.dtype in HALF:
+    if call.dropout or _splits(call):
+        return None
+    if call.query.device.type == "cuda":
+        return _direct_on_device(call)
+    if call.query.device.type != "cpu" or call.query.dtype in HALF:
         return None
     sdpa, scale = torch.nn.functional.scaled_dot_product_attention, native.scale_of(call)
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
@@ -146,6 +150,29 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         leaks = not math.isfinite((out[..., :1, :] if alike else out).sum().item())
         if leaks or (learning and not _finite(key, *([query] if bare is not None else []))):
             return None
+        return out
+
+    return attend
+
+
+def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
+    """The same on CUDA, where nothing may wait for the numbers."""
+    causal, scale = is_causal(call.rule), native.scale_of(call)
+    learning = call.fw.needs_gradient((call.query, call.key, call.value))
+    if call.rule is not None and (learning or not _heals(call)):
+        return None
+
+    def attend(query: Array, key: Array, value: Array, *_: Any) -> Array | None:
+        parts = query, key, value
+        if any(x.stride(-1) != 1 for x in parts):
+            return None
+        if not causal:
+            return smooth(backends.sdpa(parts, None, False, scale), parts, None, False, scale)
+        seen = query.shape[2]
+        if key.shape[2] > seen:
+            key, value = key[:, :, :seen], value[:, :, :seen]
+        out = backends.sdpa((query, key, value), None, True, scale).contiguous()
+        mend().heal(out, query, key, value, scale)
         return out
 
     return attend
@@ -199,6 +226,13 @@ def _split(call: Call) -> Array:
 # A NaN behind the causal mask, on CUDA
 
 
+def mend() -> Any:
+    """The repair by a kernel of our own: Triton is imported where it is needed only."""
+    from qkv.engines.triton import mend
+
+    return mend
+
+
 def _heals(call: Call) -> bool:
     """Whether what a NaN behind the mask has spoiled is found and mended on the device itself."""
     plain = is_causal(call.rule) and call.fw.dtype(call.query) != "float64" and not call.dropout
@@ -250,19 +284,15 @@ def _seen(call: Call) -> list[Any]:
 
 def _healed(call: Call, out: Array) -> tuple[Array, Array]:
     """The output without what a NaN behind the causal mask has spoiled; and for the way back."""
-    from qkv.engines.triton import mend
-
     out = out.contiguous()
     query, key, value = _seen(call)
-    found = mend.heal(four_axes(out, call.lead), query, key, value, native.scale_of(call))
+    found = mend().heal(four_axes(out, call.lead), query, key, value, native.scale_of(call))
     return out, found
 
 
 def _heal_slopes(call: Call, slopes: Array, along: Array, kept: Sequence[Array]) -> None:
     """The same for the gradient of the query, in place; those of key and value are right."""
-    from qkv.engines.triton import mend
-
     dquery, along, out = (four_axes(x, call.lead) for x in (slopes, along.contiguous(), kept[1]))
     query, key, value = _seen(call)
     scale = native.scale_of(call)
-    mend.heal_backward(dquery, along, out, kept[0], query, key, value, scale)
+    mend().heal_backward(dquery, along, out, kept[0], query, key, value, scale)
