@@ -33,7 +33,7 @@ KINDS = {
 
 def rows(device="cpu"):
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
-    given = torch.randn(3, 1, 8, 128, 64, device=device, dtype=torch.bfloat16)
+    given = torch.randn(3, 1, 8, 128, 64, device=device, dtype=torch.bfloat16).unbind()
     for name, (most, ours, theirs) in KINDS.items():
         sides = {"qkv": partial(qkv.attend, **ours), "SDPA": partial(sdpa, **theirs)}
         row = {"work": f"{name} (1, 8, 128, 64) bf16, {device}", "sides": {}, "goals": []}

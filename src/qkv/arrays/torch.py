@@ -53,9 +53,11 @@ class Torch(Framework):
         try:
             shapes = query.shape, key.shape, None if value is None else value.shape
             kinds = type(query), type(key), type(last), query.dtype, key.dtype, last.dtype
-            place = None if query.is_cpu else query.device
-            if place is not None and torch.is_autocast_enabled(place.type):
-                return None
+            place: Any = None
+            if not query.is_cpu:
+                place = query.get_device() if query.is_cuda else query.device
+                if torch.is_autocast_enabled(query.device.type):
+                    return None
             if not torch.is_grad_enabled():
                 return shapes, *kinds, place
             learned = query.requires_grad or key.requires_grad or last.requires_grad

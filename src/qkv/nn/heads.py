@@ -215,6 +215,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         check_tensors(query=query)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
+        masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
+        alone = query is key is value and not (masked or need_weights) and cache is None
+        if alone and self._is_one_step(query):
+            return super().forward(query, query, query, need_weights=False)
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -239,6 +243,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         out, alpha = attended(q, k, v, self.score, self.weighting, mask, dropout, weights)
         out = self.out_proj(self._joined(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
+
+    def _is_one_step(self, x: Array) -> bool:
+        """Whether torch has the whole layer, projections and all, as one operator for x."""
+        quick = x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
+        quick = quick and not (self.training or torch.is_grad_enabled()) and self.batch_first
+        if not quick or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+            return False
+        return self._qkv_same_embed_dim and self._is_torchs() and self.num_heads % 2 == 0
 
     def _projected(
         self, query: Array, key: Array | None, value: Array | None

@@ -174,7 +174,7 @@ class Entmax(Weighting):
             size = xp.minimum(mass, 1.0) if self.alpha == 2 else mass ** (1 - 1 / self.exponent)
             step = (mass - size) / xp.maximum(slope, least)
             tau = tau + step
-            if 0 in step.shape or not xp.max(step) > near:
+            if not bool(xp.any(step > near)):  # a row of NaN does not hold up the others
                 break
         return tau
 

@@ -98,7 +98,14 @@ def four_axes(x: Array, lead: tuple[int, ...]) -> Array:
         heads = lead[-1] if lead and heads == 1 else heads
         x = x.expand(*lead[:-1], heads, *x.shape[-2:])
         x = x.reshape(math.prod(lead[:-1]), *x.shape[-3:])
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if fits(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def fits(x: Array) -> bool:
+    """Whether x lies as the kernels on a device read it: 16 bytes at a time."""
+    if x.stride(-1) != 1:
+        return False
+    return x.is_cpu or framework("torch").tracing(x) or x.data_ptr() % 16 == 0
 
 
 def as_mask(call: Call, block: Block) -> Array | None:

@@ -13,7 +13,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
 from qkv.engines.native import backends, rows
-from qkv.engines.native.kernel import as_mask, four_axes, kernel, smooth
+from qkv.engines.native.kernel import as_mask, fits, four_axes, kernel, smooth
 from qkv.masks import is_causal
 from qkv.types import Array
 
@@ -158,21 +158,25 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
 def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
     """The same on CUDA, where nothing may wait for the numbers."""
     causal, scale = is_causal(call.rule), native.scale_of(call)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (learning or not _heals(call)):
         return None
 
     def attend(query: Array, key: Array, value: Array, *_: Any) -> Array | None:
-        parts = query, key, value
-        if any(x.stride(-1) != 1 for x in parts):
+        if not (fits(query) and fits(key) and fits(value)):
             return None
-        if not causal:
-            return smooth(backends.sdpa(parts, None, False, scale), parts, None, False, scale)
-        seen = query.shape[2]
-        if key.shape[2] > seen:
-            key, value = key[:, :, :seen], value[:, :, :seen]
-        out = backends.sdpa((query, key, value), None, True, scale).contiguous()
-        mend().heal(out, query, key, value, scale)
+        if causal and key.shape[2] > query.shape[2]:
+            key, value = (x[:, :, : query.shape[2]] for x in (key, value))
+        parts = query, key, value
+        if query.numel() * key.shape[2] < backends.WORTH:
+            out = sdpa(query, key, value, None, 0.0, causal, scale=scale)
+        else:
+            out = backends.sdpa(parts, None, causal, scale)
+        if causal:
+            mend().heal(out, query, key, value, scale)
+        elif learning:
+            smooth(out, parts, None, False, scale)
         return out
 
     return attend

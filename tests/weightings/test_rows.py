@@ -1,0 +1,39 @@
+"""Each row by itself: what is not finite in one does not move the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from tests.cases import WEIGHTINGS
+
+torch = pytest.importorskip("torch")
+MAKE = {
+    "numpy": np.array,
+    "torch": torch.tensor,
+    "torch with gradients": lambda x: torch.tensor(x, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize("m", [6, 200])
+@pytest.mark.parametrize("engine", ["dense", "streaming"])
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_a_row_that_is_not_finite_leaves_the_others_alone(name, engine, m, make):
+    rng = np.random.default_rng(3)
+    q, k, v = rng.normal(size=(6, 4)), rng.normal(size=(m, 4)), rng.normal(size=(m, 2))
+    weighting = WEIGHTINGS[name]
+    score = "epanechnikov" if weighting.needs_nonnegative else "scaled_dot"
+
+    def attend(q):
+        out = qkv.attend(*map(make, (q, k, v)), score=score, weighting=weighting, engine=engine)
+        return np.asarray(out.detach() if isinstance(out, torch.Tensor) else out)
+
+    want = attend(q)
+    for bad in (np.nan, np.inf, -np.inf):
+        spoiled = q.copy()
+        spoiled[2, 1] = bad
+        np.testing.assert_allclose(
+            np.delete(attend(spoiled), 2, 0), np.delete(want, 2, 0), atol=1e-12, err_msg=str(bad)
+        )
