@@ -11,8 +11,7 @@ from qkv import masks, scores
 from qkv.arrays import of
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import plan as plans
-from qkv.engines import rows as reading
-from qkv.engines import streaming
+from qkv.engines import stored, streaming
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, Explanation, choose
 from qkv.engines.request import ScoreLike as ScoreLike
@@ -267,8 +266,8 @@ def weigh(
     score, weighting = resolved(score, weighting, None)
     with np.errstate(all="ignore"):
         if matches is None:
-            matches = reading.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]
-        return reading.run(rows, matches, weighting)
+            matches = stored.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]
+        return stored.run(rows, matches, weighting)
 
 
 def _readable(rows: Rows, query: Array, score: Score, tolerance: float | None) -> Score:

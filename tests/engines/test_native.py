@@ -83,7 +83,7 @@ TORCH_MASKS = {
 def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
     """Values and gradients, in groups along the diagonal, in runs of keys, and of other widths."""
     torch = pytest.importorskip("torch")
-    from qkv.engines.native import rows as native
+    from qkv.engines.native import spans as native
 
     monkeypatch.setattr(native, "ROWS", 7)
     monkeypatch.setattr(native, "MOST", most)
@@ -99,7 +99,7 @@ def test_torch_agrees_with_dense(how, mask, most, monkeypatch):
 
 def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     torch = pytest.importorskip("torch")
-    from qkv.engines.native import rows as native
+    from qkv.engines.native import spans as native
 
     monkeypatch.setattr(native, "ROWS", 10)
     given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]

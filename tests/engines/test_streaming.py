@@ -28,8 +28,8 @@ def test_few_queries_among_many_keys(fw, weighting, monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: 3)
     given = arrays(3, 2600)
     given[1][2000] = given[1][100]  # a tie, far apart
-    plan = streaming.plan_of(request(*given, "dot", "softmax", None, 0.0, None, None), 3, 512)
-    assert len(plan) == 1 and len(plan[0][1]) > 3
+    tiling = streaming.tiling_of(request(*given, "dot", "softmax", None, 0.0, None, None), 3, 512)
+    assert len(tiling) == 1 and len(tiling[0][1]) > 3
     how = WEIGHTINGS[weighting]
     want = qkv.attend(*given, weighting=how, engine="dense")
     got = qkv.attend(*(fw.make(x) for x in given), weighting=how, engine="streaming")

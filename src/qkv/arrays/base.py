@@ -13,7 +13,7 @@ import numpy as np
 from qkv.errors import DtypeError, FrameworkError
 from qkv.types import Array, Shape, Span
 
-Plan = list[tuple[Span, list[Span]]]
+Tiling = list[tuple[Span, list[Span]]]
 """For each span of queries, the spans of keys that a mask leaves to look at."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -230,16 +230,16 @@ class Framework:
         """The merged states of the spans; `merge` is associative, and `start` is its identity."""
         return self.fold(lambda state, span: merge(state, lift(span)), start, spans)
 
-    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
         """pool(span, spans of keys) for each span of queries, joined along axis −2."""
-        parts = [pool(rows, cols) for rows, cols in plan]
+        parts = [pool(rows, cols) for rows, cols in tiling]
         if len(parts) == 1:
             return parts[0]
         return tuple(self.xp.concat(list(column), axis=-2) for column in zip(*parts, strict=True))
 
-    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
-        """carry ← step(carry, span of queries, spans of keys) over the plan."""
-        for rows, cols in plan:
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
+        """carry ← step(carry, span of queries, spans of keys) over the tiling."""
+        for rows, cols in tiling:
             carry = step(carry, rows, cols)
         return carry
 

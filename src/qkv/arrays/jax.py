@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qkv.arrays.base import Framework, Plan
+from qkv.arrays.base import Framework, Tiling
 from qkv.errors import ArgumentError
 from qkv.types import Array, Span
 
@@ -119,21 +119,21 @@ class Jax(Framework):
 
         return lax.scan(body, carry, (spans.start, spans.first, spans.valid))[0]
 
-    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
-        if len(plan) == 1:
-            return pool(*plan[0])
-        size, total = plan[0][0].size, plan[-1][0].start + plan[0][0].size
-        parts = lax.map(lambda item: pool(*_unpack(item, plan)), _table(plan))
+    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
+        if len(tiling) == 1:
+            return pool(*tiling[0])
+        size, total = tiling[0][0].size, tiling[-1][0].start + tiling[0][0].size
+        parts = lax.map(lambda item: pool(*_unpack(item, tiling)), _table(tiling))
         return tuple(_join(part, size, total) for part in parts)
 
-    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
-        if len(plan) == 1:
-            return step(carry, *plan[0])
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
+        if len(tiling) == 1:
+            return step(carry, *tiling[0])
 
         def body(carry: Any, item: Any) -> tuple[Any, None]:
-            return step(carry, *_unpack(item, plan)), None
+            return step(carry, *_unpack(item, tiling)), None
 
-        return lax.scan(body, carry, _table(plan))[0]
+        return lax.scan(body, carry, _table(tiling))[0]
 
     def when(
         self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
@@ -214,24 +214,24 @@ def _first(span: Span) -> int:
     return int(span.start if span.first is None else span.first)
 
 
-def _table(plan: Plan) -> tuple[Any, ...]:
-    """The plan as arrays to scan over, one line a span of queries."""
-    lines = _stack([cols for _, cols in plan]) if any(cols for _, cols in plan) else []
+def _table(tiling: Tiling) -> tuple[Any, ...]:
+    """The tiling as arrays to scan over, one line a span of queries."""
+    lines = _stack([cols for _, cols in tiling]) if any(cols for _, cols in tiling) else []
     return (
-        np.array([rows.start for rows, _ in plan], np.int32),
-        np.array([_first(rows) for rows, _ in plan], np.int32),
+        np.array([rows.start for rows, _ in tiling], np.int32),
+        np.array([_first(rows) for rows, _ in tiling], np.int32),
         *(np.stack(column) for column in zip(*(line[:3] for line in lines), strict=True)),
     )
 
 
-def _unpack(item: Any, plan: Plan) -> tuple[Span, Any]:
+def _unpack(item: Any, tiling: Tiling) -> tuple[Span, Any]:
     """One line of the table as spans again."""
     start, first, *cols = item
-    overlap = any(rows.first is not None for rows, _ in plan)
-    rows = Span(start, plan[0][0].size, first if overlap else None)
+    overlap = any(rows.first is not None for rows, _ in tiling)
+    rows = Span(start, tiling[0][0].size, first if overlap else None)
     if not cols:
         return rows, []
-    spans = _Spans(*cols, *_stack([spans for _, spans in plan])[0][3:])  # type: ignore[call-arg]
+    spans = _Spans(*cols, *_stack([spans for _, spans in tiling])[0][3:])  # type: ignore[call-arg]
     if len(spans.valid.shape) and spans.valid.shape[0] == 1 and spans.whole:
         first_key = spans.first[0] if spans.overlap else None
         return rows, [Span(spans.start[0], spans.size, first_key, spans.open)]

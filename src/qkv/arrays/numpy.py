@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from qkv.arrays import threads
-from qkv.arrays.base import Framework, Plan
+from qkv.arrays.base import Framework, Tiling
 from qkv.types import Array, Span
 
 _DTYPES: dict[Any, str] = {}
@@ -91,16 +91,16 @@ class NumPy(Framework):
     def quiet(self) -> AbstractContextManager[object]:
         return _Quiet()
 
-    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
         def quietly(item: tuple[Span, list[Span]]) -> tuple[Array, ...]:
             with self.quiet():
                 return pool(*item)
 
-        if len(plan) == 1:
-            return quietly(plan[0])
+        if len(tiling) == 1:
+            return quietly(tiling[0])
         outs: list[Array] = []
         lock = threading.Lock()
-        total = sum(span.size for span, _ in plan)
+        total = sum(span.size for span, _ in tiling)
 
         def fill(item: tuple[Span, list[Span]]) -> None:
             parts = quietly(item)
@@ -114,7 +114,7 @@ class NumPy(Framework):
                 out[..., at, :] = part
 
         with threads.one_for_blas():
-            threads.each(fill, plan)
+            threads.each(fill, tiling)
         return tuple(outs)
 
     def reduce(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.arrays.base import Framework, Plan
+from qkv.arrays.base import Framework, Tiling
 from qkv.types import Array, Shape, Span
 
 
@@ -154,11 +154,11 @@ class Reader:
             start = self.fw.reduce(lift, merge, start, group)  # type: ignore[arg-type]
         return start
 
-    def rows(self, pool: Callable[[Span, Any], tuple[Array, ...]], plan: Plan) -> tuple[Array, ...]:
-        return Framework.rows(self.fw, pool, plan)
+    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
+        return Framework.tiled(self.fw, pool, tiling)
 
-    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, plan: Plan) -> Any:
-        return Framework.sweep(self.fw, step, carry, plan)
+    def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:
+        return Framework.sweep(self.fw, step, carry, tiling)
 
 
 def taken(fw: Framework, x: np.ndarray, like: Array) -> Array:

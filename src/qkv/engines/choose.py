@@ -95,8 +95,8 @@ class Explanation:
         call = self.call
         pairs = call.n * call.m
         if call.rule is not None:
-            plan = streaming.plan_of(call, *streaming.block_size(call))
-            pairs = sum(rows.size * span.size for rows, keys in plan for span in keys)
+            tiling = streaming.tiling_of(call, *streaming.block_size(call))
+            pairs = sum(rows.size * span.size for rows, keys in tiling for span in keys)
         wide = call.fw.shape(call.query)[-1] * 2 + streaming.footprint(call) * 4 + 4
         wide += 0 if call.value is None else call.fw.shape(call.value)[-1] * 2
         return float(math.prod(call.lead) * pairs * wide)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import is_array, threads, tree
-from qkv.arrays.base import Plan
+from qkv.arrays.base import Tiling
 from qkv.arrays.numpy import FRAMEWORK as NUMPY
 from qkv.engines import call as calls
 from qkv.engines import dense, grid
@@ -221,19 +221,19 @@ def _in_chunks(
     query: Numbers, boxes: Boxes, work: Callable[[Numbers, Boxes], tuple[Numbers, ...]]
 ) -> tuple[Numbers, ...]:
     """work(queries (d, r), boxes) on neighbours together, on all cores, put back in order."""
-    order, plan = _neighbours(query, boxes)
+    order, tiling = _neighbours(query, boxes)
     query = query[:, order]
 
     def some(rows: Span, _: Any) -> tuple[Numbers, ...]:
         return work(query[:, rows.start : rows.start + rows.size], boxes)
 
-    found = NUMPY.rows(some, plan)
+    found = NUMPY.tiled(some, tiling)
     for x in found:
         x[order] = x.copy()
     return found
 
 
-def _neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Plan]:
+def _neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Tiling]:
     """An order in which neighbours stand together, and chunks of it."""
     n = query.shape[1]
     size = max(min(CHUNK, -(-n // threads.cores()), 2**20 // len(boxes.counts)), 16)
@@ -282,12 +282,12 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
     Each core sums those of keys and values over a fixed part of the queries, so that a second run
     gives the same digits.
     """
-    order, plan = _neighbours(query, boxes)
+    order, tiling = _neighbours(query, boxes)
     query, kept = query[:, order], Kept(*(x[order] for x in kept))
     d, _, c = boxes.points.shape
     wide = boxes.values.shape[-1] - 1
-    each = -(-len(plan) // threads.cores())
-    groups = [plan[at : at + each] for at in range(0, len(plan), each)]
+    each = -(-len(tiling) // threads.cores())
+    groups = [tiling[at : at + each] for at in range(0, len(tiling), each)]
     totals = [
         (np.zeros((len(boxes.counts), c, d)), np.zeros((len(boxes.counts), c, wide)))
         for _ in groups
@@ -301,7 +301,7 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
             gained[at] = grid.pulled(query[:, at], boxes, share, part, totals[rows.start])
         return (np.empty((1, 1)),)
 
-    NUMPY.rows(some, [(Span(i, 1), []) for i in range(len(groups))])
+    NUMPY.tiled(some, [(Span(i, 1), []) for i in range(len(groups))])
     real = boxes.order < boxes.counts.sum()
     back = [np.empty_like(gained)]
     back[0][order] = gained

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qkv import masks, scores
 from qkv.arrays import threads, tree
-from qkv.arrays.base import Framework, Plan
+from qkv.arrays.base import Framework, Tiling
 from qkv.arrays.rows import Column, Cut, Cuts, Reader, taken
 from qkv.engines import call as calls
 from qkv.engines import dense
@@ -84,11 +84,11 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     if 0 in (*call.lead, call.n, call.m):
         return *dense.run(_whole(call))[:2], None
     fw = call.fw
-    plan = plan_of(call, *(size or block_size(call)))
-    if not any(keys for _, keys in plan):
+    tiling = tiling_of(call, *(size or block_size(call)))
+    if not any(keys for _, keys in tiling):
         return *dense.run(call)[:2], None
     own = scores.is_open(call.score) or masks.has_functions(call.rule)
-    call = hoist(call, plan)
+    call = hoist(call, tiling)
     leaves = tree.leaves(fw, call)
     learning = fw.needs_gradient(leaves)
 
@@ -96,14 +96,14 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         fresh = tree.rebuild(fw, call, arrays)
         lent = None if own else _lent(fresh)
         if lent is None:
-            return _forward(fresh, plan, learning)
-        outputs, kept = _forward(lent, plan, learning)
+            return _forward(fresh, tiling, learning)
+        outputs, kept = _forward(lent, tiling, learning)
         return tuple(map(fw.take_back, outputs)), tuple(map(fw.take_back, kept))
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array | None, ...]:
-        return _backward(tree.rebuild(fw, call, arrays), plan, kept, gradients)
+        return _backward(tree.rebuild(fw, call, arrays), tiling, kept, gradients)
 
     def reference(*arrays: Array) -> tuple[Array, ...]:
         out, lse, _ = dense.run(_whole(tree.rebuild(fw, call, arrays)))
@@ -151,12 +151,12 @@ def is_few(call: Call) -> bool:
     return math.prod(call.lead) * call.n <= FEW and call.m > FEW
 
 
-def hoist(call: Call, plan: Plan) -> Call:
+def hoist(call: Call, tiling: Tiling) -> Call:
     """The call with the arrays that the caller's functions hold among its leaves."""
     in_score, in_rule = functions_in(call.score), masks.has_functions(call.rule)
     if not in_score and not in_rule:
         return call
-    rows, keys = next((rows, keys) for rows, keys in plan if keys)
+    rows, keys = next((rows, keys) for rows, keys in tiling if keys)
     cols: Any = next(iter(keys))
     cols = cols[0] if isinstance(keys, Cuts) else cols
 
@@ -211,10 +211,10 @@ def spans(fw: Framework, total: int, size: int, start: int = 0) -> list[Span]:
     return [Span(min(at, total - size), size, at if total % size else None) for at in starts]
 
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_TILINGS: dict[tuple[Any, ...], Tiling] = {}
 
 
-def plan_of(call: Call, rows: int, cols: int) -> Plan:
+def tiling_of(call: Call, rows: int, cols: int) -> Tiling:
     """The blocks that the mask leaves, and whether it must be looked at inside them.
 
     That of a rule on distances is kept: a loop asks for it again and again.
@@ -227,16 +227,16 @@ def plan_of(call: Call, rows: int, cols: int) -> Plan:
         keys = spans(fw, m, cols)
         return [(span, keys) for span in spans(fw, n, rows)]
     if not rule.relative:
-        return _plan(fw, rule, (n, m), rows, cols)
+        return _tiled(fw, rule, (n, m), rows, cols)
     about = (fw.name, rule, n, m, rows, cols)
-    if about not in _PLANS:
-        if len(_PLANS) >= 64:
-            _PLANS.clear()
-        _PLANS[about] = _plan(fw, rule, (n, m), rows, cols)
-    return _PLANS[about]
+    if about not in _TILINGS:
+        if len(_TILINGS) >= 64:
+            _TILINGS.clear()
+        _TILINGS[about] = _tiled(fw, rule, (n, m), rows, cols)
+    return _TILINGS[about]
 
 
-def _plan(fw: Framework, rule: masks.Mask, size: tuple[int, int], rows: int, cols: int) -> Plan:
+def _tiled(fw: Framework, rule: masks.Mask, size: tuple[int, int], rows: int, cols: int) -> Tiling:
     n, m = size
     grid = spans(fw, m, cols) if fw.on_grid else []
 
@@ -303,7 +303,7 @@ def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Arra
 # Forward
 
 
-def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
     """The outputs, and what is kept of each row for the way back where there is one."""
     fw, weighting, loops = call.fw, call.weighting, _loops(call)
     unscaled = replace(call, weighting=Weighting())
@@ -351,7 +351,7 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
             return (out,)
         return out, *found_all, *(() if centre is None else (centre,))
 
-    out, *kept = loops.rows(pooled, plan)
+    out, *kept = loops.tiled(pooled, tiling)
     if weighting.strict:
         weighting.check(tuple(kept))
     outputs = (out, weighting.lse(tuple(kept))) if call.wants_lse else (out,)
@@ -362,7 +362,7 @@ def _forward(call: Call, plan: Plan, learning: bool) -> tuple[tuple[Array, ...],
 
 
 def _backward(
-    call: Call, plan: Plan, kept: Sequence[Array], gradients: Sequence[Array]
+    call: Call, tiling: Tiling, kept: Sequence[Array], gradients: Sequence[Array]
 ) -> tuple[Array | None, ...]:
     """One gradient for each leaf of the call."""
     fw, weighting, loops = call.fw, call.weighting, _loops(call)
@@ -437,7 +437,7 @@ def _backward(
         fw.accumulator(none if call.bias is None else call.bias),
         [fw.full(fw.shape(x), 0.0, x) for x in parameters],
     ]
-    dq, dk, dv, dbias, dparameters = loops.sweep(sweep, start, plan)
+    dq, dk, dv, dbias, dparameters = loops.sweep(sweep, start, tiling)
     return _in_order(call, [fw.total(x) for x in (dq, dk, dv, dbias)], dparameters)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from qkv.arrays import tree
-from qkv.arrays.base import Plan
+from qkv.arrays.base import Tiling
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call, seeded
 from qkv.types import Array, Span
@@ -89,7 +89,7 @@ def _some(call: Call, rows: Span | None) -> tuple[Array | None, Array | None, Ar
 
 def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | None, Array]:
     fw = call.fw
-    plan: Plan = [(span, []) for span in spans]
+    tiling: Tiling = [(span, []) for span in spans]
     call = streaming.hoist(seeded(call), [(spans[0], [Span(0, call.m)])])
     leaves = tree.leaves(fw, call)
     has = (call.value is not None, call.wants_lse, True)
@@ -99,7 +99,7 @@ def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | Non
         return tuple(x for x in found if x is not None)
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return fw.rows(lambda rows, _: some(arrays, rows), plan), ()
+        return fw.tiled(lambda rows, _: some(arrays, rows), tiling), ()
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
@@ -124,7 +124,7 @@ def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | Non
 
         zeros = [fw.full(fw.shape(arrays[i]), 0.0, arrays[i]) for i in floats]
         found: list[Array | None] = [None] * len(arrays)
-        for i, total in zip(floats, fw.sweep(step, zeros, plan), strict=True):
+        for i, total in zip(floats, fw.sweep(step, zeros, tiling), strict=True):
             found[i] = total
         return tuple(found)
 

@@ -8,7 +8,7 @@ from typing import Any
 from qkv.arrays import of
 from qkv.errors import ArgumentError
 from qkv.masks.base import Mask, Verdict
-from qkv.masks.rows import check_rows, on_host, per_row, whole_number, whole_numbers
+from qkv.masks.numbers import check_rows, on_host, per_row, whole_number, whole_numbers
 from qkv.types import Array, Block, Shape, Span
 
 

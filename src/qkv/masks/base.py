@@ -12,7 +12,7 @@ import numpy as np
 
 from qkv.arrays import is_array, of
 from qkv.errors import DtypeError, ShapeError, unknown
-from qkv.masks.rows import on_host
+from qkv.masks.numbers import on_host
 from qkv.types import Array, Block, Shape, Span
 
 Verdict = bool | None

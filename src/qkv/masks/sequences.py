@@ -10,7 +10,14 @@ import numpy as np
 from qkv.arrays import of
 from qkv.errors import DtypeError, ShapeError
 from qkv.masks.base import Mask, Verdict
-from qkv.masks.rows import check_rows, on_host, per_position, per_row, whole_number, whole_numbers
+from qkv.masks.numbers import (
+    check_rows,
+    on_host,
+    per_position,
+    per_row,
+    whole_number,
+    whole_numbers,
+)
 from qkv.types import Array, Block, Shape, Span
 
 

@@ -64,10 +64,10 @@ class Weighting:
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]
         if fw.equal_spans or n * m <= CACHED or fw.needs_gradient([scores]):
-            plan: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]
+            tiling: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]
         else:  # in pieces that stay in the cache
             size = max(CACHED // m, 1)
-            plan = [(Span(i, min(size, n - i)), []) for i in range(0, n, size)]
+            tiling = [(Span(i, min(size, n - i)), []) for i in range(0, n, size)]
 
         def some(rows: Span, _: object) -> State:
             part = None if live is None else fw.cut(live, rows, -2)
@@ -76,7 +76,7 @@ class Weighting:
             return (self.weights(s, part, fw.positions(0, m, scores)),)
 
         with fw.quiet():
-            return fw.rows(some, plan)[0]
+            return fw.tiled(some, tiling)[0]
 
     def refuses(self, score: Score, biased: bool) -> str | None:
         """Why weights of this score mean nothing, with a float mask added to it or without."""

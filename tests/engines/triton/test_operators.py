@@ -9,15 +9,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import exact, rows
+from qkv.engines.triton import exact, norms
 from tests.engines.triton.test_rows import DEVICE
 
 
 @pytest.fixture
 def seen(monkeypatch):
     """The calls of a node."""
-    calls, node = [], rows._square.node
-    monkeypatch.setattr(rows._square, "node", lambda *given: calls.append(given) or node(*given))
+    calls, node = [], norms._square.node
+    monkeypatch.setattr(norms._square, "node", lambda *given: calls.append(given) or node(*given))
     return calls
 
 
@@ -27,18 +27,18 @@ def given():
 
 def test_eager_code_sees_the_function(seen):
     x = given().requires_grad_()
-    out = rows.square(x, 0.5)
+    out = norms.square(x, 0.5)
     assert not seen
     for y, z in ((out, 0.5 * (x * x).sum(-1, keepdim=True)), (slope(out, x), x)):
         torch.testing.assert_close(y, z)
-    assert not rows.square(x.detach(), 0.5).requires_grad
+    assert not norms.square(x.detach(), 0.5).requires_grad
     with torch.no_grad():
-        assert not rows.square(x, 0.5).requires_grad
+        assert not norms.square(x, 0.5).requires_grad
 
 
 def test_the_node_has_the_same_gradient():
     x = given().requires_grad_()
-    one, two = rows._square(x, 0.5), rows._square.node(x, 0.5)
+    one, two = norms._square(x, 0.5), norms._square.node(x, 0.5)
     assert torch.equal(one, two)
     assert torch.equal(slope(one, x), slope(two, x))
 
@@ -48,14 +48,14 @@ def slope(out, x):
 
 
 def test_a_trace_sees_the_node(seen):
-    graph = make_fx(lambda x: rows.square(x, 0.5))(given()).graph
+    graph = make_fx(lambda x: norms.square(x, 0.5))(given()).graph
     assert "qkv.square.default" in {str(node.target) for node in graph.nodes}
     assert seen
 
 
 def test_fake_tensors_see_the_node(seen):
     with FakeTensorMode():
-        assert rows.square(torch.empty(3, 8), 0.5).shape == (3, 1)
+        assert norms.square(torch.empty(3, 8), 0.5).shape == (3, 1)
     assert len(seen) == 1
 
 

@@ -12,7 +12,7 @@ from qkv.arrays import threads, tree
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
-from qkv.engines.native import backends, rows
+from qkv.engines.native import backends, spans
 from qkv.engines.native.kernel import as_mask, fits, four_axes, kernel, smooth
 from qkv.masks import is_causal
 from qkv.types import Array
@@ -46,9 +46,9 @@ def declines(call: Call) -> str | None:
 def describe(call: Call) -> str:
     name = "torch's scaled_dot_product_attention"
     if call.rule is not None and not is_causal(call.rule):
-        by_rows = not call.fw.tracing(call.query) and call.n > rows.ROWS
-        by_rows = by_rows and rows.pays(call, rows.plan_of(call))
-        return f"{name}, {rows.ROWS} queries at a time" if by_rows else name
+        by_rows = not call.fw.tracing(call.query) and call.n > spans.ROWS
+        by_rows = by_rows and spans.pays(call, spans.tiling_of(call))
+        return f"{name}, {spans.ROWS} queries at a time" if by_rows else name
     if call.query.device.type != "cuda":
         return name
     parts = [four_axes(x, call.lead) for x in (call.query, call.key, call.value)]
@@ -67,10 +67,10 @@ def run(call: Call) -> Array:
         return _healing(call)
     mask = None
     if call.rule is not None and not plain:
-        by_rows = call.n > rows.ROWS and not call.dropout and not call.fw.tracing(call.query)
-        plan = rows.plan_of(call) if by_rows else None
-        if by_rows and rows.pays(call, plan):
-            return rows.run(call, plan)
+        by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
+        tiling = spans.tiling_of(call) if by_rows else None
+        if by_rows and spans.pays(call, tiling):
+            return spans.run(call, tiling)
         mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
     return kernel(call, (call.query, call.key, call.value), mask, plain)
 
@@ -119,7 +119,7 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     causal, bare = is_causal(call.rule), None
     if call.rule is not None and not causal:
         bare = next(iter(call.rule.arrays()), None)
-        if bare is None or bare.ndim != 4 or call.n >= rows.ROWS:
+        if bare is None or bare.ndim != 4 or call.n >= spans.ROWS:
             return None
     shapes = [x.shape for x in (call.query, call.key, call.value)]  # type: ignore[union-attr]
     if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):

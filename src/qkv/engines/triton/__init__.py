@@ -224,11 +224,11 @@ def lowering(call: Call) -> tuple[Any, float] | str:
 def form_of(call: Call, score: Score) -> Form:
     """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
     if _is_narrow(call):
-        from qkv.engines.triton import rows
+        from qkv.engines.triton import norms
 
         if isinstance(score, Cosine) and not is_array(score.temperature):
             scale = 1 / score.temperature
-            return Form(rows.unit(call.query), rows.unit(call.key), scale=scale)
+            return Form(norms.unit(call.query), norms.unit(call.key), scale=scale)
         if isinstance(score, Expanded) and not is_array(score.bandwidth):
             return _expanded(call, score.bandwidth)
     return score.form(call.query, call.key)
@@ -236,11 +236,11 @@ def form_of(call: Call, score: Score) -> Form:
 
 def _expanded(call: Call, bandwidth: float) -> Form:
     """The form of `Expanded` without a centre: its squares are exact enough in float32."""
-    from qkv.engines.triton import rows
+    from qkv.engines.triton import norms
 
     scale = 1 / bandwidth**2
-    offset = rows.square(call.query, -scale / 2) if call.wants_lse else None
-    return Form(call.query, call.key, rows.square(call.key, -scale / 2), offset, scale=scale)
+    offset = norms.square(call.query, -scale / 2) if call.wants_lse else None
+    return Form(call.query, call.key, norms.square(call.key, -scale / 2), offset, scale=scale)
 
 
 def _is_narrow(call: Call) -> bool:

@@ -13,7 +13,7 @@ import tests.cases
 from qkv import attention, scores, weightings
 from qkv.arrays import to_numpy
 from qkv.arrays.rows import Rows, Stored
-from qkv.engines import rows as reading
+from qkv.engines import stored as engine
 from qkv.engines import streaming
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
 from qkv.weightings import Weighting
@@ -95,7 +95,7 @@ each_allowed = pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "
 def small(monkeypatch):
     """Cuts that do not divide what is stored, and more than one span of queries."""
     monkeypatch.setattr(streaming, "block_size", lambda call: (3, 64))
-    monkeypatch.setattr(reading, "CACHED", 256)
+    monkeypatch.setattr(engine, "CACHED", 256)
 
 
 def dense(q, make, score, weighting, allowed):
@@ -248,8 +248,8 @@ def test_what_lies_apart_is_done_with_before_the_next(monkeypatch):
 def test_a_value_that_does_not_count_cannot_spoil_the_sum():
     value = np.array([[1.0], [np.nan], [3.0]])
     rows = Rows(lambda: [Stored(np.zeros((3, 1)), value)], (3, 1), 1)
-    np.testing.assert_array_equal(reading.pooled(rows, np.array([[0.5, 0.0, 0.5]])), [[2.0]])
-    assert np.isnan(reading.pooled(rows, np.array([[0.5, 0.1, 0.4]]))).all()
+    np.testing.assert_array_equal(engine.pooled(rows, np.array([[0.5, 0.0, 0.5]])), [[2.0]])
+    assert np.isnan(engine.pooled(rows, np.array([[0.5, 0.1, 0.4]]))).all()
     for door in (attention.over, lambda *a, **how: attention.weigh(*a, **how).out):
         rows = Rows(rows.read, (3, 1), 1, np.array([True, False, True]))
         out = door(rows, np.zeros((1, 1)), score="dot", weighting="softmax")

@@ -26,36 +26,36 @@ MOST = 0.75
 """The share of the pairs that a mask must leave for that."""
 
 
-def pays(call: Call, plan: Any) -> bool:
+def pays(call: Call, tiling: Any) -> bool:
     """Whether the mask rules out so much that many calls take less than one with all of it."""
     given = call.rule.arrays()  # type: ignore[union-attr]
     lead = max((math.prod(x.shape[:-2]) for x in given), default=1)
     if lead * call.n * call.m > WHOLE:
         return True
-    left = sum(rows.size * span.size for rows, keys in plan for span in keys)
+    left = sum(rows.size * span.size for rows, keys in tiling for span in keys)
     return bool(left < MOST * call.n * call.m)
 
 
-def plan_of(call: Call) -> Any:
+def tiling_of(call: Call) -> Any:
     start, end = call.rule.extent(Span(call.n // 2, 1), call.n, call.m)  # type: ignore[union-attr]
     wide = call.m if end - start < call.m else ROWS  # keys within reach, or to be picked out
-    return streaming.plan_of(call, min(ROWS, call.n), min(wide, call.m))
+    return streaming.tiling_of(call, min(ROWS, call.n), min(wide, call.m))
 
 
-def run(call: Call, plan: Any) -> Array:
+def run(call: Call, tiling: Any) -> Array:
     """softmax(qkᵀ) v for each span of queries and the keys that the mask leaves it."""
     fw = call.fw
     if not fw.needs_gradient((call.query, call.key, call.value)):
-        return _in_rows(plan, call)[0]
+        return _in_rows(tiling, call)[0]
 
     def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return (_in_rows(plan, tree.rebuild(fw, call, [x.detach() for x in arrays]))[0],), ()
+        return (_in_rows(tiling, tree.rebuild(fw, call, [x.detach() for x in arrays]))[0],), ()
 
     def backward(
         arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[Array | None, ...]:
         fresh = tree.rebuild(fw, call, [x.detach() for x in arrays])
-        main = _in_rows(plan, fresh, gradients[0])[1] or []
+        main = _in_rows(tiling, fresh, gradients[0])[1] or []
         return (*main, *[None] * (len(arrays) - 3))
 
     def reference(*arrays: Array) -> tuple[Array, ...]:
@@ -66,7 +66,7 @@ def run(call: Call, plan: Any) -> Array:
 
 
 def _in_rows(
-    plan: Any, call: Call, gradient: Array | None = None
+    tiling: Any, call: Call, gradient: Array | None = None
 ) -> tuple[Array, list[Array] | None]:
     """The kernel on each span of queries and the keys that the mask leaves it.
 
@@ -77,7 +77,7 @@ def _in_rows(
     totals = None
     if gradient is not None:
         totals = [torch.zeros_like(x) for x in (call.query, call.key, value)]
-    for group in _alike(call, plan):
+    for group in _alike(call, tiling):
         rows, runs = group[0]
         rows = Span(rows.start, sum(span.size for span, _ in group))
         if not runs:
@@ -104,14 +104,14 @@ def _in_rows(
 Group = list[tuple[Span, list[Span]]]
 
 
-def _alike(call: Call, plan: Any) -> list[Group]:
-    """The plan in groups that one call of the kernel serves.
+def _alike(call: Call, tiling: Any) -> list[Group]:
+    """The tiling in groups that one call of the kernel serves.
 
     A rule on distances alone looks the same at every place along the diagonal: there, neighbours
     with one run of keys of the same size go together.
     """
     groups: list[Group] = []
-    for rows, keys in plan:
+    for rows, keys in tiling:
         runs = _runs(keys)
         if groups and call.rule.relative and call.bias is None:  # type: ignore[union-attr]
             (last_rows, last_runs), step = groups[-1][-1], rows.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkv.engines.triton import rows
+from qkv.engines.triton import norms
 from qkv.errors import DtypeError, EngineError, ShapeError
 from qkv.scores import product
 
@@ -31,22 +31,22 @@ def close(got, want, dtype):
     torch.testing.assert_close(got.double(), want, rtol=CLOSE[dtype], atol=CLOSE[dtype] * size)
 
 
-@pytest.mark.parametrize("dtype", rows.ops.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", norms.ops.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_unit(shape, dtype):
     x, grad = given(shape, dtype).requires_grad_(), given(shape, dtype, 1)
-    out = rows.unit(x)
+    out = norms.unit(x)
     assert out.dtype == dtype
     want, slope = wanted(product.unit, x, grad)
     close(out.detach(), want, dtype)
     close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
 
 
-@pytest.mark.parametrize("dtype", rows.ops.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", norms.ops.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_square(shape, dtype):
     x, grad = given(shape, dtype).requires_grad_(), given((*shape[:-1], 1), seed=1)
-    out = rows.square(x, -0.5)
+    out = norms.square(x, -0.5)
     assert out.dtype == torch.float32
     want, slope = wanted(lambda x: -0.5 * (x * x).sum(-1, keepdim=True), x, grad)
     close(out.detach(), want, torch.float32)
@@ -57,7 +57,7 @@ def test_square(shape, dtype):
 def test_unit_of_what_has_no_square(size):
     x = (given((4, 24)).clamp(-2, 2) * size).requires_grad_()
     grad = given((4, 24), seed=1)
-    out = rows.unit(x)
+    out = norms.unit(x)
     want, slope = wanted(product.unit, x, grad)
     close(out.detach(), want, torch.float32)
     if size > 1e-38:  # else the slope is beyond float32
@@ -69,7 +69,7 @@ def test_unit_of_zero():
     x[1] = 0
     grad = given((3, 24), seed=1)
     x.requires_grad_()
-    out = rows.unit(x)
+    out = norms.unit(x)
     assert (out[1] == 0).all()
     slope = wanted(product.unit, x, grad)[1]
     close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
@@ -78,21 +78,21 @@ def test_unit_of_zero():
 def test_a_row_that_is_not_finite_hides_nothing():
     x = given((3, 24))
     x[1, 5] = float("nan")
-    out = rows.unit(x)
+    out = norms.unit(x)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
-    assert rows.square(x, 1.0)[:, 0].isnan().tolist() == [False, True, False]
+    assert norms.square(x, 1.0)[:, 0].isnan().tolist() == [False, True, False]
 
 
 def test_heads_side_by_side_are_not_copied():
     x = given((2, 9, 3, 16)).transpose(1, 2).requires_grad_()
     grad = given((2, 3, 9, 16), seed=1)
-    out = rows.unit(x)
+    out = norms.unit(x)
     assert out.stride() == x.stride()
     want, slope = wanted(product.unit, x, grad)
     close(out.detach(), want, torch.float32)
     close(torch.autograd.grad(out, x, grad)[0], slope, torch.float32)
-    total = rows.square(x, 2.0)
+    total = norms.square(x, 2.0)
     want, slope = wanted(lambda x: 2 * (x * x).sum(-1, keepdim=True), x, grad[..., :1])
     close(total.detach(), want, torch.float32)
     close(torch.autograd.grad(total, x, grad[..., :1])[0], slope, torch.float32)
@@ -101,7 +101,7 @@ def test_heads_side_by_side_are_not_copied():
 def test_a_view_with_gaps_and_an_expanded_gradient():
     x = given((4, 6, 16))[:, ::2, 3:11].requires_grad_()
     want, slope = wanted(product.unit, x, torch.ones(x.shape, device=DEVICE))
-    out = rows.unit(x)
+    out = norms.unit(x)
     close(out.detach(), want, torch.float32)
     close(torch.autograd.grad(out.sum(), x)[0], slope, torch.float32)
 
@@ -109,15 +109,15 @@ def test_a_view_with_gaps_and_an_expanded_gradient():
 @pytest.mark.parametrize("shape", [(3, 5, 16), (2, 24)])
 def test_operators(shape):
     x = given(shape).requires_grad_()
-    torch.library.opcheck(rows._unit.node, (x,))
-    torch.library.opcheck(rows._square.node, (x, 0.5))
+    torch.library.opcheck(norms._unit.node, (x,))
+    torch.library.opcheck(norms._square.node, (x, 0.5))
     crossed = given((2, 9, 3, 16)).transpose(1, 2)
     kinds = ("test_schema", "test_faketensor")
-    torch.library.opcheck(rows._unit.node, (crossed,), test_utils=kinds)
-    torch.library.opcheck(rows._square.node, (crossed, 0.5), test_utils=kinds)
+    torch.library.opcheck(norms._unit.node, (crossed,), test_utils=kinds)
+    torch.library.opcheck(norms._square.node, (crossed, 0.5), test_utils=kinds)
 
 
-@pytest.mark.parametrize("function", [rows.unit, lambda x: rows.square(x, 1.0)])
+@pytest.mark.parametrize("function", [norms.unit, lambda x: norms.square(x, 1.0)])
 def test_second_derivatives_are_refused(function):
     x = given((3, 8)).requires_grad_()
     grad = torch.autograd.grad((function(x) ** 2).sum(), x, create_graph=True)[0]
@@ -125,7 +125,7 @@ def test_second_derivatives_are_refused(function):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("function", [rows.unit, lambda x: rows.square(x, 1.0)])
+@pytest.mark.parametrize("function", [norms.unit, lambda x: norms.square(x, 1.0)])
 def test_refusals(function):
     with pytest.raises(DtypeError, match="float64"):
         function(torch.zeros(3, 4).double())
