@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from qkv.engines.triton import exact, norms
-from tests.engines.triton.test_rows import DEVICE
+from tests.engines.triton.test_norms import DEVICE
 
 
 @pytest.fixture
