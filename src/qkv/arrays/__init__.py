@@ -32,6 +32,7 @@ ROOTS = {
 # Plain dictionaries, which torch.compile can read; a functools.cache it can not.
 _NAMES: dict[type, str | None] = {}
 _FRAMEWORKS: dict[str, Framework] = {}
+_OF: dict[type, Framework] = {}
 
 
 def _name(x: object) -> str | None:
@@ -53,6 +54,7 @@ def framework(name: str) -> Framework:
     if name not in _FRAMEWORKS:
         _FRAMEWORKS[name] = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
         _NAMES.update(dict.fromkeys(_FRAMEWORKS[name].kinds, name))
+        _OF.update(dict.fromkeys(_FRAMEWORKS[name].kinds, _FRAMEWORKS[name]))
     return _FRAMEWORKS[name]
 
 
@@ -63,8 +65,12 @@ def is_array(x: object) -> bool:
 
 def framework_of(x: object) -> Framework | None:
     """The framework an array belongs to, None for anything else."""
-    name = _NAMES.get(type(x)) or _name(x)
-    return None if name is None else _FRAMEWORKS.get(name) or framework(name)
+    found = _OF.get(type(x))
+    if found is None:
+        name = _name(x)
+        if name is not None:
+            found = _OF[type(x)] = framework(name)
+    return found
 
 
 def of(x: Array) -> Framework:
@@ -73,13 +79,13 @@ def of(x: Array) -> Framework:
     >>> of(np.ones(3)).name
     'numpy'
     """
-    name = _name(x)
-    if name is None:
+    found = _OF.get(type(x)) or framework_of(x)
+    if found is None:
         raise DtypeError(
             f"expected an array of {', '.join(sorted(set(ROOTS.values()) - {'strict'}))}, "
             f"not {type(x).__module__}.{type(x).__qualname__}: convert it first"
         )
-    return framework(name)
+    return found
 
 
 def namespace(x: Array) -> Any:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.arrays import namespace, of
+from qkv.arrays import of
 from qkv.errors import ShapeError
 from qkv.scores.base import Form, Score, agree, array_of, pairs
 from qkv.scores.features import features
@@ -49,18 +49,18 @@ class Additive(Score):
         agree(self, "the hidden width h", **sizes)
 
     def __call__(self, query: Array, key: Array) -> Array:
-        xp = namespace(query)
+        fw = of(query)
         q, k = pairs(*self.hidden(query, key))
-        return xp.matmul(xp.tanh(q + k), self.v[..., :, None])[..., 0]
+        return fw.inner(fw.xp.tanh(q + k), self.v[..., None, :])[..., 0]
 
     def hidden(self, query: Array, key: Array) -> tuple[Array, Array]:
         """W₁q + b (…, n, h) and W₂k (…, m, h)"""
-        xp = namespace(query)
-        from_query = xp.matmul(query, xp.matrix_transpose(self.w_query))
+        fw = of(query)
+        from_query = fw.inner(query, self.w_query)
         if self.bias is not None:
             from_query = from_query + self.bias
         if self.w_key is not None:
-            key = xp.matmul(key, xp.matrix_transpose(self.w_key))
+            key = fw.inner(key, self.w_key)
         return from_query, key
 
     def lowered(

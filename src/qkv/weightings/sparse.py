@@ -167,14 +167,16 @@ class Entmax(Weighting):
 
         From below they only climb, so that the mass is at least 1, or 0 in a row without keys.
         """
-        fw = of(kept)
-        xp, near, least = fw.xp, EPSILON[fw.dtype(kept)], LEAST
+        fw, e = of(kept), self.exponent
+        near = EPSILON[fw.dtype(kept)]
         for _ in range(STEPS):
-            mass, slope = self.moments(xp.maximum(kept - tau, 0.0))
-            size = xp.minimum(mass, 1.0) if self.alpha == 2 else mass ** (1 - 1 / self.exponent)
-            step = (mass - size) / xp.maximum(slope, least)
+            r = fw.xp.maximum(kept - tau, 0.0)
+            lean = self.power(r, e - 1)
+            slope, mass = fw.row_sum(lean), fw.row_sum(lean * r)
+            size = fw.xp.minimum(mass, 1.0) if e == 1 else mass ** (1 - 1 / e)
+            step = (mass - size) / fw.xp.maximum(slope, LEAST)
             tau = tau + step
-            if not bool(xp.any(step > near)):  # a row of NaN does not hold up the others
+            if not (step > near).any():  # a row of NaN does not hold up the others
                 break
         return tau
 
