@@ -10,6 +10,17 @@ T = TypeVar("T")
 Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""
 
+Arrays: TypeAlias = tuple[Array, ...]
+
+Slopes: TypeAlias = tuple[Array | None, ...]
+"""Gradients, one for each array; None for zero."""
+
+Live: TypeAlias = Array | None
+"""Which pairs count, as booleans; None: all."""
+
+Keep: TypeAlias = Array | None
+"""The factor that a dropout puts on each weight; None: there is no dropout."""
+
 Shape: TypeAlias = tuple[int, ...]
 
 Progress: TypeAlias = Callable[[int, int | None], None]

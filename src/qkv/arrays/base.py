@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import DtypeError, FrameworkError
-from qkv.types import Array, Shape, Span
+from qkv.types import Array, Arrays, Live, Shape, Slopes, Span
 
 Tiling = list[tuple[Span, list[Span]]]
 """For each span of queries, the spans of keys that a mask leaves to look at."""
+
+Forward = Callable[..., tuple[Arrays, Arrays]]
+Backward = Callable[..., Slopes]
+Reference = Callable[..., Arrays]
+"""The three parts of a function with a gradient of its own: see `Framework.custom`."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -109,7 +114,7 @@ class Framework:
         steps = self.xp.arange(size, dtype=self.xp.int32, device=self.device(like))
         return steps if type(start) is int and start == 0 else steps + start
 
-    def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
+    def keep(self, x: Array, live: Live, other: float = 0.0) -> Array:
         """x where live, else the number; `live` None means everywhere."""
         if live is None:
             return x
@@ -138,11 +143,11 @@ class Framework:
         """exp(x) over its sum along the last axis, where that is one step here and x is finite."""
         return None
 
-    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
+    def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         """exp(x − top), 0 where not live; `spend` says that x may be overwritten."""
         return self.xp.exp(self.keep(x - top, live, -float("inf")))
 
-    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+    def above(self, x: Array, top: Array, tau: Array, live: Live) -> Array:
         """max(0, x − top − tau), 0 where not live; a NaN is not hidden."""
         x = x - top - tau
         over = self.xp.logical_not(x <= 0)
@@ -230,7 +235,7 @@ class Framework:
         """The merged states of the spans; `merge` is associative, and `start` is its identity."""
         return self.fold(lambda state, span: merge(state, lift(span)), start, spans)
 
-    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
         """pool(span, spans of keys) for each span of queries, joined along axis −2."""
         parts = [pool(rows, cols) for rows, cols in tiling]
         if len(parts) == 1:
@@ -290,7 +295,7 @@ class Framework:
 
     def hoist(
         self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+    ) -> tuple[Callable[..., Array], Arrays]:
         """function(*example, *captured): the arrays it held, made into further arguments."""
         return function, ()
 
@@ -300,17 +305,13 @@ class Framework:
 
     def vjp(
         self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+    ) -> tuple[Array, Callable[[Array], Slopes]]:
         """function(*args), and the map from the gradient of that to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")
 
     def custom(
-        self,
-        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
-        backward: Callable[..., tuple[Array | None, ...]],
-        reference: Callable[..., tuple[Array, ...]],
-        leaves: Sequence[Array],
-    ) -> tuple[Array, ...]:
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
         """The outputs of `forward(*leaves) -> (outputs, kept)`, with a gradient of our own.
 
         `backward(leaves, kept, gradients)` gives one gradient per leaf, None for zero.

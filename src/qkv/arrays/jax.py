@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qkv.arrays.base import Framework, Tiling
+from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
 from qkv.errors import ArgumentError
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Slopes, Span
 
 
 class _Spans(NamedTuple):
@@ -119,7 +119,7 @@ class Jax(Framework):
 
         return lax.scan(body, carry, (spans.start, spans.first, spans.valid))[0]
 
-    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
         if len(tiling) == 1:
             return pool(*tiling[0])
         size, total = tiling[0][0].size, tiling[-1][0].start + tiling[0][0].size
@@ -153,7 +153,7 @@ class Jax(Framework):
 
     def hoist(
         self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+    ) -> tuple[Callable[..., Array], Arrays]:
         # jax.closure_convert would leave whole numbers behind, and vmap may have made them.
         traced = jax.make_jaxpr(function)(*example)
 
@@ -165,25 +165,21 @@ class Jax(Framework):
 
     def vjp(
         self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+    ) -> tuple[Array, Callable[[Array], Slopes]]:
         return jax.vjp(function, *args)  # type: ignore[return-value]
 
     def custom(
-        self,
-        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
-        backward: Callable[..., tuple[Array | None, ...]],
-        reference: Callable[..., tuple[Array, ...]],
-        leaves: Sequence[Array],
-    ) -> tuple[Array, ...]:
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
         @jax.custom_vjp
-        def function(*leaves: Array) -> tuple[Array, ...]:
+        def function(*leaves: Array) -> Arrays:
             return forward(*leaves)[0]
 
         def keep(*leaves: Array) -> Any:
             outputs, kept = forward(*leaves)
             return outputs, (leaves, kept)
 
-        def pull(held: Any, gradients: tuple[Array, ...]) -> tuple[Array | None, ...]:
+        def pull(held: Any, gradients: Arrays) -> Slopes:
             return tuple(backward(*held, gradients))
 
         function.defvjp(keep, pull)

@@ -11,9 +11,9 @@ from mxnet import autograd, gluon, util
 from mxnet import np as mnp
 from mxnet.base import MXNetError
 
-from qkv.arrays.base import Framework, captured_arrays
+from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
 from qkv.errors import FrameworkError
-from qkv.types import Array
+from qkv.types import Array, Arrays, Slopes
 
 
 def _flat(function: Callable[..., Array]) -> Any:
@@ -138,7 +138,7 @@ class MXNet(Framework):
 
     def vjp(
         self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+    ) -> tuple[Array, Callable[[Array], Slopes]]:
         args = tuple(x.detach() for x in args)
         for x in args:
             if _floating(x):
@@ -146,7 +146,7 @@ class MXNet(Framework):
         with autograd.record():
             out = function(*args)
 
-        def pull(gradient: Array) -> tuple[Array | None, ...]:
+        def pull(gradient: Array) -> Slopes:
             if not _recorded(out):
                 return (None,) * len(args)
             out.backward(gradient)  # autograd.grad gives arrays of another class on this thread
@@ -155,12 +155,8 @@ class MXNet(Framework):
         return out.detach(), pull
 
     def custom(
-        self,
-        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
-        backward: Callable[..., tuple[Array | None, ...]],
-        reference: Callable[..., tuple[Array, ...]],
-        leaves: Sequence[Array],
-    ) -> tuple[Array, ...]:
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
         # mx.autograd.Function drops every gradient behind the first input that wants none, so
         # all floating inputs go in as one vector, and the others stay outside.
         floating = [i for i, x in enumerate(leaves) if _floating(x)]

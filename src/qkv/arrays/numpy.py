@@ -13,7 +13,7 @@ import numpy
 
 from qkv.arrays import threads
 from qkv.arrays.base import Framework, Tiling
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Live, Span
 
 _DTYPES: dict[Any, str] = {}
 
@@ -91,8 +91,8 @@ class NumPy(Framework):
     def quiet(self) -> AbstractContextManager[object]:
         return _Quiet()
 
-    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
-        def quietly(item: tuple[Span, list[Span]]) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
+        def quietly(item: tuple[Span, list[Span]]) -> Arrays:
             with self.quiet():
                 return pool(*item)
 
@@ -162,7 +162,7 @@ class NumPy(Framework):
             return _first(size)
         return numpy.arange(start, start + size, dtype=numpy.int32)
 
-    def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
+    def keep(self, x: Array, live: Live, other: float = 0.0) -> Array:
         if live is None:
             return x
         if x.dtype.kind != "f":
@@ -184,12 +184,12 @@ class NumPy(Framework):
     def row_sum(self, x: Array) -> Array:
         return numpy.add.reduce(x, axis=-1, keepdims=True)
 
-    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
+    def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         x = numpy.subtract(x, top, out=x if spend else None)
         numpy.exp(x, out=x)
         return x if live is None else _zero_unless(x, live)
 
-    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+    def above(self, x: Array, top: Array, tau: Array, live: Live) -> Array:
         x = x - top
         x -= tau
         numpy.maximum(x, 0, out=x)

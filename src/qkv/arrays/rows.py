@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.arrays.base import Framework, Tiling
-from qkv.types import Array, Shape, Span
+from qkv.types import Array, Arrays, Shape, Span
 
 
 class Stored(NamedTuple):
@@ -154,7 +154,7 @@ class Reader:
             start = self.fw.reduce(lift, merge, start, group)  # type: ignore[arg-type]
         return start
 
-    def tiled(self, pool: Callable[..., tuple[Array, ...]], tiling: Tiling) -> tuple[Array, ...]:
+    def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
         return Framework.tiled(self.fw, pool, tiling)
 
     def sweep(self, step: Callable[[Any, Span, Any], Any], carry: Any, tiling: Tiling) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from qkv.arrays.base import Framework, captured_arrays
-from qkv.types import Array, Shape, Span
+from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
+from qkv.types import Array, Arrays, Shape, Slopes, Span
 
 
 class _Namespace:
@@ -20,6 +20,8 @@ class _Namespace:
     float16, bfloat16, float32, float64 = tf.float16, tf.bfloat16, tf.float32, tf.float64
     exp, log, sqrt, abs, tanh, pow = tf.exp, tf.math.log, tf.sqrt, tf.abs, tf.tanh, tf.pow
     maximum, minimum = tf.maximum, tf.minimum
+    max, min, sum = tf.reduce_max, tf.reduce_min, tf.reduce_sum
+    any, all = tf.reduce_any, tf.reduce_all
     isnan = staticmethod(tf.math.is_nan)
     isfinite = staticmethod(tf.math.is_finite)
     matmul, reshape, where = tf.matmul, tf.reshape, tf.where
@@ -45,26 +47,6 @@ class _Namespace:
     @staticmethod
     def arange(size: Any, dtype: Any, device: Any = None) -> Array:
         return tf.range(size, dtype=dtype)
-
-    @staticmethod
-    def max(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
-        return tf.reduce_max(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def min(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
-        return tf.reduce_min(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def sum(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
-        return tf.reduce_sum(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def any(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
-        return tf.reduce_any(x, axis=axis, keepdims=keepdims)
-
-    @staticmethod
-    def all(x: Array, axis: Any = None, keepdims: Any = False) -> Array:
-        return tf.reduce_all(x, axis=axis, keepdims=keepdims)
 
     @staticmethod
     def concat(arrays: Sequence[Array], axis: int) -> Array:
@@ -158,19 +140,15 @@ class TensorFlow(Framework):
 
     def vjp(
         self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+    ) -> tuple[Array, Callable[[Array], Slopes]]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(args)
             out = function(*args)
         return out, lambda gradient: tuple(tape.gradient(out, args, gradient))
 
     def custom(
-        self,
-        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
-        backward: Callable[..., tuple[Array | None, ...]],
-        reference: Callable[..., tuple[Array, ...]],
-        leaves: Sequence[Array],
-    ) -> tuple[Array, ...]:
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def function(*leaves: Array) -> Any:
             # A tape outside would record every block, and hold them all.

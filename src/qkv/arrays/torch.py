@@ -12,8 +12,8 @@ import array_api_compat.torch
 import numpy as np
 import torch
 
-from qkv.arrays.base import Framework
-from qkv.types import Array
+from qkv.arrays.base import Backward, Forward, Framework, Reference
+from qkv.types import Array, Arrays, Live, Slopes
 
 TRACED = 32
 """Steps of a search in a traced graph. Newton's took nine at the most on any scores tried."""
@@ -84,7 +84,7 @@ class Torch(Framework):
     def inner(self, query: Array, key: Array) -> Array:
         return query @ key.mT
 
-    def keep(self, x: Array, live: Array | None, other: float = 0.0) -> Array:
+    def keep(self, x: Array, live: Live, other: float = 0.0) -> Array:
         if live is None:
             return x
         return (
@@ -116,13 +116,13 @@ class Torch(Framework):
 
     # Without temporaries, where no graph holds them.
 
-    def exp_below(self, x: Array, top: Array, live: Array | None, spend: bool = False) -> Array:
+    def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         if self.needs_gradient((x, top)):
             return super().exp_below(x, top, live)
         x = (x.sub_(top) if spend else x - top).exp_()
         return x if live is None else x.masked_fill_(~live, 0)
 
-    def above(self, x: Array, top: Array, tau: Array, live: Array | None) -> Array:
+    def above(self, x: Array, top: Array, tau: Array, live: Live) -> Array:
         if self.needs_gradient((x, top, tau)):
             return super().above(x, top, tau, live)
         x = (x - top).sub_(tau).clamp_(min=0)
@@ -162,7 +162,7 @@ class Torch(Framework):
 
     def hoist(
         self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+    ) -> tuple[Callable[..., Array], Arrays]:
         with torch.enable_grad():
             given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
             found = _graph_leaves(function(*given), given)
@@ -171,14 +171,14 @@ class Torch(Framework):
 
     def vjp(
         self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array | None, ...]]]:
+    ) -> tuple[Array, Callable[[Array], Slopes]]:
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
             # itself; anything else is cut from its history.
             args = tuple(x if _is_leaf(x) else x.detach().requires_grad_() for x in args)
             out = function(*args)
 
-        def pull(gradient: Array) -> tuple[Array | None, ...]:
+        def pull(gradient: Array) -> Slopes:
             if not out.requires_grad:
                 return (None,) * len(args)
             # The graph behind a captured tensor serves every block.
@@ -187,12 +187,8 @@ class Torch(Framework):
         return out.detach(), pull
 
     def custom(
-        self,
-        forward: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
-        backward: Callable[..., tuple[Array | None, ...]],
-        reference: Callable[..., tuple[Array, ...]],
-        leaves: Sequence[Array],
-    ) -> tuple[Array, ...]:
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
         made = SimpleNamespace(count=0)  # how many of the results are outputs
         out = _Custom.apply(forward, backward, reference, made, *leaves)
         return tuple(out[: made.count])
@@ -249,7 +245,7 @@ def _is_leaf(x: Array) -> bool:
     return bool(x.is_leaf and x.requires_grad and not x._is_view())
 
 
-def _graph_leaves(out: Array, known: Sequence[Array]) -> tuple[Array, ...]:
+def _graph_leaves(out: Array, known: Sequence[Array]) -> Arrays:
     """The tensors that want a gradient and that `out` was made of, less the known ones."""
     found: dict[int, Array] = {}
     seen: set[Any] = set()

@@ -14,7 +14,7 @@ from qkv.engines.dropout import keep_factor, seed_array
 from qkv.errors import CombinationError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate
-from qkv.types import Array, Block, Shape, Span, derived
+from qkv.types import Array, Block, Live, Shape, Span, derived
 from qkv.weightings import Weighting
 
 
@@ -136,7 +136,7 @@ def scores(call: Call, query: Array, key: Array, bias: Array | None, block: Bloc
     return call.fw.settle(call.weighting.scale(s))
 
 
-def clean(call: Call, rows: Array, alive: Array | None) -> Array:
+def clean(call: Call, rows: Array, alive: Live) -> Array:
     """Keys or values (…, c, d) with 0 in the rows that no query of the block may look at.
 
     What stands there may be NaN, and 0 · NaN would bring it back.
@@ -153,7 +153,7 @@ def clean(call: Call, rows: Array, alive: Array | None) -> Array:
     return fw.keep(rows, seen)
 
 
-def clean_queries(call: Call, query: Array, alive: Array | None) -> Array:
+def clean_queries(call: Call, query: Array, alive: Live) -> Array:
     """Queries (…, r, d) with 0 in the rows that may look at no key of the block, likewise."""
     if alive is None:
         return query

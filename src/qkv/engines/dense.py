@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from qkv.arrays import tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.scores import Score
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Span
 from qkv.weightings import Weighting
 
 NAME = "dense"
@@ -42,6 +43,18 @@ def direct(call: Call) -> Callable[..., Array] | None:
             return weighting.pool(weighting.weights(scores, None, at), value, None, None)
 
     return attend
+
+
+def reference(call: Call) -> Callable[..., Arrays]:
+    """The output and, where wanted, the log-sum-exp as a function of the call's arrays: what a
+    gradient of another engine's own is differentiated by."""
+    fw, dtype = call.fw, call.fw.dtype(call.query)
+
+    def function(*arrays: Array) -> Arrays:
+        found = run(tree.rebuild(fw, call, arrays))[:2]
+        return tuple(fw.astype(x, dtype) for x in found if x is not None)
+
+    return function
 
 
 def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | None, Array]:

@@ -22,7 +22,7 @@ from qkv.engines import dense, grid
 from qkv.engines.call import Call
 from qkv.engines.grid import Boxes, Kept, Numbers
 from qkv.scores import Gaussian
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Slopes, Span
 from qkv.weightings import Softmax
 
 NAME = "near"
@@ -64,13 +64,16 @@ def cannot(call: Call) -> str | None:
 
 
 def _unreadable(call: Call) -> str | None:
+    traced = "the numbers cannot be read while they are being traced"
+    if call.fw.tracing(call.query):
+        return traced
     try:
         if any(call.fw.concrete(x) is None for x in (call.query, call.key, call.value)):
             return "the numbers are not on the host, where the boxes are laid out"
         narrow = _narrow(call)
         query, key, value = (call.fw.to_numpy(x) for x in (call.query, call.key, call.value))
     except (RuntimeError, TypeError, NotImplementedError):
-        return "the numbers cannot be read while they are being traced"
+        return traced
     # A NaN is below nothing.
     in_range = all(float(np.max(np.abs(x))) * narrow < 1e150 for x in (query, key))
     if not (in_range and math.isfinite(np.sum(value, dtype=np.float64))):
@@ -149,7 +152,7 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
     fw, share = call.fw, share_of(call)
     leaves = tree.leaves(fw, call)
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         given = tree.rebuild(fw, call, arrays)
         found = [
             _in_chunks(query, grid.boxed(key, value), lambda q, boxes: grid.pooled(q, boxes, share))
@@ -164,18 +167,12 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
             exact = [fw.constant(x, call.query, "float64") for x in (out, lse)]
         return tuple(own if call.wants_lse else own[:1]), tuple(exact)
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         found = _backward(tree.rebuild(fw, call, arrays), share, kept, gradients)
         return (*found, *[None] * (len(arrays) - 3))
 
-    def reference(*arrays: Array) -> tuple[Array, ...]:
-        out, lse, _ = dense.run(tree.rebuild(fw, call, arrays))
-        return (out,) if lse is None else (out, lse)
-
     if fw.gradients and fw.needs_gradient(leaves):
-        outputs = fw.custom(forward, backward, reference, leaves)
+        outputs = fw.custom(forward, backward, dense.reference(call), leaves)
     else:
         outputs = forward(*leaves)[0]
     return outputs[0], outputs[1] if call.wants_lse else None, None

@@ -21,7 +21,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
 from qkv.scores import functions_in
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Live, Slopes, Span
 from qkv.weightings import State, Weighting
 
 NAME = "streaming"
@@ -92,7 +92,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     leaves = tree.leaves(fw, call)
     learning = fw.needs_gradient(leaves)
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.rebuild(fw, call, arrays)
         lent = None if own else _lent(fresh)
         if lent is None:
@@ -100,12 +100,10 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         outputs, kept = _forward(lent, tiling, learning)
         return tuple(map(fw.take_back, outputs)), tuple(map(fw.take_back, kept))
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         return _backward(tree.rebuild(fw, call, arrays), tiling, kept, gradients)
 
-    def reference(*arrays: Array) -> tuple[Array, ...]:
+    def reference(*arrays: Array) -> Arrays:
         out, lse, _ = dense.run(_whole(tree.rebuild(fw, call, arrays)))
         return (out,) if lse is None else (out, lse)
 
@@ -256,7 +254,7 @@ class Piece(NamedTuple):
     """The arrays of one block."""
 
     block: Any
-    live: Array | None
+    live: Live
     query: Array
     key: Array
     bias: Array | None
@@ -277,27 +275,11 @@ def piece(call: Call, rows: Span, cols: Any) -> Piece:
     return Piece(block, live, query, key, bias)
 
 
-def value_of(call: Call, cols: Any, live: Array | None) -> Array:
+def value_of(call: Call, cols: Any, live: Live) -> Array:
     fw = call.fw
     stored = isinstance(cols, Cut)
     value = taken(fw, cols.value(), call.query) if stored else fw.cut(call.value, cols, -2)
     return calls.clean(call, value, live)
-
-
-def _parameters(call: Call) -> list[Array]:
-    return tree.leaves(call.fw, (call.score, call.weighting))
-
-
-def _arguments(q: Array, k: Array, bias: Array | None, parameters: Sequence[Array]) -> list[Array]:
-    return [q, k, *([] if bias is None else [bias]), *parameters]
-
-
-def _with(call: Call, arrays: Sequence[Array]) -> tuple[Call, Array, Array, Array | None]:
-    """The call with its parameters replaced, and the block's arrays, from a flat list."""
-    q, k, *rest = arrays
-    bias = None if call.bias is None else rest.pop(0)
-    score, weighting = tree.rebuild(call.fw, (call.score, call.weighting), rest)
-    return replace(call, score=score, weighting=weighting), q, k, bias
 
 
 # Forward
@@ -310,7 +292,7 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
     width = fw.shape(call.value)[-1]
     keeps = learning or call.wants_lse or weighting.strict
 
-    def pooled(rows: Span, keys: Any) -> tuple[Array, ...]:
+    def pooled(rows: Span, keys: Any) -> Arrays:
         template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
 
         stored, one = isinstance(keys, Cuts), isinstance(keys, list) and len(keys) == 1
@@ -363,27 +345,25 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
 
 def _backward(
     call: Call, tiling: Tiling, kept: Sequence[Array], gradients: Sequence[Array]
-) -> tuple[Array | None, ...]:
+) -> Slopes:
     """One gradient for each leaf of the call."""
     fw, weighting, loops = call.fw, call.weighting, _loops(call)
-    parameters, stored = _parameters(call), isinstance(call.key, Column)
+    parameters = tree.leaves(fw, (call.score, weighting))
+    stored = isinstance(call.key, Column)
 
-    def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Sequence[Array | None]]]:
+    def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Slopes]]:
+        """The scores of a block, and their gradients to gradients of what `moves` in it."""
+        moves = part.query, None if stored else part.key, part.bias, call.score, weighting
+
         def function(*arrays: Array) -> Array:
-            if stored:
-                arrays = (arrays[0], part.key, *arrays[1:])
-            changed, q, k, bias = _with(call, arrays)
-            return calls.scores(changed, q, k, bias, part.block)
+            query, key, bias, score, weighting = tree.rebuild(fw, moves, arrays)
+            changed = replace(call, score=score, weighting=weighting)
+            return calls.scores(changed, query, part.key if stored else key, bias, part.block)
 
-        if not stored:
-            return fw.vjp(function, *_arguments(part.query, part.key, part.bias, parameters))
-        s, pull = fw.vjp(function, part.query, *parameters)
+        return fw.vjp(function, *tree.leaves(fw, moves))
 
-        def without_key(slope: Array) -> tuple[Array | None, ...]:
-            dq, *rest = pull(slope)
-            return dq, None, *rest
-
-        return s, without_key
+    def added(total: Any, new: Array | None, rows: Span, cols: Span | None = None) -> Any:
+        return total if new is None else fw.add_at(total, new, rows, cols)
 
     def sweep(totals: Any, rows: Span, keys: Any) -> Any:
         found = tuple(fw.cut(x, rows, -2) for x in kept)
@@ -415,15 +395,12 @@ def _backward(
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
                 along = along if keep is None else along * keep
                 slope = weighting.slope(s, weight, along, centre, found)
-                new = list(pull(fw.keep(slope, live)))
-                dq = dq if new[0] is None else fw.add_at(dq, new[0], rows, None)
-                dk = dk if new[1] is None else fw.add_at(dk, new[1], cols, None)
-                if call.bias is not None:
-                    steep = new.pop(2)
-                    dbias = dbias if steep is None else fw.add_at(dbias, steep, rows, cols)
+                new = iter(pull(fw.keep(slope, live)))
+                dq = added(dq, next(new), rows)
+                dk = dk if stored else added(dk, next(new), cols)
+                dbias = dbias if call.bias is None else added(dbias, next(new), rows, cols)
                 dparameters = [
-                    old if x is None else old + x
-                    for old, x in zip(dparameters, new[2:], strict=True)
+                    old if x is None else old + x for old, x in zip(dparameters, new, strict=True)
                 ]
             return [dq, dk, dv, dbias, dparameters]
 
@@ -441,7 +418,7 @@ def _backward(
     return _in_order(call, [fw.total(x) for x in (dq, dk, dv, dbias)], dparameters)
 
 
-def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> tuple[Array | None, ...]:
+def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> Slopes:
     """The gradients in the order of the call's leaves; positions and seeds have none."""
     dq, dk, dv, dbias = main
     stored = isinstance(call.key, Column)

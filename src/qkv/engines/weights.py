@@ -15,7 +15,7 @@ from qkv.arrays import tree
 from qkv.arrays.base import Tiling
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call, seeded
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Slopes, Span
 
 NAME = "weights"
 
@@ -94,16 +94,14 @@ def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | Non
     leaves = tree.leaves(fw, call)
     has = (call.value is not None, call.wants_lse, True)
 
-    def some(arrays: Sequence[Array], rows: Span) -> tuple[Array, ...]:
+    def some(arrays: Sequence[Array], rows: Span) -> Arrays:
         found = _some(tree.rebuild(fw, call, arrays), rows)
         return tuple(x for x in found if x is not None)
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         return fw.tiled(lambda rows, _: some(arrays, rows), tiling), ()
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         floats = [i for i, x in enumerate(arrays) if fw.dtype(x).startswith("float")]
 
         def step(total: Any, rows: Span, _: Any) -> Any:
@@ -128,7 +126,7 @@ def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | Non
             found[i] = total
         return tuple(found)
 
-    def reference(*arrays: Array) -> tuple[Array, ...]:
+    def reference(*arrays: Array) -> Arrays:
         return tuple(x for x in _some(tree.rebuild(fw, call, arrays), None) if x is not None)
 
     if fw.needs_gradient(leaves):

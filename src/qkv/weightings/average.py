@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import of
-from qkv.types import Array
+from qkv.types import Array, Keep, Live
 from qkv.weightings.base import State, Weighting, nonzero, pool, row_sum
 
 
@@ -22,11 +22,11 @@ class Average(Weighting):
     convex: ClassVar[bool] = True
     smooth = False
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         ones = self.ones(scores, live)
         return ones / nonzero(row_sum(ones))
 
-    def ones(self, scores: Array, live: Array | None) -> Array:
+    def ones(self, scores: Array, live: Live) -> Array:
         fw = of(scores)
         return fw.keep(fw.astype(scores == scores, fw.dtype(scores)) * 0.0 + 1.0, live)
 
@@ -34,13 +34,7 @@ class Average(Weighting):
         return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         ones = self.ones(scores, live)
         return row_sum(ones), pool(ones, value, live, keep)
@@ -52,5 +46,5 @@ class Average(Weighting):
         count, pooled = state
         return pooled / nonzero(count), (count,), None
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.ones(scores, live) / nonzero(found[0])

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from qkv.arrays import of
 from qkv.scores import Score
-from qkv.types import Array, Span
+from qkv.types import Array, Keep, Live, Span
 
 State = tuple[Array, ...]
 """What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
@@ -56,7 +56,7 @@ class Weighting:
     strict: bool = False
     """Whether a row may be refused once it is known: `check` looks at it."""
 
-    def __call__(self, scores: Array, live: Array | None = None) -> Array:
+    def __call__(self, scores: Array, live: Live = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
         lent = fw.lend(scores) if type(self).search is not Weighting.search else None
@@ -90,20 +90,18 @@ class Weighting:
         """What is done to each score before anything else (a temperature)."""
         return scores
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         """α, literally."""
         raise NotImplementedError("a weighting says how scores become weights")
 
-    def whole(
-        self, scores: Array, live: Array | None, k: Array, value: Array, keep: Array | None
-    ) -> Array:
+    def whole(self, scores: Array, live: Live, k: Array, value: Array, keep: Keep) -> Array:
         """The output of rows with all their keys in one block.
 
         The scores are not scaled yet, and may be overwritten.
         """
         return self.pool(self.weights(self.scale(scores), live, k), value, live, keep)
 
-    def pool(self, weight: Array, value: Array, live: Array | None, keep: Array | None) -> Array:
+    def pool(self, weight: Array, value: Array, live: Live, keep: Keep) -> Array:
         """Σᵢ αᵢ vᵢ, once the weights are there."""
         if live is keep is None and not self.sparse:
             return weight @ value
@@ -122,13 +120,7 @@ class Weighting:
         return (of(rows).full((*rows.shape[:-1], width), 0.0, rows),)
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         """The state of one block, whose scores may be overwritten."""
         return (self.pool(self.weight(scores, live, k, found), value, live, keep),)
@@ -144,7 +136,7 @@ class Weighting:
     def check(self, found: State) -> None:
         """Raise where a row that is known has no weights."""
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
@@ -154,7 +146,7 @@ class Weighting:
         """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
-    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
         """log Σ exp(score) (…, n, 1), literally."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
@@ -163,9 +155,7 @@ class Weighting:
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
 
-def pool(
-    weight: Array, value: Array, live: Array | None, keep: Array | None, sparse: bool = False
-) -> Array:
+def pool(weight: Array, value: Array, live: Live, keep: Keep, sparse: bool = False) -> Array:
     """Σⱼ weightᵢⱼ vⱼ, where a value that is ruled out cannot spoil the sum by being NaN or ∞."""
     fw = of(weight)
     xp = fw.xp
@@ -197,7 +187,7 @@ def spared(weight: Array, value: Array, live: Array) -> Array:
     return fw.keep(out, xp.logical_not(spoiled), float("nan"))
 
 
-def row_max(scores: Array, live: Array | None) -> Array:
+def row_max(scores: Array, live: Live) -> Array:
     """The largest live score of each row (…, n, 1), −∞ where there is none; a constant."""
     fw = of(scores)
     scores = fw.detach(fw.keep(scores, live, -INFINITY))

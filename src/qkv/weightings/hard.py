@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from qkv.arrays import of
 from qkv.errors import DtypeError
-from qkv.types import Array
+from qkv.types import Array, Keep, Live
 from qkv.weightings.base import INFINITY, NOWHERE, State, Weighting, finite, pool, row_max
 from qkv.weightings.softmax import Softmax
 
@@ -45,7 +45,7 @@ class Hard(Weighting):
     def centred(self) -> bool:  # type: ignore[override]
         return self.straight_through
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         top = row_max(scores, live)
         hard = self.weight(scores, live, k, (self.position(scores, live, k, top), top))
         if not self.straight_through:
@@ -53,7 +53,7 @@ class Hard(Weighting):
         soft = finite(SOFT.weights(scores, live, k))
         return hard + (soft - of(soft).detach(soft))
 
-    def position(self, scores: Array, live: Array | None, k: Array, top: Array) -> Array:
+    def position(self, scores: Array, live: Live, k: Array, top: Array) -> Array:
         """Where the row's first largest score stands."""
         fw = of(scores)
         if scores.shape[-1] == 0:
@@ -64,7 +64,7 @@ class Hard(Weighting):
         at = fw.xp.where(is_top, k, fw.astype(k * 0 + NOWHERE, fw.dtype(k)))
         return fw.xp.min(at, axis=-1, keepdims=True)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         fw = of(scores)
         at, top = found[:2]
         here = fw.astype(fw.xp.logical_and(k == at, top > -INFINITY), fw.dtype(scores))
@@ -79,13 +79,7 @@ class Hard(Weighting):
         return top, at, *super().init(rows, width), *soft
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         top = row_max(scores, live)
         at = self.position(scores, live, k, top)

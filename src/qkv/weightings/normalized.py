@@ -8,7 +8,7 @@ from typing import ClassVar
 from qkv.arrays import of
 from qkv.errors import ArgumentError, FrameworkError, unknown
 from qkv.scores import Score, is_open
-from qkv.types import Array
+from qkv.types import Array, Keep, Live
 from qkv.weightings.average import Average
 from qkv.weightings.base import INFINITY, State, Weighting, pool, row_sum
 from qkv.weightings.hard import Hard
@@ -17,13 +17,13 @@ from qkv.weightings.hard import Hard
 class Unknown(Average):
     """α = NaN for every live row"""
 
-    def ones(self, scores: Array, live: Array | None) -> Array:
+    def ones(self, scores: Array, live: Live) -> Array:
         return of(scores).keep(super().ones(scores, None) * float("nan"), live)
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return self.ones(scores, live)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.ones(scores, live)
 
 
@@ -97,14 +97,14 @@ class Normalized(Weighting):
     def reads(self, score: Score) -> Score:
         return score.closeness if self.on_empty == "nearest" else score  # type: ignore[attr-defined]
 
-    def inside(self, x: Array, live: Array | None, scores: Array) -> Array:
+    def inside(self, x: Array, live: Live, scores: Array) -> Array:
         """x where the scores count, else 0."""
         fw = of(x)
         if self.on_empty == "nearest":
             x = fw.keep(x, fw.xp.logical_not(scores <= 0))
         return fw.keep(x, live)
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         inside = self.inside(scores, live, scores)
         total = row_sum(inside)
         alpha = inside / divisor(total)
@@ -117,7 +117,7 @@ class Normalized(Weighting):
     def moving(self, weight: Array) -> Array:
         return of(weight).keep(weight, weight == weight) if self.on_empty == "nan" else weight
 
-    def pool(self, weight: Array, value: Array, live: Array | None, keep: Array | None) -> Array:
+    def pool(self, weight: Array, value: Array, live: Live, keep: Keep) -> Array:
         out = super().pool(self.moving(weight), value, live, keep)
         if self.on_empty != "nan":
             return out
@@ -145,13 +145,7 @@ class Normalized(Weighting):
         return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width), *other
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         inside = self.inside(scores, live, scores)
         state = row_sum(inside), pool(inside, value, live, keep, sparse=True)
@@ -171,7 +165,7 @@ class Normalized(Weighting):
         other, known, _ = self.instead.finish(state[2:], ())
         return of(total).xp.where(total == 0, other, out), (total, *known), out
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         total, *known = found
         alpha = self.inside(scores, live, scores) / divisor(total)
         if self.instead is None:
@@ -196,10 +190,10 @@ class Raw(Weighting):
 
     sparse: ClassVar[bool] = True
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return of(scores).keep(scores, live)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.weights(scores, live, k)
 
     def slope(
@@ -217,11 +211,11 @@ class Sigmoid(Weighting):
     array([[0.5, 1. ]])
     """
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
         return fw.keep((fw.xp.tanh(scores * 0.5) + 1.0) * 0.5, live)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.weights(scores, live, k)
 
     def slope(

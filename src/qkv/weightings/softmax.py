@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from qkv.arrays import of, over
 from qkv.errors import ArgumentError, positive
-from qkv.types import Array
+from qkv.types import Array, Keep, Live
 from qkv.weightings.base import (
     INFINITY,
     NOWHERE,
@@ -23,7 +23,7 @@ from qkv.weightings.base import (
 )
 
 
-def exponentials(scores: Array, live: Array | None, top: Array, spend: bool = False) -> Array:
+def exponentials(scores: Array, live: Live, top: Array, spend: bool = False) -> Array:
     """exp(s − top), 0 where not live."""
     return of(scores).exp_below(scores, finite(top), live, spend)
 
@@ -71,14 +71,14 @@ class Softmax(Exponential):
     def scale(self, scores: Array) -> Array:
         return over(scores, self.temperature)
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         quick = of(scores).softmax(scores) if live is None else None
         if quick is not None:
             return quick
         e = exponentials(scores, live, row_max(scores, live))
         return e / nonzero(row_sum(e))
 
-    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
         top = row_max(scores, live)
         return logarithm(top, row_sum(exponentials(scores, live, top)))
 
@@ -88,13 +88,7 @@ class Softmax(Exponential):
         return top, fw.full(rows.shape, 0.0, rows), *super().init(rows, width)
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         top = row_max(scores, live)
         e = exponentials(scores, live, top, spend=True)
@@ -111,7 +105,7 @@ class Softmax(Exponential):
         out = pooled / nonzero(total)
         return out, (top, total), out
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return exponentials(scores, live, found[0]) / nonzero(found[1])
 
 
@@ -131,13 +125,13 @@ class TopK(Exponential):
         if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
             raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return Softmax().weights(scores, self.mask(scores, live, k), k)
 
-    def lse_of(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
         return Softmax().lse_of(scores, self.mask(scores, live, k), k)
 
-    def mask(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def mask(self, scores: Array, live: Live, k: Array) -> Array:
         found = self.search(lambda lift, merge, init: lift(of(scores).detach(scores), live, k))
         return self.chosen(scores, live, k, found)
 
@@ -154,7 +148,7 @@ class TopK(Exponential):
         at = fw.astype(fw.full(shape, 0.0, rows), "int32") + NOWHERE
         return fw.full(shape, -INFINITY, rows), at
 
-    def lift_best(self, scores: Array, live: Array | None, k: Array) -> State:
+    def lift_best(self, scores: Array, live: Live, k: Array) -> State:
         fw = of(scores)
         scores = fw.keep(scores, live, -INFINITY)
         at = fw.xp.broadcast_to(k, scores.shape)
@@ -178,14 +172,14 @@ class TopK(Exponential):
         scores, at = (xp.take_along_axis(x, order, axis=-1) for x in (scores, at))
         return self.best(scores, at)
 
-    def chosen(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def chosen(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         xp = of(scores).xp
         _, _, least, at = found
         tie = xp.logical_and(scores == least, k <= at)
         chosen = xp.logical_or(xp.logical_or(scores > least, tie), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         e = exponentials(scores, self.chosen(scores, live, k, found), found[0])
         return e / nonzero(found[1])
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from qkv.arrays import of
 from qkv.errors import ArgumentError
-from qkv.types import Array
+from qkv.types import Array, Keep, Live
 from qkv.weightings.base import (
     INFINITY,
     Fold,
@@ -64,7 +64,7 @@ class Entmax(Weighting):
     def scale(self, scores: Array) -> Array:
         return scores if self.alpha == 2 else scores * (self.alpha - 1)
 
-    def weights(self, scores: Array, live: Array | None, k: Array) -> Array:
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
         if fw.picks(scores):
             return self.picked(scores, live)
@@ -93,14 +93,14 @@ class Entmax(Weighting):
             return top, self.polish(fold, top, self.solve(fold, top))
         start = fw.xp.maximum(finite(start, -1.0), fw.full(top.shape, -1.0, top))
 
-        def candidates(s: Array, live: Array | None, k: Array) -> State:
+        def candidates(s: Array, live: Live, k: Array) -> State:
             s = fw.detach(s)
             return (fw.pick(s, self.chosen(s, live, top, start), top)[0],)
 
         (kept,) = fold(candidates, _beside, _nothing)
         return top, self.climb(kept, start)
 
-    def look(self, scores: Array, live: Array | None, k: Array) -> State:
+    def look(self, scores: Array, live: Live, k: Array) -> State:
         """The largest score of a block, and from there a τ below its root, so below the row's."""
         fw = of(scores)
         if not fw.picks(scores):
@@ -109,7 +109,7 @@ class Entmax(Weighting):
         top, start = self.first_look(scores, live)
         return top, fw.keep(start, top > -INFINITY, -INFINITY)
 
-    def first_look(self, scores: Array, live: Array | None, by: float = 1.0) -> State:
+    def first_look(self, scores: Array, live: Live, by: float = 1.0) -> State:
         """The row's largest score, and a τ below the root: the root of some of the scores.
 
         Those are the largest of every SOME-th, so that few are below the root.
@@ -129,9 +129,7 @@ class Entmax(Weighting):
         tau = self.climb(some * by, fw.full(top.shape, -1.0, top))
         return top, fw.keep(tau, tau > -1, -1.0)
 
-    def picked(
-        self, scores: Array, live: Array | None, by: float = 1.0, spend: bool = False
-    ) -> Array:
+    def picked(self, scores: Array, live: Live, by: float = 1.0, spend: bool = False) -> Array:
         """The weights of scores · by, from the few that may have one; `spend`: in their place."""
         fw = of(scores)
         if live is None and 0 < scores.shape[-1] < SHORT:
@@ -145,9 +143,7 @@ class Entmax(Weighting):
         weight = self.weight(kept, None, kept, (0.0, self.climb(kept, start)))
         return fw.put(weight, at, scores if spend else None)
 
-    def whole(
-        self, scores: Array, live: Array | None, k: Array, value: Array, keep: Array | None
-    ) -> Array:
+    def whole(self, scores: Array, live: Live, k: Array, value: Array, keep: Keep) -> Array:
         fw = of(scores)
         if not fw.picks(scores):
             return super().whole(scores, live, k, value, keep)
@@ -156,7 +152,7 @@ class Entmax(Weighting):
             return fw.xp.matmul(weight, value)
         return pool(weight, value, live, keep, sparse=True)
 
-    def chosen(self, scores: Array, live: Array | None, top: Array, start: Array) -> Array:
+    def chosen(self, scores: Array, live: Live, top: Array, start: Array) -> Array:
         """What lies above the τ of the start; a NaN is not hidden."""
         xp = of(scores).xp
         near = xp.logical_not(scores < top + start)
@@ -206,12 +202,12 @@ class Entmax(Weighting):
         return self.step(fold, top, self.step(fold, top, of(tau).detach(tau)))
 
     def step(self, fold: Fold, top: Array, tau: Array) -> Array:
-        def lift(s: Array, live: Array | None, k: Array) -> State:
+        def lift(s: Array, live: Live, k: Array) -> State:
             return self.moments(self.excess(s, live, top, tau))
 
         return tau + self.newton(*fold(lift, _sums, _zeros))
 
-    def excess(self, scores: Array, live: Array | None, top: Array, tau: Array) -> Array:
+    def excess(self, scores: Array, live: Live, top: Array, tau: Array) -> Array:
         """r = max(0, s − top − τ)"""
         return of(scores).above(scores, top, tau, live)
 
@@ -242,13 +238,7 @@ class Entmax(Weighting):
         return *pooled, *pooled, of(rows).full(rows.shape, 0.0, rows)
 
     def lift(
-        self,
-        scores: Array,
-        live: Array | None,
-        k: Array,
-        found: State,
-        value: Array,
-        keep: Array | None,
+        self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
         r = self.excess(scores, live, *found)
         slope = self.power(r, self.exponent - 1)
@@ -266,7 +256,7 @@ class Entmax(Weighting):
         out, leaning, slope = state
         return out, found, leaning / nonzero(slope)
 
-    def weight(self, scores: Array, live: Array | None, k: Array, found: State) -> Array:
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.power(self.excess(scores, live, *found), self.exponent)
 
     def slope(

@@ -15,7 +15,7 @@ from qkv.engines.call import Call
 from qkv.engines.native import backends, spans
 from qkv.engines.native.kernel import as_mask, fits, four_axes, kernel, smooth
 from qkv.masks import is_causal
-from qkv.types import Array
+from qkv.types import Array, Arrays, Slopes
 
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
@@ -251,7 +251,7 @@ def _healing(call: Call) -> Array:
         return _healed(call, kernel(call, parts, None, True))[0]
     held: list[Any] = []
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         inner = [x.detach().requires_grad_() for x in arrays[:3]]
         with torch.enable_grad():  # the kernel's own graph waits here for the way back
             out = kernel(call, inner, None, True)
@@ -259,18 +259,12 @@ def _healing(call: Call) -> Array:
         mended, found = _healed(_of(call, arrays), out.data)
         return (mended,), (found, mended)
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         main = torch.autograd.grad(held[0], held[1], gradients[0], retain_graph=True)
         _heal_slopes(_of(call, arrays), main[0], gradients[0], kept)
         return (*main, *[None] * (len(arrays) - 3))
 
-    def reference(*arrays: Array) -> tuple[Array, ...]:
-        out = dense.run(tree.rebuild(fw, call, arrays))[0]
-        return (fw.astype(out, fw.dtype(call.query)),)
-
-    return fw.custom(forward, backward, reference, tree.leaves(fw, call))[0]
+    return fw.custom(forward, backward, dense.reference(call), tree.leaves(fw, call))[0]
 
 
 def _of(call: Call, arrays: Sequence[Array]) -> Call:

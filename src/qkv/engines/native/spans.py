@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, streaming
 from qkv.engines.call import Call
 from qkv.engines.native.kernel import as_mask, kernel
-from qkv.types import Array, Span
+from qkv.types import Array, Arrays, Slopes, Span
 
 ROWS = 64
 """Queries per call of the kernel where a mask leaves only part of the keys to each."""
@@ -48,21 +47,15 @@ def run(call: Call, tiling: Any) -> Array:
     if not fw.needs_gradient((call.query, call.key, call.value)):
         return _in_rows(tiling, call)[0]
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         return (_in_rows(tiling, tree.rebuild(fw, call, [x.detach() for x in arrays]))[0],), ()
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         fresh = tree.rebuild(fw, call, [x.detach() for x in arrays])
         main = _in_rows(tiling, fresh, gradients[0])[1] or []
         return (*main, *[None] * (len(arrays) - 3))
 
-    def reference(*arrays: Array) -> tuple[Array, ...]:
-        out = dense.run(tree.rebuild(fw, call, arrays))[0]
-        return (fw.astype(out, fw.dtype(call.query)),)
-
-    return fw.custom(forward, backward, reference, tree.leaves(fw, call))[0]
+    return fw.custom(forward, backward, dense.reference(call), tree.leaves(fw, call))[0]
 
 
 def _in_rows(

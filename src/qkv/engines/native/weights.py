@@ -10,7 +10,7 @@ import torch
 
 from qkv.engines import dense, native
 from qkv.engines.call import Call
-from qkv.types import Array
+from qkv.types import Array, Arrays, Slopes
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
@@ -53,15 +53,13 @@ def _learning(
     fw = call.fw
     held: list[Any] = []
 
-    def forward(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         found: list[Array] = []
         out, pull = fw.vjp(partial(_kernel, found, scale), *arrays)
         held[:] = [pull]  # with the kernel's own graph, for the way back
         return (out, _alpha(arrays[0], arrays[1], found[0], scale, average)), (found[0],)
 
-    def backward(
-        arrays: Sequence[Array], kept: Sequence[Array], gradients: Sequence[Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         along, slope = gradients
         dquery, dkey, dvalue = held[0](along)
         if slope.any():  # mostly nobody learns from the weights
@@ -69,7 +67,7 @@ def _learning(
             dquery, dkey = dquery + more[0], dkey + more[1]
         return dquery, dkey, dvalue
 
-    def reference(query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+    def reference(query: Array, key: Array, value: Array) -> Arrays:
         out, _, alpha = dense.run(Call(query, key, value, call.score, call.weighting))
         return out, alpha.mean(-3) if average else alpha
 
