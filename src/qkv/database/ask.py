@@ -156,7 +156,7 @@ class Asked:
         order = self._order(alpha, top)
         if not len(order):
             return []
-        schema, rows = self.view.schema, self.view.rows(self.view.ids[order])
+        schema, rows = self.view.schema, self.view.rows(self.view.ids[order].tolist())
         return [
             Row(schema.key_of(r), schema.value_of(r), float(alpha[i]), int(i), r)
             for i, r in zip(order, rows, strict=True)

@@ -25,10 +25,10 @@ REMEMBERED = 64
 """Texts whose vectors are kept."""
 
 KNOWN, SHORT = 4096, 1024
-"""Values that are remembered by their keys, and the longest text of such a row."""
+"""Rows that are remembered, and the longest text of such a row."""
 
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-"""Types of keys and values that nobody can change after they were remembered."""
+"""Types of cells that nobody can change after they were remembered."""
 
 
 class View:
@@ -42,6 +42,7 @@ class View:
         self._asked: dict[str, np.ndarray] = {}
         self.version = snapshot.version
         self._known: dict[Any, Any] = {}
+        self._short: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
         return len(self.snapshot)
@@ -130,8 +131,17 @@ class View:
         except ArgumentError:
             return None  # None and NaN are nobody's key
 
-    def rows(self, ids: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-        return self._filled(ids, [cells.loads(text) for text in self.snapshot.records(ids)])
+    def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        short, fresh = self._short, {}
+        new = [id_ for id_ in ids if id_ not in short]
+        if new:
+            if len(short) + len(new) > KNOWN:
+                self._short = {}
+            for id_, text in zip(new, self.snapshot.records(new), strict=True):
+                fresh[id_] = row = cells.loads(text)
+                if len(text) <= SHORT and PLAIN.issuperset(map(type, row.values())):
+                    self._short[id_] = row
+        return self._filled(ids, [(fresh if i in fresh else short)[i].copy() for i in ids])
 
     def values(self, ids: Sequence[int]) -> list[Any]:
         return [self.schema.value_of(row) for row in self.rows(ids)]

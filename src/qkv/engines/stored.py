@@ -93,16 +93,15 @@ def _in_blocks(
     return s, entropy, weighting.lse(known) if weighting.has_lse else None
 
 
-def _sums(alpha: np.ndarray) -> np.ndarray:
-    """Σ |α| and Σ |α| ln |α| of each row, (2, n): sums, which blocks have as well as rows."""
+def _sums(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Σ |α| and Σ |α| ln |α| of each row, (n,): sums, which blocks have as well as rows."""
     size = np.abs(alpha)
-    logs = np.log(np.where(size > 0, size, 1))
-    return np.array([np.add.reduce(size, 1), np.add.reduce(size * logs, 1)])
+    return np.add.reduce(size, 1), np.add.reduce(size * np.log(of(size).nonzero(size)), 1)
 
 
 def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is or they are NaN."""
-    some = np.where(total > 0, total, 1)
+    some = of(total).nonzero(total)
     return np.fmax(np.log(some) - along / some, 0)
 
 
