@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from qkv import masks, scores
-from qkv.arrays import of
+from qkv.arrays import framework, of
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import plan as plans
 from qkv.engines import stored, streaming
@@ -264,7 +262,7 @@ def weigh(
     array([[1., 0.]])
     """
     score, weighting = resolved(score, weighting, None)
-    with np.errstate(all="ignore"):
+    with framework("numpy").quiet():
         if matches is None:
             matches = stored.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]
         return stored.run(rows, matches, weighting)

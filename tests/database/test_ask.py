@@ -10,7 +10,7 @@ import torch
 
 import qkv
 from qkv import scores, weightings
-from qkv.errors import ArgumentError, CombinationError
+from qkv.errors import ArgumentError, CombinationError, QkvError
 from tests import cases
 
 rng = np.random.default_rng(4)
@@ -89,3 +89,23 @@ def test_raise_and_refusals(database):
         database.ask(QUERY, score="exact", weighting=weightings.Normalized("nearest"))
     with pytest.raises(ArgumentError, match="compares vectors"):
         database.attend(QUERY, score="exact")
+
+
+@pytest.mark.parametrize(
+    ("keys", "query", "told"),
+    [
+        (np.eye(3), [np.nan, 0.0, 0.0], "query 0 holds NaN"),
+        (np.eye(3), np.array([[0.0, 0.0, 1.0], [0.0, np.inf, 0.0]]), "query 1 holds NaN"),
+        ([1.0, 2.0, 3.0], [2.0, np.nan], "query 1 is not a finite number$"),
+        ([1.0, 2.0, 3.0], "two", "query 0 must be a number, not 'two'$"),
+        (["a", "b", "c"], None, "query 0 must not be None$"),
+        (["a", "b", "c"], np.full((1, qkv.Database({"a": 1}).encoder.width), np.nan), "query 0"),
+    ],
+)
+def test_a_query_that_cannot_be_compared_is_named(keys, query, told):
+    D = qkv.Database(keys, [1.0, 2.0, 3.0])
+    with pytest.raises(QkvError, match=told):
+        D.ask(query)
+    if not isinstance(query, np.ndarray):  # of an array, attend has the gradient
+        with pytest.raises(QkvError, match=told):
+            D.attend(query)

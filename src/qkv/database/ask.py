@@ -12,6 +12,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.view import View
+from qkv.errors import ArgumentError
 from qkv.scores import Score
 from qkv.weightings import Weighting
 
@@ -76,11 +77,12 @@ class Asked:
         return found, engine
 
     def _encoded(self, queries: Any) -> np.ndarray:
-        if is_array(queries) and self.view.schema.key_kind != "vector":
-            code = to_numpy(queries)  # a vector in the place of a text
-        else:
-            code = self.view.encoded(queries)
+        given = is_array(queries) and self.view.schema.key_kind != "vector"  # not a text: a vector
+        code = to_numpy(queries) if given else self.view.encoded(queries)
         self.view.check(code)
+        if given and not np.isfinite(code).all():
+            bad = int(np.isfinite(code).all(axis=1).argmin())
+            raise ArgumentError(f"query {bad} holds NaN or infinity: no row is near it")
         return np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
 
     def _answer(

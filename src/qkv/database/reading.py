@@ -221,9 +221,9 @@ class Reading:
             )
         if not is_array(query):
             queries, single = self._queries(query)
-            query = view.encoder.query(queries)
+            query = view.encoded(queries)
         elif view.schema.key_kind == "number":
-            query, single = _differentiable(view.encoder, query)
+            query, single = _differentiable(view, query)
         else:
             single = len(query.shape) == 1
             query = query[None] if single else query
@@ -316,10 +316,10 @@ def names(wish: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def _differentiable(encoder: Encoder, query: Array) -> tuple[Array, bool]:
+def _differentiable(view: View, query: Array) -> tuple[Array, bool]:
     """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
-    single = len(query.shape) == 0
+    encoder, single = view.encoder, len(query.shape) == 0
     column = of(query).xp.reshape(query, (-1, 1))
     if not isinstance(encoder, encoders.Numbers) or encoder.mean is None or encoder.unit is None:
-        return encoder.query(to_numpy(column)[:, 0].tolist()), single
+        return view.encoded(to_numpy(column)[:, 0].tolist()), single
     return (column - encoder.mean[0]) / encoder.unit[0], single

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -72,13 +73,19 @@ class View:
     def encoded(self, queries: Any) -> np.ndarray:
         """The vectors of queries; those of the last single texts are remembered, as an answer asks
         for its own again."""
-        if len(queries) != 1 or type(queries[0]) is not str:
-            return self.encoder.query(queries)
-        if queries[0] not in self._asked:
+        single = len(queries) == 1 and type(queries[0]) is str
+        if single and queries[0] in self._asked:
+            return self._asked[queries[0]]
+        try:
+            found = self.encoder.query(queries)
+        except (ArgumentError, DtypeError, ShapeError) as fault:  # which tells of keys in rows
+            told = re.sub(r"^key(?= \d)", "query", str(fault)).removesuffix(": leave that row out")
+            raise type(fault)(told) from None
+        if single:
             if len(self._asked) >= REMEMBERED:
-                self._asked.clear()
-            self._asked[queries[0]] = self.encoder.query(queries)
-        return self._asked[queries[0]]
+                self._asked = {}
+            self._asked[queries[0]] = found
+        return found
 
     @property
     def ids(self) -> np.ndarray:

@@ -84,7 +84,7 @@ def _in_blocks(
     _, known, _ = weighting.finish(state, found)
     weighting.check(known)
 
-    def weight(span: Span) -> np.ndarray:
+    def weight(span: Span) -> tuple[np.ndarray, np.ndarray]:
         x, live, k = block(span)
         x[:] = weighting.weight(x, live, k, known)
         return _sums(x)
@@ -102,7 +102,7 @@ def _sums(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is or they are NaN."""
     some = of(total).nonzero(total)
-    return np.fmax(np.log(some) - along / some, 0)
+    return np.asarray(np.fmax(np.log(some) - along / some, 0))
 
 
 def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:
@@ -111,8 +111,8 @@ def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:
 
     def lift(cut: Cut) -> np.ndarray:
         some = alpha[:, cut.start : cut.start + cut.size]
-        used = np.flatnonzero(some.any(axis=0))
-        if len(used) * 8 < cut.size:
+        if np.count_nonzero(some) * 8 < cut.size:
+            used = np.flatnonzero(some.any(axis=0))
             value, some = cut.value(used), some[:, used]
         else:
             value = cut.value()
