@@ -93,7 +93,7 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
 
     monkeypatch.setattr(forward, "pool", kernel)
     monkeypatch.setattr(launch, "processors", lambda device: 1)
-    monkeypatch.setattr(launch, "_current", lambda device: True)
+    monkeypatch.setattr(launch, "current", lambda device: True)
 
     def attend(scale=0.3, **shape):
         given = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)

@@ -162,6 +162,7 @@ def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (learning or not _heals(call)):
         return None
+    repair = mend().repair if causal else None
 
     def attend(query: Array, key: Array, value: Array, *_: Any) -> Array | None:
         if not (fits(query) and fits(key) and fits(value)):
@@ -173,8 +174,8 @@ def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
             out = sdpa(query, key, value, None, 0.0, causal, scale=scale)
         else:
             out = backends.sdpa(parts, None, causal, scale)
-        if causal:
-            mend().heal(out, query, key, value, scale)
+        if repair is not None:
+            repair(out, query, key, value, scale)
         elif learning:
             smooth(out, parts, None, False, scale)
         return out

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from qkv.arrays import is_array
@@ -165,6 +166,40 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     return bound
 
 
+def direct(call: Call) -> Callable[..., Array] | None:
+    """What makes the launches of calls without a gradient again, where φ and ψ are q and k."""
+    from qkv.engines.triton.operators import PLAIN
+
+    arrays: tuple[Any, ...] = (call.query, call.key, call.value)
+    rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
+    if call.fw.needs_gradient(arrays) or any(type(x) not in PLAIN for x in arrays):
+        return None
+    if len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
+        return None
+    (_, heads), few = _batch_and_heads(call), _key_heads(call)
+    if any(
+        x.shape[:2] != (call.lead[0], y) for x, y in zip(arrays, (heads, few, few), strict=True)
+    ):
+        return None
+    if rule is not None and not (isinstance(rule, Band) and rule.relative):
+        return None
+    found = lowering(call)
+    score = found[0]
+    if type(score) not in (Dot, ScaledDot, Expanded):
+        return None
+    form = score.form(call.query, call.key)  # type: ignore[union-attr]
+    if form.query is not call.query or form.key is not call.key:
+        return None
+    from qkv.engines.triton.repeat import Repeat
+
+    scale = form.scale / getattr(call.weighting, "temperature", 1.0)
+    factor = None if form.bias is None else -scale / 2
+    number = call.weighting.k if isinstance(call.weighting, TopK) else 0.0
+    if isinstance(call.weighting, Entmax):
+        number = float(call.weighting.alpha)
+    return Repeat(weighting, number, scale, factor, partial(_band, rule))
+
+
 def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
     """The results with the call's own leading axes, and the log-sum-exp only if it is wanted."""
     if len(call.lead) != 2:
@@ -269,13 +304,7 @@ def _bounds(call: Call, rule: Mask) -> Bounds | str:
         one, two = _bounds(call, rule.one), _bounds(call, rule.two)
         return one if isinstance(one, str) else two if isinstance(two, str) else _both(one, two)
     if isinstance(rule, Band) and rule.relative:
-        shift = rule.offset
-        if shift is None:
-            shift = call.m - call.n if rule.align == "bottom_right" else 0
-        return Bounds(
-            None if rule.left is None else shift - rule.left,
-            None if rule.right is None else shift + rule.right,
-        )
+        return Bounds(*_band(rule, call.n, call.m))
     if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
         valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
         batch, _ = _batch_and_heads(call)
@@ -285,6 +314,17 @@ def _bounds(call: Call, rule: Mask) -> Bounds | str:
         layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
         return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
     return f"the kernels do not know the mask {rule!r}"
+
+
+def _band(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
+    """The least and the largest j − i that count; None sets no bound."""
+    if rule is None:
+        return None, None
+    shift = rule.offset
+    if shift is None:
+        shift = m - n if rule.align == "bottom_right" else 0
+    left, right = rule.left, rule.right
+    return None if left is None else shift - left, None if right is None else shift + right
 
 
 def _both(one: Bounds, two: Bounds) -> Bounds | str:

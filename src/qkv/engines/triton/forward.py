@@ -296,8 +296,9 @@ def finish(
         acc = acc * share[:, None]
     if lse is not None:
         tl.store(lse + line, summary, mask=inside)
-    tl.store(kept + line, top, mask=inside)
-    tl.store(kept + lines + line, share, mask=inside)
+    if kept is not None:
+        tl.store(kept + line, top, mask=inside)
+        tl.store(kept + lines + line, share, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
     where = out + place[:, None] + column
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))

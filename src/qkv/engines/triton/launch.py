@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -154,12 +155,15 @@ class Launch(NamedTuple):
     def again(self, arrays: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
         """Whether it was made: on the device in use, by arrays that begin at multiples of 16."""
         at = [x if x is None else x.data_ptr() for x in arrays]
-        if sum([x % 16 for x in at if x is not None]) or not _current(self.device):
+        if sum([x % 16 for x in at if x is not None]) or not current(self.device):
             return False
         self.start(at, floats)
         return True
 
-    def start(self, at: list[int | None], floats: tuple[float, ...]) -> None:
+    def start(self, at: Sequence[int | None], floats: tuple[float, ...]) -> None:
+        notes = NOTES.get()
+        if notes is not None:
+            notes.append((self, at, floats))
         if self.described:
             triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
         compiled, stream = self.compiled, _stream(self.device.index)
@@ -180,6 +184,18 @@ MADE: dict[tuple[Any, ...], Launch] = {}
 """Launches by `kinds` of what they were made for."""
 MOST = 4096
 """Entries of either table."""
+NOTES: ContextVar[list[Any] | None] = ContextVar("NOTES", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[Launch, Sequence[int | None], tuple[float, ...]]]]:
+    """The launches made meanwhile, with where their arrays lie; what is compiled is not noted."""
+    notes: list[Any] = []
+    token = NOTES.set(notes)
+    try:
+        yield notes
+    finally:
+        NOTES.reset(token)
 
 
 def kinds(*arrays: Tensor | None) -> tuple[Any, ...]:
@@ -248,10 +264,10 @@ def _stream(index: int) -> int:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     there: AbstractContextManager[Any] = nullcontext()
-    return there if _current(device) else torch.cuda.device(device)
+    return there if current(device) else torch.cuda.device(device)
 
 
-def _current(device: torch.device) -> bool:
+def current(device: torch.device) -> bool:
     return device.type != "cuda" or bool(device.index == torch.cuda.current_device())
 
 

@@ -14,7 +14,7 @@ from qkv.engines.triton.arguments import Arguments, in_base
 from qkv.engines.triton.backward import known, queries_tiles
 from qkv.engines.triton.forward import finish, pool_tiles
 from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.operators import operator
+from qkv.engines.triton.operators import operator, watched
 from qkv.engines.triton.ops import check
 from qkv.engines.triton.score import left_over
 from qkv.engines.triton.tiles import NONE, bounds, fetch, finite
@@ -41,7 +41,7 @@ def mend(
 
     `parts` programs share a head's tiles of rows. There are few programs, so that to look and
     return costs next to nothing; every tile is done with care, so that there is one loop to
-    compile. `kept` is as `pool` fills it.
+    compile. `kept` is as `pool` fills it, if it is given.
     """
     pid = tl.program_id(0)
     lane = tl.cast(pid // parts, tl.int64)
@@ -158,7 +158,7 @@ def _healing(query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int
 def _mend(
     call: Arguments,
     kernel: Any,
-    arrays: tuple[Tensor, ...],
+    arrays: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
     wide: bool,
     facts: dict[str, Any],
@@ -192,10 +192,23 @@ def _heal(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int
 ) -> Tensor:
     kept = query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+    _repair(out, query, key, value, kept, scale, upper)
+    return kept
+
+
+def _repair(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: Tensor | None,
+    scale: float,
+    upper: int,
+) -> None:
     if not (out.numel() and key.shape[2]):
-        return kept
+        return
     arrays = (query, key, value, out, kept)
-    about = (mend, *launch.kinds(*arrays[:4]), upper)
+    about = (mend, *launch.kinds(*arrays[:4]), kept is None, upper)
     made = launch.MADE.get(about)
     if made is None or not made.again(arrays, (in_base(scale, "softmax"),)):
         call = _healing(query, key, value, scale, upper)
@@ -203,7 +216,14 @@ def _heal(
         given = (*call.inputs[:3], out, kept)
         made = _mend(call, mend, given, out.stride()[:3], wide, {"WIDE": wide})
         launch.keep(about, None if call.copied else made)
-    return kept
+
+
+def repair(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+    """`heal` for no gradient, of arrays that are known to fit and to be causal."""
+    if watched():
+        heal(out, query, key, value, scale)
+    else:
+        _repair(out, query, key, value, None, scale, 0)
 
 
 def heal(

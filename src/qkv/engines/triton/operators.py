@@ -52,7 +52,7 @@ class Operator:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         learns = False
-        if _watched():
+        if watched():
             return self.node(*given, **named)
         for x in given:
             if isinstance(x, Tensor):
@@ -79,7 +79,7 @@ def operator(
     return lambda function: Operator(function, fake, pull, save, mutates, schema)
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether a transform is at work, which must see a node."""
     return bool(
         torch.compiler.is_compiling()

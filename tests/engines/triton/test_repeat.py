@@ -1,0 +1,221 @@
+"""Calls made again by their launches alone: the same numbers as the equation gives."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.attention import request
+from qkv.engines import plan, triton
+from qkv.engines.triton import arguments, forward, launch, mend, norms, search
+from qkv.engines.triton.repeat import Steps
+
+pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
+
+
+class Compiled:
+    """Stands for a compiled kernel: takes places in memory as its launcher does, and interprets."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel, arrays, facts, how):
+        self.kernel, self.facts, self.how = kernel, tuple(facts), how
+        self.dtypes = [x if x is None else x.dtype for x in arrays]
+
+    def run(self, x, y, z, stream, function, metadata, a, b, c, *given):
+        count, facts = len(self.dtypes), len(self.facts)
+        arrays = [
+            at if dtype is None else _tensor(at, dtype)
+            for at, dtype in zip(given[:count], self.dtypes, strict=True)
+        ]
+        known = dict(zip(self.facts, given[-facts:], strict=True))
+        self.kernel[(x, y, z)](*arrays, *given[count:-facts], **known, **self.how)
+
+
+def _tensor(at, dtype):
+    """Its first bytes: the interpreter looks at no length."""
+    return torch.frombuffer((ctypes.c_char * 16).from_address(at), dtype=dtype)
+
+
+class Kernel:
+    """A kernel of Triton's, interpreted, which is compiled at its first launch."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def start(*given, num_warps, num_stages, enable_fp_fusion, **facts):
+            how = {"num_warps": num_warps, "num_stages": num_stages}
+            self.kernel[grid](*given, **facts, **how)
+            arrays = [x for x in given if x is None or isinstance(x, torch.Tensor)]
+            return Compiled(self.kernel, arrays, facts, how)
+
+        return start
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Kernels that are launched as compiled ones are; how often the launches were repeated."""
+    for module, name in (
+        (forward, "pool"), (mend, "mend"), (norms, "_square_kernel"), (search, "entmax_kernel"),
+        (search, "topk_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
+    for name in ("COMPILED", "MADE"):
+        monkeypatch.setattr(launch, name, {})
+    for name in ("_SEEN", "_KINDS"):
+        monkeypatch.setattr(plan, name, {})
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    monkeypatch.setattr(launch, "current", lambda device: True)
+    monkeypatch.setattr(launch, "_stream", lambda index: None)
+    facts = arguments._facts.__wrapped__
+    monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
+    count, again = [], Steps.again
+
+    def counting(steps, *arrays):
+        out = again(steps, *arrays)
+        count.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Steps, "again", counting)
+    return count
+
+
+def arrays_of(seed, n=20, m=24, few=2, dtype=torch.bfloat16):
+    made = torch.Generator().manual_seed(seed)
+    shapes = ((1, 2, n, 16), (1, few, m, 16), (1, few, m, 8))
+    return [torch.randn(x, generator=made).to(dtype) for x in shapes]
+
+
+def check(arrays, atol=2e-2, **how):
+    got = qkv.attend(*arrays, engine="triton", **how)
+    few = arrays[1].shape[1]
+    wide = (arrays[0].double(), *(x.double().repeat_interleave(2 // few, 1) for x in arrays[1:]))
+    want = qkv.attend(*wide, engine="dense", **how)
+    assert got.dtype == arrays[0].dtype
+    torch.testing.assert_close(got.double(), want, atol=atol, rtol=atol)
+
+
+CASES = {
+    "gaussian": {"score": scores.Gaussian(1.5)},
+    "cool gaussian": {"score": "gaussian", "weighting": weightings.Softmax(4.0)},
+    "entmax": {"weighting": "entmax15"},
+    "gaussian entmax": {"score": scores.Gaussian(2.0), "weighting": weightings.Entmax(1.3)},
+    "sparsemax": {"weighting": "sparsemax"},
+    "top-k": {"weighting": weightings.TopK(3)},
+    "sigmoid": {"weighting": "sigmoid", "score": "dot"},
+    "causal": {"score": scores.Gaussian(1.5), "mask": masks.causal},
+    "window": {"weighting": "entmax15", "mask": masks.window(3, 2, align="bottom_right")},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "few"), [*((x, 2) for x in CASES), ("gaussian", 1), ("window", 1)]
+)
+def test_other_numbers_by_the_same_launches(counted, name, few):
+    for seed in range(3):  # the first is compiled, the second noted
+        check(arrays_of(seed, few=few), **CASES[name])
+    assert counted == [True]
+
+
+def test_other_lengths_have_launches_of_their_own(counted):
+    """Though they have one plan: their numbers of binary digits are equal."""
+    how = CASES["causal"] | {"mask": masks.window(5, 0, align="bottom_right")}
+    for n, m in ((20, 24), (20, 31), (17, 24)):
+        for seed in range(3):
+            check(arrays_of(seed, n, m), **how)
+        assert counted and all(counted)
+        counted.clear()
+
+
+def test_other_bandwidths_and_scales(counted):
+    for width in (0.5, 2.0) * 3:
+        check(arrays_of(1), score=scores.Gaussian(width))
+        check(arrays_of(2), score=scores.ScaledDot(width / 4), weighting="entmax15")
+    assert counted and all(counted)
+
+
+def test_strides_and_places(counted):
+    """Rows of heads side by side, one array thrice, and arrays that begin at no multiple of 16."""
+    for seed in range(3):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays_of(seed))
+        check((q, k, v), weighting="entmax15")
+    assert counted and all(counted)
+    counted.clear()
+    for seed in range(3):
+        x = arrays_of(seed)[0]
+        check((x, x, x), weighting="entmax15")
+        check([*arrays_of(seed, m=20)[:2], arrays_of(seed + 1)[0]], weighting="entmax15")
+    assert counted and all(counted)
+    counted.clear()
+    for seed in range(4):
+        q, k, v = arrays_of(seed, m=20)
+        odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+        check((q if seed < 2 else odd, k, v), weighting="entmax15")
+    assert counted == [False, False]
+
+
+def test_keys_with_gaps_and_split_keys_are_not_repeated(counted, monkeypatch):
+    for seed in range(4):
+        q, k, v = arrays_of(seed)
+        wide = torch.empty(1, 2, 24, 32, dtype=k.dtype)[..., :16].copy_(k)
+        check((q, wide, v), score="gaussian")  # the squares are those of a copy
+    monkeypatch.setattr(launch, "processors", lambda device: 64)
+    monkeypatch.setattr(launch, "LEAST", 16)
+    monkeypatch.setattr(launch, "MADE", {})
+    monkeypatch.setattr(forward, "merge", Kernel(forward.merge))
+    for seed in range(4):
+        check(arrays_of(seed, 4, 600), weighting="entmax15")
+    assert not counted
+
+
+def test_a_transform_sees_the_operators(counted):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **kwargs or {})
+
+    for seed in range(3):
+        check(arrays_of(seed), weighting="entmax15")
+    with Seen() as seen:
+        qkv.attend(*arrays_of(4), weighting="entmax15", engine="triton")
+    assert counted == [True] and "qkv.attend.default" in seen.names
+
+
+def test_what_it_leaves_to_the_operators():
+    q, k, v = arrays_of(0)
+    direct = lambda *arrays, score="gaussian", mask=None: triton.direct(  # noqa: E731
+        request(*arrays, score, "softmax", mask, 0.0, None, None)
+    )
+    assert direct(q, k, v) is not None and direct(q, k, v, mask=masks.causal) is not None
+    assert direct(q.clone().requires_grad_(), k, v) is None
+    assert direct(q[0], k[0], v[0]) is None
+    assert direct(q, k[:, :1], v) is None
+    assert direct(q, k, v, score="cosine") is None
+    assert direct(q, k, v, score=scores.Gaussian(torch.tensor(1.0, dtype=q.dtype))) is None
+    assert direct(q, k, v, mask=masks.lengths([3])) is None
+
+
+def test_repair_keeps_nothing(counted):
+    """Two heads, of which one has a value that the rows before it must not see."""
+    for seed in range(4):
+        q, k, v = arrays_of(seed, 20, 20, dtype=torch.float32)
+        v[0, 1, 12, 3] = torch.nan
+        want, _ = qkv.engines.triton.ops.attend(q, k, v, scale=0.25, upper=0)
+        out = torch.where(torch.isnan(v).any((2, 3))[..., None, None], torch.nan, want)
+        mend.repair(out, q, k, v, 0.25)
+        torch.testing.assert_close(out, want, equal_nan=True)
+        assert torch.isfinite(out[0, 1, :12]).all()
