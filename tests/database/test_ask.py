@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.errors import ArgumentError, CombinationError, QkvError
 from tests import cases
+from tests.cli.run import data
 
 rng = np.random.default_rng(4)
 VALUE = rng.normal(size=(40, 2))
@@ -109,3 +111,28 @@ def test_a_query_that_cannot_be_compared_is_named(keys, query, told):
     if not isinstance(query, np.ndarray):  # of an array, attend has the gradient
         with pytest.raises(QkvError, match=told):
             D.attend(query)
+
+
+def test_one_question_by_every_way(tmp_path):
+    """In memory, on disk, of a version, after changes and compaction, by threads, on the command
+    line: the same answer."""
+    rows = {"name": list("abcdefgh"), "year": list(range(1950, 1990, 5)), "pay": VALUE[:8, 0]}
+    how = {"key": "year", "value": "pay"}
+    path, where = tmp_path / "pay.qkv", "year > 1955"
+    memory = qkv.Database.from_columns(rows, **how)
+    first = memory.ask(1971.0, where=where).to_dict()
+    with qkv.Database.from_columns(rows, **how, path=path) as disk:
+        for D in memory, disk:
+            D.extend([{"name": "i", "year": 1991, "pay": 3.0}])
+            D.remove(1975)
+        past = memory.at(1), disk.at(1)
+        ways = [disk.ask, disk.at(disk.version).ask, memory.ask]
+        due = memory.ask(1971.0, where=where)
+        for change in (lambda: None, memory.compact, disk.compact):
+            change()
+            with ThreadPoolExecutor(2) as pool:
+                found = pool.map(lambda ask: ask(1971.0, where=where).to_dict(), ways * 8)
+                assert all(answer == due.to_dict() for answer in found)
+        assert disk.attend(1971.0, where=where) == pytest.approx(due.value)
+        assert [D.ask(1971.0, where=where).to_dict() for D in past] == [first] * 2
+    assert data("ask", path, "1971", "--where", where) == due.to_dict()

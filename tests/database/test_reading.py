@@ -62,6 +62,27 @@ def test_what_was_given_can_be_changed(value):
     found = D["k"]
     found.clear()
     assert D["k"] == value
+    for _ in range(2):
+        row = D.ask("k").rows[0]
+        assert row.value == value and row.record == {"key": "k", "value": value}
+        row.value.clear()
+        row.record["key"] = "changed"
+
+
+def test_rows_are_remembered_by_version(names, monkeypatch):
+    monkeypatch.setattr(view, "KNOWN", 2)
+    for _ in range(2):
+        assert {row.key: row.value for row in names.ask("Li").rows} == {
+            "Li": "Mu",
+            "Zhang": "Aston",
+        }
+    names["Li"] = "Mu 2"
+    names.add(["Smola", "Lipton"], ["Alex", "Zachary"])
+    past = names.at(1)
+    for _ in range(2):
+        found = {row.key: row.value for row in names.ask("Li").rows}
+        assert found == {"Li": "Mu 2", "Zhang": "Aston", "Smola": "Alex", "Lipton": "Zachary"}
+        assert {row.value for row in past.ask("Li").rows} == {"Mu", "Aston"}
 
 
 def test_equal_keys_of_several_types():

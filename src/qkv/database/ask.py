@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,14 @@ class Asked:
     def answers(self, queries: Any, keep: bool) -> list[Answer]:
         pools = self.view.schema.pools
         found, engine = self._weighed(queries, pools)
+        sums = [None] * len(queries) if found.lse is None else found.lse.tolist()
+        told = {"engine": engine, "score": _named(self.score), "weighting": _named(self.weighting)}
+        each = zip(queries, found.weights, found.entropy.tolist(), sums, found.out, strict=True)
         return [
             self._answer(
-                queries[i],
-                alpha,
-                float(found.entropy[i]),
-                None if found.lse is None else float(found.lse[i]),
-                found.out[i] if pools else None,
-                engine,
-                keep,
+                query, alpha, out if pools else None, keep, entropy=entropy, lse=lse, **told
             )
-            for i, alpha in enumerate(found.weights)
+            for query, alpha, entropy, lse, out in each
         ]
 
     def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
@@ -89,11 +87,9 @@ class Asked:
         self,
         query: Any,
         alpha: np.ndarray,
-        entropy: float,
-        lse: float | None,
         pooled: np.ndarray | None,
-        engine: str,
         keep: bool,
+        **told: Any,
     ) -> Answer:
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
@@ -104,15 +100,7 @@ class Asked:
         elif rows:
             values = _shares(rows[:SHARES])
             value, rows = values[0].value, rows[: self.top]
-        held = alpha if keep else None
-
-        def weights() -> np.ndarray:
-            if held is not None:
-                return held
-            return self._again(query)
-
-        def spread() -> Any:
-            return self._spread(weights(), value)
+        weights = partial(np.asarray, alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
             found = weights()
@@ -123,14 +111,10 @@ class Asked:
             value=value,
             rows=rows,
             values=values,
-            entropy=entropy,
-            lse=lse,
             total=self.total,
-            engine=engine,
-            score=_named(self.score),
-            weighting=_named(self.weighting),
+            **told,
             _weights=weights,
-            _spread=spread,
+            _spread=lambda: self._spread(weights(), value),
             _above=above,
         )
 
