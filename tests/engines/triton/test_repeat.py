@@ -143,11 +143,14 @@ def test_other_bandwidths_and_scales(counted):
 
 
 def test_strides_and_places(counted):
-    """Rows of heads side by side, one array thrice, and arrays that begin at no multiple of 16."""
+    """Heads side by side, gaps, one array thrice, and arrays that begin at no multiple of 16."""
     for seed in range(3):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays_of(seed))
         check((q, k, v), weighting="entmax15")
-    assert counted and all(counted)
+        check((q, k, v), score="gaussian")
+        wide = torch.empty(1, 2, 24, 32, dtype=k.dtype)[..., :16].copy_(k)
+        check((q, wide, v), score="gaussian", mask=masks.causal)
+    assert counted == [True] * 3
     counted.clear()
     for seed in range(3):
         x = arrays_of(seed)[0]
@@ -162,11 +165,7 @@ def test_strides_and_places(counted):
     assert counted == [False, False]
 
 
-def test_keys_with_gaps_and_split_keys_are_not_repeated(counted, monkeypatch):
-    for seed in range(4):
-        q, k, v = arrays_of(seed)
-        wide = torch.empty(1, 2, 24, 32, dtype=k.dtype)[..., :16].copy_(k)
-        check((q, wide, v), score="gaussian")  # the squares are those of a copy
+def test_split_keys_are_not_repeated(counted, monkeypatch):
     monkeypatch.setattr(launch, "processors", lambda device: 64)
     monkeypatch.setattr(launch, "LEAST", 16)
     monkeypatch.setattr(launch, "MADE", {})

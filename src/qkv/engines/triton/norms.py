@@ -64,10 +64,15 @@ def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _square_kernel(
-    x, out, factor, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, out, factor, x_b, x_h, x_m, heads, length, rows,
+    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, at, inside = _place(rows, W, ROWS, BLOCK)
-    y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other."""
+    row, _, inside = _place(rows, W, ROWS, BLOCK)
+    lane = row // length
+    at = lane // heads * x_b + lane % heads * x_h + row % length * x_m
+    column = tl.arange(0, BLOCK)[None, :]
+    y = tl.load(x + at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
@@ -121,18 +126,19 @@ def _in_order(x: Tensor, order: list[int] | None) -> Tensor:
     return x.contiguous() if order is None else x.permute(order).contiguous()
 
 
-def _like_rows(x: Tensor, order: list[int] | None) -> Tensor:
-    shape = x.shape if order is None else [x.shape[axis] for axis in order]
-    return x.new_empty((*shape[:-1], 1), dtype=torch.float32)
-
-
 def _like(x: Tensor, order: list[int] | None) -> Tensor:
     return x.new_empty(x.shape if order is None else [x.shape[axis] for axis in order])
 
 
-def _launch(kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], *numbers: float) -> None:
-    """Start a kernel on contiguous arrays of x's size, or of a number for each of its rows."""
-    about = (kernel, x.shape, *[y.dtype for y in arrays], x.device)
+def _launch(
+    kernel: Any,
+    x: Tensor,
+    arrays: tuple[Tensor, ...],
+    numbers: tuple[float, ...] = (),
+    whole: tuple[int, ...] = (),
+) -> None:
+    """Start a kernel on arrays of x's size, or of a number for each of its rows."""
+    about = (kernel, x.shape, *whole, *[y.dtype for y in arrays], x.device)
     made = launch.MADE.get(about)
     if not x.numel() or (made is not None and made.again(arrays, numbers)):
         return
@@ -143,7 +149,7 @@ def _launch(kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], *numbers: float)
     tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
     facts = {"W": w, "ROWS": tall, "BLOCK": block}
     with launch.on(x.device):
-        made = launch.start(kernel, -(-rows // tall), arrays, numbers, (rows,), facts, tile)
+        made = launch.start(kernel, -(-rows // tall), arrays, numbers, (*whole, rows), facts, tile)
     launch.keep(about, made)
 
 
@@ -153,8 +159,7 @@ def _fake(x: Tensor) -> Tensor:
 
 
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
-    order = _order(x)
-    return _back(_like_rows(x, order), order)
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
@@ -187,7 +192,7 @@ def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
     order = _order(x)
     dx = _like(x, order)
     arrays = (_in_order(grad, order), _in_order(x, order), dx)
-    _launch(_square_slope_kernel, x, arrays, factor)
+    _launch(_square_slope_kernel, x, arrays, (factor,))
     return _back(dx, order)
 
 
@@ -197,9 +202,12 @@ def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
     _save,
 )
 def _square(x: Tensor, factor: float) -> Tensor:
-    order = _order(x)
-    out = _like_rows(x, order)
+    out = _fake_rows(x, factor)
     if not x.shape[-1]:
-        out.zero_()
-    _launch(_square_kernel, x, (_in_order(x, order), out), factor)
-    return _back(out, order)
+        return out.zero_()
+    if x.ndim > 4 or x.stride(-1) != 1:
+        x = x.contiguous().flatten(0, -2)
+    missing = 4 - x.ndim
+    strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
+    _launch(_square_kernel, x, (x, out), (factor,), (*strides, heads, length))
+    return out
