@@ -165,6 +165,14 @@ def test_a_key_that_equals_nothing_is_refused(make, key):
     assert len(D) == 0
 
 
+def test_a_vector_with_nan_is_named_by_its_row():
+    keys = np.eye(3)
+    keys[2, 1] = np.nan
+    for given in keys, list(keys):
+        with pytest.raises(ArgumentError, match=r"key 2 \(column key\): a key must not hold NaN"):
+            qkv.Database(given, [1.0, 2.0, 3.0])
+
+
 def test_the_first_rows_fix_the_types(make):
     D = make(NAMES)
     with pytest.raises(DtypeError, match="keys of this database are of type text"):
