@@ -259,7 +259,12 @@ def _hooked() -> bool:
 
 
 def _stream(index: int) -> int:
-    return int(triton.runtime.driver.active.get_current_stream(index))
+    return int(_streams()(index))
+
+
+@cache
+def _streams() -> Any:
+    return triton.runtime.driver.active.get_current_stream
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
