@@ -69,7 +69,7 @@ def choose(call: Call, name: str | None = None) -> Choice:
         return Choice(NAMES[name], ())
     refusals: list[tuple[str, str]] = []
     for engine in ENGINES:
-        reason = lowered.is_short(call) if engine is lowered else None
+        reason = engine.glance(call) if hasattr(engine, "glance") else None
         reason = reason or engine.cannot(call) or engine.declines(call)
         if not reason:
             return Choice(engine, tuple(refusals))

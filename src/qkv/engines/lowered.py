@@ -32,7 +32,7 @@ PAIRS = 6
 """Pairs for each row of query and key that must pay for making one of its functions."""
 
 
-def is_short(call: Call) -> str | None:
+def glance(call: Call) -> str | None:
     """A reason against it that takes no look at the numbers, which `cannot` takes."""
     if not isinstance(call.score, Additive):
         return None

@@ -40,6 +40,19 @@ CHUNK = 1024
 """Queries that go through the boxes together."""
 
 
+def glance(call: Call) -> str | None:
+    """A reason against it that takes no look at the numbers, which `cannot` takes."""
+    if call.fw.name not in ("numpy", "torch") or type(call.score) is not Gaussian:
+        return None  # `cannot` tells
+    d = call.fw.shape(call.key)[-1]
+    if d > WIDTH:
+        return f"boxes rule hardly a key out in {d} dimensions"
+    n = call.n * (math.prod(call.lead) if _shared(call) else 1)
+    if n < QUERIES or n * call.m < PAIRS:
+        return f"{n:,} queries of {call.m:,} keys do not pay for putting them in boxes"
+    return None
+
+
 def cannot(call: Call) -> str | None:
     fw = call.fw
     if fw.name not in ("numpy", "torch"):
@@ -82,12 +95,6 @@ def _unreadable(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
-    d = call.fw.shape(call.key)[-1]
-    if d > WIDTH:
-        return f"boxes rule hardly a key out in {d} dimensions"
-    n = call.n * (math.prod(call.lead) if _shared(call) else 1)
-    if n < QUERIES or n * call.m < PAIRS:
-        return f"{n:,} queries of {call.m:,} keys do not pay for putting them in boxes"
     read, cost = outlook(call)
     if read * cost > 1 and not isinstance(call.lowering, str):
         return f"{_part(read)} of the pairs count, in boxes that are slow to score"
