@@ -12,7 +12,7 @@ from qkv.answer import Answer, Row, Share
 from qkv.arrays import is_array, to_numpy
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
-from qkv.database.view import View
+from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError
 from qkv.scores import Score
 from qkv.weightings import Weighting
@@ -160,14 +160,11 @@ class Asked:
             return None
         mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)
-        at = 0
-        for part in self.view.parts():
-            values = part.tensors["value"]
-            values = values if part.live is None else values[part.live]
-            some = alpha[at : at + len(values)]
-            at += len(values)
-            used = np.flatnonzero(some)
-            total += some[used] @ (values[used].astype(float) - mean) ** 2
+        for group in self.view.vectors(value=True).cuts(CHUNK):
+            for cut in group:
+                some = alpha[cut.start : cut.start + cut.size]
+                used = np.flatnonzero(some)
+                total += some[used] @ (cut.value(used).astype(float) - mean) ** 2
         return self._value(np.sqrt(np.maximum(total, 0)))
 
 

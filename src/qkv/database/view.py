@@ -15,7 +15,6 @@ from qkv.database import cells, encoders
 from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
 from qkv.database.store import Snapshot
-from qkv.database.store.segments import Segment
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -99,7 +98,7 @@ class View:
 
     @cached_property
     def _listed(self) -> tuple[np.ndarray, int]:
-        parts = self.parts()
+        parts = self.snapshot.parts()
         live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
         return np.concatenate(live) if live else np.zeros(0, np.int64), len(live)
 
@@ -196,9 +195,6 @@ class View:
         passed = [id_ for id_, row in self.all_rows() if passes(row)]
         return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
 
-    def parts(self) -> Iterator[Segment]:
-        return self.snapshot.parts()
-
     def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:
         """The keys' vectors, and the values if they are numbers, to be attended over.
 
@@ -207,7 +203,7 @@ class View:
         """
 
         def read() -> Iterator[Stored]:
-            for part in self._few or self.parts():
+            for part in self._few or self.snapshot.parts():
                 yield Stored(part.tensors["code"], part.tensors.get(named), part.live)
 
         named, (width, value_width) = "value" if value else "", self._widths
@@ -217,7 +213,7 @@ class View:
     @cached_property
     def _few(self) -> list[Any] | None:
         """The parts of few rows, which are read in less time than they are listed."""
-        return list(self.parts()) if len(self) <= CHUNK else None
+        return list(self.snapshot.parts()) if len(self) <= CHUNK else None
 
     @cached_property
     def _scarce(self) -> bool:
@@ -226,7 +222,7 @@ class View:
     @cached_property
     def _widths(self) -> tuple[int, int]:
         """Numbers in the vector of a key, and of a value."""
-        tensors = next(self.parts()).tensors
+        tensors = next(self.snapshot.parts()).tensors
         return tensors["code"].shape[1], tensors["value"].shape[1] if "value" in tensors else 0
 
     def check(self, query: Any) -> None:
