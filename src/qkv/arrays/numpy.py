@@ -141,9 +141,10 @@ class NumPy(Framework):
         order = x.shape[-1] - 1 - numpy.flip(upwards, -1)[..., :k]
         return numpy.take_along_axis(x, order, axis=-1), order
 
-    def softmax(self, x: Array) -> Array | None:
+    def softmax(self, x: Array, live: Array | None) -> Array | None:
         if not x.shape[-1]:
             return None
+        x = self.keep(x, live, -math.inf)
         out = x - numpy.maximum.reduce(x, axis=-1, keepdims=True)
         numpy.exp(out, out)
         total = numpy.add.reduce(out, axis=-1, keepdims=True)
@@ -170,12 +171,12 @@ class NumPy(Framework):
         return numpy.where(live, x, x.dtype.type(other))
 
     def finite(self, x: Array, other: float = 0.0) -> Array:
-        return x if self.all_finite(x) else super().finite(x, other)
+        return x if self.surely_finite(x) else super().finite(x, other)
 
     def nonzero(self, x: Array) -> Array:
         return x if numpy.logical_and.reduce(x, None) else super().nonzero(x)
 
-    def all_finite(self, x: Array) -> Any:
+    def surely_finite(self, x: Array) -> bool:
         return math.isfinite(numpy.add.reduce(x, None))
 
     def row_max(self, x: Array) -> Array:

@@ -97,9 +97,9 @@ class Torch(Framework):
     def nonzero(self, x: Array) -> Array:
         return x.masked_fill(x == 0, 1.0)
 
-    def all_finite(self, x: Array) -> Any:
-        if x.device.type != "cpu" or self.tracing(x):
-            return super().all_finite(x)
+    def surely_finite(self, x: Array) -> bool:
+        if not x.is_cpu or self.tracing(x):
+            return False
         return math.isfinite(x.detach().sum().item())
 
     def row_max(self, x: Array) -> Array:
@@ -108,11 +108,11 @@ class Torch(Framework):
     def row_sum(self, x: Array) -> Array:
         return torch.sum(x, -1, keepdim=True)
 
-    def softmax(self, x: Array) -> Array | None:
-        if x.device.type != "cpu" or self.tracing(x):
+    def softmax(self, x: Array, live: Array | None) -> Array | None:
+        if not x.is_cpu or self.tracing(x):
             return None
-        out = torch.softmax(x, -1)
-        return out if math.isfinite(out.detach().sum().item()) else None
+        out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
+        return out if self.surely_finite(out) else None
 
     # Without temporaries, where no graph holds them.
 

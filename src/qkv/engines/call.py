@@ -13,7 +13,7 @@ from qkv.arrays.tree import map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
 from qkv.errors import CombinationError
 from qkv.masks import Mask
-from qkv.scores import Score, evaluate
+from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Block, Live, Shape, Span, derived
 from qkv.weightings import Weighting
 
@@ -141,9 +141,9 @@ def clean(call: Call, rows: Array, alive: Live) -> Array:
 
     What stands there may be NaN, and 0 · NaN would bring it back.
     """
-    if alive is None:
-        return rows
     fw = call.fw
+    if alive is None or (fw.surely_finite(rows) and not is_open(call.score)):
+        return rows
     seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1), over the lead or less
     lead = fw.shape(rows)[:-2]
     if len(seen.shape) > 2 and lead != call.lead:
@@ -155,7 +155,7 @@ def clean(call: Call, rows: Array, alive: Live) -> Array:
 
 def clean_queries(call: Call, query: Array, alive: Live) -> Array:
     """Queries (…, r, d) with 0 in the rows that may look at no key of the block, likewise."""
-    if alive is None:
+    if alive is None or (call.fw.surely_finite(query) and not is_open(call.score)):
         return query
     return call.fw.keep(query, call.fw.xp.any(alive, axis=-1)[..., None])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -318,31 +320,27 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if mask is not None and self._extra:
             array = isinstance(mask, torch.Tensor)
             mask = pad(mask, (0, self._extra), value=1) if array else mask | self._added(m)
-        mask = None if mask is None else masks.array(mask)
+        parts = [] if mask is None else [mask]
         if key_padding_mask is not None:
             wanted = (batch, m) if batched else (m,)
             _check_mask("key_padding_mask", key_padding_mask, [wanted])
-            part = self._turned(key_padding_mask.reshape(batch, 1, 1, m))
-            mask = part if mask is None else mask & part
+            parts.append(self._turned(key_padding_mask.reshape(batch, 1, 1, m)))
         if attn_mask is not None:
             _check_mask("attn_mask", attn_mask, [(n, m), (batch * self.num_heads, n, m)])
         if is_causal and (attn_mask is None or not reads):
-            if past + n >= m and n == 1:
-                return mask  # the last query sees every key
-            part = masks.causal(offset=past) if past else masks.causal
-            part = part | self._added(m) if self._extra else part
-            mask = part if mask is None else mask & part
+            if past + n < m or n != 1:  # or the last query, which sees every key
+                part = masks.causal(offset=past) if past else masks.causal
+                parts.append(part | self._added(m) if self._extra else part)
         elif attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.reshape(batch, self.num_heads, n, m)
-            part = self._turned(attn_mask)
-            mask = part if mask is None else mask & part
-        return mask
+            parts.append(self._turned(attn_mask))
+        return _joined(parts)
 
-    def _turned(self, mask: Array) -> Any:
+    def _turned(self, mask: Array) -> Array:
         """A mask with torch's meaning as one with ours."""
         mask = pad(mask, (0, self._extra)) if self._extra else mask
-        return masks.array(mask.logical_not() if mask.dtype == torch.bool else mask)
+        return mask.logical_not() if mask.dtype == torch.bool else mask
 
     def _added(self, m: int) -> Any:
         device = self.out_proj.weight.device
@@ -408,6 +406,15 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if self.num_kv_heads != self.num_heads:
             heads += f", num_kv_heads={self.num_kv_heads}"
         return f"{heads}, {words(self)}"
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Masks as one; what is a single tensor stays one."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    if all(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in parts):
+        return reduce(torch.logical_and, parts)
+    return reduce(and_, map(masks.array, parts))
 
 
 def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:

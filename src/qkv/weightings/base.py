@@ -171,8 +171,10 @@ def pool(weight: Array, value: Array, live: Live, keep: Keep, sparse: bool = Fal
     def careful(weight: Array, value: Array, *live: Array) -> Array:
         return spared(weight, value, live[0] if live else weight != 0)
 
+    if fw.surely_finite(value):
+        return plain(weight, value)
     given = () if sparse and keep is None else (live,)
-    return fw.when(fw.all_finite(value), plain, careful, weight, value, *given)
+    return fw.when(xp.all(xp.isfinite(value)), plain, careful, weight, value, *given)
 
 
 def spared(weight: Array, value: Array, live: Array) -> Array:

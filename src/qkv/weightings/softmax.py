@@ -72,7 +72,7 @@ class Softmax(Exponential):
         return over(scores, self.temperature)
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
-        quick = of(scores).softmax(scores) if live is None else None
+        quick = of(scores).softmax(scores, live)
         if quick is not None:
             return quick
         e = exponentials(scores, live, row_max(scores, live))

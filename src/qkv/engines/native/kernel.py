@@ -28,7 +28,7 @@ def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) 
     if key.shape[-3:-2] != value.shape[-3:-2]:
         key, value = (calls.share_heads(call, x) for x in (key, value))
     parts = [four_axes(x, call.lead) for x in (query, key, value)]
-    if mask is not None and not (mask.ndim == 4 and len(call.lead) == 2):
+    if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
     out = fused(parts, mask, plain, native.scale_of(call), call.dropout)
     if width != out.shape[-1]:
