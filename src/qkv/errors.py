@@ -71,6 +71,15 @@ def fraction(name: str, value: Any) -> float:
     return float(value)
 
 
+def count(number: int) -> str:
+    """A number as sentences have it; torch.compile may know it only when it runs.
+
+    >>> count(1234567)
+    '1,234,567'
+    """
+    return "{:,}".format(number)  # noqa: UP032, an f-string asks torch.compile for the number
+
+
 def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> ArgumentError:
     """The error for a name that is in no table, with the nearest valid one.
 

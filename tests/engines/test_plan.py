@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -522,6 +524,32 @@ def test_compiling_comes_and_goes(how):
     found = torch.autograd.grad(compiled(*leaves).sum(), leaves)
     want = torch.autograd.grad(qkv.attend(*leaves, **how).sum(), leaves)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+@every_how
+def test_compiling_takes_every_length_in_two_graphs(how):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda *x: qkv.attend(*x, **how), backend=backend, fullgraph=True)
+    for n in (5, 6, 7, 9):
+        given = [torch.as_tensor(x).float() for x in three(n, n)]
+        torch.testing.assert_close(compiled(*given), agree(given, how), atol=1e-5, rtol=1e-5)
+    assert len(graphs) == 2  # the first length as it stands, then any
+
+
+def test_a_compiled_call_may_be_the_first_of_a_process():
+    code = """
+import torch, qkv
+x = torch.ones(2, 3)
+print(torch.compile(lambda x: qkv.attend(x, x, x), backend="eager", fullgraph=True)(x).tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
 
 
 def test_autocast_comes_and_goes():

@@ -25,7 +25,7 @@ def arrays(n: int, m: int) -> list[np.ndarray]:
 def test_few_queries_among_many_keys(fw, weighting, monkeypatch):
     """The keys are shared out, whatever the weighting; the states are merged in their order."""
     monkeypatch.setattr(streaming, "READ", 1)
-    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(threads, "CORES", 3)
     given = arrays(3, 2600)
     given[1][2000] = given[1][100]  # a tie, far apart
     tiling = streaming.tiling_of(request(*given, "dot", "softmax", None, 0.0, None, None), 3, 512)
@@ -65,7 +65,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
 @pytest.mark.parametrize("m", [100, 512, 700])
 def test_rows_searched_in_one_go(fw, alpha, m, monkeypatch):
     """Entmax from the few scores that may count; rows of large scores, and of one key."""
-    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(threads, "CORES", 3)
     monkeypatch.setattr(streaming, "SEARCHED", 2**13)
     given = arrays(64, m)
     given[0][3] *= 1e15
@@ -110,7 +110,7 @@ def test_a_score_that_is_kept_by_its_owner_is_not_overwritten():
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_blocks_that_are_searched_are_shared_out_and_not_too_small(cores, monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda: cores)
+    monkeypatch.setattr(threads, "CORES", cores)
     call = request(*arrays(2048, 2048), "dot", "sparsemax", None, 0.0, None, None)
     rows, cols = streaming.block_size(call)
     assert cols == 2048 and 64 <= rows <= 512

@@ -52,10 +52,19 @@ def _root(kind: type) -> str | None:
 def framework(name: str) -> Framework:
     """The adapter of a framework by name."""
     if name not in _FRAMEWORKS:
-        _FRAMEWORKS[name] = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
+        _FRAMEWORKS[name] = _adapter(name)
         _NAMES.update(dict.fromkeys(_FRAMEWORKS[name].kinds, name))
         _OF.update(dict.fromkeys(_FRAMEWORKS[name].kinds, _FRAMEWORKS[name]))
     return _FRAMEWORKS[name]
+
+
+def _adapter(name: str) -> Framework:
+    if name == "torch":  # by a statement: import_module is nothing that torch.compile would trace
+        from qkv.arrays.torch import FRAMEWORK
+
+        return FRAMEWORK
+    found: Framework = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
+    return found
 
 
 def is_array(x: object) -> bool:

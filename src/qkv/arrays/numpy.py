@@ -125,7 +125,7 @@ class NumPy(Framework):
         spans: Sequence[Span],
     ) -> Any:
         """Each core merges its own run of the spans, unless the queries keep the cores busy."""
-        if len(spans) < 2 or threads.cores() < 2 or threads.inside():
+        if len(spans) < 2 or threads.CORES < 2 or threads.inside():
             return super().reduce(lift, merge, start, spans)
 
         def quietly(span: Span) -> Any:

@@ -12,22 +12,18 @@ from typing import Any
 
 NAME = "qkv"
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Counted once, and not by a function: torch.compile would trace it."""
+
 
 @functools.cache
 def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), thread_name_prefix=NAME)
+    return ThreadPoolExecutor(CORES, thread_name_prefix=NAME)
 
 
 if hasattr(os, "register_at_fork"):
     # A forked process has none of its parent's threads, and would wait for them for ever.
     os.register_at_fork(after_in_child=_workers.cache_clear)
-
-
-@functools.cache
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def one_for_blas() -> AbstractContextManager[object]:
@@ -56,7 +52,7 @@ def reduced(
     lift: Callable[[Any], Any], merge: Callable[[Any, Any], Any], start: Any, items: Sequence[Any]
 ) -> Any:
     """The merged states of the items, each core merging its own run of them."""
-    size = -(-len(items) // cores())
+    size = -(-len(items) // CORES)
 
     def some(at: int) -> Any:
         return functools.reduce(merge, map(lift, items[at : at + size]))

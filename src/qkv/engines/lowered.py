@@ -12,6 +12,7 @@ from types import ModuleType
 
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
+from qkv.errors import count
 from qkv.scores import Additive, Dot, Gated, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
@@ -38,7 +39,8 @@ def glance(call: Call) -> str | None:
         return None
     shape = (*call.lead, call.n, call.m)
     if None not in shape and math.prod(shape) * streaming.footprint(call) < SHORT:
-        return f"{call.n:,} queries and {call.m:,} keys do not pay for finding functions for tanh"
+        few = f"{count(call.n)} queries and {count(call.m)} keys"
+        return f"{few} do not pay for finding functions for tanh"
     return None
 
 
@@ -56,7 +58,7 @@ def declines(call: Call) -> str | None:
         each = score.form_width(0) / max(streaming.footprint(call), 1)
         pairs = call.n * call.m / (call.n + call.m)
         if pairs < PAIRS * each:
-            few = f"{call.n:,} queries and {call.m:,} keys"
+            few = f"{count(call.n)} queries and {count(call.m)} keys"
             return f"{few} do not pay for making {each:.0f} functions of each hidden unit"
     return streaming.declines(call)
 

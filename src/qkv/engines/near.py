@@ -21,6 +21,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, grid
 from qkv.engines.call import Call
 from qkv.engines.grid import Boxes, Kept, Numbers
+from qkv.errors import count
 from qkv.scores import Gaussian
 from qkv.types import Array, Arrays, Slopes, Span
 from qkv.weightings import Softmax
@@ -49,7 +50,7 @@ def glance(call: Call) -> str | None:
         return f"boxes rule hardly a key out in {d} dimensions"
     n = call.n * (math.prod(call.lead) if _shared(call) else 1)
     if n < QUERIES or n * call.m < PAIRS:
-        return f"{n:,} queries of {call.m:,} keys do not pay for putting them in boxes"
+        return f"{count(n)} queries of {count(call.m)} keys do not pay for putting them in boxes"
     return None
 
 
@@ -240,7 +241,7 @@ def _in_chunks(
 def _neighbours(query: Numbers, boxes: Boxes) -> tuple[Numbers, Tiling]:
     """An order in which neighbours stand together, and chunks of it."""
     n = query.shape[1]
-    size = max(min(CHUNK, -(-n // threads.cores()), 2**20 // len(boxes.counts)), 16)
+    size = max(min(CHUNK, -(-n // threads.CORES), 2**20 // len(boxes.counts)), 16)
     order, c = grid.packed(query, size)
     order = order[order < n]
     return order, [(Span(at, min(c, n - at)), []) for at in range(0, n, c)]
@@ -290,7 +291,7 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
     query, kept = query[:, order], Kept(*(x[order] for x in kept))
     d, _, c = boxes.points.shape
     wide = boxes.values.shape[-1] - 1
-    each = -(-len(tiling) // threads.cores())
+    each = -(-len(tiling) // threads.CORES)
     groups = [tiling[at : at + each] for at in range(0, len(tiling), each)]
     totals = [
         (np.zeros((len(boxes.counts), c, d)), np.zeros((len(boxes.counts), c, wide)))

@@ -20,6 +20,7 @@ from qkv.arrays.rows import Column, Cut, Cuts, Reader, taken
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
+from qkv.errors import count
 from qkv.scores import functions_in
 from qkv.types import Array, Arrays, Live, Slopes, Span
 from qkv.weightings import State, Weighting
@@ -60,7 +61,9 @@ def cannot(call: Call) -> str | None:
 def declines(call: Call) -> str | None:
     numbers = math.prod(call.lead) * call.n * call.m * footprint(call)
     if numbers <= SMALL:
-        return f"the call holds {numbers:,} numbers in all: one block, which dense does at once"
+        return (
+            f"the call holds {count(numbers)} numbers in all: one block, which dense does at once"
+        )
     return None
 
 
@@ -184,7 +187,7 @@ def block_size(call: Call) -> tuple[int, int]:
     if searches(call) and call.m <= area:  # searched in one go
         numbers = each * call.n * call.m
         parts = -(-numbers // (SEARCHED if call.fw.name in ("numpy", "torch") else BLOCK))
-        parts += min(-parts % threads.cores(), numbers // SMALL)  # every core has as many
+        parts += min(-parts % threads.CORES, numbers // SMALL)  # every core has as many
         return max(-(-call.n // max(parts, 1)), 1), max(call.m, 1)
     side = 2 ** int(math.log2(math.sqrt(area))) if area > 1 else 1
     wide = call.fw.shape(call.query)[-1] >= WIDE

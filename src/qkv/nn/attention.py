@@ -8,13 +8,10 @@ import torch
 from torch import nn
 
 from qkv import attention, weightings
-from qkv.arrays import framework
 from qkv.errors import fraction
 from qkv.nn.scores import built, checked, told
 from qkv.nn.tensors import check_tensors
 from qkv.types import Array
-
-framework("torch")  # now: torch.compile would not trace the import
 
 
 def attended(

@@ -211,7 +211,7 @@ def _split(call: Call) -> Array:
     ]
     query, key, value = (x.expand(*call.lead, *x.shape[-2:]).flatten(0, -3)[:, None]
                          if call.lead else x[None, None] for x in parts)  # fmt: skip
-    batch, count = query.shape[0], 4 * threads.cores()
+    batch, count = query.shape[0], 4 * threads.CORES
     size = call.m // count
 
     def some(start: int, heads: int, size: int) -> tuple[Array, Array]:
