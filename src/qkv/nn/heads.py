@@ -19,6 +19,9 @@ from qkv.nn.scores import checked, parameter
 from qkv.nn.tensors import check_tensors
 from qkv.types import Array
 
+PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
+"""The score and the weighting of torch's own layer."""
+
 
 class SelfAttention(nn.Module):
     """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
@@ -165,8 +168,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def _is_torchs(self) -> bool:
         """Whether this is what torch's own layer computes from one packed input."""
         same = self.num_kv_heads == self.num_heads and self.rotary is None and not self._extra
-        same = same and self.packed and self.weighting == weightings.resolve("softmax")
-        return bool(same and self.score == scores.resolve("scaled_dot"))
+        return bool(same and self.packed and self.weighting == PLAIN[1] and self.score == PLAIN[0])
 
     def _narrow(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
@@ -220,7 +222,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
         alone = query is key is value and not (masked or need_weights) and cache is None
         if alone and self._is_one_step(query):
-            return super().forward(query, query, query, need_weights=False)
+            given = (self.in_proj_weight, self.in_proj_bias)
+            given = (*given, self.out_proj.weight, self.out_proj.bias)
+            return torch._native_multi_head_attention(
+                query, query, query, self.embed_dim, self.num_heads, *given, None, False, True, None
+            )
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -248,11 +254,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _is_one_step(self, x: Array) -> bool:
         """Whether torch has the whole layer, projections and all, as one operator for x."""
-        quick = x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
-        quick = quick and not (self.training or torch.is_grad_enabled()) and self.batch_first
-        if not quick or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
             return False
-        return self._qkv_same_embed_dim and self._is_torchs() and self.num_heads % 2 == 0
+        if torch.is_grad_enabled() or not self.batch_first or (self.training and self.dropout):
+            return False
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda") or x.is_nested:
+            return False
+        shape = x.shape
+        if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape or self.num_heads % 2:
+            return False
+        return self.in_proj_bias is not None and self._is_torchs()
 
     def _projected(
         self, query: Array, key: Array | None, value: Array | None
