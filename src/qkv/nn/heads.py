@@ -222,10 +222,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
         alone = query is key is value and not (masked or need_weights) and cache is None
         if alone and self._is_one_step(query):
-            given = (self.in_proj_weight, self.in_proj_bias)
-            given = (*given, self.out_proj.weight, self.out_proj.bias)
+            inside = (self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias)
+            outside = (self.out_proj.weight, self.out_proj.bias)
             return torch._native_multi_head_attention(
-                query, query, query, self.embed_dim, self.num_heads, *given, None, False, True, None
+                query, query, query, *inside, *outside, None, False, True, None
             )
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
