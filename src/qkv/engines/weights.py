@@ -7,7 +7,7 @@ wanted; on the way back each piece is made again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,21 @@ def run(call: Call) -> tuple[Array | None, Array | None, Array]:
     if len(spans) < 2:
         return _some(call, None)
     return _in_pieces(call, spans)
+
+
+def bind(call: Call) -> Callable[[Call], Any]:
+    """`run` for later calls of this kind. On a device no number is looked at, so that what the
+    fused kernel takes once it takes again."""
+    plain = call.fw.name == "torch" and call.value is not None and call.rule is None
+    if not plain or not call.query.is_cuda or native.cannot(replace(call, wants_weights=None)):
+        return run
+    from qkv.engines.native import weights
+
+    def bound(call: Call) -> Any:
+        found = weights.run(call)
+        return run(call) if found is None else (found[0], None, found[1])
+
+    return bound
 
 
 def _by_log_sum_exp(call: Call) -> tuple[Array, Array] | None:
