@@ -94,7 +94,9 @@ def weights(
     kind = plans.kind_of(query, key, None, score, weighting, mask, flags)
     plan = plans.find(kind)
     if plan is not None:
-        return plan.run(query, key, None, score, weighting, mask, seed)
+        found = plan.run(query, key, None, score, weighting, mask, seed)
+        if found is not None:
+            return found
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
     call = replace(call, wants_weights="heads")
     return _evaluated(call, choose(call), kind)
