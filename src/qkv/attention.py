@@ -62,16 +62,16 @@ def attend(
     returned = (return_lse, return_weights, type(return_lse), type(return_weights))
     flags = (dropout_p, seed is None, returned, tolerance, engine)
     kind = plans.kind_of(query, key, value, score, weighting, mask, flags)
-    plan = plans.find(kind)
+    plan, given = plans.find(kind), (query, key, value, score, weighting, mask, seed)
     if plan is not None:
-        found = plan.run(query, key, value, score, weighting, mask, seed)
+        found = plan.run(*given)
         if found is not None:
             return found
     if value is None:
         raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
-    return _evaluated(call, choose(call, engine), kind)
+    return _chosen(call, choose(call, engine), None if plan else kind, given)
 
 
 def weights(
@@ -92,14 +92,14 @@ def weights(
     """
     flags = (dropout_p, seed is None)
     kind = plans.kind_of(query, key, None, score, weighting, mask, flags)
-    plan = plans.find(kind)
+    plan, given = plans.find(kind), (query, key, None, score, weighting, mask, seed)
     if plan is not None:
-        found = plan.run(query, key, None, score, weighting, mask, seed)
+        found = plan.run(*given)
         if found is not None:
             return found
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
     call = replace(call, wants_weights="heads")
-    return _evaluated(call, choose(call), kind)
+    return _chosen(call, choose(call), None if plan else kind, given)
 
 
 def explain(
@@ -199,12 +199,14 @@ def _wanting(call: Call, lse: Any, weights: Any) -> Call:
     return replace(call, wants_lse=lse, wants_weights=wanted)
 
 
-def _evaluated(call: Call, choice: Choice, kind: plans.Kind | None) -> Any:
+def _chosen(call: Call, choice: Choice, kind: plans.Kind | None, given: tuple[Any, ...]) -> Any:
+    """The first call of a kind, by the plan kept of it, so that the next is rounded alike."""
+    plan = None if kind is None else plans.keep(kind, call, choice)
+    found = None if plan is None else plan.run(*given)
+    if found is not None:
+        return found
     with call.fw.quiet():
-        found = results(call, choice.run(call))
-    if kind is not None:
-        plans.keep(kind, call, choice)
-    return found
+        return results(call, choice.run(call))
 
 
 # TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in

@@ -76,16 +76,17 @@ def find(kind: Kind | None) -> Plan | None:
     return plan
 
 
-def keep(kind: Kind, call: Call, choice: Choice) -> None:
+def keep(kind: Kind, call: Call, choice: Choice) -> Plan | None:
     """Remember what was chosen for a call, unless there is nothing to gain."""
     looks = getattr(choice.engine, "looks", None)
     if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)):
-        return
+        return None
     plan = Plan(choice, _bound(call, choice, kind))
     _put(_SEEN, kind, plan)
     wide = _class_of(kind)
     if wide is not None:
         _put(_KINDS, wide, plan)
+    return plan
 
 
 def _put(table: dict[Kind, Plan], kind: Kind, plan: Plan) -> None:
