@@ -1,0 +1,279 @@
+"""What a framework does to a function of its arrays: each transform as one check.
+
+`TORCH[name](function, make)` raises unless the transformed function gives what plain calls give,
+values and derivatives. `function(*arrays)` returns one array; `make(n)` gives its arrays for n
+queries and keys, floats (which are differentiated) first, then masks. An entry is all that a row
+of the table of docs/frameworks.md needs: a name, and a check that passes or raises.
+
+To add a framework, add a dictionary of such checks by the same names where the transform is the
+same; `OPTIONS` is what they are tried on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qkv import masks, scores, weightings
+
+Function = Callable[..., Any]
+Make = Callable[[int], list[Any]]
+Check = Callable[[Function, Make], None]
+
+N = 5
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "causal": {"mask": masks.causal},
+    "window": {"mask": masks.window(2)},
+    "gaussian": {"score": "gaussian"},
+    "cosine": {"score": "cosine"},
+    "softcap": {"score": scores.ScaledDot(softcap=2.0)},
+    "epanechnikov": {"score": scores.Epanechnikov(3.0), "weighting": "normalized"},
+    "entmax15": {"weighting": "entmax15"},
+    "sparsemax": {"weighting": "sparsemax"},
+    "top 3": {"weighting": weightings.TopK(3)},
+    "hard": {"weighting": "hard"},
+}
+"""Arguments of `attend`, named as a table would."""
+
+
+def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.ndarray]:
+    """Query, key and value of n rows in float64, always the same for one n."""
+    rng = np.random.default_rng(n)
+    return [rng.normal(size=(*lead, rows, width)) for rows in (n, n + 2, n + 2)]
+
+
+def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
+    import torch
+
+    torch.testing.assert_close(got, want, atol=atol, rtol=1e-7)
+
+
+def _floats(given: list[Any]) -> list[Any]:
+    return [x for x in given if x.is_floating_point()]
+
+
+def _loss(function: Function, make: Make) -> tuple[Function, list[Any]]:
+    """Σ output · along as a function of the arrays that have a derivative, and these."""
+    import torch
+
+    given = make(N)
+    floats = _floats(given)
+    rest = given[len(floats) :]
+    generator = torch.Generator().manual_seed(1)
+    out = function(*given)
+    along = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+
+    def loss(*moved: Any) -> Any:
+        return (function(*moved, *rest) * along).sum()
+
+    return loss, floats
+
+
+def _slopes(function: Function, given: list[Any]) -> list[Any]:
+    """The gradients of a number as autograd gives them, zeros where there is none."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in given]
+    value = function(*leaves)
+    found = torch.autograd.grad(value, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def _compile(**how: Any) -> Check:
+    def check(function: Function, make: Make) -> None:
+        import torch
+
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, **how)
+        _close(compiled(*make(N)), function(*make(N)))
+
+    return check
+
+
+def _compile_gradients(function: Function, make: Make) -> None:
+    import torch
+
+    torch._dynamo.reset()
+    loss, given = _loss(function, make)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    _close(_slopes(compiled, given), _slopes(loss, given))
+
+
+def _compile_lengths(function: Function, make: Make) -> None:
+    """Twenty lengths in two graphs: the first as it stands, then any."""
+    import torch
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for n in range(N, N + 20):
+        _close(compiled(*make(n)), function(*make(n)))
+    assert len(graphs) <= 2, f"{len(graphs)} graphs for twenty lengths"
+
+
+def _export(strict: bool) -> Check:
+    def check(function: Function, make: Make) -> None:
+        import torch
+
+        class Module(torch.nn.Module):
+            def forward(self, *given: Any) -> Any:
+                return function(*given)
+
+        program = torch.export.export(Module(), tuple(make(N)), strict=strict)
+        given = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
+        _close(program.module()(*given), function(*given))
+
+    return check
+
+
+def _make_fx(function: Function, make: Make) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
+    for mode in ("real", "fake", "symbolic"):
+        graph = make_fx(function, tracing_mode=mode)(*make(N))
+        _close(graph(*given), function(*given))
+
+
+def _vmap(function: Function, make: Make) -> None:
+    import torch
+
+    many = [[x * (1 + i / 4) if x.is_floating_point() else x for x in make(N)] for i in range(3)]
+    stacked = [torch.stack(x) for x in zip(*many, strict=True)]
+    _close(torch.func.vmap(function)(*stacked), torch.stack([function(*x) for x in many]))
+
+
+def _per_sample(function: Function, make: Make) -> None:
+    """The first array is mapped over, and the gradients of the others are taken for each."""
+    import torch
+
+    loss, (first, *others) = _loss(function, make)
+    samples = torch.stack([first, first * 0.5, -first])
+    slopes = torch.func.grad(loss, argnums=tuple(range(1, 1 + len(others))))
+    found = torch.func.vmap(slopes, in_dims=(0, *[None] * len(others)))(samples, *others)
+    want = [_slopes(loss, [sample, *others])[1:] for sample in samples]
+    for got, wanted in zip(found, zip(*want, strict=True), strict=True):
+        _close(got, torch.stack(wanted))
+
+
+def _grad(function: Function, make: Make) -> None:
+    import torch
+
+    loss, given = _loss(function, make)
+    found = torch.func.grad(loss, argnums=tuple(range(len(given))))(*given)
+    _close(list(found), _slopes(loss, given))
+
+
+def _jacobian(transform: str) -> Check:
+    def check(function: Function, make: Make) -> None:
+        import torch
+
+        given = make(N)
+        found = getattr(torch.func, transform)(function)(*given)
+        want = torch.autograd.functional.jacobian(lambda x: function(x, *given[1:]), given[0])
+        _close(found, want)
+
+    return check
+
+
+def _hessian(function: Function, make: Make) -> None:
+    import torch
+
+    loss, (first, *others) = _loss(function, make)
+    found = torch.func.hessian(loss)(first, *others)
+    _close(found, torch.autograd.functional.hessian(lambda x: loss(x, *others), first))
+
+
+def _jvp(function: Function, make: Make) -> None:
+    import torch
+
+    loss, given = _loss(function, make)
+    tangents = [x.cos() for x in given]
+    value, along = torch.func.jvp(loss, tuple(given), tuple(tangents))
+    _close(value, loss(*given))
+    pairs = zip(_slopes(loss, given), tangents, strict=True)
+    _close(along, sum((slope * tangent).sum() for slope, tangent in pairs))
+
+
+def _forward_ad(function: Function, make: Make) -> None:
+    from torch.autograd import forward_ad
+
+    loss, given = _loss(function, make)
+    tangents = [x.cos() for x in given]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(*pair) for pair in zip(given, tangents, strict=True)]
+        value, along = forward_ad.unpack_dual(loss(*duals))
+    _close(value, loss(*given))
+    pairs = zip(_slopes(loss, given), tangents, strict=True)
+    _close(along, sum((slope * tangent).sum() for slope, tangent in pairs))
+
+
+def _checkpoint(function: Function, make: Make) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    loss, given = _loss(function, make)
+    want = _slopes(loss, given)
+    for reentrant in (True, False):
+        leaves = [x.detach().requires_grad_() for x in given]
+        checkpoint(loss, *leaves, use_reentrant=reentrant).backward()
+        _close([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves], want)
+
+
+def _checkpoint_twice(function: Function, make: Make) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    loss, given = _loss(function, make)
+
+    def steep(through: Function) -> list[Any]:
+        def size(*x: Any) -> Any:
+            found = torch.autograd.grad(through(*x), x, create_graph=True, allow_unused=True)
+            return sum(g.square().sum() for g in found if g is not None)
+
+        return _slopes(size, given)
+
+    _close(steep(lambda *x: checkpoint(loss, *x, use_reentrant=False)), steep(loss))
+
+
+def _autocast(function: Function, make: Make) -> None:
+    """Arguments in 16 bits, as layers before it would give them; sums in float32."""
+    import torch
+
+    wide = [x.float() if x.is_floating_point() else x for x in make(N)]
+    given = [x.bfloat16() if x.is_floating_point() else x for x in wide]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = function(*given)
+    assert out.dtype == torch.bfloat16
+    _close(out, function(*given), atol=1e-6)
+
+
+TORCH: dict[str, Check] = {
+    "compile": _compile(),
+    "compile, dynamic": _compile(dynamic=True),
+    "compile, gradients": _compile_gradients,
+    "compile, new lengths": _compile_lengths,
+    "export": _export(strict=False),
+    "export, strict": _export(strict=True),
+    "make_fx": _make_fx,
+    "vmap": _vmap,
+    "vmap of grad": _per_sample,
+    "grad": _grad,
+    "jacrev": _jacobian("jacrev"),
+    "jacfwd": _jacobian("jacfwd"),
+    "hessian": _hessian,
+    "jvp": _jvp,
+    "forward AD": _forward_ad,
+    "checkpoint": _checkpoint,
+    "checkpoint, second derivative": _checkpoint_twice,
+    "autocast": _autocast,
+}
