@@ -45,5 +45,9 @@ class UnknownRow(QkvError, LookupError):
     """No such row in this version."""
 
 
+class StaleFit(UserWarning):
+    """Rows were added, but their encoder could not be fitted anew to them; it goes on as it was."""
+
+
 class SkippedRows(UserWarning):
     """Rows were left out of a scan because their file is damaged."""

@@ -86,27 +86,32 @@ class Reading:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return () if self._schema is None else self._schema.columns
+        schema = self._schema
+        return () if schema is None else schema.columns
 
     @property
     def encoder(self) -> Encoder | None:
         """What turns keys into vectors; None before the first row."""
-        return self._view.encoder if self._view.begun else self._encoder_wish
+        view = self._view
+        return view.encoder if view.begun else self._encoder_wish
 
     @property
     def _view(self) -> View:
         """The newest version, or the one that is pinned."""
         newest = self._store.version  # a store that was closed says so
         version = newest if self._pin is None else self._pin
-        if self._held is None or self._held.version != version:
-            old, self._held = self._held, View(self._store.at(self._pin), self._encoder_wish)
+        held = self._held  # another thread may put another one in its place
+        if held is None or held.version != version:
+            old, held = held, View(self._store.at(self._pin), self._encoder_wish)
             if old is not None:
-                self._held.inherit(old)
-        return self._held
+                held.inherit(old)
+            self._held = held
+        return held
 
     @property
     def _schema(self) -> Schema | None:
-        return self._view.schema if self._view.begun else None
+        view = self._view
+        return view.schema if view.begun else None
 
     def __len__(self) -> int:
         return len(self._view)
@@ -182,7 +187,7 @@ class Reading:
             raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
         weighting = weightings.resolve(weighting)
         view = self._filled()
-        queries, single = self._queries(query)
+        queries, single = _queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         live = view.where(where)
         asked = Asked(view, chosen, weighting, live, top, tolerance)
@@ -220,7 +225,7 @@ class Reading:
                 "use ask, which names the heaviest value"
             )
         if not is_array(query):
-            queries, single = self._queries(query)
+            queries, single = _queries(view, query)
             query = view.encoded(queries)
         elif view.schema.key_kind == "number":
             query, single = _differentiable(view, query)
@@ -240,21 +245,6 @@ class Reading:
         if not len(view):
             raise CombinationError("the database is empty, so it has no answer: add rows first")
         return view
-
-    def _queries(self, query: Any) -> tuple[Any, bool]:
-        """The queries, and whether there is only one."""
-        kind = self._view.schema.key_kind
-        if kind == "vector" or (is_array(query) and kind != "number"):
-            array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
-            return (array[None], True) if array.ndim == 1 else (array, False)
-        if is_array(query):
-            array = to_numpy(query)
-            return array.reshape(-1).tolist(), array.ndim == 0
-        queries = query if isinstance(query, list) else [query]
-        for text in queries:
-            if isinstance(text, str):
-                cells.utf8(text)
-        return queries, queries is not query
 
     # What it is
 
@@ -314,6 +304,22 @@ def names(wish: str | Sequence[str]) -> tuple[str, ...]:
     if not found:
         raise ArgumentError("name at least one column")
     return found
+
+
+def _queries(view: View, query: Any) -> tuple[Any, bool]:
+    """The queries, and whether there is only one."""
+    kind = view.schema.key_kind
+    if kind == "vector" or (is_array(query) and kind != "number"):
+        array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
+        return (array[None], True) if array.ndim == 1 else (array, False)
+    if is_array(query):
+        array = to_numpy(query)
+        return array.reshape(-1).tolist(), array.ndim == 0
+    queries = query if isinstance(query, list) else [query]
+    for text in queries:
+        if isinstance(text, str):
+            cells.utf8(text)
+    return queries, queries is not query
 
 
 def _differentiable(view: View, query: Array) -> tuple[Array, bool]:

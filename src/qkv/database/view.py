@@ -73,8 +73,8 @@ class View:
         """The vectors of queries; those of the last single texts are remembered, as an answer asks
         for its own again."""
         single = len(queries) == 1 and type(queries[0]) is str
-        if single and queries[0] in self._asked:
-            return self._asked[queries[0]]
+        if single and (known := self._asked.get(queries[0])) is not None:
+            return known
         try:
             found = self.encoder.query(queries)
         except (ArgumentError, DtypeError, ShapeError) as fault:  # which tells of keys in rows
@@ -115,8 +115,8 @@ class View:
     def value(self, key: Any, default: Any) -> Any:
         """The value of the last row with exactly this key, or the default where there is none."""
         plain = type(key) in PLAIN
-        if plain and key in self._known:
-            return self._known[key]
+        if plain and (known := self._known.get(key, self)) is not self:
+            return known
         digest = self._digest(key)
         found = None if digest is None else self.snapshot.newest(digest)
         if found is None:

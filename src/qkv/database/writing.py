@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, encoders, encoding
 from qkv.database.encoders import Encoder
-from qkv.database.faults import DuplicateKey
+from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, length, transposed, vectors
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import Progress
 
 REFITTED = 2**17
@@ -88,20 +90,21 @@ class Writing(Reading):
             pairs = list(key.items())
         else:
             raise DtypeError("update takes a key and its value, or a mapping of them")
-        view = self._view
-        if not view.begun:
-            self._add_any(pairs)
-            return
-        changed: dict[bytes, dict[str, Any]] = {}
-        dead: dict[bytes, int] = {}
-        for k, v in pairs:
-            found, mark = view.find(k), cells.digest(k)
-            row = {name: column[0] for name, column in self._named([k], [v]).items()}
-            if found:
-                dead[mark] = found[-1]
-                row = {**view.rows(found[-1:])[0], **row}
-            changed[mark] = row
-        self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
+        with self._alone():
+            view = self._view
+            if not view.begun:
+                self._add_any(pairs)
+                return
+            changed: dict[bytes, dict[str, Any]] = {}
+            dead: dict[bytes, int] = {}
+            for k, v in pairs:
+                found, mark = view.find(k), cells.digest(k)
+                row = {name: column[0] for name, column in self._named([k], [v]).items()}
+                if found:
+                    dead[mark] = found[-1]
+                    row = {**view.rows(found[-1:])[0], **row}
+                changed[mark] = row
+            self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.update(key, value)
@@ -112,15 +115,15 @@ class Writing(Reading):
         A key that is absent is an error, and then nothing is taken out.
         """
         keys = list(keys) if self._many(keys) else [keys]
-        view = self._view
-        dead: dict[int, None] = {}
-        for key in keys:
-            found = view.find(key)
-            if not found:
-                raise AbsentKey(key, partial(self._nearest, key))
-            dead.update(dict.fromkeys(found))
-        self._writable()
-        self._store.commit(remove=list(dead), what="remove")
+        with self._alone():
+            view = self._view
+            dead: dict[int, None] = {}
+            for key in keys:
+                found = view.find(key)
+                if not found:
+                    raise AbsentKey(key, partial(self._nearest, key))
+                dead.update(dict.fromkeys(found))
+            self._store.commit(remove=list(dead), what="remove")
         return len(dead)
 
     def __delitem__(self, key: Any) -> None:
@@ -128,7 +131,8 @@ class Writing(Reading):
 
     def _many(self, keys: Any) -> bool:
         """Whether these are several keys rather than one."""
-        kind = None if self._schema is None else self._schema.key_kind
+        schema = self._schema
+        kind = None if schema is None else schema.key_kind
         if is_array(keys):
             return len(keys.shape) > (1 if kind == "vector" else 0)
         return isinstance(keys, list | range | set | frozenset) or (
@@ -163,6 +167,13 @@ class Writing(Reading):
                 f"version {self._pin} is past and cannot change: write to the database itself"
             )
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The rows as they are now, until what is made of them is written."""
+        self._writable()
+        with self._store.alone():
+            yield
+
     def _write(
         self,
         columns: Cells,
@@ -172,11 +183,16 @@ class Writing(Reading):
         progress: Progress | None = None,
     ) -> None:
         """Rows in, others out, as one version."""
-        self._writable()
-        size = length(columns)
-        if size == 0:
-            return
-        schema = self._schema
+        with self._alone():
+            if length(columns):
+                self._written(columns, remove, what, progress)
+                self._refit()
+
+    def _written(
+        self, columns: Cells, remove: Sequence[int], what: str, progress: Progress | None
+    ) -> None:
+        view = self._view
+        schema = view.schema if view.begun else None
         if schema is None:
             key, value, unique = self._wish
             schema = Schema.of(columns, key, value or others(columns, key), unique)
@@ -188,8 +204,8 @@ class Writing(Reading):
             keys = vectors(keys, "key")
         first: dict[str, Any] | None = None
         arrays = None
-        if self._schema is not None:
-            encoder = self._view.encoder
+        if view.begun:
+            encoder = view.encoder
         else:
             names = schema.key if len(schema.key) > 1 else ()
             wish = self._encoder_wish or encoders.default(keys, names)
@@ -206,7 +222,8 @@ class Writing(Reading):
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
         records = [
-            cells.dumps({name: column[i] for name, column in kept.items()}) for i in range(size)
+            cells.dumps({name: column[i] for name, column in kept.items()})
+            for i in range(len(digests))
         ]
         try:
             self._store.commit(
@@ -226,13 +243,19 @@ class Writing(Reading):
                 "unique here: update it, or leave it out",
                 at,
             ) from None
-        self._refit()
 
     def _refit(self) -> None:
-        """An encoder that fits itself to the keys is fitted anew when they have doubled."""
-        fitted = self._view.settings["fitted"]
-        if fitted and 2 * fitted <= len(self) <= REFITTED:
-            self.encode()
+        """An encoder that fits itself to the keys is fitted anew when they have doubled.
+
+        By then the rows are in, so that a failure is no error of theirs; the next ones try again.
+        """
+        try:
+            fitted = self._view.settings["fitted"]
+            if fitted and 2 * fitted <= len(self) <= REFITTED:
+                self.encode()
+        except (QkvError, OSError, MemoryError) as fault:
+            told = f"the rows were added, but the encoder was not fitted anew to them: {fault}"
+            warnings.warn(told, StaleFit, stacklevel=4)
 
     def encode(
         self,
@@ -244,18 +267,18 @@ class Writing(Reading):
     ) -> None:
         """Turn all keys into vectors anew, as a new version: with another encoder, or fitted to
         the keys that are there now."""
-        self._writable()
-        view = self._view
-        if not len(view):
-            raise CombinationError("there are no rows to encode yet: add some first")
-        made = view.encoder if encoder is None else encoders.resolve(encoder)
-        keys = view.all_keys()
-        made, told = encoding.fitted(made, keys) if fit else (made, encoding.told(made, 0))
-        # The count tells apart two encoders of the same settings that have learned other arrays.
-        told = view.settings | told | {"encoded": view.settings["encoded"] + 1}
-        blocks = encoding.anew(view, made, keys, progress)
-        self._store.recode(blocks, settings=told, arrays=made.arrays(), what=what)
-        self._encoder_wish = made
+        with self._alone():
+            view = self._view
+            if not len(view):
+                raise CombinationError("there are no rows to encode yet: add some first")
+            made = view.encoder if encoder is None else encoders.resolve(encoder)
+            keys = view.all_keys()
+            made, told = encoding.fitted(made, keys) if fit else (made, encoding.told(made, 0))
+            # The count tells apart two encoders of the same settings with other arrays.
+            told = view.settings | told | {"encoded": view.settings["encoded"] + 1}
+            blocks = encoding.anew(view, made, keys, progress)
+            self._store.recode(blocks, settings=told, arrays=made.arrays(), what=what)
+            self._encoder_wish = made
 
     def learn(self, pairs: Iterable[Any], *, progress: Progress | None = None, **how: Any) -> Any:
         """Learn from (query, right key) pairs which keys a query means: see `qkv.database.learn`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qkv.database.faults import Locked
+from qkv.database.faults import Locked, Unwritable
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.draft import Draft
@@ -133,8 +133,8 @@ def compact(
 def shrink(catalogue: Catalogue) -> None:
     """Give the catalogue's empty pages back to the system, where they are many."""
     if 4 * catalogue.value("PRAGMA freelist_count") > catalogue.value("PRAGMA page_count"):
-        # A reader at work is in the way; the next compaction tries again.
-        with contextlib.suppress(Locked):
+        # A reader at work or a full disk is in the way; the next compaction tries again.
+        with contextlib.suppress(Locked, Unwritable):
             catalogue.run("VACUUM")
             catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
 

@@ -157,7 +157,10 @@ class Disk:
         return self._put(file, columns, notes)
 
     def settle(self) -> None:
-        self._files.fsync_folder(self._folder)
+        try:
+            self._files.fsync_folder(self._folder)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
 
     def get(self, entry: Entry, layout: Layout) -> Segment:
         segment = self._open.get(entry.file)
@@ -226,11 +229,15 @@ class Disk:
             self._files.write(temporary, summed())
             self._files.rename(temporary, path)
         except OSError as error:
-            raise Unwritable(
-                f"{path} cannot be written ({error.strerror or error}): nothing was changed; make "
-                "room or make the folder writable, and try again"
-            ) from error
+            raise _unwritable(path, error) from error
         return length, checksum.digest()
+
+
+def _unwritable(path: Path, error: OSError) -> Unwritable:
+    return Unwritable(
+        f"{path} cannot be written ({error.strerror or error}): nothing was changed; make room or "
+        "make the folder writable, and try again"
+    )
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -346,16 +346,23 @@ class Store:
         )
 
     @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
-        """The lock for writing, the writer's connection, and the newest state."""
+    def alone(self) -> Iterator[None]:
+        """Inside of this no other thread or process writes: what is read here is still true when
+        it is committed."""
         with self._writing_lock:
             if self._closed:
                 raise Closed("the store is closed: open it again")
-            if self._busy:
-                raise CombinationError(f"{what} cannot run inside {self._busy}: let it end first")
             if self._write_lock is not None and not self._write_lock.held:
                 self._write_lock.take()
                 self._desk = None
+            yield
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
+        """The lock for writing, the writer's connection, and the newest state."""
+        with self.alone():
+            if self._busy:
+                raise CombinationError(f"{what} cannot run inside {self._busy}: let it end first")
             if self._writer is None:
                 assert self.path is not None
                 self._writer = Catalogue(self.path / FILE)

@@ -41,16 +41,19 @@ def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
 
 
 def clear(catalogue: Catalogue, shelf: Shelf, files: Sequence[str]) -> None:
-    """Remove files that no version uses. Needs the lock for writing."""
-    for file in files:
-        shelf.discard(file)
-    listed = catalogue.all("SELECT file FROM discarded")
-    if not listed:
-        return
-    there = set(shelf.files())
-    # A file that a loss of power brings back must still be known as discarded.
-    shelf.settle()
-    # The commit is done; the next writer tries again.
-    with contextlib.suppress(QkvError), catalogue.transaction():
-        gone = [line for line in listed if line[0] not in there]
-        catalogue.many("DELETE FROM discarded WHERE file = ?", gone)
+    """Remove files that no version uses. Needs the lock for writing.
+
+    Their commit is done, so that a failure is not its own: the next writer tries again.
+    """
+    with contextlib.suppress(QkvError, OSError):
+        for file in files:
+            shelf.discard(file)
+        listed = catalogue.all("SELECT file FROM discarded")
+        if not listed:
+            return
+        there = set(shelf.files())
+        # A file that a loss of power brings back must still be known as discarded.
+        shelf.settle()
+        with catalogue.transaction():
+            gone = [line for line in listed if line[0] not in there]
+            catalogue.many("DELETE FROM discarded WHERE file = ?", gone)

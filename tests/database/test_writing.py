@@ -1,0 +1,149 @@
+"""Writing from several threads, and writing that fails half-way: what is said is what is true."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+import qkv
+from qkv.database import Database
+from qkv.database.encoders import Characters
+from qkv.database.faults import StaleFit, Unwritable
+from qkv.database.store import Store, shelf, sizes
+from qkv.database.view import View
+
+
+@pytest.fixture
+def hurried():
+    """Threads that change places as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*works):
+    """Run these in a thread each; what they raised."""
+    faults = []
+
+    def run(work):
+        try:
+            work()
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return faults
+
+
+@pytest.fixture(params=["memory", "disk"])
+def names(request, tmp_path):
+    with Database() if request.param == "memory" else qkv.open(tmp_path / "n.qkv") as D:
+        yield D
+
+
+def test_updates_from_threads_leave_one_row_for_a_key(names, hurried):
+    names.add(["Li", "Hu"], [0, 0])
+
+    def update():
+        for i in range(6):
+            names.update("Li", i)
+
+    assert together(*[update] * 8) == []
+    assert names.all("Li") == [5] and len(names) == 2
+    assert names.version == 1 + 8 * 6
+
+
+def test_first_rows_from_threads_fix_one_schema(names, hurried):
+    works = [lambda i=i: names.add([f"key {i}", f"other {i}"], [i, i]) for i in range(8)]
+    assert together(*works) == []
+    assert len(names) == 16 and names["key 3"] == 3
+    assert names.ask("key 3", weighting="hard").value == 3
+
+
+def test_removing_from_threads_takes_each_row_once(names, hurried):
+    names.add(["Li"] * 3 + ["Hu"], [1, 2, 3, 4])
+    faults = together(*[lambda: names.remove("Li")] * 4)
+    assert [type(fault) for fault in faults] == [qkv.database.AbsentKey] * 3
+    assert list(names) == ["Hu"] and names.version == 2
+
+
+def test_asking_while_others_write_and_compact(names, hurried):
+    names.add([f"key {i}" for i in range(40)], [float(i) for i in range(40)])
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            assert names["key 7"] == 7.0
+            answer = names.ask("key 7", weighting="hard")
+            assert answer.value == 7.0 and len(answer.weights) == answer.total
+
+    def write():
+        try:
+            for i in range(10):
+                names.update(f"key {i + 10}", -1.0)
+                names.add(f"new {i}", 1.0)
+                names.compact()
+        finally:
+            done.set()
+
+    assert together(read, read, write) == []
+
+
+def test_a_compaction_in_the_middle_of_a_look(names, monkeypatch):
+    names.add("Li", "Mu")
+    assert names["Li"] == "Mu"
+    names.add("Hu", "Rachel")
+    monkeypatch.setattr(View, "inherit", lambda self, old: names.compact())
+    assert names["Hu"] == "Rachel"
+
+
+def test_rows_are_in_though_the_disk_was_full_when_their_encoder_was_fitted(tmp_path, monkeypatch):
+    class Full(shelf.Files):
+        def write(self, path, chunks):
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "d.qkv"
+    with qkv.open(path, encoder=Characters(64, idf=True)) as D:
+        D.add([f"key {i}" for i in range(10)], list(range(10)))
+    D = Database._on(Store(path, files=Full()))
+    with D:
+        with pytest.warns(StaleFit, match=r"rows were added.*No space left") as told:
+            D.add([f"key {i}" for i in range(10, 30)], [0] * 20)
+        assert told[0].filename == __file__
+        assert len(D) == 30 and D["key 29"] == 0 and D.version == 2
+        monkeypatch.setattr(sizes, "RESTING_ROWS", 8)
+        with pytest.raises(Unwritable, match="nothing was changed"):
+            D.add("new", 0)
+        assert len(D) == 30 and D.version == 2
+    with qkv.open(path) as D:
+        D.add("new", 0)
+        assert [version.what for version in D.versions()][-2:] == ["add", "encode"]
+
+
+def test_a_commit_is_done_though_its_old_files_cannot_be_removed(tmp_path, monkeypatch):
+    class Sticky(shelf.Files):
+        def fsync_folder(self, folder):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count % 2 == 0:
+                raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 2)
+    monkeypatch.setattr(sizes, "FEW", 2)
+    with Store(tmp_path, files=Sticky()) as store:
+        done = 0
+        for i in range(12):
+            try:
+                store.commit(records=[str(i)] * 2, digests=[b"%d" % i] * 2)
+            except Unwritable as error:
+                assert "nothing was changed" in str(error)
+            else:
+                done += 1
+            assert (store.version, len(store.at())) == (done, 2 * done)
+        assert done > 0
