@@ -129,3 +129,27 @@ def test_what_it_refuses_it_explains():
         qkv.attend(x.double(), x.double(), x.double(), engine="triton")
     with pytest.raises(EngineError, match="torch tensors"):
         qkv.attend(np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), engine="triton")
+
+
+def test_a_short_causal_call_is_left_to_it(monkeypatch):
+    """One launch instead of the framework's kernel and its repair."""
+    sdpa = pytest.importorskip("qkv.engines.native.sdpa")
+    monkeypatch.setattr(sdpa, "on_device", lambda call: True)
+
+    def declined(x, mask=masks.causal):
+        return sdpa.declines(request(x, x, x, "scaled_dot", "softmax", mask, 0.0, None, None))
+
+    short = torch.ones(1, 2, 8, 16, device=DEVICE, dtype=torch.bfloat16)
+    assert "one launch" in declined(short)
+    long, deep = short.expand(1, 2, 8, 16).repeat(1, 1, 65, 1), short.expand(2**12, 2, 8, 16)
+    for x in (long, deep, short.float(), short.clone().requires_grad_()):
+        assert declined(x) is None
+    assert declined(short, None) is None
+
+
+@pytest.mark.parametrize("place", [0, 7, 15])
+def test_a_nan_behind_the_causal_mask_stays_there(place):
+    query, key, value = torch.randn(3, 1, 2, 16, 16, dtype=torch.bfloat16, device=DEVICE).unbind()
+    value[:, :, place] = float("nan")
+    out = qkv.attend(query, key, value, mask=masks.causal, engine="triton")
+    assert out[:, :, :place].isfinite().all() and out[:, :, place:].isnan().all()

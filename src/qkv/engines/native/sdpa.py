@@ -25,6 +25,9 @@ HIDES = 16
 
 HALF = (torch.float16, torch.bfloat16)
 
+SHORT = 512
+"""Queries of a causal call, up to which asking for a second launch takes longer than the work."""
+
 
 def cannot(call: Call) -> str | None:
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
@@ -40,7 +43,13 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
-    return None
+    parts = (call.query, call.key, call.value)
+    short = call.n == call.m <= SHORT and math.prod(call.lead) * call.n <= 32 * SHORT
+    if not (short and is_causal(call.rule) and on_device(call) and call.query.dtype in HALF):
+        return None
+    if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):
+        return None
+    return "of a short causal call our kernel is one launch, and this one with its repair two"
 
 
 def describe(call: Call) -> str:
@@ -238,6 +247,12 @@ def mend() -> Any:
     from qkv.engines.triton import mend
 
     return mend
+
+
+def triton() -> Any:
+    from qkv.engines import triton
+
+    return triton
 
 
 def _heals(call: Call) -> bool:

@@ -147,7 +147,7 @@ class Launch(NamedTuple):
     """A launch, to be made again for arrays of the same shapes, strides and dtypes."""
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     device: torch.device
     numbers: tuple[Any, ...]
     described: bool
@@ -213,7 +213,7 @@ def keep(about: tuple[Any, ...], made: Launch | None) -> None:
 
 def start(
     kernel: Any,
-    programs: int | tuple[int, int],
+    programs: int | tuple[int, ...],
     arrays: tuple[Tensor | None, ...],
     floats: tuple[float, ...],
     whole: tuple[int, ...],
@@ -224,7 +224,8 @@ def start(
 
     Returns the launch if it can be made again: it is compiled, and its arrays lie evenly.
     """
-    grid = (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
+    programs = programs if isinstance(programs, tuple) else (programs,)
+    grid = (*programs, 1, 1)[:3]
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
     if interpreted():
         kernel[grid](*arrays, *floats, *whole, **facts, **how)

@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qkv.engines.triton import launch
+from qkv.engines.triton.launch import Launch, Tile
+
 ROWS, COLS = 64, 64
+TILE = Tile(ROWS, COLS, COLS, 4, 3)
 
 
 @triton.jit
@@ -35,9 +39,9 @@ def _read(x, row, stride, n, at, D: tl.constexpr):
 
 @triton.jit
 def _weights_kernel(
-    query, key, lse, out,
+    query, key, lse, out, scale, share,
     q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
-    n, m, heads, group, upper, scale, share,
+    n, m, heads, group, upper,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BOUND: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,10 +76,10 @@ def _along(x, row, col, stride_row, stride_col, n, m, share):
 
 @triton.jit
 def _query_kernel(
-    query, key, lse, along, dquery, centre,
+    query, key, lse, along, dquery, centre, scale, share,
     q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
     a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
-    n, m, heads, group, upper, scale, share,
+    n, m, heads, group, upper,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -112,10 +116,10 @@ def _query_kernel(
 
 @triton.jit
 def _key_kernel(
-    query, key, lse, along, dkey, centre,
+    query, key, lse, along, dkey, centre, scale, share,
     q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
     a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
-    n, m, heads, group, upper, scale, share,
+    n, m, heads, group, upper,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -154,8 +158,39 @@ def weights(
     log-sum-exp, which must be the one of these scores, is part of it.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    found: Tensor = _Weights.apply(query, key, lse.float().contiguous(), scale, upper, mean)
+    lse = lse.float().contiguous()
+    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
+        return _weights(query, key, lse, scale, upper, mean)
+    found: Tensor = _Weights.apply(query, key, lse, scale, upper, mean)
     return found
+
+
+def _weights(
+    query: Tensor, key: Tensor, lse: Tensor, scale: float, upper: int | None, mean: bool
+) -> Tensor:
+    (b, h, n, _), m = query.shape, key.shape[2]
+    out = query.new_empty((b, n, m) if mean else (b, h, n, m))
+    arrays, floats = (query, key, lse, out), (scale, 1 / h if mean else 1.0)
+    about = (_weights_kernel, *launch.kinds(query, key), upper, mean)
+    made = launch.MADE.get(about)
+    if made is None or not made.again(arrays, floats):
+        grid = triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b
+        whole, facts = _arguments(query, key, lse, (), upper)
+        made = _start(_weights_kernel, grid, arrays, floats, whole, facts | {"MEAN": mean})
+        launch.keep(about, made)
+    return out
+
+
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arrays: tuple[Tensor, ...],
+    floats: tuple[float, ...],
+    whole: tuple[int, ...],
+    facts: dict[str, Any],
+) -> Launch | None:
+    with launch.on(arrays[0].device):
+        return launch.start(kernel, grid, arrays, floats, whole, facts, TILE)
 
 
 class _Weights(torch.autograd.Function):
@@ -171,12 +206,7 @@ class _Weights(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, lse)
         ctx.how = scale, upper, mean
-        (b, h, n, _), m = query.shape, key.shape[2]
-        out = query.new_empty((b, n, m) if mean else (b, h, n, m))
-        numbers, known = _arguments(query, key, lse, (), scale, upper, mean)
-        grid = triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b
-        _weights_kernel[grid](query, key, lse, out, *numbers, MEAN=mean, **known)
-        return out
+        return _weights(query, key, lse, scale, upper, mean)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -188,29 +218,23 @@ class _Weights(torch.autograd.Function):
         centre = lse.new_empty(b, h, n)
         strides = (along.stride(0), 0, *along.stride()[1:]) if mean else along.stride()
         grids = (triton.cdiv(n, ROWS), h, b), (triton.cdiv(m, COLS), few, b)
-        kernels = _query_kernel, _key_kernel
+        kernels, floats = (_query_kernel, _key_kernel), (scale, 1 / h if mean else 1.0)
         for kernel, grid, slopes in zip(kernels, grids, found, strict=True):
             places = (*strides, *slopes.stride()[:3])
-            numbers, known = _arguments(query, key, lse, places, scale, upper, mean)
-            kernel[grid](query, key, lse, along, slopes, centre, *numbers, **known)
+            whole, facts = _arguments(query, key, lse, places, upper)
+            arrays = (query, key, lse, along, slopes, centre)
+            _start(kernel, grid, arrays, floats, whole, facts)
         return *found, None, None, None, None
 
 
 def _arguments(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    more: tuple[int, ...],
-    scale: float,
-    upper: int | None,
-    mean: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What all kernels are told: numbers, and what they are compiled for."""
+    query: Tensor, key: Tensor, lse: Tensor, more: tuple[int, ...], upper: int | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """What all kernels are told: whole numbers, and what they are compiled for."""
     (_, h, n, d), m = query.shape, key.shape[2]
     strides = *query.stride()[:3], *key.stride()[:3], *lse.stride()[:2], *more
-    bound = 0 if upper is None else upper
-    numbers = (*strides, n, m, h, h // key.shape[1], bound, scale, 1 / h if mean else 1.0)
-    known = {
+    whole = (*strides, n, m, h, h // key.shape[1], 0 if upper is None else upper)
+    facts = {
         "D": d,
         "BLOCK_D": max(triton.next_power_of_2(d), 16),
         "ROWS": ROWS,
@@ -218,4 +242,4 @@ def _arguments(
         "BOUND": upper is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
-    return numbers, known
+    return whole, facts
