@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import threading
 
 import numpy as np
 import pandas
@@ -282,7 +285,64 @@ def test_a_source(tmp_path):
 def test_a_failed_import_leaves_nothing(tmp_path):
     with pytest.raises(QkvError):
         Database.from_columns({"k": ["a", "a"], "v": [1, 2]}, unique=True, path=tmp_path / "d.qkv")
-    assert not (tmp_path / "d.qkv").exists()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("harm", [KeyboardInterrupt, MemoryError, None])
+def test_an_import_that_fails_leaves_what_another_has_made_meanwhile(tmp_path, harm):
+    path = tmp_path / "d.qkv"
+
+    class Late(list):
+        def __iter__(self):
+            if not path.exists():
+                with qkv.open(path) as D:
+                    D.add("Li", "Mu")
+                if harm is not None:
+                    raise harm
+            return super().__iter__()
+
+    with pytest.raises(harm or ArgumentError, match=None if harm else "somebody else meanwhile"):
+        Database.from_columns({"k": Late(["a", "b"]), "v": [1, 2]}, path=path)
+    assert os.listdir(tmp_path) == ["d.qkv"]
+    with qkv.open(path) as D:
+        assert dict(D.items()) == {"Li": "Mu"}
+
+
+def test_of_two_imports_at_once_one_wins(tmp_path):
+    path, faults, made = tmp_path / "d.qkv", [], []
+    barrier = threading.Barrier(2, timeout=30)
+
+    class Slow(list):
+        def __len__(self):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(0.3)
+            return super().__len__()
+
+    def run(name):
+        try:
+            made.append(Database.from_columns({"k": Slow([name]), "v": [1]}, path=path))
+        except QkvError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == len(faults) == 1 and "d.qkv" in str(faults[0])
+    assert os.listdir(tmp_path) == ["d.qkv"] and len(made[0]) == 1
+    made[0].close()
+
+
+def test_an_import_into_a_folder_that_is_there(tmp_path):
+    path = tmp_path / "d.qkv"
+    path.mkdir()
+    with pytest.raises(QkvError):
+        Database.from_columns({"k": ["a", "a"], "v": [1, 2]}, unique=True, path=path)
+    with Database.from_columns({"k": ["a"], "v": [1]}, path=path) as D:
+        assert D["a"] == 1
+    with Database.from_columns({"k": ["a"], "v": [1]}, path=tmp_path / "x" / "y.qkv") as D:
+        assert D["a"] == 1
 
 
 def test_text_that_is_no_text_is_refused(make):

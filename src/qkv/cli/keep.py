@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,37 +46,20 @@ def import_(
             return _kept(database)
     if path.exists():
         raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
-    with _whole(path) as part, screen.progress("importing") as progress:
+    files.check_parent(path)
+    with screen.progress("importing") as progress:
         made = Database.from_source(
             source,
             key=picked(key),
             value=picked(value),
             table=table,
-            path=part,
+            path=path,
             encoder=encoder,
             unique=unique,
             progress=progress,
         )
-        made.close()
-    with stored(path) as database:
-        return _kept(database)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; an error leaves neither."""
-    files.check_parent(path)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        yield aside / path.name
-        os.rename(aside / path.name, path)
-        parent = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with made:
+        return _kept(made)
 
 
 def add(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qkv.arrays import is_array
 from qkv.database.encoders import Encoder
 from qkv.database.reading import NOTHING, names
 from qkv.database.schema import Cells, transposed
-from qkv.database.store import Store
+from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
 from qkv.types import Progress
@@ -78,21 +78,29 @@ class Database(Writing):
         columns = {str(name): column for name, column in columns.items()}
         keys = names(key) if key is not None else (_first_text(columns),)
         values = names(value) if value is not None else others(columns, keys)
-        fresh = path is not None and not Path(path).exists()
-        made = cls._on(Store(path), key=keys, value=values, encoder=encoder, unique=unique)
-        if path is not None and made._schema is not None:
+        wish = {"key": keys, "value": values, "unique": unique}
+        if path is None or os.path.lexists(path):
+            made = cls._on(Store(path), encoder=encoder, **wish)
+            return made._imported(columns, progress)
+        with folder.beside(Path(path)) as part:
+            made = cls._on(Store(part), encoder=encoder, **wish)._imported(columns, progress)
             made.close()
-            raise ArgumentError(
-                f"{path} holds a database already: open it and use extend, or choose another path"
-            )
+        return cls._on(Store(path), encoder=made._encoder_wish, **wish)
+
+    def _imported(self, columns: Cells, progress: Progress | None) -> Self:
+        """The first rows, or an error and the store closed."""
         try:
-            made._write(columns, progress=progress, what="import")
+            with self._alone():
+                if self._schema is not None:
+                    raise ArgumentError(
+                        f"{self.path} holds a database already: open it and use extend, or choose "
+                        "another path"
+                    )
+                self._write(columns, progress=progress, what="import")
         except BaseException:
-            made.close()
-            if fresh and path is not None:
-                shutil.rmtree(path, ignore_errors=True)
+            self.close()
             raise
-        return made
+        return self
 
     @classmethod
     def from_frame(cls, frame: Any, **how: Any) -> Database:

@@ -1,9 +1,13 @@
-"""Whether a folder is a store, or may become one."""
+"""Whether a folder is a store, or may become one; a new one made beside its place."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
@@ -11,6 +15,7 @@ from qkv.database.store.catalogue import FILE, Catalogue
 from qkv.database.store.lock import READERS, WRITER
 from qkv.database.store.segments import SUFFIX
 from qkv.database.store.shelf import Files
+from qkv.errors import ArgumentError
 
 
 def prepare(folder: Path, create: bool) -> None:
@@ -47,6 +52,34 @@ def prepare(folder: Path, create: bool) -> None:
     for place in (folder, folder.absolute().parent):
         with contextlib.suppress(OSError):
             Files().fsync_folder(place)
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A folder to make a store in, which becomes `path` at the end; an error leaves neither.
+
+    Nobody sees it before it is whole, and what another process has put at `path` meanwhile stays.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise Unwritable(f"{path} cannot be made ({error.strerror})") from error
+    try:
+        yield aside / path.name
+        try:
+            os.rename(aside / path.name, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise Unwritable(f"{path} cannot be made ({error.strerror})") from error
+            raise ArgumentError(
+                f"{path} was made by somebody else meanwhile, and stays as it is: open it and use "
+                "extend, or choose another path"
+            ) from error
+        with contextlib.suppress(OSError):
+            Files().fsync_folder(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _identified(path: Path) -> bool:
