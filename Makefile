@@ -13,6 +13,8 @@ BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
 INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,test,dev]' tensorflow-cpu
+# The demo shows no framework but NumPy, and need not wait for the others.
+INSTALL_SHOWN := -e '.[plot,text]'
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -53,11 +55,17 @@ help: ## Show this list
 env: .venv/.installed ## Make .venv with every extra that the tests use
 env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old NumPy
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.shown: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "qkv needs Python 3.11 or later" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(call apt,python3-venv)
-	@echo "Installing into .venv; this takes a few minutes"
+	@echo "Making .venv"
 	@$(PYTHON) -m venv .venv
+	@echo "Installing qkv, matplotlib and the vectors of words into it"
+	@$(BIN)/python $(PIP_INSTALL) $(INSTALL_SHOWN) -c constraints.txt
+	@touch $@
+
+.venv/.installed: .venv/.shown
+	@echo "Installing the frameworks and what tests them into .venv; this takes a few minutes"
 	@$(BIN)/python $(PIP_INSTALL) $(INSTALL) -c constraints.txt
 	@touch $@
 
@@ -72,7 +80,7 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 		$(call apt,libgomp1 libquadmath0); fi
 	@touch $@
 
-demo: env ## Build books.qkv, ask it, tell the seeds' other stories, draw them into demo/
+demo: .venv/.shown ## Build books.qkv, ask it, tell the seeds' other stories, draw them into demo/
 	@$(BIN)/python examples/demo.py
 
 test: env env-mxnet ## Run every check below and count
