@@ -6,15 +6,16 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
 
 import qkv
-from qkv import names, scores, weightings
+from qkv import masks, names, scores, weightings
 from qkv.arrays import of, to_numpy
 from qkv.database import encoders
+from qkv.engines import choose
 from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Array
 
@@ -286,3 +287,22 @@ class TestEntryPoints:
         assert scores.resolve("cubic") == Cubic()
         with pytest.raises(ArgumentError, match=r"unknown.*plug-in broken failed: ImportError: no"):
             scores.resolve("cubik")
+
+
+class TestTypeCheckers:
+    """What a checker is told of the names is what the tables hold."""
+
+    @pytest.mark.parametrize("room", [scores, weightings, encoders])
+    def test_names_that_are_enough(self, room: Any) -> None:
+        table = TABLES[(scores, weightings, encoders).index(room)]
+        assert set(get_args(room.Name)) == {name for name in table if not table.needs(name)}
+
+    def test_scores_that_layers_make(self) -> None:
+        from qkv.nn.scores import LEARNED
+
+        assert set(get_args(scores.LearnedName)) == set(LEARNED)
+
+    def test_masks_and_engines(self) -> None:
+        given = {name for name, mask in masks.NAMES.items() if isinstance(mask, masks.Mask)}
+        assert set(get_args(masks.Name)) == given
+        assert get_args(choose.EngineName) == tuple(choose.NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from qkv import masks, scores
 from qkv.arrays import framework, of
@@ -11,15 +11,77 @@ from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import plan as plans
 from qkv.engines import stored, streaming
 from qkv.engines.call import Call, results
-from qkv.engines.choose import Choice, Explanation, choose
-from qkv.engines.request import ScoreLike as ScoreLike
-from qkv.engines.request import WeightingLike as WeightingLike
+from qkv.engines.choose import Choice, EngineName, Explanation, choose
 from qkv.engines.request import request, resolved
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError
-from qkv.scores import Score
-from qkv.types import Array
+from qkv.masks import MaskLike
+from qkv.scores import Score, ScoreLike
+from qkv.types import A, Array, Nested
+from qkv.weightings import WeightingLike
 
 
+class Options(TypedDict, total=False):
+    """The arguments of `attend` that do not change what it returns."""
+
+    score: ScoreLike
+    weighting: WeightingLike
+    mask: MaskLike | None
+    dropout_p: float
+    seed: Any
+    tolerance: float | None
+    engine: EngineName | None
+
+
+@overload
+def attend(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def attend(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[A, A]: ...
+@overload
+def attend(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True, "mean"],
+    **options: Unpack[Options],
+) -> tuple[A, A]: ...
+@overload
+def attend(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True, "mean"],
+    **options: Unpack[Options],
+) -> tuple[A, A, A]: ...
+@overload
+def attend(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    **options: Unpack[Options],
+) -> A | tuple[A, ...]: ...
 def attend(
     query: Array,
     key: Array,
@@ -27,13 +89,13 @@ def attend(
     *,
     score: ScoreLike = "scaled_dot",
     weighting: WeightingLike = "softmax",
-    mask: Any = None,
+    mask: MaskLike | None = None,
     dropout_p: float = 0.0,
     seed: Any = None,
     return_lse: bool = False,
-    return_weights: bool | str = False,
+    return_weights: bool | Literal["mean"] = False,
     tolerance: float | None = None,
-    engine: str | None = None,
+    engine: EngineName | None = None,
 ) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ for every query q: what the keys that match it have to say.
 
@@ -75,15 +137,15 @@ def attend(
 
 
 def weights(
-    query: Array,
-    key: Array,
+    query: A | Nested,
+    key: A | Nested,
     *,
     score: ScoreLike = "scaled_dot",
     weighting: WeightingLike = "softmax",
-    mask: Any = None,
+    mask: MaskLike | None = None,
     dropout_p: float = 0.0,
     seed: Any = None,
-) -> Array:
+) -> A:
     """α(q, k) for every query and key, (…, n, m): the weights that `attend` would use.
 
     >>> import numpy as np
@@ -93,29 +155,29 @@ def weights(
     flags = (dropout_p, seed is None)
     kind = plans.kind_of(query, key, None, score, weighting, mask, flags)
     plan, given = plans.find(kind), (query, key, None, score, weighting, mask, seed)
-    if plan is not None:
-        found = plan.run(*given)
-        if found is not None:
-            return found
+    found: A | None = None if plan is None else plan.run(*given)
+    if found is not None:
+        return found
     call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
     call = replace(call, wants_weights="heads")
-    return _chosen(call, choose(call), None if plan else kind, given)
+    alpha: A = _chosen(call, choose(call), None if plan else kind, given)
+    return alpha
 
 
 def explain(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
     *,
     score: ScoreLike = "scaled_dot",
     weighting: WeightingLike = "softmax",
-    mask: Any = None,
+    mask: MaskLike | None = None,
     dropout_p: float = 0.0,
     seed: Any = None,
     return_lse: bool = False,
-    return_weights: bool | str = False,
+    return_weights: bool | Literal["mean"] = False,
     tolerance: float | None = None,
-    engine: str | None = None,
+    engine: EngineName | None = None,
 ) -> Explanation:
     """Which engine `attend` would run with these arguments, why not the others, and whether that
     was chosen before, for an earlier call of the same kind.
@@ -145,9 +207,9 @@ def explain(
 
 
 def scaled_dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: A,
+    key: A,
+    value: A,
     attn_mask: Array | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -155,7 +217,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     seed: Any = None,
-) -> Array:
+) -> A:
     """softmax(QKᵀ · scale + mask) V, with PyTorch's signature and meaning, on every framework.
 
     query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
 Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""
+
+
+class Shaped(Protocol):
+    """What an array of every framework has."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+Nested: TypeAlias = list[Any] | tuple[Any, ...]
+"""Lists of lists of numbers, which become arrays like those beside them, or NumPy's."""
+
+if TYPE_CHECKING:
+    import numpy as np
+    from typing_extensions import TypeVar as Variable
+
+    A = Variable("A", bound=Shaped, default=np.ndarray[Any, Any])
+    K = Variable("K", default=Any)
+    V = Variable("V", default=Any)
+else:
+    A, K, V = (TypeVar(name) for name in "AKV")
+# A: the array that comes in is the array that goes out, of whatever framework. K, V: a key and a
+# value of a database.
 
 Arrays: TypeAlias = tuple[Array, ...]
 

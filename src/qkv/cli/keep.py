@@ -142,7 +142,7 @@ def info(
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, version, size."""
     with opened(source, key=key, value=value, table=table, at=at) as database:
-        data = dict(database.info())
+        data = database.info()
     shown = {
         **data,
         "encoder": (data["encoder"] or {}).get("kind"),

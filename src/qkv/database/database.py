@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
-from qkv.database.encoders import Encoder
+from qkv.database.encoders import EncoderLike
 from qkv.database.reading import NOTHING, names
 from qkv.database.schema import Cells, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
-from qkv.types import Progress
+from qkv.types import K, Progress, Shaped, V
 
 
-class Database(Writing):
+class How(TypedDict, total=False):
+    """What a database is told beside its rows."""
+
+    key: str | Sequence[str]
+    value: str | Sequence[str]
+    encoder: EncoderLike | None
+    unique: bool
+
+
+class Database(Writing[K, V]):
     """Keys and values, asked exactly by D[key] and softly by D.ask(query).
 
     `data` is a mapping, pairs (key, value), or the keys, whose `values` then come second; arrays
@@ -36,6 +45,16 @@ class Database(Writing):
     (False, 3)
     """
 
+    @overload
+    def __init__(self, data: Shaped, values: Any, **how: Unpack[How]) -> None: ...
+    @overload
+    def __init__(self, data: Mapping[K, V], **how: Unpack[How]) -> None: ...
+    @overload
+    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[How]) -> None: ...
+    @overload
+    def __init__(self, data: Iterable[K], values: Iterable[V], **how: Unpack[How]) -> None: ...
+    @overload
+    def __init__(self, data: Any = None, values: Any = ..., **how: Unpack[How]) -> None: ...
     def __init__(
         self,
         data: Any = None,
@@ -43,7 +62,7 @@ class Database(Writing):
         *,
         key: str | Sequence[str] = "key",
         value: str | Sequence[str] = "value",
-        encoder: str | Encoder | None = None,
+        encoder: EncoderLike | None = None,
         unique: bool = False,
     ):
         super().__init__(Store(None), key, value, encoder, unique)
@@ -57,7 +76,7 @@ class Database(Writing):
         *,
         key: str | Sequence[str] | None = None,
         value: str | Sequence[str] | None = None,
-        encoder: str | Encoder | None = None,
+        encoder: EncoderLike | None = None,
         unique: bool = False,
         path: str | Path | None = None,
         progress: Progress | None = None,
@@ -153,7 +172,7 @@ def open(
     create: bool = True,
     key: str | Sequence[str] = "key",
     value: str | Sequence[str] | None = "value",
-    encoder: str | Encoder | None = None,
+    encoder: EncoderLike | None = None,
     unique: bool = False,
     skip_damaged: bool = False,
 ) -> Database:

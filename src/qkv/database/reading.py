@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -15,13 +15,14 @@ from qkv.arrays import is_array, of, to_numpy
 from qkv.attention import over
 from qkv.database import cells, encoders
 from qkv.database.ask import Asked
-from qkv.database.encoders import Encoder
+from qkv.database.encoders import Encoder, EncoderLike
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
 from qkv.errors import ArgumentError, CombinationError, QkvError
-from qkv.types import Array
-from qkv.weightings import Weighting
+from qkv.scores import ScoreLike
+from qkv.types import A, Array, K, Shaped, T, V
+from qkv.weightings import WeightingLike
 
 NOTHING: Any = object()
 """No value was given, or none was found; None is a value."""
@@ -53,7 +54,38 @@ class AbsentKey(QkvError, KeyError):
         return f"no row has the key {self.key!r}{hint}"
 
 
-class Reading:
+class How(TypedDict, total=False):
+    """The arguments of `attend` beside the query."""
+
+    score: ScoreLike | None
+    weighting: WeightingLike
+    where: Any
+    tolerance: float | None
+
+
+class Asking(How, total=False):
+    """Those of `ask`."""
+
+    top: int
+
+
+class Info(TypedDict):
+    """What a database is."""
+
+    path: str | None
+    rows: int
+    version: int
+    columns: list[str]
+    key: list[str]
+    value: list[str]
+    key_kind: str | None
+    value_kind: str | None
+    unique: bool
+    encoder: Any
+    bytes: int | None
+
+
+class Reading(Generic[K, V]):
     """The rows of a store, of its newest version or of the one that is pinned."""
 
     def __init__(
@@ -61,7 +93,7 @@ class Reading:
         store: Store,
         key: str | Sequence[str] = "key",
         value: str | Sequence[str] | None = "value",
-        encoder: str | Encoder | None = None,
+        encoder: EncoderLike | None = None,
         unique: bool = False,
         pin: int | None = None,
     ):
@@ -122,16 +154,16 @@ class Reading:
     def __contains__(self, key: Any) -> bool:
         return bool(self._view.find(key))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[K]:
         return self.keys()
 
-    def keys(self) -> Iterator[Any]:
+    def keys(self) -> Iterator[K]:
         return (key for key, _ in self.items())
 
-    def values(self) -> Iterator[Any]:
+    def values(self) -> Iterator[V]:
         return (value for _, value in self.items())
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
+    def items(self) -> Iterator[tuple[K, V]]:
         """Every (key, value), oldest first."""
         view = self._view
         for _, row in view.all_rows():
@@ -141,17 +173,21 @@ class Reading:
         """Every row with all its columns, oldest first."""
         return (row for _, row in self._view.all_rows())
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: K) -> V:
         """The value of the newest row with exactly this key."""
-        value = self._view.value(key, NOTHING)
+        value: V = self._view.value(key, NOTHING)
         if value is NOTHING:
             raise AbsentKey(key, partial(self._nearest, key))
         return value
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    @overload
+    def get(self, key: K) -> V | None: ...
+    @overload
+    def get(self, key: K, default: T) -> V | T: ...
+    def get(self, key: K, default: Any = None) -> Any:
         return self._view.value(key, default)
 
-    def all(self, key: Any) -> list[Any]:
+    def all(self, key: K) -> list[V]:
         """The value of every row with this key, oldest first; an empty list where there is none."""
         view = self._view
         return view.values(view.find(key))
@@ -161,12 +197,18 @@ class Reading:
 
     # Asking
 
+    @overload
+    def ask(self, query: Shaped, **options: Unpack[Asking]) -> Any: ...
+    @overload
+    def ask(self, query: list[Any], **options: Unpack[Asking]) -> list[Answer]: ...
+    @overload
+    def ask(self, query: Any, **options: Unpack[Asking]) -> Answer: ...
     def ask(
         self,
         query: Any,
         *,
-        score: Any = None,
-        weighting: str | Weighting = "softmax",
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
         top: int = 5,
         where: Any = None,
         tolerance: float | None = None,
@@ -185,12 +227,12 @@ class Reading:
         """
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
             raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
-        weighting = weightings.resolve(weighting)
+        alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = _queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         live = view.where(where)
-        asked = Asked(view, chosen, weighting, live, top, tolerance)
+        asked = Asked(view, chosen, alpha, live, top, tolerance)
         step = max(AT_ONCE // len(view), 1)
         keep = len(queries) * len(view) <= HELD
         answers: list[Answer] = []
@@ -198,12 +240,16 @@ class Reading:
             answers += asked.answers(queries[start : start + step], keep)
         return answers[0] if single else answers
 
+    @overload
+    def attend(self, query: A, **options: Unpack[How]) -> A: ...
+    @overload
+    def attend(self, query: Any, **options: Unpack[How]) -> np.ndarray: ...
     def attend(
         self,
         query: Array,
         *,
-        score: Any = None,
-        weighting: str | Weighting = "softmax",
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
         where: Any = None,
         tolerance: float | None = None,
     ) -> Array:
@@ -258,7 +304,7 @@ class Reading:
         """Every version that is kept, oldest first."""
         return self._store.versions()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Info:
         """What it is: rows, columns, types, encoder, versions, size."""
         schema = self._schema
         size = None

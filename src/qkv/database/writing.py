@@ -10,18 +10,18 @@ from typing import Any
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, encoders, encoding
-from qkv.database.encoders import Encoder
+from qkv.database.encoders import EncoderLike
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, length, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
-from qkv.types import Progress
+from qkv.types import K, Progress, V
 
 REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
 
 
-class Writing(Reading):
+class Writing(Reading[K, V]):
     """Rows that can be read and changed, unless a version is pinned."""
 
     def add(self, keys: Any, values: Any = NOTHING) -> None:
@@ -106,7 +106,7 @@ class Writing(Reading):
                 changed[mark] = row
             self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: K, value: V) -> None:
         self.update(key, value)
 
     def remove(self, keys: Any) -> int:
@@ -126,7 +126,7 @@ class Writing(Reading):
             self._store.commit(remove=list(dead), what="remove")
         return len(dead)
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: K) -> None:
         self.remove([key])
 
     def _many(self, keys: Any) -> bool:
@@ -259,7 +259,7 @@ class Writing(Reading):
 
     def encode(
         self,
-        encoder: str | Encoder | None = None,
+        encoder: EncoderLike | None = None,
         *,
         fit: bool = True,
         what: str = "encode",

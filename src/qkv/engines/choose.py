@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from qkv.arrays.tree import brief
 from qkv.engines import dense, lowered, native, near, streaming, triton, weights
@@ -24,6 +24,7 @@ ENGINES: tuple[ModuleType, ...] = (
     dense,
 )
 NAMES = {engine.NAME: engine for engine in ENGINES}
+EngineName = Literal["weights", "native", "near", "triton", "lowered", "streaming", "dense"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,9 @@ from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
 from qkv.engines.call import Call, paired
 from qkv.errors import ArgumentError, DtypeError, ShapeError
-from qkv.scores import Score
+from qkv.scores import Score, ScoreLike
 from qkv.types import Array, Shape
-from qkv.weightings import Weighting
-
-ScoreLike = str | Score | Callable[..., Any]
-WeightingLike = str | Weighting
+from qkv.weightings import Weighting, WeightingLike
 
 
 def request(

@@ -10,10 +10,21 @@ from keras import ops
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
-from qkv.attention import ScoreLike, WeightingLike, attend, weights
+from qkv.attention import attend, weights
 from qkv.errors import DtypeError, fraction
 from qkv.keras.masks import merged
-from qkv.keras.scores import LEARNED, arrays, first, named, on_host, read, start, written
+from qkv.keras.scores import (
+    LEARNED,
+    ScoreConfig,
+    WeightingConfig,
+    arrays,
+    first,
+    named,
+    on_host,
+    read,
+    start,
+    written,
+)
 from qkv.keras.shapes import check_shapes, three
 from qkv.types import Array, Shape
 
@@ -25,8 +36,8 @@ class Layer(keras.Layer):  # type: ignore[misc]
 
     def __init__(
         self,
-        score: ScoreLike | Config = "scaled_dot",
-        weighting: WeightingLike | Config = "softmax",
+        score: ScoreConfig = "scaled_dot",
+        weighting: WeightingConfig = "softmax",
         **kwargs: Any,
     ) -> None:
         if isinstance(score, keras.Layer):
@@ -123,8 +134,8 @@ class Attention(Layer):
 
     def __init__(
         self,
-        score: ScoreLike | Config = "scaled_dot",
-        weighting: WeightingLike | Config = "softmax",
+        score: ScoreConfig = "scaled_dot",
+        weighting: WeightingConfig = "softmax",
         dropout: float = 0.0,
         seed: int | None = None,
         **kwargs: Any,

@@ -9,10 +9,10 @@ import keras
 from keras import ops
 
 from qkv import masks
-from qkv.attention import ScoreLike, WeightingLike
 from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
 from qkv.keras.attention import Attention, Config, Layer, spec
 from qkv.keras.masks import merged
+from qkv.keras.scores import ScoreConfig, WeightingConfig
 from qkv.keras.shapes import check_shapes, sequence, three
 from qkv.types import Array, Shape
 
@@ -36,8 +36,8 @@ class SelfAttention(Attention):
         self,
         d_qk: int | None = None,
         d_v: int | None = None,
-        score: ScoreLike | Config = "scaled_dot",
-        weighting: WeightingLike | Config = "softmax",
+        score: ScoreConfig = "scaled_dot",
+        weighting: WeightingConfig = "softmax",
         dropout: float = 0.0,
         kernel_initializer: Any = "glorot_uniform",
         kernel_regularizer: Any = None,
@@ -112,8 +112,8 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
         use_bias: bool = True,
         output_shape: int | Sequence[int] | None = None,
         attention_axes: int | Sequence[int] | None = None,
-        score: ScoreLike | Config = "scaled_dot",
-        weighting: WeightingLike | Config = "softmax",
+        score: ScoreConfig = "scaled_dot",
+        weighting: WeightingConfig = "softmax",
         **kwargs: Any,
     ) -> None:
         sizes(num_heads=num_heads, key_dim=key_dim)

@@ -18,6 +18,10 @@ from qkv.names import plug_in
 from qkv.scores.modified import Function
 from qkv.types import Array
 
+ScoreConfig = scores.ScoreLike | scores.LearnedName | type[scores.Score] | dict[str, Any]
+WeightingConfig = weightings.WeightingLike | dict[str, Any]
+"""What a layer takes, and what a config has in its place."""
+
 LEARNED: dict[str, Callable[[int, int], scores.Score]] = {
     "additive": lambda q, k: scores.Additive(
         np.zeros((q, q)), np.zeros((q, k)), np.zeros(q), np.zeros(q)

@@ -6,11 +6,13 @@
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
 from qkv.masks.base import Mask, array, resolve
 from qkv.masks.custom import custom, has_functions, hoisted
 from qkv.masks.sequences import blocks, documents, lengths
+from qkv.types import Nested, Shaped
 
 NAMES: dict[str, Mask | Callable[..., Mask]] = {
     "blocks": blocks,
@@ -25,9 +27,14 @@ NAMES: dict[str, Mask | Callable[..., Mask]] = {
 }
 """The masks by name. A call takes the name of one that needs no argument: `mask="causal"`."""
 
+Name = Literal["causal"]
+MaskLike = Mask | Name | Shaped | Nested
+
 __all__ = [
     "NAMES",
     "Mask",
+    "MaskLike",
+    "Name",
     "array",
     "blocks",
     "causal",

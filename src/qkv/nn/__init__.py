@@ -9,7 +9,7 @@ from qkv.errors import MissingExtra
 if importlib.util.find_spec("torch") is None:
     raise MissingExtra('qkv.nn needs PyTorch: pip install "qkv[torch]"')
 
-from qkv.nn.attention import Attention
+from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.bahdanau import BahdanauDecoder
 from qkv.nn.blocks import (
     Transformer,
@@ -21,7 +21,7 @@ from qkv.nn.cache import Cache
 from qkv.nn.capture import Seen, capture
 from qkv.nn.describe import Description, describe
 from qkv.nn.feedforward import FeedForward
-from qkv.nn.heads import MultiHeadAttention, SelfAttention
+from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.regression import KernelRegression
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import (

@@ -1,29 +1,30 @@
-"""The equation as a layer, and the one door from every layer to `attend`."""
+"""The equation as a layer, alone and of a sequence itself; the one door from layers to `attend`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkv import attention, weightings
-from qkv.errors import fraction
-from qkv.nn.scores import built, checked, told
-from qkv.nn.tensors import check_tensors
-from qkv.types import Array
+from qkv.errors import fraction, sizes
+from qkv.masks import MaskLike
+from qkv.nn.scores import LayerScore, built, checked, parameter, told
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
 
 
 def attended(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     score: Any,
     weighting: Any,
     mask: Any = None,
     dropout_p: float = 0.0,
     weights: str | None = None,
-) -> tuple[Array, Array | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Σᵢ α(q, kᵢ) vᵢ, and α of every head (`weights="heads"`), of their mean ("mean"), or None.
 
     Under autocast the three come in its dtype and nothing else is cast: sums run in float32.
@@ -61,15 +62,42 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, score: Any = "scaled_dot", weighting: Any = "softmax", dropout: float = 0.0
+        self,
+        score: LayerScore = "scaled_dot",
+        weighting: WeightingLike = "softmax",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.score = checked(score)
         self.weighting = weightings.resolve(weighting)
         self.dropout = fraction("dropout", dropout)
 
+    @overload
     def forward(
-        self, query: Array, key: Array, value: Array, mask: Any = None, need_weights: bool = False
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskLike | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskLike | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskLike | None = None,
+        need_weights: bool = False,
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, m) beside it."""
         check_tensors(query=query, key=key, value=value)
@@ -85,8 +113,83 @@ class Attention(nn.Module):
         )
         return (out, alpha) if need_weights else out
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
     def extra_repr(self) -> str:
         return words(self)
+
+
+class SelfAttention(nn.Module):
+    """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
+
+    x (…, n, d) → (…, n, d_v); w_query and w_key (d, d_qk), w_value (d, d_v). `score` and
+    `weighting` may be any others.
+
+    >>> layer = SelfAttention(4, d_qk=3, d_v=2)
+    >>> layer(torch.ones(5, 4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        d: int,
+        d_qk: int | None = None,
+        d_v: int | None = None,
+        score: LayerScore = "scaled_dot",
+        weighting: WeightingLike = "softmax",
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        d_qk, d_v = (d if width is None else width for width in (d_qk, d_v))
+        sizes(d=d, d_qk=d_qk, d_v=d_v)
+        self.w_query = parameter((d, d_qk), device, dtype)
+        self.w_key = parameter((d, d_qk), device, dtype)
+        self.w_value = parameter((d, d_v), device, dtype)
+        self.score = checked(score, (d_qk, d_qk), device=device, dtype=dtype)
+        self.weighting = weightings.resolve(weighting)
+        self.dropout = fraction("dropout", dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for w in (self.w_query, self.w_key, self.w_value):
+            nn.init.xavier_uniform_(w)
+
+    @overload
+    def forward(
+        self, x: Tensor, mask: MaskLike | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: MaskLike | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, mask: MaskLike | None = None, need_weights: bool = False) -> Any:
+        """The output; with `need_weights` a pair with α (…, n, n) beside it."""
+        check_tensors(x=x)
+        out, alpha = attended(
+            x @ self.w_query,
+            x @ self.w_key,
+            x @ self.w_value,
+            self.score,
+            self.weighting,
+            mask,
+            self.dropout if self.training else 0.0,
+            "heads" if need_weights else None,
+        )
+        return (out, alpha) if need_weights else out
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def extra_repr(self) -> str:
+        (d, d_qk), d_v = self.w_query.shape, self.w_value.shape[1]
+        return f"{d}, d_qk={d_qk}, d_v={d_v}, {words(self)}"
 
 
 def words(layer: Any) -> str:

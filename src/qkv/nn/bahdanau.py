@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkv import weightings
 from qkv.errors import ShapeError, fraction, sizes
 from qkv.nn.attention import attended, words
-from qkv.nn.scores import AdditiveScore, Beforehand, checked
-from qkv.nn.tensors import check_tensors
-from qkv.types import Array
+from qkv.nn.scores import AdditiveScore, Beforehand, LayerScore, checked
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
 
 
 class BahdanauDecoder(nn.Module):
@@ -35,8 +35,8 @@ class BahdanauDecoder(nn.Module):
         embed_dim: int,
         hidden: int,
         memory_dim: int,
-        score: Any = "additive",
-        weighting: Any = "softmax",
+        score: LayerScore = "additive",
+        weighting: WeightingLike = "softmax",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -50,8 +50,12 @@ class BahdanauDecoder(nn.Module):
         self.head = nn.Linear(hidden + memory_dim + embed_dim, vocabulary)
 
     def forward(
-        self, tokens: Array, memory: Array, mask: Array | None = None, state: Array | None = None
-    ) -> tuple[Array, Array, Array]:
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
         check_tensors(tokens=tokens, memory=memory)
         if tokens.dim() != 2 or memory.dim() != 3 or tokens.shape[0] != memory.shape[0]:
@@ -76,9 +80,20 @@ class BahdanauDecoder(nn.Module):
         logits, alpha = (torch.stack(x, 1) for x in zip(*found, strict=True))
         return logits, state, alpha
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
     def _step(
-        self, word: Array, key: Array, memory: Array, score: Any, live: Array | None, state: Array
-    ) -> tuple[Array, Array, Array]:
+        self,
+        word: Tensor,
+        key: Tensor,
+        memory: Tensor,
+        score: Any,
+        live: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One word vector (B, embed_dim) further: logits, the next state, and α (B, m)."""
         dropout = self.dropout if self.training else 0.0
         context, alpha = attended(

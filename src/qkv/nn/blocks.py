@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from qkv.errors import ArgumentError, sizes
+from qkv.masks import MaskLike
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
-from qkv.nn.scores import drawn
-from qkv.nn.tensors import check_tensors
-from qkv.types import Array
+from qkv.nn.rotary import Rotary
+from qkv.nn.scores import LayerScore, drawn
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
 
 Caches = list[tuple[Cache, Cache]]
 """For each block, the cache of its self-attention and that of its cross-attention."""
+
+
+class Heads(TypedDict, total=False):
+    """What a block says to its attention."""
+
+    score: LayerScore
+    weighting: WeightingLike
+    num_kv_heads: int | None
+    rotary: bool | Rotary
+
+
+class Block(Heads, total=False):
+    """What a stack says to its blocks."""
+
+    dim_feedforward: int
+    dropout: float
+    activation: Any
+    layer_norm_eps: float
+    norm_first: bool
+    bias: bool
+    device: Any
+    dtype: Any
 
 
 class TransformerBlock(nn.Module):
@@ -51,7 +75,7 @@ class TransformerBlock(nn.Module):
         dtype: Any = None,
         *,
         cross: bool = False,
-        **heads: Any,
+        **heads: Unpack[Heads],
     ) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
@@ -71,16 +95,16 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        x: Array,
-        memory: Array | None = None,
+        x: Tensor,
+        memory: Tensor | None = None,
         *,
-        mask: Any = None,
-        key_padding_mask: Array | None = None,
+        mask: MaskLike | None = None,
+        key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
-        memory_mask: Any = None,
-        memory_key_padding_mask: Array | None = None,
+        memory_mask: MaskLike | None = None,
+        memory_key_padding_mask: Tensor | None = None,
         cache: tuple[Cache, Cache] | None = None,
-    ) -> Array:
+    ) -> Tensor:
         """`mask` and `memory_mask` as for `qkv.attend`; the other two are True for padding.
 
         `cache` holds the keys of earlier calls, and of the memory once it was read.
@@ -91,24 +115,29 @@ class TransformerBlock(nn.Module):
             wanted = "needs a memory" if self.cross else "takes no memory: build it with cross=True"
             raise ArgumentError(f"memory: this block {wanted}")
 
-        def attend(x: Array) -> Array:
+        def attend(x: Tensor) -> Tensor:
             return self.self_attn(
                 x, x, x, key_padding_mask, False, is_causal=is_causal, mask=mask, cache=own
             )[0]
 
-        def look(x: Array) -> Array:
+        def look(x: Tensor) -> Tensor:
             known = None if far else memory
             return self.multihead_attn(
                 x, known, known, memory_key_padding_mask, False, mask=memory_mask, cache=far
             )[0]
 
-        steps: list[Callable[[Array], Array]] = [attend, look] if self.cross else [attend]
+        steps: list[Callable[[Tensor], Tensor]] = [attend, look] if self.cross else [attend]
         steps.append(partial(feed, self))
         for i, step in enumerate(steps, 1):
             x = self._residual(x, step, i)
         return x
 
-    def _residual(self, x: Array, step: Callable[[Array], Array], i: int) -> Array:
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def _residual(self, x: Tensor, step: Callable[[Tensor], Tensor], i: int) -> Tensor:
         norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
         if self.norm_first:
             return x + dropout(step(norm(x)))
@@ -131,7 +160,7 @@ class _Stack(nn.Module):
         eps = block.get("layer_norm_eps", 1e-5)
         self.norm = nn.LayerNorm(d_model, eps=eps, **rest) if norm else None
 
-    def _through(self, x: Array, *memory: Array | None, cache: Any = None, **rest: Any) -> Array:
+    def _through(self, x: Tensor, *memory: Tensor | None, cache: Any = None, **rest: Any) -> Tensor:
         if cache is not None and len(cache) != len(self.layers):
             raise ArgumentError(
                 f"cache is for {len(cache)} layers and the model has {len(self.layers)}: make it "
@@ -157,19 +186,30 @@ class TransformerEncoder(_Stack):
     """
 
     def __init__(
-        self, num_layers: int, d_model: int, nhead: int, *, norm: bool = False, **block: Any
+        self,
+        num_layers: int,
+        d_model: int,
+        nhead: int,
+        *,
+        norm: bool = False,
+        **block: Unpack[Block],
     ) -> None:
         super().__init__(num_layers, d_model, nhead, norm, False, block)
 
     def forward(
         self,
-        x: Array,
+        x: Tensor,
         *,
-        mask: Any = None,
-        key_padding_mask: Array | None = None,
+        mask: MaskLike | None = None,
+        key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Array:
+    ) -> Tensor:
         return self._through(x, mask=mask, key_padding_mask=key_padding_mask, is_causal=is_causal)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
 
 class TransformerDecoder(_Stack):
@@ -192,22 +232,22 @@ class TransformerDecoder(_Stack):
         *,
         norm: bool = False,
         cross: bool = True,
-        **block: Any,
+        **block: Unpack[Block],
     ) -> None:
         super().__init__(num_layers, d_model, nhead, norm, cross, block)
 
     def forward(
         self,
-        x: Array,
-        memory: Array | None = None,
+        x: Tensor,
+        memory: Tensor | None = None,
         *,
-        mask: Any = None,
-        key_padding_mask: Array | None = None,
+        mask: MaskLike | None = None,
+        key_padding_mask: Tensor | None = None,
         is_causal: bool = True,
-        memory_mask: Any = None,
-        memory_key_padding_mask: Array | None = None,
+        memory_mask: MaskLike | None = None,
+        memory_key_padding_mask: Tensor | None = None,
         cache: Caches | None = None,
-    ) -> Array:
+    ) -> Tensor:
         return self._through(
             x,
             memory,
@@ -218,6 +258,11 @@ class TransformerDecoder(_Stack):
             memory_key_padding_mask=memory_key_padding_mask,
             cache=cache,
         )
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
 
 class Transformer(nn.Module):
@@ -238,7 +283,7 @@ class Transformer(nn.Module):
         nhead: int = 8,
         num_encoder_layers: int = 6,
         num_decoder_layers: int = 6,
-        **block: Any,
+        **block: Unpack[Block],
     ) -> None:
         super().__init__()
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
@@ -250,13 +295,13 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        source: Array,
-        target: Array,
+        source: Tensor,
+        target: Tensor,
         *,
-        source_key_padding_mask: Array | None = None,
-        target_key_padding_mask: Array | None = None,
+        source_key_padding_mask: Tensor | None = None,
+        target_key_padding_mask: Tensor | None = None,
         is_causal: bool = True,
-    ) -> Array:
+    ) -> Tensor:
         """The target sees itself causally; the padding masks are True for padding."""
         memory = self.encoder(source, key_padding_mask=source_key_padding_mask)
         return self.decoder(
@@ -266,6 +311,11 @@ class Transformer(nn.Module):
             is_causal=is_causal,
             memory_key_padding_mask=source_key_padding_mask,
         )
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def cache(self) -> Caches:
         return self.decoder.cache()

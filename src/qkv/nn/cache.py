@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.types import Array
 
 
 class Cache:
@@ -29,7 +29,7 @@ class Cache:
     def __init__(self) -> None:
         self.length = 0
         self.owner: Any = None
-        self.kept: list[Array] = []
+        self.kept: list[Tensor] = []
 
     def __len__(self) -> int:
         return self.length
@@ -37,15 +37,15 @@ class Cache:
     def __repr__(self) -> str:
         return f"Cache({self.length} rows)"
 
-    def rows(self, layer: Any) -> list[Array]:
+    def rows(self, layer: Any) -> list[Tensor]:
         """The keys and the values so far."""
         self._claim(layer)
         return self._rows()
 
-    def _rows(self) -> list[Array]:
+    def _rows(self) -> list[Tensor]:
         return [x[..., : self.length, :] for x in self.kept]
 
-    def append(self, layer: Any, key: Array, value: Array) -> list[Array]:
+    def append(self, layer: Any, key: Tensor, value: Tensor) -> list[Tensor]:
         self._claim(layer)
         self._fits(key, value)
         if not self.kept:
@@ -67,7 +67,7 @@ class Cache:
                 "layer, qkv.nn.Cache() or model.cache()"
             )
 
-    def _fits(self, key: Array, value: Array) -> None:
+    def _fits(self, key: Tensor, value: Tensor) -> None:
         for name, old, new in zip(("key", "value"), self.kept, (key, value), strict=False):
             have, come = ((*x.shape[:-2], x.shape[-1]) for x in (old, new))
             if have != come or old.dtype != new.dtype or old.device != new.device:
@@ -77,7 +77,7 @@ class Cache:
                     "cache for another batch"
                 )
 
-    def _write(self, key: Array, value: Array) -> None:
+    def _write(self, key: Tensor, value: Tensor) -> None:
         """The rows after those kept, in buffers that double when they are full."""
         need = self.length + key.shape[-2]
         for i, new in enumerate((key, value)):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.nn.attention import Attention
-from qkv.nn.heads import MultiHeadAttention, SelfAttention
+from qkv.nn.attention import Attention, SelfAttention
+from qkv.nn.heads import MultiHeadAttention
 from qkv.plot import heatmaps
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import nn
 
 from qkv.attention import explain
 from qkv.errors import DtypeError, sizes
-from qkv.nn.attention import Attention
+from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.bahdanau import BahdanauDecoder
-from qkv.nn.heads import MultiHeadAttention, SelfAttention
+from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.regression import KernelRegression
 from qkv.nn.scores import built, told
 

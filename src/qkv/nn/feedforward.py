@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from qkv.errors import DtypeError, fraction, sizes, unknown
-from qkv.types import Array
+from qkv.nn.tensors import called_as
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "gelu": functional.gelu,
     "silu": functional.silu,
@@ -46,16 +46,21 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(fraction("dropout", dropout))
         self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Array) -> Array:
+    def forward(self, x: Tensor) -> Tensor:
         return feed(self, x)
 
+    if TYPE_CHECKING:
 
-def feed(layer: Any, x: Array) -> Array:
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+
+def feed(layer: Any, x: Tensor) -> Tensor:
     """The network by its parts, which may also belong to a larger layer."""
     return layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
 
 
-def activation_of(activation: Any) -> Callable[[Array], Array]:
+def activation_of(activation: Any) -> Callable[[Tensor], Tensor]:
     if callable(activation):
         return activation  # type: ignore[no-any-return]
     if not isinstance(activation, str):

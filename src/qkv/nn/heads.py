@@ -1,83 +1,27 @@
-"""Self-attention as one head, and many heads side by side."""
+"""Many heads side by side."""
 
 from __future__ import annotations
 
 from functools import reduce
 from operator import and_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from qkv import masks, scores, weightings
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes
+from qkv.masks import MaskLike
 from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
-from qkv.nn.rotary import rotary_of
-from qkv.nn.scores import checked, parameter
-from qkv.nn.tensors import check_tensors
-from qkv.types import Array
+from qkv.nn.rotary import Rotary, rotary_of
+from qkv.nn.scores import LayerScore, checked, parameter
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
 
 PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
 """The score and the weighting of torch's own layer."""
-
-
-class SelfAttention(nn.Module):
-    """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
-
-    x (…, n, d) → (…, n, d_v); w_query and w_key (d, d_qk), w_value (d, d_v). `score` and
-    `weighting` may be any others.
-
-    >>> layer = SelfAttention(4, d_qk=3, d_v=2)
-    >>> layer(torch.ones(5, 4)).shape
-    torch.Size([5, 2])
-    """
-
-    def __init__(
-        self,
-        d: int,
-        d_qk: int | None = None,
-        d_v: int | None = None,
-        score: Any = "scaled_dot",
-        weighting: Any = "softmax",
-        dropout: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        d_qk, d_v = (d if width is None else width for width in (d_qk, d_v))
-        sizes(d=d, d_qk=d_qk, d_v=d_v)
-        self.w_query = parameter((d, d_qk), device, dtype)
-        self.w_key = parameter((d, d_qk), device, dtype)
-        self.w_value = parameter((d, d_v), device, dtype)
-        self.score = checked(score, (d_qk, d_qk), device=device, dtype=dtype)
-        self.weighting = weightings.resolve(weighting)
-        self.dropout = fraction("dropout", dropout)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for w in (self.w_query, self.w_key, self.w_value):
-            nn.init.xavier_uniform_(w)
-
-    def forward(self, x: Array, mask: Any = None, need_weights: bool = False) -> Any:
-        """The output; with `need_weights` a pair with α (…, n, n) beside it."""
-        check_tensors(x=x)
-        out, alpha = attended(
-            x @ self.w_query,
-            x @ self.w_key,
-            x @ self.w_value,
-            self.score,
-            self.weighting,
-            mask,
-            self.dropout if self.training else 0.0,
-            "heads" if need_weights else None,
-        )
-        return (out, alpha) if need_weights else out
-
-    def extra_repr(self) -> str:
-        (d, d_qk), d_v = self.w_query.shape, self.w_value.shape[1]
-        return f"{d}, d_qk={d_qk}, d_v={d_v}, {words(self)}"
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -123,10 +67,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         device: Any = None,
         dtype: Any = None,
         *,
-        score: Any = "scaled_dot",
-        weighting: Any = "softmax",
+        score: LayerScore = "scaled_dot",
+        weighting: WeightingLike = "softmax",
         num_kv_heads: int | None = None,
-        rotary: Any = False,
+        rotary: bool | Rotary = False,
     ) -> None:
         sizes(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
@@ -199,18 +143,18 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Array,
-        key: Array | None,
-        value: Array | None,
-        key_padding_mask: Array | None = None,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Array | None = None,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        mask: Any = None,
+        mask: MaskLike | None = None,
         cache: Cache | None = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The output, and α: (N, L, S), the heads' mean, or (N, heads, L, S), or None.
 
         query (L, N, embed_dim), or (N, L, embed_dim) where `batch_first`, or (L, embed_dim). Keys
@@ -252,7 +196,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         out = self.out_proj(self._joined(out, batched))
         return out, alpha if alpha is None or batched else alpha[0]
 
-    def _is_one_step(self, x: Array) -> bool:
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def _is_one_step(self, x: Tensor) -> bool:
         """Whether torch has the whole layer, projections and all, as one operator for x."""
         if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
             return False
@@ -266,8 +215,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return self.in_proj_bias is not None and self._is_torchs()
 
     def _projected(
-        self, query: Array, key: Array | None, value: Array | None
-    ) -> tuple[Array, Array | None, Array | None]:
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Q, K and V with their heads side by side: as few products as the inputs allow."""
         widths = [self.embed_dim, self.kv_dim, self.kv_dim]
         bias = self.in_proj_bias
@@ -287,20 +236,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return q, *both.split(widths[1:], -1)
         return q, linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
 
-    def _heads(self, x: Array, heads: int) -> Array:
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
         """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
         x = x.view(*x.shape[:-1], heads, self.head_dim)
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
-    def _joined(self, out: Array, batched: bool) -> Array:
+    def _joined(self, out: Tensor, batched: bool) -> Tensor:
         if not batched:
             return out[0].transpose(0, 1).flatten(-2)
         out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
         return out.flatten(-2)
 
-    def _extended(self, key: Array, value: Array) -> tuple[Array, Array]:
+    def _extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The learned key and value after the others, then those of zeros."""
         if self.bias_k is not None:
             shape = (1, self.num_kv_heads, 1, self.head_dim)
@@ -317,8 +266,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _mask(
         self,
-        key_padding_mask: Array | None,
-        attn_mask: Array | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
         is_causal: bool,
         mask: Any,
         shape: tuple[int, int, int],
@@ -348,7 +297,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             parts.append(self._turned(attn_mask))
         return _joined(parts)
 
-    def _turned(self, mask: Array) -> Array:
+    def _turned(self, mask: Tensor) -> Tensor:
         """A mask with torch's meaning as one with ours."""
         mask = pad(mask, (0, self._extra)) if self._extra else mask
         return mask.logical_not() if mask.dtype == torch.bool else mask
@@ -388,13 +337,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _nested(
         self,
-        query: Array,
-        key: Array | None,
-        value: Array | None,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         need_weights: bool,
         average: bool,
         is_causal: bool,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Sequences of different lengths, (N, ·, embed_dim): each by itself, as torch has it."""
         if not self.batch_first or key is None or value is None:
             raise ArgumentError("a nested query needs batch_first=True, and a nested key and value")

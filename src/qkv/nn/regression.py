@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkv import masks, weightings
 from qkv.errors import ShapeError
 from qkv.nn.attention import attended, words
-from qkv.nn.scores import GaussianScore, checked
-from qkv.nn.tensors import check_tensors
-from qkv.types import Array
+from qkv.nn.scores import GaussianScore, LayerScore, checked
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
 
 
 class KernelRegression(nn.Module):
@@ -32,12 +32,12 @@ class KernelRegression(nn.Module):
 
     def __init__(
         self,
-        key: Array,
-        value: Array,
+        key: Tensor,
+        value: Tensor,
         bandwidth: float = 1.0,
         features: bool = False,
-        score: Any = None,
-        weighting: Any = "softmax",
+        score: LayerScore | None = None,
+        weighting: WeightingLike = "softmax",
     ) -> None:
         super().__init__()
         check_tensors(key=key, value=value)
@@ -55,15 +55,20 @@ class KernelRegression(nn.Module):
         self.weighting = weightings.resolve(weighting)
         self.dropout = 0.0
 
-    def forward(self, query: Array) -> Array:
+    def forward(self, query: Tensor) -> Tensor:
         check_tensors(query=query)
         return self._predicted(query, None)
 
-    def held_out(self) -> Array:
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def held_out(self) -> Tensor:
         """What the other examples predict for each of them."""
         return self._predicted(self.key, ~masks.window(0))
 
-    def loss(self) -> Array:
+    def loss(self) -> Tensor:
         """The mean squared error of `held_out`."""
         return (self.held_out() - self.value).square().mean()
 
@@ -83,7 +88,7 @@ class KernelRegression(nn.Module):
                 told(losses[-1])
         return losses
 
-    def _predicted(self, query: Array, mask: Any) -> Array:
+    def _predicted(self, query: Tensor, mask: Any) -> Tensor:
         value = self.value if self.value.dim() == 2 else self.value[:, None]
         out = attended(query, self.key, value, self.score, self.weighting, mask)[0]
         return out if self.value.dim() == 2 else out[..., 0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.types import Array
+from qkv.nn.tensors import called_as
 
 
 class Rotary(nn.Module):
@@ -31,7 +31,7 @@ class Rotary(nn.Module):
             raise ArgumentError(f"rotary: base must be above 0, not {base!r}")
         self.width, self.base, self.interleaved = width, base, interleaved
 
-    def forward(self, x: Array, offset: int = 0) -> Array:
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         if x.shape[-1] != self.width:
             raise ShapeError(
                 f"rotary: made for vectors of {self.width} numbers, not of {x.shape[-1]}"
@@ -49,6 +49,11 @@ class Rotary(nn.Module):
             a, b = x.chunk(2, -1)
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
         return turned.to(x.dtype)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
         return f"{self.width}, base={self.base:g}, interleaved={self.interleaved}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from qkv import scores
 from qkv.errors import ArgumentError, sizes
+from qkv.nn.tensors import called_as
 from qkv.scores import Score
-from qkv.types import Array
 
 
 class LearnedScore(nn.Module):
@@ -37,8 +37,16 @@ class LearnedScore(nn.Module):
     def build(self, dtype: Any) -> Score:
         raise NotImplementedError("a learned score says which score its parameters make")
 
-    def forward(self, query: Array, key: Array) -> Array:
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
         return self.build(query.dtype)(query, key)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+
+LayerScore = scores.ScoreLike | scores.LearnedName | LearnedScore | type[LearnedScore]
 
 
 def built(score: Any, dtype: Any) -> Any:
@@ -68,7 +76,7 @@ def again(score: Any) -> Any:
     return copy
 
 
-def drawn(options: dict[str, Any]) -> dict[str, Any]:
+def drawn(options: Any) -> Any:
     """The options of one more layer, with parameters of its own."""
     return {name: again(x) for name, x in options.items()}
 
@@ -131,7 +139,7 @@ class Beforehand:
 
     score: AdditiveScore
 
-    def keys(self, memory: Array) -> Array:
+    def keys(self, memory: Tensor) -> Tensor:
         """W₂k of every key, (…, m, hidden)."""
         return linear(memory, self.score.w_key)
 
@@ -173,7 +181,7 @@ class GatedScore(LearnedScore):
         self,
         d_q: int,
         d_k: int,
-        score: Any = "dot",
+        score: scores.ScoreLike = "dot",
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
@@ -231,7 +239,7 @@ class GaussianScore(LearnedScore):
         return cls(**where)
 
     @property
-    def bandwidth(self) -> Array:
+    def bandwidth(self) -> Tensor:
         return self.log_bandwidth.exp()
 
     def build(self, dtype: Any) -> Score:

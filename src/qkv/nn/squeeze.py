@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from qkv.attention import attend, weights
 from qkv.errors import ShapeError, sizes
-from qkv.types import Array
+from qkv.nn.tensors import called_as
 
 
 class SqueezeExcitation(nn.Module):
@@ -27,7 +29,7 @@ class SqueezeExcitation(nn.Module):
         self.fc1 = nn.Linear(channels, max(channels // reduction, 1))
         self.fc2 = nn.Linear(max(channels // reduction, 1), channels)
 
-    def gate(self, x: Array) -> Array:
+    def gate(self, x: Tensor) -> Tensor:
         """α (B, channels)"""
         if x.dim() < 3 or x.shape[1] != self.fc1.in_features:
             raise ShapeError(
@@ -41,9 +43,14 @@ class SqueezeExcitation(nn.Module):
         key, bias = self.fc2.weight.to(query.dtype), self.fc2.bias
         return weights(query, key, score="dot", weighting="sigmoid", mask=bias)[:, 0]
 
-    def forward(self, x: Array) -> Array:
+    def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x).to(x.dtype)
         return x * gate.reshape(*gate.shape, *[1] * (x.dim() - 2))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
         return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc2.in_features}"

@@ -1,12 +1,14 @@
-"""What a layer is given must be tensors."""
+"""What a layer is given must be tensors; what it gives, to a type checker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from qkv.errors import DtypeError
+from qkv.types import T
 
 
 def check_tensors(**given: Any) -> None:
@@ -17,3 +19,11 @@ def check_tensors(**given: Any) -> None:
                 f"{name} must be a torch tensor, not {type(x).__name__}: pass "
                 f"torch.as_tensor({name})"
             )
+
+
+def called_as(forward: T) -> Callable[[Any], T]:
+    """A layer's `__call__`, which torch leaves untyped, with the type of its `forward`.
+
+    For type checkers alone: where it runs, `__call__` stays torch's, which tracers replace.
+    """
+    return lambda _: forward

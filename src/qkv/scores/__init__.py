@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from qkv.errors import DtypeError
 from qkv.names import Names
@@ -35,6 +35,23 @@ NAMES = Names(
 )
 register = NAMES.register
 
+Name = Literal[
+    "dot",
+    "scaled_dot",
+    "cosine",
+    "gaussian",
+    "laplace",
+    "boxcar",
+    "triangular",
+    "epanechnikov",
+    "constant",
+    "exact",
+]
+"""The names that are enough for a call, to a type checker; `resolve` takes any other."""
+LearnedName = Literal["multiplicative", "additive", "gated"]
+"""Those for which a layer, which knows its widths, makes the arrays."""
+ScoreLike = Name | Score | Callable[[Any, Any], Any]
+
 __all__ = [
     "NAMES",
     "Additive",
@@ -47,10 +64,13 @@ __all__ = [
     "Gated",
     "Gaussian",
     "Laplace",
+    "LearnedName",
     "Modified",
     "Multiplicative",
+    "Name",
     "ScaledDot",
     "Score",
+    "ScoreLike",
     "Triangular",
     "evaluate",
     "functions_in",

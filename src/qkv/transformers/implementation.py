@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from qkv import masks, scores, weightings
-from qkv.attention import ScoreLike, WeightingLike, attend, weights
+from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, ShapeError
-from qkv.scores import ScaledDot, Score
-from qkv.weightings import Softmax, Weighting
+from qkv.scores import ScaledDot, Score, ScoreLike
+from qkv.weightings import Softmax, Weighting, WeightingLike
 
 CAPTURE = "qkv-capture"
 RESERVED = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from qkv.errors import DtypeError
 from qkv.names import Names
 from qkv.weightings.average import Average
@@ -26,11 +28,18 @@ NAMES = Names(
 )
 register = NAMES.register
 
+Name = Literal[
+    "softmax", "hard", "average", "normalized", "raw", "sigmoid", "sparsemax", "entmax15"
+]
+"""The names that are enough for a call, to a type checker; `resolve` takes any other."""
+WeightingLike = Name | Weighting
+
 __all__ = [
     "NAMES",
     "Average",
     "Entmax",
     "Hard",
+    "Name",
     "Normalized",
     "Raw",
     "Sigmoid",
@@ -39,6 +48,7 @@ __all__ = [
     "State",
     "TopK",
     "Weighting",
+    "WeightingLike",
     "pool",
     "register",
     "resolve",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,6 +43,10 @@ ENCODERS = Names(
 )
 register = ENCODERS.register
 
+Name = Literal["arrays", "characters", "exact", "numbers", "sentences", "text", "words"]
+"""The names that are enough for a database, to a type checker; `resolve` takes any other."""
+EncoderLike = Name | Encoder | Callable[..., Any] | Sequence[Encoder] | Mapping[str, Encoder]
+
 __all__ = [
     "ENCODERS",
     "Arrays",
@@ -50,9 +54,11 @@ __all__ = [
     "Columns",
     "Custom",
     "Encoder",
+    "EncoderLike",
     "Exact",
     "Heads",
     "Learned",
+    "Name",
     "Numbers",
     "Sentences",
     "Text",
