@@ -95,8 +95,10 @@ lint: env ## Lint and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: env ## Type check
+types: env ## Type check, and a page of a user's code by mypy and by pyright
 	@$(BIN)/mypy
+	@$(BIN)/mypy --config-file tests/types/pyproject.toml
+	@$(BIN)/basedpyright --project tests/types --pythonpath $(BIN)/python
 
 contract: env ## Floors: who may import whom
 	@$(BIN)/lint-imports
