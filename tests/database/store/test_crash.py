@@ -175,7 +175,7 @@ def power_cuts(folder: Path, seed: int, skip: tuple[str, ...] = ()) -> None:
             matching = [one for one in possible if one.matches(s)]
             assert matching, f"version {s.version} is neither before nor after {pending}"
             model = matching[-1]
-        assert check(after) == []
+        assert [problem for problem in check(after) if not crash.left(problem)] == []
         place = after
 
 

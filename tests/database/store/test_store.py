@@ -768,7 +768,7 @@ def test_a_damaged_resting_row(tmp_path, small):
     assert check(tmp_path) == []
 
 
-def test_leftovers_are_removed_by_the_next_to_open(tmp_path, small):
+def test_leftovers_are_removed_by_the_next_writer(tmp_path, small):
     filled(tmp_path)
     with Store(tmp_path) as s:
         following = s._reader.value("SELECT files FROM counters")
@@ -785,9 +785,11 @@ def test_leftovers_are_removed_by_the_next_to_open(tmp_path, small):
     assert sorted(problem.repaired for problem in problems) == [False, False, True, True]
     assert "move it elsewhere" in str(problems[-1])
     (tmp_path / f"segment-{following:08d}.safetensors").write_bytes(b"half")
-    Store(tmp_path).close()
-    assert mine.exists() and unknown.exists()
-    assert not (tmp_path / f"segment-{following:08d}.safetensors").exists()
+    left = tmp_path / f"segment-{following:08d}.safetensors"
+    with Store(tmp_path) as s:
+        assert whole(s.at()) == expected(LEFT) and left.exists()  # a reader removes nothing
+        add(s, 1)
+    assert mine.exists() and unknown.exists() and not left.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path, small):

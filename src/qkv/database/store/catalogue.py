@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
+from qkv.database.store import plain
 
 FILE = "catalogue.sqlite"
 FORMAT = 1
@@ -106,6 +107,8 @@ class Catalogue:
         application = self.value("PRAGMA application_id")
         number = self.value("PRAGMA user_version")
         if application == APPLICATION and number == FORMAT:
+            if self.value("SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"):
+                raise self.damaged("it holds statements of its own, which a store never does")
             return True
         if application == APPLICATION and number > FORMAT:
             raise NotAStore(
@@ -290,6 +293,7 @@ def row_crc(row: int, digest: bytes, record: str) -> int:
 def _connect(path: Path | None, write: bool, create: bool) -> sqlite3.Connection:
     if path is None:
         return _open(":memory:")
+    plain.refuse_links(*(f"{path}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")))
     name = path.absolute().as_uri()
     writable = os.access(path.parent, os.W_OK)
     try:

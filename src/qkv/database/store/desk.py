@@ -8,7 +8,7 @@ from qkv.database.faults import Damaged
 from qkv.database.store import compaction, ledger, sizes
 from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.layout import Layout
-from qkv.database.store.segments import Entry, Segment
+from qkv.database.store.segments import Entry, Segment, number
 from qkv.database.store.shelf import Shelf
 from qkv.database.store.snapshot import rested
 
@@ -23,14 +23,15 @@ class Desk:
     resting: int
 
     @classmethod
-    def at(cls, catalogue: Catalogue) -> Desk:
-        """As the catalogue says."""
+    def at(cls, catalogue: Catalogue, shelf: Shelf) -> Desk:
+        """As the catalogue says. A file that it does not know keeps its name, too."""
         edition = catalogue.newest()
         resting = "SELECT count(*) FROM resting WHERE generation = ?"
+        there = [1 + (number(file) or 0) for file in shelf.files()]
         return cls(
             edition,
             ledger.layout(catalogue, edition.generation),
-            catalogue.value("SELECT files FROM counters"),
+            max([catalogue.value("SELECT files FROM counters"), *there]),
             catalogue.value(resting, edition.generation),
         )
 

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
+from qkv.database.store import plain
 from qkv.database.store.catalogue import FILE, Catalogue
-from qkv.database.store.lock import READERS, WRITER
-from qkv.database.store.segments import SUFFIX
+from qkv.database.store.lock import READERS
+from qkv.database.store.mark import WRITER
+from qkv.database.store.segments import SUFFIX, TEMPORARY
 from qkv.database.store.shelf import Files
 from qkv.errors import ArgumentError
 
@@ -30,7 +32,7 @@ def prepare(folder: Path, create: bool) -> None:
     if not folder.is_dir():
         raise NotAStore(f"{folder} is a file: a store is a folder")
     path = folder / FILE
-    names = set(os.listdir(folder))
+    names = listed(folder)
     # A store that was ever finished has one of these.
     old = names & {READERS, WRITER} or any(name.endswith(SUFFIX) for name in names)
     there = FILE in names
@@ -52,6 +54,14 @@ def prepare(folder: Path, create: bool) -> None:
     for place in (folder, folder.absolute().parent):
         with contextlib.suppress(OSError):
             Files().fsync_folder(place)
+
+
+def listed(folder: Path) -> set[str]:
+    """The names of all that is in a folder; an error where a store's file is a link."""
+    names = set(os.listdir(folder))
+    own = (FILE, SUFFIX, SUFFIX + TEMPORARY, "-wal", "-shm", READERS, WRITER)
+    plain.refuse_links(*(folder / name for name in names if name.endswith(own)))
+    return names
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -10,7 +11,9 @@ from collections import Counter, deque
 from pathlib import Path
 from types import ModuleType
 
-from qkv.database.faults import Locked, Unwritable
+from qkv.database.faults import Damaged, Locked, Unwritable
+from qkv.database.store import mark, plain
+from qkv.database.store.mark import WRITER, Mark
 
 fcntl: ModuleType | None
 try:
@@ -18,7 +21,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-WRITER = "lock"
 READERS = "readers"
 PATIENCE = 0.2
 """Seconds to wait for a writer that is only tidying up."""
@@ -36,12 +38,14 @@ def _module(folder: Path) -> ModuleType:
 class WriteLock:
     """The one writer of a folder, across processes: `flock` on a file with the holder's id inside.
 
-    The system drops the lock when its holder dies, so nothing is ever left locked.
+    The system drops the lock when its holder dies, so nothing is ever left locked. `mark` is what
+    the last writer has acknowledged, known while the lock is held.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = -1
+        self.mark: Mark | None = None
 
     @property
     def held(self) -> bool:
@@ -52,7 +56,9 @@ class WriteLock:
             return
         locks = _module(self._folder)
         try:
-            file = os.open(self._folder / WRITER, os.O_RDWR | os.O_CREAT, 0o666)
+            file = plain.opened(self._folder / WRITER, os.O_RDWR | os.O_CREAT)
+        except Damaged:
+            raise
         except OSError as error:
             raise Unwritable(
                 f"{self._folder / WRITER} cannot be opened for writing ({error.strerror}): "
@@ -67,7 +73,7 @@ class WriteLock:
                 if time.monotonic() < until:
                     time.sleep(0.005)
                     continue
-                holder = os.pread(file, 32, 0).decode("ascii", "replace").strip()
+                holder, _ = mark.read(file)
                 os.close(file)
                 who = f"process {holder or 'unknown'}"
                 if holder == str(os.getpid()):
@@ -76,9 +82,32 @@ class WriteLock:
                     f"{self._folder.name} is locked by {who}: close it there, or wait until it is "
                     "closed, and try again; reading needs no lock"
                 ) from error
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        _, self.mark = mark.read(file)
         self._file = file
+        with contextlib.suppress(OSError):  # a full disk: the holder is not named, that is all
+            mark.write(file, self.mark)
+
+    def acknowledge(self, version: int, files: int) -> None:
+        """Leave a mark of a commit, before it is told to anybody."""
+        self.mark = Mark(version, files)
+        try:
+            mark.write(self._file, self.mark)
+        except OSError:  # no mark is better than an old one
+            self.mark = None
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+
+    def valid(self) -> None:
+        """Refuse to write where the folder is gone, or is another one by now."""
+        try:
+            there = os.stat(self._folder / WRITER, follow_symlinks=False)
+        except OSError:
+            there = None
+        if there is None or not os.path.samestat(there, os.fstat(self._file)):
+            raise Unwritable(
+                f"{self._folder} was removed or replaced while it was open, and what is written "
+                "now would be lost: close it, and open it again"
+            )
 
     def drop(self) -> None:
         if self.held:
@@ -164,9 +193,11 @@ class Pins:
     def _open(self) -> int:
         assert self._folder is not None
         try:
-            return os.open(self._folder / READERS, os.O_RDWR | os.O_CREAT, 0o666)
+            return plain.opened(self._folder / READERS, os.O_RDWR | os.O_CREAT)
+        except Damaged:
+            raise
         except OSError:
-            return os.open(self._folder / READERS, os.O_RDONLY)
+            return plain.opened(self._folder / READERS, os.O_RDONLY)
 
     def _share(self, version: int) -> bool:
         if self._folder is None or fcntl is None:
@@ -174,6 +205,8 @@ class Pins:
         if self._reader < 0:
             try:
                 self._reader = self._open()
+            except Damaged:
+                raise
             except OSError:
                 return True  # a read-only folder without the file: nobody compacts it either
         return _lock(self._reader, version, exclusive=False)

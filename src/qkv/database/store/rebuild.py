@@ -20,6 +20,7 @@ from zlib import crc32
 from qkv.database.faults import Damaged
 from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Edition, line_crc, row_crc
 from qkv.database.store.layout import Layout
+from qkv.database.store.mark import Mark
 from qkv.database.store.segments import Entry, number, read_notes
 from qkv.database.store.shelf import Disk, Files
 
@@ -28,15 +29,18 @@ KEPT = "damaged"
 _MAGIC = b"SQLite format 3\0"
 
 
-def rebuild(folder: Path) -> list[str] | None:
-    """Make the catalogue anew; give what was lost, or None where nothing could be read."""
+def rebuild(folder: Path, known: Mark | None) -> list[str] | None:
+    """Make the catalogue anew; give what was lost, or None where nothing could be read.
+
+    What is `known` of the last commit is above every version and file that may be missing.
+    """
     with tempfile.TemporaryDirectory(prefix="repair-", dir=folder) as name:
         place = Path(name)
-        found = _salvaged(folder, place)
+        found = _salvaged(folder, place, known)
         if found is None:
             return None
         fresh = place / "fresh.sqlite"
-        told, used = _write(found, folder, fresh)
+        told, used = _write(found, folder, fresh, known)
         kept = _new_folder(folder)
         # A log would be read into the new catalogue, so it goes first. From here on a crash leaves
         # a store without a sound catalogue, which is what it was.
@@ -77,7 +81,9 @@ class _Found:
         return max(known, default=0)
 
 
-def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]]:
+def _write(
+    found: _Found, folder: Path, path: Path, known: Mark | None
+) -> tuple[list[str], set[str]]:
     """Write the new catalogue; give what was lost, and the files in use."""
     generation = found.generation
     layout = found.layouts.get(generation)
@@ -104,6 +110,9 @@ def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]
         version = max(version, found.newest.number + 1)
         last = max(last, found.newest.last)
         text = found.settings.get(found.newest.settings, text)
+        if known is not None and known.version > found.newest.number:
+            told.append(f"the versions from {found.newest.number + 1} to {known.version} are lost")
+            version = max(version, known.version + 1)
         if live != found.newest.rows:
             told.append(f"of {found.newest.rows:,} rows {live:,} could be read")
     if text is None:
@@ -146,7 +155,7 @@ def _write(found: _Found, folder: Path, path: Path) -> tuple[list[str], set[str]
     return told, {entry.file for entry in entries} | {str(arrays[0])}
 
 
-def _salvaged(folder: Path, place: Path) -> _Found | None:
+def _salvaged(folder: Path, place: Path, known: Mark | None) -> _Found | None:
     """All that the catalogue and the files tell; None where that is not one row."""
     best = _Found()
     for remedy, make in enumerate(_REMEDIES):
@@ -165,7 +174,7 @@ def _salvaged(folder: Path, place: Path) -> _Found | None:
             best = found
         if best.newest is not None and len(best.rows) >= best.newest.rows:
             break
-    _add_files(best, folder)
+    _add_files(best, folder, known)
     return best if best.rows or best.newest is not None else None
 
 
@@ -266,14 +275,15 @@ def _spans(
                 spans += [(middle + 1, end), (begin, middle)]
 
 
-def _add_files(found: _Found, folder: Path) -> None:
+def _add_files(found: _Found, folder: Path, known: Mark | None) -> None:
     """What the files tell that the catalogue does not tell any more, the newest file first."""
+    bound = max(found.files, known.files) if known is not None else None
     names = Disk(folder).files()
     files = {given: name for name in names if (given := number(name)) is not None}
     listed = {entry.file for entry in found.entries} | {some[0] for some in found.arrays.values()}
     for given, file in sorted(files.items(), reverse=True):
-        # A number that was not given out is of a commit that did not finish.
-        if found.files and given >= found.files:
+        # A number that is known not to be given out is of a commit that did not finish.
+        if bound is not None and given >= bound:
             continue
         with contextlib.suppress(Damaged, ValueError, KeyError):
             notes, entry = read_notes(folder / file)
@@ -283,12 +293,12 @@ def _add_files(found: _Found, folder: Path) -> None:
                 continue
             if found.newest is None or entry.generation == found.newest.generation:
                 found.noted = found.noted or notes["settings"]
-            same = [other for other in found.entries if other.generation == entry.generation]
-            apart = all(entry.last < o.first or o.last < entry.first for o in same)
+            same = [other for other in found.entries if entry.covers(other)]
             found.layouts.setdefault(entry.generation, notes["layout"])
-            if file not in listed and apart:
-                found.entries.append(entry)
-    found.files = max([found.files, *(given + 1 for given in files)])
+            # It takes the place of files that are gone, never of one that is there.
+            if file not in listed and not any(other.file in names for other in same):
+                found.entries = [other for other in found.entries if other not in same] + [entry]
+    found.files = max([found.files, bound or 0, *(given + 1 for given in files)])
     found.entries.sort(key=lambda entry: (entry.generation, entry.first))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ from zlib import crc32
 import numpy as np
 
 from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unwritable
-from qkv.database.store import ledger, rebuild, sizes
+from qkv.database.store import ledger, mark, rebuild, sizes
 from qkv.database.store.catalogue import APPLICATION, FILE, Catalogue, row_crc
+from qkv.database.store.desk import Desk
+from qkv.database.store.folder import listed
 from qkv.database.store.layout import Layout
-from qkv.database.store.lock import READERS, WRITER, WriteLock
-from qkv.database.store.segments import SUFFIX
+from qkv.database.store.lock import READERS, WriteLock
+from qkv.database.store.mark import WRITER, Mark
+from qkv.database.store.segments import SUFFIX, number, read_notes
 from qkv.database.store.shelf import Disk
-from qkv.database.store.sweep import clear, leftovers
+from qkv.database.store.sweep import clear, leftovers, refuse_older
 from qkv.types import Progress
 
 SHOWN = 5
@@ -60,7 +64,7 @@ def check(
     folder = Path(path)
     if not folder.exists():
         raise NoStore(f"{folder} does not exist: give the path of a store")
-    names = set(os.listdir(folder)) if folder.is_dir() else set()
+    names = listed(folder) if folder.is_dir() else set()
     if not names & {FILE, READERS, WRITER} and not any(name.endswith(SUFFIX) for name in names):
         raise NotAStore(f"{folder} is not a store: give the path of a store")
     lock = WriteLock(folder)
@@ -75,9 +79,11 @@ def check(
 def _problems(
     folder: Path, lock: WriteLock, repair: bool, progress: Progress | None
 ) -> Iterator[Problem]:
-    faults = _catalogue_faults(folder)
+    known = mark.of(folder)
+    faults = _catalogue_faults(folder, known)
     if faults and repair:
-        told = rebuild.rebuild(folder)
+        told = rebuild.rebuild(folder, known)
+        known = None
         for fault in faults:
             yield Problem(FILE, fault, repaired=told is not None)
         if told is None:
@@ -92,6 +98,9 @@ def _problems(
     disk = Disk(folder)
     catalogue = Catalogue(folder / FILE, write=repair)
     try:
+        if repair and known is None:
+            desk = Desk.at(catalogue, disk)
+            lock.acknowledge(desk.edition.number, desk.files)
         yield from _leftovers(folder, catalogue, disk, lock, repair)
         yield from _files(catalogue, disk, progress)
         for what in _counts(catalogue, disk):
@@ -100,7 +109,7 @@ def _problems(
         catalogue.close()
 
 
-def _catalogue_faults(folder: Path) -> list[str]:
+def _catalogue_faults(folder: Path, known: Mark | None) -> list[str]:
     """What is wrong with the catalogue itself."""
     if not (folder / FILE).exists():
         return ["it is missing"]
@@ -119,8 +128,9 @@ def _catalogue_faults(folder: Path) -> list[str]:
             return [f"SQLite says: {line}" for line in told]
         if _tables(catalogue) != _expected_tables():
             return ["its tables are not those that were written"]
-        leftovers(catalogue, [])
-        return list(_torn(catalogue))
+        leftovers(catalogue, [], None)
+        refuse_older(catalogue, known)
+        return [*_torn(catalogue), *_missed(catalogue, folder)]
     except Damaged as fault:
         return [_reason(fault)]
     finally:
@@ -164,9 +174,9 @@ def _torn(catalogue: Catalogue) -> Iterator[str]:
                 bad.append(row)
     yield from _few(bad, "the tensors of row {} are not what was written")
     catalogue.versions()
-    for number, text, crc in catalogue.all("SELECT number, text, crc FROM settings"):
+    for some, text, crc in catalogue.all("SELECT number, text, crc FROM settings"):
         if not isinstance(text, str) or crc32(text.encode()) != crc:
-            yield f"settings {number} are not what was written"
+            yield f"settings {some} are not what was written"
 
 
 def _few(rows: list[int], text: str) -> Iterator[str]:
@@ -187,6 +197,21 @@ def _rows(catalogue: Catalogue) -> Iterator[tuple[int, bytes, str, int]]:
         after = page[-1][0]
 
 
+def _missed(catalogue: Catalogue, folder: Path) -> Iterator[str]:
+    """Files that a catalogue does not know, with rows whose own file is gone."""
+    disk = Disk(folder)
+    there = set(disk.files())
+    entries = ledger.segments(catalogue)
+    lost = [entry for entry in entries if entry.file not in there]
+    for file in sorted(there - {entry.file for entry in entries}) if lost else ():
+        if number(file) is None:
+            continue
+        with contextlib.suppress(Damaged, ValueError, KeyError):
+            _, found = read_notes(folder / file)
+            if any(found.covers(entry) for entry in lost):
+                yield f"it does not know {file}, which has rows that it misses"
+
+
 def _leftovers(
     folder: Path, catalogue: Catalogue, disk: Disk, lock: WriteLock, repair: bool
 ) -> Iterator[Problem]:
@@ -194,7 +219,7 @@ def _leftovers(
     try:
         if not held:
             lock.take(patience=0)
-        found = leftovers(catalogue, disk.files())
+        found = leftovers(catalogue, disk.files(), lock.mark)
         if repair:
             clear(catalogue, disk, list(found))
             disk.settle()
@@ -202,7 +227,8 @@ def _leftovers(
         for file, what in found.items():
             yield Problem(file, what, repaired=file not in there)
     except (Locked, Unwritable):
-        found = dict.fromkeys(leftovers(catalogue, disk.files()), "")  # its writer is at work
+        # Its writer is at work, and they may be his.
+        found = dict.fromkeys(leftovers(catalogue, disk.files(), mark.of(folder)), "")
     finally:
         if not held:
             lock.drop()
@@ -261,14 +287,14 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
         except Damaged as fault:
             yield _reason(fault)
             return
-        number, last, rows, generation, settings = edition
+        version, last, rows, generation, settings = edition
         found = catalogue.all("SELECT id FROM rows WHERE died IS NULL")
         live = np.fromiter((row for (row,) in found), np.int64, len(found))
         entries = ledger.segments(catalogue, generation)
         layout = ledger.layout(catalogue, generation) or Layout()
         resting = catalogue.all("SELECT id FROM resting WHERE generation = ?", generation)
     if len(live) != rows:
-        yield f"version {number} should have {rows:,} rows, and {len(live):,} are there"
+        yield f"version {version} should have {rows:,} rows, and {len(live):,} are there"
     if len(live) and live.max() > last:
         yield f"row {live.max()} is newer than the newest version"
     ids = [np.fromiter((row for (row,) in resting), np.int64, len(resting))]
@@ -285,4 +311,4 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
             "encode the rows again"
         )
     if not catalogue.value("SELECT count(*) FROM settings WHERE number = ?", settings):
-        yield f"the settings of version {number} are missing"
+        yield f"the settings of version {version} are missing"

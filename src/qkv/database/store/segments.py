@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.faults import Damaged
+from qkv.database.store import plain
 from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensors
 
 SUFFIX = ".safetensors"
@@ -42,6 +43,11 @@ class Entry(NamedTuple):
     rows: int
     size: int
     checksum: bytes
+
+    def covers(self, other: Entry) -> bool:
+        """Whether they are of one generation, and may have rows in common."""
+        same = self.generation == other.generation
+        return same and self.first <= other.last and other.first <= self.last
 
 
 class Segment:
@@ -184,9 +190,11 @@ def chunks(
 
 def _map(path: Path, size: int) -> mmap.mmap:
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = plain.opened(path, os.O_RDONLY)
     except FileNotFoundError:
         raise damaged(path, "it is missing") from None
+    except Damaged:
+        raise
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
     try:

@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from qkv.database.faults import Unwritable
+from qkv.database.faults import Damaged, Unwritable
+from qkv.database.store import plain
 from qkv.database.store.layout import IDS, Layout, Tensors, named, storable
 from qkv.database.store.segments import (
     CHUNK,
@@ -34,7 +35,7 @@ class Files:
     """The calls that make a file durable. Tests put a file system that forgets in their place."""
 
     def write(self, path: Path, chunks: Iterable[Any]) -> None:
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=plain.opened) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -177,12 +178,14 @@ class Disk:
         found = blake2b(digest_size=32)
         length = 0
         try:
-            with open(path, "rb") as source:
+            with open(path, "rb", opener=plain.opened) as source:
                 while chunk := source.read(CHUNK):
                     length += len(chunk)
                     found.update(chunk)
         except FileNotFoundError:
             raise damaged(path, "it is missing") from None
+        except Damaged:
+            raise
         except OSError as error:
             raise damaged(path, f"it cannot be read ({error.strerror})") from error
         if length != size:

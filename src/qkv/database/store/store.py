@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.database.faults import Closed, Locked, UnknownVersion, Unwritable
-from qkv.database.store import compaction, ledger, sizes, sweep
+from qkv.database.faults import Closed, UnknownVersion
+from qkv.database.store import compaction, ledger, mark, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.desk import Desk, gather, rests
@@ -103,12 +103,15 @@ class Store:
         else:
             prepare(self.path, create)
             self._shelf = Disk(self.path, files)
+            # What is marked is in the catalogue, so that one which is read later must have it.
+            known = mark.of(self.path)
             self._reader = Catalogue(self.path / FILE, write=False)
             self._write_lock = WriteLock(self.path)
         self._pins = Pins(self.path)
         self._graves = Graves()
         try:
-            self._tidy()
+            if self.path is not None:
+                sweep.refuse_older(self._reader, known)
         except BaseException:
             self.close()
             raise
@@ -236,7 +239,7 @@ class Store:
                     settings=ledger.settle(catalogue, text, edition.settings),
                 )
                 catalogue.enter(newest, what, len(ids), len(gone))
-            self._desk = Desk(newest, layout, draft.files, resting)
+            self._acknowledge(Desk(newest, layout, draft.files, resting))
             if absorbed:
                 sweep.clear(catalogue, self._shelf, [entry.file for entry in absorbed])
             return Commit(newest.number, ids)
@@ -303,7 +306,7 @@ class Store:
                     settings=ledger.settle(catalogue, text, edition.settings),
                 )
                 catalogue.enter(newest, what, 0, 0)
-            self._desk = Desk(newest, layout, draft.files, count)
+            self._acknowledge(Desk(newest, layout, draft.files, count))
             return Commit(newest.number, range(newest.last + 1, newest.last + 1))
 
     def compact(self, progress: Progress | None = None) -> CompactReport:
@@ -319,7 +322,7 @@ class Store:
                 )
             finally:
                 self._pins.unseize()
-            self._desk = None
+            self._acknowledge(Desk.at(catalogue, self._shelf))
             sweep.clear(catalogue, self._shelf, files)
             if self.path is not None:
                 compaction.shrink(catalogue)
@@ -352,9 +355,11 @@ class Store:
         with self._writing_lock:
             if self._closed:
                 raise Closed("the store is closed: open it again")
-            if self._write_lock is not None and not self._write_lock.held:
-                self._write_lock.take()
-                self._desk = None
+            if self._write_lock is not None:
+                if not self._write_lock.held:
+                    self._write_lock.take()
+                    self._desk = None
+                self._write_lock.valid()
             yield
 
     @contextlib.contextmanager
@@ -369,10 +374,13 @@ class Store:
             catalogue = self._writer
             self._busy = what
             try:
-                if self._desk is None:
+                desk = self._desk
+                if desk is None:
+                    sweep.refuse_older(catalogue, self._marked())
                     self._sweep(catalogue)
-                    self._desk = Desk.at(catalogue)
-                yield catalogue, self._desk
+                    desk = Desk.at(catalogue, self._shelf)
+                    self._acknowledge(desk)
+                yield catalogue, desk
             except BaseException:
                 self._desk = None
                 with contextlib.suppress(Exception):
@@ -383,27 +391,18 @@ class Store:
 
     def _sweep(self, catalogue: Catalogue) -> None:
         """Remove what an unfinished commit or compaction left. Needs the lock for writing."""
-        found = sweep.leftovers(catalogue, self._shelf.files())
+        found = sweep.leftovers(catalogue, self._shelf.files(), self._marked())
         sweep.clear(catalogue, self._shelf, list(found))
 
-    def _tidy(self) -> None:
-        """Clean up after a crash, if nobody writes at this moment."""
-        if self._write_lock is None:
-            return
-        if not sweep.leftovers(self._reader, self._shelf.files()):
-            return
-        try:
-            self._write_lock.take(patience=0)
-        except (Locked, Unwritable):
-            return
-        try:
-            writer = Catalogue(self._reader.path)
-            try:
-                self._sweep(writer)
-            finally:
-                writer.close()
-        finally:
-            self._write_lock.drop()
+    def _marked(self) -> mark.Mark | None:
+        return None if self._write_lock is None else self._write_lock.mark
+
+    def _acknowledge(self, desk: Desk) -> None:
+        """Remember what was committed, here and beside the catalogue."""
+        self._desk = desk
+        if self._write_lock is not None:
+            self._write_lock.valid()
+            self._write_lock.acknowledge(desk.edition.number, desk.files)
 
     def _draft(self, catalogue: Catalogue, desk: Desk, text: str | None) -> Draft:
         settings = catalogue.settings(desk.edition.settings) if text is None else text

@@ -5,17 +5,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from qkv.database.store.catalogue import Catalogue
+from qkv.database.store.catalogue import FILE, Catalogue
+from qkv.database.store.mark import Mark
 from qkv.database.store.segments import TEMPORARY, number
 from qkv.database.store.shelf import Shelf
 from qkv.errors import QkvError
 
 
-def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
+def refuse_older(catalogue: Catalogue, known: Mark | None) -> None:
+    """Refuse a catalogue that has lost its newest versions, for what it does not know of is not
+    left over: it is what was lost."""
+    newest = catalogue.newest().number
+    if known is not None and newest < known.version:
+        raise catalogue.damaged(
+            f"it ends with version {newest}, and version {known.version} was acknowledged; its "
+            f"log, {FILE}-wal, is missing or was not copied with it"
+        )
+
+
+def leftovers(catalogue: Catalogue, files: Sequence[str], known: Mark | None) -> dict[str, str]:
     """The files that no version needs, and why that is certain.
 
     Numbers are given out in the transaction that makes a file part of the store, so a higher one
-    was never part of it. A file that neither rule is about is left alone.
+    was never part of it, if what is `known` proves that no transaction is missing. A file that no
+    rule is about is left alone.
     """
     with catalogue.view():
         following = catalogue.value("SELECT files FROM counters")
@@ -35,7 +48,7 @@ def leftovers(catalogue: Catalogue, files: Sequence[str]) -> dict[str, str]:
             found[file] = "a file that was never finished"
         elif file in discarded:
             found[file] = "left by a compaction"
-        elif given >= following:
+        elif known is not None and known.files <= following <= given:
             found[file] = "left by a commit that did not finish"
     return found
 

@@ -1,0 +1,49 @@
+"""Opening the files of a store: plain ones only, for a link in a stranger's store leads away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from qkv.database.faults import Damaged
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def opened(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of a plain file; an error where it is a link, a pipe, a folder or a device.
+
+    It is made to be the `opener` of Python's `open`, too.
+    """
+    try:
+        file = os.open(path, flags | _NO_LINK | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as error:
+        # A pipe without a reader and a socket (ENXIO) cannot even be opened.
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise _strange(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _strange(path)
+    return file
+
+
+def refuse_links(*paths: str | os.PathLike[str]) -> None:
+    """Refuse what is there and is not a plain file, before somebody opens it who follows links."""
+    for path in paths:
+        try:
+            found = os.lstat(path).st_mode
+        except OSError:
+            continue
+        if not stat.S_ISREG(found):
+            raise _strange(path)
+
+
+def _strange(path: str | os.PathLike[str]) -> Damaged:
+    what = "a link" if os.path.islink(path) else "no plain file"
+    return Damaged(
+        f"{Path(path)} is {what}, and a store holds plain files only: put the file itself in its "
+        "place, or, where the store came from somebody else, do not trust it"
+    )

@@ -1,0 +1,178 @@
+"""What was acknowledged is marked beside the catalogue, so that an older one is told from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from qkv.database.faults import Damaged, Unwritable
+from qkv.database.store import Store, check, mark, shelf, sizes
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
+
+
+def add(store, count=5):
+    first = store._reader.newest().last + 1
+    ids = range(first, first + count)
+    return store.commit(
+        records=[f"record {i}" for i in ids],
+        digests=[b"%d" % i for i in ids],
+        tensors={"key": np.array(ids, np.float64)[:, None]},
+    )
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def copied(source, target, *without):
+    target.mkdir()
+    for file in source.iterdir():
+        if file.name not in without:
+            shutil.copyfile(file, target / file.name)
+    return target
+
+
+LOG = ("catalogue.sqlite-wal", "catalogue.sqlite-shm")
+
+
+def test_a_mark_is_read_as_it_was_written(tmp_path):
+    assert mark.of(tmp_path) is None
+    file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    for given in (None, mark.Mark(0, 1), mark.Mark(10**12, 10**9)):
+        mark.write(file, given)
+        assert mark.read(file) == (str(os.getpid()), given) and mark.of(tmp_path) == given
+    os.close(file)
+    for text in (b"", b"12\n", b"12\n3 4 00000000\n", b"\xff" * 90, b"x\n1 2 3\n"):
+        (tmp_path / "lock").write_bytes(text)
+        assert mark.of(tmp_path) is None
+
+
+def test_a_copy_without_its_log_is_refused_and_loses_nothing(tmp_path, small):
+    with Store(tmp_path / "s") as store:
+        add(store)
+        add(store)
+        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
+        whole = copied(tmp_path / "s", tmp_path / "whole")
+    before = content(copy)
+    for _ in range(2):
+        with pytest.raises(Damaged, match=r"version 2 was acknowledged.*catalogue.sqlite-wal"):
+            Store(copy)
+    [problem] = check(copy)
+    assert "version 2 was acknowledged" in problem.what
+    assert {name: content(copy)[name] for name in before if name != "lock"} == {
+        name: text for name, text in before.items() if name != "lock"
+    }
+    for name in LOG[:1]:
+        shutil.copyfile(whole / name, copy / name)
+    with Store(copy) as store:
+        assert len(store.at()) == 10 and store.version == 2
+    assert check(copy) == []
+
+
+def test_without_a_mark_files_that_nobody_knows_stay_and_keep_their_names(tmp_path, small):
+    with Store(tmp_path / "s") as store:
+        add(store)
+        add(store)
+        copy = copied(tmp_path / "s", tmp_path / "copy", "lock", *LOG)
+    kept = {name: text for name, text in content(copy).items() if name.endswith("safetensors")}
+    assert len(kept) == 2
+    assert ["move it elsewhere" in problem.what for problem in check(copy)] == [True, True]
+    with Store(copy) as store:
+        assert len(store.at()) == 0
+        add(store)
+        assert len(store.at()) == 5
+    assert len(content(copy)) > len(kept)
+    assert kept == {name: content(copy)[name] for name in kept}
+
+
+def test_a_repair_takes_up_what_an_older_catalogue_does_not_know(tmp_path, small):
+    with Store(tmp_path / "s") as store:
+        add(store)
+        add(store)
+    old = (tmp_path / "s" / "catalogue.sqlite").read_bytes()
+    with Store(tmp_path / "s") as store:
+        store.compact()
+        assert len(list(tmp_path.glob("s/segment-*"))) == 1
+    # As if the log of the compaction were lost.
+    (tmp_path / "s" / "catalogue.sqlite").write_bytes(old)
+    (tmp_path / "s" / "lock").unlink()
+    told = [problem.what for problem in check(tmp_path / "s")]
+    assert any("which has rows that it misses" in what for what in told)
+    assert any(problem.repaired for problem in check(tmp_path / "s", repair=True))
+    assert check(tmp_path / "s") == []
+    with Store(tmp_path / "s") as store:
+        snapshot = store.at()
+        assert dict(snapshot.rows()) == {i: f"record {i}" for i in range(10)}
+        np.testing.assert_array_equal(snapshot.tensor("key", range(10))[:, 0], np.arange(10.0))
+        add(store)
+
+
+def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, small):
+    with Store(tmp_path / "s") as store:
+        add(store)
+    with Store(tmp_path / "s") as store:
+        add(store)
+        add(store, 2)
+        copy = copied(tmp_path / "s", tmp_path / "copy", *LOG)
+    told = check(copy, repair=True)
+    assert any("the versions from 2 to 3 are lost" in problem.what for problem in told)
+    with Store(copy) as store:
+        assert store.version == 4 and len(store.at()) == 5
+        add(store)
+    assert check(copy) == []
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "moved"])
+def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how):
+    path = tmp_path / "s"
+    with Store(path) as store:
+        add(store)
+        if how == "moved":
+            path.rename(tmp_path / "t")
+        else:
+            shutil.rmtree(path)
+        if how == "replaced":
+            with Store(path) as other:
+                add(other, 1)
+        with pytest.raises(Unwritable, match="removed or replaced"):
+            add(store)
+        with pytest.raises(Unwritable, match="removed or replaced"):
+            store.compact()
+    if how == "replaced":
+        with Store(path) as store:
+            assert len(store.at()) == 1
+    else:
+        assert not path.exists()
+
+
+def test_a_folder_that_goes_in_the_middle_of_a_commit(tmp_path, small):
+    class Gone(shelf.Files):
+        def fsync_folder(self, folder):
+            (folder / "lock").unlink()
+
+    with Store(tmp_path / "s", files=Gone()) as store, pytest.raises(Unwritable, match="removed"):
+        add(store)
+
+
+def test_a_mark_that_cannot_be_written_is_none(tmp_path, monkeypatch):
+    with Store(tmp_path) as store:
+        add(store)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        add(store)
+        monkeypatch.undo()
+    assert mark.of(tmp_path) is None
+    with Store(tmp_path) as store:
+        assert len(store.at()) == 10
+        add(store)
+    assert mark.of(tmp_path) == mark.Mark(3, 1)

@@ -1,0 +1,107 @@
+"""A stranger's store: its links are not followed, and its statements do not run."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+import numpy as np
+import pytest
+
+from qkv.database.faults import Damaged
+from qkv.database.store import Store, check, plain, sizes
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 2)
+    with Store(tmp_path / "s") as made:
+        made.commit(
+            records=["one", "two"],
+            digests=[b"1", b"2"],
+            tensors={"key": np.eye(2)},
+            arrays={"w": np.eye(2)},
+        )
+    return tmp_path / "s"
+
+
+NAMES = (
+    "lock",
+    "readers",
+    "catalogue.sqlite",
+    "catalogue.sqlite-wal",
+    "catalogue.sqlite-shm",
+    "segment-00000001.safetensors",
+    "arrays-00000002.safetensors",
+    "segment-00000003.safetensors.tmp",
+)
+
+
+def use(path):
+    with Store(path) as found:
+        snapshot = found.at()
+        list(snapshot.parts())
+        snapshot.arrays()
+        found.commit(remove=[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["link", "dangling", "pipe", "folder"])
+def test_no_link_is_followed(store, tmp_path, name, how):
+    victim = tmp_path / "precious"
+    file = store / name
+    if how == "link":
+        victim.write_bytes(file.read_bytes() if file.exists() else b"precious")
+    file.unlink(missing_ok=True)
+    if how in ("link", "dangling"):
+        file.symlink_to(victim)
+    elif how == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    before = victim.read_bytes() if victim.exists() else None
+    for look in (use, check, lambda path: check(path, repair=True)):
+        with pytest.raises(Damaged, match=rf"{name} is (a link|no plain file)"):
+            look(store)
+    assert (victim.read_bytes() if victim.exists() else None) == before
+
+
+@pytest.mark.parametrize("name", ["lock", "readers", "segment-00000001.safetensors"])
+def test_a_link_that_comes_after_opening(store, tmp_path, name):
+    victim = tmp_path / "precious"
+    victim.write_bytes(b"precious")
+    with Store(store) as found:
+        (store / name).unlink()
+        (store / name).symlink_to(victim)
+        with pytest.raises(Damaged, match=f"{name} is a link"):
+            list(found.at().parts())
+            found.commit(remove=[0])
+    assert victim.read_bytes() == b"precious"
+
+
+def test_the_folder_itself_may_be_a_link(store, tmp_path):
+    (tmp_path / "t").symlink_to(store)
+    use(tmp_path / "t")
+    assert check(tmp_path / "t") == []
+
+
+def test_what_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        plain.opened(tmp_path / "nothing", os.O_RDONLY)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON rows BEGIN DELETE FROM versions; END",
+        "CREATE VIEW v AS SELECT * FROM rows",
+    ],
+)
+def test_a_catalogue_with_statements_of_its_own(store, statement):
+    connection = sqlite3.connect(store / "catalogue.sqlite")
+    connection.execute(statement)
+    connection.close()
+    with pytest.raises(Damaged, match="statements of its own"):
+        use(store)
+    assert "statements of its own" in check(store)[0].what
