@@ -66,6 +66,8 @@ class Answer:
     lse: float | None
     total: int
     """Rows that were asked, after `where`."""
+    missing: int = field(kw_only=True, default=0)
+    """Rows that passed `where` and were left out, because their value is missing."""
     engine: str
     score: str
     weighting: str

@@ -86,7 +86,8 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
     unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
     """
-    known = sorted(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.4)
+    known, told = sorted(known), repr(name)
+    near = difflib.get_close_matches(str(name)[:80].lower(), known, n=1, cutoff=0.4)
     hint = f" did you mean {near[0]!r}?" if near else ""
-    return ArgumentError(f"unknown {kind} {name!r}:{hint} Known: {', '.join(known)}.{more}")
+    told = told if len(told) <= 80 else f"{told[:79]}…"
+    return ArgumentError(f"unknown {kind} {told}:{hint} Known: {', '.join(known)}.{more}")

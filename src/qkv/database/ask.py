@@ -37,8 +37,14 @@ class Asked:
         tolerance: float | None,
     ):
         self.view, self.score, self.weighting = view, score, weighting
-        self.live, self.top, self.tolerance = live, top, tolerance
-        self.total = len(view.ids) if live is None else int(live.sum())
+        self.top, self.tolerance = top, tolerance
+        self.live, self.missing = view.having_values(live)
+        self.total = len(view.ids) if self.live is None else int(np.count_nonzero(self.live))
+        # Where few rows may answer, weights are of those alone.
+        self.asked = view.vectors(self.live).key.shape[0]
+        self.places = None
+        if self.live is not None and self.asked < len(view.ids):
+            self.places = np.flatnonzero(self.live)
 
     def answers(self, queries: Any, keep: bool) -> list[Answer]:
         pools = self.view.schema.pools
@@ -56,14 +62,15 @@ class Asked:
     def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
         view, code, matches = self.view, None, None
         if self.score.compares_keys:
-            matches = np.zeros((len(queries), len(view.ids)))
+            ids = view.ids if self.places is None else view.ids[self.places]
+            matches = np.zeros((len(queries), len(ids)))
             for i, key in enumerate(queries):
-                matches[i, np.isin(view.ids, view.find(key))] = 1.0
+                matches[i, np.isin(ids, view.find(key))] = 1.0
             engine = "exact index"
         else:
             code = self._encoded(queries)
             pieces = f"{view.pieces} piece{'s' if view.pieces > 1 else ''}"
-            engine = f"scan of {len(view.ids):,} rows in {pieces}"
+            engine = f"scan of {self.asked:,} rows in {pieces}"
         found = attention.weigh(
             view.vectors(self.live, value=value),
             code,
@@ -100,10 +107,10 @@ class Asked:
         elif rows:
             values = _shares(rows[:SHARES])
             value, rows = values[0].value, rows[: self.top]
-        weights = partial(np.asarray, alpha) if keep else partial(self._again, query)
+        given = partial(np.asarray, alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
-            found = weights()
+            found = given()
             return self._heaviest(np.where(found >= weight, found, 0), len(found))
 
         return Answer(
@@ -112,15 +119,24 @@ class Asked:
             rows=rows,
             values=values,
             total=self.total,
+            missing=self.missing,
             **told,
-            _weights=weights,
-            _spread=lambda: self._spread(weights(), value),
+            _weights=lambda: self._of_all(given()),
+            _spread=lambda: self._spread(given(), value),
             _above=above,
         )
 
     def _again(self, query: Any) -> np.ndarray:
         queries = query[None] if is_array(query) else [query]
         return np.asarray(self._weighed(queries, value=False)[0].weights[0])
+
+    def _of_all(self, alpha: np.ndarray) -> np.ndarray:
+        """The weights of all rows, 0 for those that were not asked."""
+        if self.places is None:
+            return alpha
+        out = np.zeros(len(self.view.ids), alpha.dtype)
+        out[self.places] = alpha
+        return out
 
     def _order(self, alpha: np.ndarray, top: int) -> np.ndarray:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
@@ -142,10 +158,11 @@ class Asked:
         order = self._order(alpha, top)
         if not len(order):
             return []
-        schema, rows = self.view.schema, self.view.rows(self.view.ids[order].tolist())
+        places = order if self.places is None else self.places[order]
+        schema, rows = self.view.schema, self.view.rows(self.view.ids[places].tolist())
         return [
-            Row(schema.key_of(r), schema.value_of(r), float(alpha[i]), int(i), r)
-            for i, r in zip(order, rows, strict=True)
+            Row(schema.key_of(r), schema.value_of(r), float(alpha[i]), int(place), r)
+            for i, place, r in zip(order, places, rows, strict=True)
         ]
 
     def _value(self, pooled: np.ndarray) -> Any:
@@ -160,7 +177,7 @@ class Asked:
             return None
         mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)
-        for group in self.view.vectors(value=True).cuts(CHUNK):
+        for group in self.view.vectors(self.live, value=True).cuts(CHUNK):
             for cut in group:
                 some = alpha[cut.start : cut.start + cut.size]
                 used = np.flatnonzero(some)

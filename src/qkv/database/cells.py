@@ -51,13 +51,26 @@ def kind(cell: Any) -> str:
     )
 
 
-def common(cells: Iterable[Any]) -> str:
-    """The one kind that all cells have, or "any".
+def is_missing(cell: Any) -> bool:
+    """Whether a cell holds nothing: None, or a NaN of any type.
 
-    >>> common(["a", "b"]), common([1, 2.5]), common([1, "a"])
+    >>> [is_missing(x) for x in (None, float("nan"), 0, "", "NA")]
+    [True, True, False, False, False]
+    """
+    if cell is None:
+        return True
+    if isinstance(cell, float | np.floating):
+        return math.isnan(cell)
+    return isinstance(cell, Decimal) and cell.is_nan()
+
+
+def common(cells: Iterable[Any]) -> str:
+    """The one kind that all cells have which are not missing, or "any".
+
+    >>> common(["a", None, "b"]), common([1, 2.5]), common([1, "a"])
     ('text', 'number', 'any')
     """
-    kinds = {kind(cell) for cell in cells}
+    kinds = {kind(cell) for cell in cells if not is_missing(cell)}
     return kinds.pop() if len(kinds) == 1 else "any"
 
 

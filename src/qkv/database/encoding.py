@@ -56,6 +56,7 @@ def anew(
             tensors["key"] = fresh
         if "value" in view.snapshot.names:
             tensors["value"] = view.snapshot.tensor("value", some)
+        tensors |= view.columns(some, tensors.get("value"))
         if progress is not None:
             progress(start + len(some), len(ids))
         yield some, tensors

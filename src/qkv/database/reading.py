@@ -282,7 +282,7 @@ class Reading(Generic[K, V]):
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
-        rows = view.vectors(view.where(where), value=True)
+        rows = view.vectors(view.having_values(view.where(where))[0], value=True)
         out = over(rows, query, score=chosen, weighting=weighting, tolerance=tolerance)
         return out[0] if single else out
 

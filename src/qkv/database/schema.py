@@ -104,7 +104,7 @@ class Schema:
             return
         for name in self.value:
             wish = "number" if self.value_kind == "numbers" else self.value_kind
-            if kind_of(columns[name]) != wish:
+            if _present(columns[name]) and kind_of(columns[name]) != wish:
                 raise DtypeError(
                     f"a value is {_example(columns[name], wish)}, but the values of this database "
                     f"are of type {wish}: the first rows fixed that"
@@ -130,6 +130,10 @@ class Schema:
         return np.array([columns[name] for name in self.value], dtype=float).T
 
 
+def _present(column: Any) -> bool:
+    return is_array(column) or not all(map(cells.is_missing, column))
+
+
 def kind_of(column: Any) -> str:
     if is_array(column):
         return "vector" if len(column.shape) == 2 else "number"
@@ -147,7 +151,7 @@ def _key_kind(column: Any, name: str) -> str:
 def vectors(column: Any, what: str) -> np.ndarray:
     """A column of vectors as one array (m, d), float16, float32 or float64."""
     try:
-        rows = column if is_array(column) else np.stack([to_numpy(x) for x in column])
+        rows = column if is_array(column) else np.stack(_filled(column))
     except ValueError:
         shapes = sorted({tuple(x.shape) for x in column})
         raise ShapeError(f"the {what}s have vectors of several shapes: {shapes}") from None
@@ -159,6 +163,13 @@ def vectors(column: Any, what: str) -> np.ndarray:
     if rows.dtype.kind != "f" or rows.dtype.itemsize > 8:
         raise DtypeError(f"the {what}s are vectors of {rows.dtype}: real numbers are needed")
     return rows
+
+
+def _filled(column: Sequence[Any]) -> list[np.ndarray]:
+    """Vectors with NaN in the place of those that are missing."""
+    like = to_numpy(next(x for x in column if not cells.is_missing(x)))
+    blank = np.full(like.shape, np.nan, like.dtype if like.dtype.kind == "f" else float)
+    return [blank if cells.is_missing(x) else to_numpy(x) for x in column]
 
 
 def length(columns: Cells) -> int:
@@ -181,6 +192,7 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
 def _example(column: Any, wish: str) -> str:
     if is_array(column):
         return kind_of(column)
-    wrong = next((x for x in column if cells.kind(x) != wish), None)
+    present = (x for x in column if not cells.is_missing(x))
+    wrong = next((x for x in present if cells.kind(x) != wish), None)
     text = repr(wrong)
     return f"{text if len(text) < 40 else text[:39] + '…'} ({cells.kind(wrong)})"

@@ -11,15 +11,23 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.arrays.rows import Rows, Stored
-from qkv.database import cells, encoders
+from qkv.database import cells, columns, encoders
+from qkv.database.columns import MISSING, Column
 from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
 from qkv.database.store import Snapshot
+from qkv.database.store.segments import Segment
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 CHUNK = 8192
 """Rows that are read together."""
+
+CONDITIONS = 16
+"""Conditions whose rows are kept."""
+
+FEW = 0.25
+"""The share of rows up to which those that may answer are picked out, not masked."""
 
 REMEMBERED = 64
 """Texts whose vectors are kept."""
@@ -43,6 +51,9 @@ class View:
         self.version = snapshot.version
         self._known: dict[Any, Any] = {}
         self._short: dict[int, dict[str, Any]] = {}
+        self._passed: dict[str, np.ndarray] = {}
+        self._censuses: dict[str, np.ndarray] = {}
+        self.built: dict[tuple[str, int, int], Column] = {}
 
     def __len__(self) -> int:
         return len(self.snapshot)
@@ -189,11 +200,77 @@ class View:
 
     def where(self, wish: Any) -> np.ndarray | None:
         """Which rows pass a condition, (m,); None where all do."""
+        if callable(wish):
+            passed = [id_ for id_, row in self.all_rows() if wish(row)]
+            return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
+        known = self._passed.get(wish) if isinstance(wish, str) else None
+        if known is not None:
+            return known
         passes = condition(wish, self.schema.columns if self.begun else ())
         if passes is None:
             return None
-        passed = [id_ for id_, row in self.all_rows() if passes(row)]
-        return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
+        parts = [passes(piece).true for piece in self._pieces()]
+        found = np.concatenate(parts) if parts else np.zeros(0, bool)
+        if isinstance(wish, str):
+            if len(self._passed) >= CONDITIONS:
+                self._passed = {}
+            self._passed[wish] = found
+        return found
+
+    @cached_property
+    def present(self) -> np.ndarray | None:
+        """Which rows have a value, (m,); None where all do. Of several columns all must be missing,
+        or one that is to be pooled."""
+        schema = self.schema
+        if schema.value_kind == "text" and not self.typed:
+            return None
+        parts = [piece.present() for piece in self._pieces()]
+        found = np.concatenate(parts) if parts else np.zeros(0, bool)
+        return None if found.all() else found
+
+    def having_values(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+        """The rows that are allowed and have a value, and how many of the allowed have none."""
+        present = self.present
+        if present is None:
+            return allowed, 0
+        both = present if allowed is None else present & allowed
+        asked = len(present) if allowed is None else int(np.count_nonzero(allowed))
+        return both, asked - int(np.count_nonzero(both))
+
+    @property
+    def typed(self) -> bool:
+        """Whether columns lie beside the vectors; else they are read from the records."""
+        return any(map(columns.is_column, self.snapshot.names))
+
+    def census(self, name: str) -> np.ndarray:
+        """How many cells of a column are of each kind of `columns`, (6,)."""
+        if name not in self._censuses:
+            total = np.zeros(len(columns.KINDS), np.int64)
+            for piece in self._pieces():
+                total += np.bincount(piece.column(name).kinds, minlength=len(total))
+            self._censuses[name] = total
+        return self._censuses[name]
+
+    def cells(self, name: str, ids: np.ndarray) -> list[Any]:
+        """The cells of one column, of rows in the order of their ids."""
+        found: list[Any] = []
+        for start in range(0, len(ids), CHUNK):
+            texts = self.snapshot.records(ids[start : start + CHUNK])
+            found += [cells.loads(text).get(name) for text in texts]
+        return found
+
+    def columns(self, ids: np.ndarray, value: np.ndarray | None) -> dict[str, np.ndarray]:
+        """The tensors of the columns of some rows, from their records where there are none yet."""
+        kept = [name for name in self.snapshot.names if columns.is_column(name)]
+        if kept:
+            return {name: self.snapshot.tensor(name, ids) for name in kept}
+        rows = list(map(cells.loads, self.snapshot.records(ids)))
+        apart = self.schema.vectors
+        read = {n: [row.get(n) for row in rows] for n in self.schema.columns if n not in apart}
+        return columns.tensors(read | {n: value for n, role in apart.items() if role == "value"})
+
+    def _pieces(self) -> Iterator[_Piece]:
+        return (_Piece(self, part) for part in self._few or self.snapshot.parts())
 
     def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:
         """The keys' vectors, and the values if they are numbers, to be attended over.
@@ -202,12 +279,27 @@ class View:
         part are let go when the next one is read.
         """
 
+        picked = None
+        count = 0 if allowed is None else int(np.count_nonzero(allowed))
+        if allowed is not None and 0 < count <= FEW * len(allowed):
+            picked, allowed = allowed, None
+
         def read() -> Iterator[Stored]:
+            at = 0
             for part in self._few or self.snapshot.parts():
-                yield Stored(part.tensors["code"], part.tensors.get(named), part.live)
+                live = part.live
+                if picked is not None:
+                    size = len(part.ids) if live is None else int(np.count_nonzero(live))
+                    some, at = picked[at : at + size], at + size
+                    if live is None:
+                        live = some
+                    else:
+                        live = live.copy()
+                        live[live] = some
+                yield Stored(part.tensors["code"], part.tensors.get(named), live)
 
         named, (width, value_width) = "value" if value else "", self._widths
-        shape = len(self.ids), width
+        shape = len(self.ids) if picked is None else count, width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce)
 
     @cached_property
@@ -235,3 +327,48 @@ class View:
             )
         if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
             raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
+
+
+class _Piece:
+    """Rows that lie together, whose columns are looked at."""
+
+    def __init__(self, view: View, part: Segment):
+        self._view, self._part, self.census = view, part, view.census
+        self.ids = part.ids if part.live is None else part.ids[part.live]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def cells(self, name: str, at: np.ndarray) -> list[Any]:
+        return self._view.cells(name, self.ids[at])
+
+    def column(self, name: str) -> Column:
+        if name in self._view.schema.vectors:
+            raise ArgumentError(
+                f"where: column {name!r} holds vectors, and text, numbers and dates are compared: "
+                "ask for the vectors nearest to yours"
+            )
+        found = self._kept(name)
+        if found is not None or not len(self):
+            return found or columns.coded([])
+        mark = (name, int(self.ids[0]), len(self))
+        if mark not in self._view.built:
+            self._view.built[mark] = columns.coded(self._view.cells(name, self.ids))
+        return self._view.built[mark]
+
+    def _kept(self, name: str) -> Column | None:
+        found, live = columns.found(self._part.tensors, name), self._part.live
+        return found if found is None or live is None else found.some(live)
+
+    def present(self) -> np.ndarray:
+        """Which rows have a value."""
+        schema, live = self._view.schema, self._part.live
+        if schema.pools and self._kept(schema.value[0]) is None:
+            value = self._part.tensors["value"]
+            absent = np.isnan(value if live is None else value[live]).any(axis=1)
+            return np.logical_not(absent)
+        missing = [
+            (self._kept(name) or self.column(name)).kinds == MISSING for name in schema.value
+        ]
+        join = np.logical_or if schema.pools else np.logical_and
+        return np.asarray(~join.reduce(missing))

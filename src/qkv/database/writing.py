@@ -10,6 +10,7 @@ from typing import Any
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, encoders, encoding
+from qkv.database import columns as typed
 from qkv.database.encoders import EncoderLike
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
@@ -221,6 +222,9 @@ class Writing(Reading[K, V]):
             tensors["key"] = keys
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
+        if self._schema is None or self._view.typed:
+            beside = {name: pooled for name, role in apart.items() if role == "value"}
+            tensors |= typed.tensors({**kept, **beside})
         records = [
             cells.dumps({name: column[i] for name, column in kept.items()})
             for i in range(len(digests))

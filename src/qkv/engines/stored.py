@@ -28,15 +28,28 @@ MOST = 2**18
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
-    s, allowed, fw = weighting.scale(scores), rows.allowed, of(scores)
-    if s.size <= CACHED:
-        live, k = None if allowed is None else allowed[None], fw.positions(0, s.shape[1], s)[None]
-        lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
-        alpha = weighting.weights(s, live, k)
-        entropy = _entropy(*_sums(alpha))
+    at = None if rows.allowed is None else np.flatnonzero(rows.allowed)
+    if at is None or not len(at):
+        alpha, entropy, lse = _weights(weighting.scale(scores), rows.allowed, weighting)
     else:
-        alpha, entropy, lse = _in_blocks(s, allowed, weighting)
+        some, entropy, lse = _weights(weighting.scale(np.take(scores, at, axis=1)), None, weighting)
+        alpha = scores
+        for all_rows, found in zip(alpha, some, strict=True):
+            all_rows.fill(0)
+            all_rows[at] = found
     return Weighed(pooled(rows, alpha), alpha, entropy, None if lse is None else lse[:, 0])
+
+
+def _weights(
+    s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
+) -> tuple[np.ndarray, np.ndarray, Array | None]:
+    """The weights of scores, their entropy, and the log-sum-exp if there is one."""
+    if s.size > CACHED:
+        return _in_blocks(s, allowed, weighting)
+    live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
+    lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
+    alpha = weighting.weights(s, live, k)
+    return alpha, _entropy(*_sums(alpha)), lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:

@@ -1,0 +1,158 @@
+"""Columns as numbers, beside the vectors: what each cell is (a byte) and its code (8 bytes).
+
+The code of a number is the float nearest to it, that of any other cell the first bytes of its
+digest: equal cells have equal codes. So most conditions are a few operations on arrays.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.database import cells
+from qkv.errors import ArgumentError
+
+MISSING, NUMBER, WIDE, TRUTH, TEXT, OTHER = range(6)
+"""What a cell is: nothing; a number; one that no float is equal to; true or false; text or a date;
+bytes, a tuple, a vector, a list or a mapping."""
+
+KINDS = ("missing", "number", "number", "truth", "text", "other")
+NUMBERS = (NUMBER, WIDE, TRUTH)
+
+_NUMBERS = {int, float, type(None)}
+_TEXT = {str, type(None)}
+_EXACT = 2.0**53
+
+
+class Column(NamedTuple):
+    """Some cells of a column: `kinds` (m,) as above, and `codes` (m,), 8 bytes each."""
+
+    kinds: np.ndarray
+    codes: np.ndarray
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return self.codes.view(np.float64)
+
+    def some(self, at: np.ndarray) -> Column:
+        return Column(self.kinds[at], self.codes[at])
+
+
+def normal(cell: Any) -> Any:
+    """A cell as conditions compare it: dates and times as ISO text, a NumPy number as Python's."""
+    if isinstance(cell, datetime.date | datetime.time):
+        return cell.isoformat()
+    return cell.item() if isinstance(cell, np.generic) else cell
+
+
+def kind_of(cell: Any) -> int:
+    """What one cell is.
+
+    >>> [KINDS[kind_of(x)] for x in (None, 3, True, "Li", b"raw")]
+    ['missing', 'number', 'truth', 'text', 'other']
+    """
+    if cells.is_missing(cell):
+        return MISSING
+    if isinstance(cell, str | datetime.date | datetime.time):
+        return TEXT
+    if isinstance(cell, bool | np.bool_):
+        return TRUTH
+    if isinstance(cell, int | float | np.number | Decimal):
+        return NUMBER if _float(cell) == cell else WIDE
+    return OTHER
+
+
+def coded(column: Sequence[Any]) -> Column:
+    """The cells of a column as numbers.
+
+    >>> column = coded([1988, None, "Li"])
+    >>> [KINDS[kind] for kind in column.kinds], column.numbers[:1].tolist()
+    (['number', 'missing', 'text'], [1988.0])
+    """
+    types = set(map(type, column))
+    if types <= _NUMBERS:
+        try:
+            numbers = np.array(column, dtype=float)
+        except OverflowError:
+            return _each(column)
+        if not (np.abs(numbers) >= _EXACT).any():
+            kinds = np.where(np.isnan(numbers), MISSING, NUMBER).astype(np.uint8)
+            return Column(kinds, numbers.view(np.uint64))
+    if types <= _TEXT:
+        known = {text: _text(text) for text in set(column) - {None}}
+        codes = np.fromiter((known.get(text, 0) for text in column), np.uint64, len(column))
+        kinds = np.fromiter((0 if x is None else TEXT for x in column), np.uint8, len(column))
+        return Column(kinds, codes)
+    return _each(column)
+
+
+def _each(column: Sequence[Any]) -> Column:
+    kinds = np.fromiter(map(kind_of, column), np.uint8, len(column))
+    codes = np.fromiter(map(code, column, kinds.tolist()), np.uint64, len(column))
+    return Column(kinds, codes)
+
+
+def code(cell: Any, kind: int) -> int:
+    """The code of a cell of this kind."""
+    if kind == MISSING:
+        return 0
+    if kind in NUMBERS:
+        return int(np.float64(_float(cell)).view(np.uint64))
+    if kind == TEXT:
+        return _text(normal(cell))
+    try:
+        return int.from_bytes(cells.digest(cell)[:8], "little")
+    except ArgumentError:  # a list or mapping with NaN in it, which equals nothing
+        return 0
+
+
+def _text(text: str) -> int:
+    return int.from_bytes(blake2b(cells.utf8(text), digest_size=8).digest(), "little")
+
+
+def _float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def tensors(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The columns of some rows as tensors of their segment; of vectors (m, d) only which are
+    missing."""
+    made: dict[str, np.ndarray] = {}
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray):
+            absent = np.isnan(column).any(axis=1)
+            made[f"kinds/{name}"] = np.where(absent, MISSING, OTHER).astype(np.uint8)
+        else:
+            made[f"kinds/{name}"], made[f"cells/{name}"] = coded(column)
+    return made
+
+
+def found(tensors: Mapping[str, np.ndarray], name: str) -> Column | None:
+    """A column among the tensors of a segment; None in a store that was written without."""
+    kinds = tensors.get(f"kinds/{name}")
+    if kinds is None:
+        return None
+    return Column(kinds, tensors.get(f"cells/{name}", np.zeros(len(kinds), np.uint64)))
+
+
+def is_column(tensor: str) -> bool:
+    """Whether a tensor of this name is part of a column."""
+    return tensor.startswith(("kinds/", "cells/"))
+
+
+def told(census: np.ndarray) -> str:
+    """The kinds of a column in words, from how many cells there are of each.
+
+    >>> told(np.bincount([MISSING, NUMBER, TEXT], minlength=6))
+    'number, text'
+    """
+    return ", ".join(dict.fromkeys(KINDS[i] for i in np.flatnonzero(census) if i)) or "missing"
