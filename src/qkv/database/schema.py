@@ -38,10 +38,21 @@ class Schema:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Schema:
-        told: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()
-        }
-        return cls(**told)
+        try:
+            told: dict[str, Any] = {
+                name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()
+            }
+            made = cls(**told)
+        except (AttributeError, TypeError):
+            made = cls((), (), (), "", "")
+        names = (made.columns, made.key, made.value)
+        sound = all(
+            isinstance(some, tuple) and some and all(isinstance(name, str) for name in some)
+            for some in names
+        )
+        if not sound or not {*made.key, *made.value} <= {*made.columns}:
+            raise ArgumentError("the settings of the store hold no schema: they are not qkv's")
+        return made
 
     @classmethod
     def of(cls, columns: Cells, key: Sequence[str], value: Sequence[str], unique: bool) -> Schema:

@@ -62,6 +62,11 @@ class View:
     def settings(self) -> dict[str, Any]:
         return self.snapshot.settings
 
+    def count(self, name: str) -> int:
+        """A number of the settings; 0 where it is none."""
+        told = self.settings.get(name)
+        return told if isinstance(told, int) else 0
+
     @property
     def begun(self) -> bool:
         """Whether there were ever rows, which fixed the schema."""
@@ -69,16 +74,14 @@ class View:
 
     @cached_property
     def schema(self) -> Schema:
-        return Schema.from_dict(self.settings["schema"])
+        return Schema.from_dict(self.settings.get("schema", {}))
 
     @cached_property
     def encoder(self) -> Encoder:
-        told, given, learned = self.settings["encoder"], self._given, self.snapshot.arrays()
-        if given is None or given.kind != told["kind"]:
-            return encoders.load(told, learned)
-        if given.settings() == told and not (given.arrays() or learned):
+        told, given, learned = self.settings.get("encoder", {}), self._given, self.snapshot.arrays()
+        if given is not None and given.settings() == told and not (given.arrays() or learned):
             return given
-        return type(given).build(told, learned)
+        return encoders.load(told, learned, given)
 
     def encoded(self, queries: Any) -> np.ndarray:
         """The vectors of queries; those of the last single texts are remembered, as an answer asks

@@ -254,7 +254,7 @@ class Writing(Reading[K, V]):
         By then the rows are in, so that a failure is no error of theirs; the next ones try again.
         """
         try:
-            fitted = self._view.settings["fitted"]
+            fitted = self._view.count("fitted")
             if fitted and 2 * fitted <= len(self) <= REFITTED:
                 self.encode()
         except (QkvError, OSError, MemoryError) as fault:
@@ -279,7 +279,7 @@ class Writing(Reading[K, V]):
             keys = view.all_keys()
             made, told = encoding.fitted(made, keys) if fit else (made, encoding.told(made, 0))
             # The count tells apart two encoders of the same settings with other arrays.
-            told = view.settings | told | {"encoded": view.settings["encoded"] + 1}
+            told = view.settings | told | {"encoded": view.count("encoded") + 1}
             blocks = encoding.anew(view, made, keys, progress)
             self._store.recode(blocks, settings=told, arrays=made.arrays(), what=what)
             self._encoder_wish = made

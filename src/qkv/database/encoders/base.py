@@ -123,6 +123,17 @@ class Encoder(ABC):
         """The encoder of these settings and arrays."""
         return cls(**{name: x for name, x in settings.items() if name != "kind"}, **arrays)
 
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Encoder:
+        """The encoder of what a store tells, which may be a stranger's.
+
+        Functions, folders and files that it names are taken from the encoder that the caller has
+        `given`, where that is of this kind.
+        """
+        return cls.build(settings, arrays)
+
 
 def _shifted(form: Form) -> bool:
     """Whether more than a product is in it, as the squares of a Gaussian are."""

@@ -106,6 +106,15 @@ class Custom(Encoder):
             )
         return cls(_SEEN[name], settings["width"], name)
 
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Custom:
+        name = settings["name"]
+        if isinstance(given, cls) and (given.name == name or name not in _SEEN):
+            return cls(given.function, settings["width"], name)
+        return cls.build(settings, arrays)
+
 
 def import_path(function: Any) -> str | None:
     """`module:name` where a function can be found again, or None.

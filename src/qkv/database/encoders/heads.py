@@ -115,9 +115,19 @@ class Heads(Encoder):
 
     @classmethod
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Heads:
+        return cls.restore(settings, arrays, None)
+
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Heads:
         from qkv.database.encoders import load
 
-        heads = [load(one, under(f"{i}.", arrays)) for i, one in enumerate(settings["heads"])]
+        own = given.heads if isinstance(given, Heads) else ()
+        heads = [
+            load(one, under(f"{i}.", arrays), own[i] if i < len(own) else None)
+            for i, one in enumerate(settings["heads"])
+        ]
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
 
 

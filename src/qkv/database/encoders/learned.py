@@ -213,9 +213,16 @@ class Learned(Encoder):
 
     @classmethod
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Learned:
+        return cls.restore(settings, arrays, None)
+
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Learned:
         from qkv.database.encoders import load
 
-        base = load(settings["base"], under("base.", arrays))
+        given = given.base if isinstance(given, cls) else given
+        base = load(settings["base"], under("base.", arrays), given)
         parameters = under("learned.", arrays)
         for name, rows in under("moved.", arrays).items():
             table = table_of(leaves(base)[int(name.partition(".")[0])][0]).copy()

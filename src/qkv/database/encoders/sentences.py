@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ class Sentences(Encoder):
     """x = model(text), then x / ‖x‖.
 
     `model` is a folder, or the bundled all-MiniLM-L6-v2, which needs no network and gives 384
-    numbers. `size` is learned from the model.
+    numbers. `size` is learned from the model. Code in a folder is never run; and a folder that
+    only a database names is not read: such a one is opened with `encoder=`.
 
         Sentences().encode(["a cat", "a kitten"])        # (2, 384)
         Sentences("models/my-model", device="cuda")
@@ -66,8 +68,34 @@ class Sentences(Encoder):
 
     @classmethod
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Sentences:
-        _folder(settings["model"])
-        return cls(settings["model"], size=settings["width"])
+        if settings["model"] != BUNDLED:
+            raise ArgumentError(
+                f"the keys were encoded by the model in {settings['model']!r}, and a database's "
+                "word is not enough to read that: open it with encoder=Sentences(folder)"
+            )
+        _folder(BUNDLED)
+        return cls(BUNDLED, size=settings["width"])
+
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Sentences:
+        # A folder that was moved keeps its name.
+        if isinstance(given, cls) and Path(given.model).name == Path(settings["model"]).name:
+            return replace(given, size=settings["width"])
+        return cls.build(settings, arrays)
+
+
+MODULES = {
+    "Dense",
+    "Dropout",
+    "LayerNorm",
+    "Normalize",
+    "Pooling",
+    "StaticEmbedding",
+    "Transformer",
+}
+"""Parts of a model that are read as numbers; any other may be code."""
 
 
 def _folder(model: str) -> Path:
@@ -88,10 +116,35 @@ def _folder(model: str) -> Path:
 @lru_cache(maxsize=4)
 def _load(model: str, device: str | None) -> Any:
     folder = _folder(model)
+    _refuse_code(folder)
     with _offline():
         from sentence_transformers import SentenceTransformer
 
-        return SentenceTransformer(str(folder), device=device, local_files_only=True)
+        try:
+            return SentenceTransformer(
+                str(folder), device=device, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"Sentences: no model can be read from {folder}: {error}"
+            ) from error
+
+
+def _refuse_code(folder: Path) -> None:
+    """Refuse a model that brings a Python file of its own, which some releases would import."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return
+    try:
+        kinds = [str(part["type"]) for part in json.loads(modules.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"Sentences: {modules} cannot be read: {error}") from error
+    for kind in kinds:
+        if not kind.startswith("sentence_transformers.") or kind.split(".")[-1] not in MODULES:
+            raise ArgumentError(
+                f"Sentences: {modules} names {kind!r}, which is code, and code of a model is not "
+                "run: load the model yourself, and pass Custom(function)"
+            )
 
 
 @contextmanager

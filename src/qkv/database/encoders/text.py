@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import texts
+from qkv.database.encoders.base import Encoder, texts
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.heads import Heads
 from qkv.database.encoders.words import Words
@@ -52,6 +52,8 @@ class Text(Heads):
         return super().settings() | {"half": self.half}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Text:
-        heads = Heads.build(settings, arrays)
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Text:
+        heads = Heads.restore(settings, arrays, given)
         return cls(heads.heads, heads.weights, heads.names, settings["half"])

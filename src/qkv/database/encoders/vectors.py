@@ -108,6 +108,13 @@ class Vectors(Encoder):
         _present(Path(settings["path"]))
         return cls(*(settings[name] for name in ("path", "limit", "width", "checksum")))
 
+    @classmethod
+    def restore(
+        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
+    ) -> Vectors:
+        path = given.path if isinstance(given, cls) else settings["path"]
+        return cls.build({**settings, "path": path}, arrays)
+
 
 @dataclass(frozen=True)
 class Lexicon:

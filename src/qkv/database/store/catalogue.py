@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import threading
@@ -222,6 +223,13 @@ class Catalogue:
                     raise self.damaged("it has no version")
                 self._edition, self._changes = Edition.of(found[0]), changes
             return self._edition
+
+    def read_settings(self, number: int) -> dict[str, Any]:
+        """Settings as they were given."""
+        try:
+            return dict(json.loads(self.settings(number)))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.damaged("its settings cannot be read") from error
 
     def settings(self, number: int) -> str:
         found = self.one("SELECT text, crc FROM settings WHERE number = ?", number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 import weakref
@@ -97,7 +98,7 @@ class Snapshot:
         self._found: _Listing | None = None
         self._ids: np.ndarray | None = None
         self._layout_found: Layout | None = None
-        self._settings: str | None = None
+        self._settings: dict[str, Any] | None = None
         self._finalizer = weakref.finalize(self, pins.release, edition.number)
         # At the end of the process its locks go by themselves.
         self._finalizer.atexit = False
@@ -109,8 +110,8 @@ class Snapshot:
     @property
     def settings(self) -> dict[str, Any]:
         if self._settings is None:
-            self._settings = self._catalogue.settings(self._edition.settings)
-        return dict(json.loads(self._settings))
+            self._settings = self._catalogue.read_settings(self._edition.settings)
+        return copy.deepcopy(self._settings)
 
     @property
     def names(self) -> tuple[str, ...]:

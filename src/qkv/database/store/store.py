@@ -140,7 +140,7 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the newest version."""
-        return dict(json.loads(self._reader.settings(self._reader.newest().settings)))
+        return self._reader.read_settings(self._reader.newest().settings)
 
     def at(self, version: int | None = None) -> Snapshot:
         """One version, the newest by default, which stays as it is while the snapshot is held."""

@@ -1,0 +1,171 @@
+"""A stranger's database: whatever its settings say, no code of theirs runs, and faults are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from qkv.database import Database, encoders
+from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
+from qkv.database.store import Store
+from qkv.errors import ArgumentError, QkvError
+
+KEYS = ["Zhang", "Lipton", "Li"]
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A folder that pretends to be a model, with Python that leaves a mark when it runs."""
+    folder = tmp_path / "store" / "model"
+    folder.mkdir(parents=True)
+    mark = tmp_path / "it ran"
+    code = f"open({str(mark)!r}, 'w')\n\nclass Evil:\n    load = open\n\ndef run(keys): 0 / 0\n"
+    for place in (folder / "evil.py", folder / "__init__.py", tmp_path / "evil.py"):
+        place.write_text(code)
+    (folder / "modules.json").write_text(
+        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "evil.Evil"}])
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "evil", "auto_map": {"AutoModel": "evil.Evil"}})
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path / "store")
+    monkeypatch.setitem(sys.modules, "evil", None)
+    del sys.modules["evil"]
+    yield folder
+    assert not mark.exists() and "evil" not in sys.modules
+
+
+def hostile(folder):
+    model = str(folder)
+    return [
+        model,
+        "model",
+        "evil:run",
+        "evil.Evil",
+        "os:system",
+        {"kind": "sentences", "model": model, "width": 4},
+        {"kind": "custom", "name": "evil:run", "width": 4},
+        {"kind": "vectors", "path": model, "limit": None, "width": 4, "checksum": ""},
+        {"kind": "heads", "heads": ["evil:run"], "weights": [1], "names": ["x"]},
+        {"kind": "evil"},
+        {},
+        [[model]],
+        None,
+    ]
+
+
+def places(tree, path=()):
+    """Every place in the settings."""
+    yield path
+    if isinstance(tree, dict | list):
+        for name in tree if isinstance(tree, dict) else range(len(tree)):
+            yield from places(tree[name], (*path, name))
+
+
+def put(tree, path, value):
+    if not path:
+        return value
+    changed = dict(tree) if isinstance(tree, dict) else list(tree)
+    changed[path[0]] = put(tree[path[0]], path[1:], value)
+    return changed
+
+
+def learned():
+    D = Database({key: key for key in KEYS}, encoder=Characters(32))
+    D.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Ly", "Li")], epochs=1, framework="numpy")
+    return D
+
+
+STORES = {
+    "text": lambda: Database({key: key for key in KEYS}),
+    "fitted": lambda: Database({key: key for key in KEYS}, encoder=Characters(32, idf=True)),
+    "exact": lambda: Database(dict.fromkeys(KEYS, 1.0), encoder=Exact()),
+    "heads": lambda: Database(dict.fromkeys(KEYS, 1.0), encoder=Heads([Characters(16), Exact()])),
+    "numbers": lambda: Database({1.0: 2.0, 3.0: 4.0}),
+    "arrays": lambda: Database(np.eye(3), np.arange(3.0)),
+    "columns": lambda: Database([(("a", 1.0), "x"), (("b", 2.0), "y")], key=("k", "n")),
+    "learned": learned,
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_nothing_in_a_store_is_executable(name, evil):
+    with STORES[name]() as D:
+        view = D._view
+        settings, arrays = view.settings, view.snapshot.arrays()
+        key = next(iter(D))
+        rows = list(view.snapshot.rows())
+        tensors = {n: view.snapshot.tensor(n, view.ids) for n in view.snapshot.names}
+        digests = [row[0] for row in D._store._reader.all("SELECT digest FROM rows ORDER BY id")]
+    for path in places(settings):
+        for value in hostile(evil):
+            changed = put(settings, path, value)
+            if not isinstance(changed, dict):
+                continue
+            with Store() as store:
+                store.commit(
+                    records=[record for _, record in rows],
+                    digests=digests,
+                    tensors=tensors,
+                    settings=changed,
+                    arrays=arrays or None,
+                )
+                strange = Database._on(store)
+                for look in (
+                    lambda D: D[key],
+                    lambda D: D.ask(key),
+                    lambda D: D.add(key, 1),
+                ):
+                    try:
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")
+                            look(strange)
+                    except QkvError:
+                        pass
+                    except (TypeError, ValueError, IndexError):
+                        # A number of an encoder that is none.
+                        assert path[0] == "encoder" and path[-1] not in ("kind", "heads", "base")
+
+
+def test_a_store_names_a_model_by_a_safe_name_only(evil):
+    settings = {"kind": "sentences", "model": str(evil), "width": 4}
+    for told in (settings, {"kind": "learned", "base": settings, "rows": 1, "cosines": [True]}):
+        with pytest.raises(ArgumentError, match=r"word is not enough.*encoder=Sentences\(folder\)"):
+            encoders.load(told, {})
+
+
+def test_code_of_a_model_is_not_run_even_if_its_reader_names_the_folder(evil):
+    pytest.importorskip("sentence_transformers")
+    with pytest.raises(ArgumentError, match=r"'evil.Evil', which is code"):
+        Sentences(str(evil)).encode(["a"])
+    (evil / "modules.json").write_text("{")
+    with pytest.raises(ArgumentError, match=r"modules.json cannot be read"):
+        Sentences(str(evil)).encode(["a"])
+
+
+def test_what_its_reader_passes_takes_the_place_of_what_a_store_names(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("cat 1 0\ntax 0 1\n")
+    function = Custom(lambda keys: [[len(key)] for key in keys])
+    for encoder in (Vectors(words), Heads([Characters(8), Vectors(words)]), function):
+        path = tmp_path / f"{encoder.kind}.qkv"
+        with Database.from_columns({"k": ["cat", "tax"], "v": [1, 2]}, encoder=encoder, path=path):
+            pass
+    words.rename(tmp_path / "moved.txt")
+    moved = Vectors(tmp_path / "moved.txt")
+    for encoder in (moved, Heads([Characters(8), moved]), function):
+        path = tmp_path / f"{encoder.kind}.qkv"
+        with Database._on(Store(path), encoder=encoder) as D:
+            assert D.ask("cat", weighting="hard").value == 1
+    model = Sentences("models/my-model", size=4)
+    told = {"kind": "sentences", "model": "/elsewhere/my-model", "width": 4}
+    assert encoders.load(told, {}, model) == model
+    both = {"kind": "heads", "heads": [told], "weights": [1.0], "names": ["0"]}
+    assert encoders.load(both, {}, Heads([model])).heads == (model,)
+    with pytest.raises(ArgumentError, match="encoder="):
+        encoders.load(told, {}, Sentences("models/another"))
