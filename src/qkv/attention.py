@@ -121,18 +121,20 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
-    returned = (return_lse, return_weights, type(return_lse), type(return_weights))
-    flags = (dropout_p, seed is None, returned, tolerance, engine)
-    kind = plans.kind_of(query, key, value, score, weighting, mask, flags)
-    plan, given = plans.find(kind), (query, key, value, score, weighting, mask, seed)
+    beside = None  # 1 is not True
+    if return_lse is not False or return_weights is not False:
+        beside = return_lse, return_weights, type(return_lse), type(return_weights)
+    flags = (dropout_p, seed is None, beside, tolerance, engine)
+    kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
     if plan is not None:
-        found = plan.run(*given)
+        found = plan.run(query, key, value, score, weighting, mask, seed)
         if found is not None:
             return found
     if value is None:
         raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
+    given = (query, key, value, score, weighting, mask, seed)
     return _chosen(call, choose(call, engine), None if plan else kind, given)
 
 
@@ -153,8 +155,8 @@ def weights(
     array([[0.989, 0.011]])
     """
     flags = (dropout_p, seed is None)
-    kind = plans.kind_of(query, key, None, score, weighting, mask, flags)
-    plan, given = plans.find(kind), (query, key, None, score, weighting, mask, seed)
+    kind, plan = plans.find(query, key, None, score, weighting, mask, flags)
+    given = (query, key, None, score, weighting, mask, seed)
     found: A | None = None if plan is None else plan.run(*given)
     if found is not None:
         return found
@@ -195,9 +197,9 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    returned = (return_lse, return_weights, type(return_lse), type(return_weights))
-    flags = (dropout_p, seed is None, returned, tolerance, engine)
-    plan = plans.find(plans.kind_of(query, key, value, score, weighting, mask, flags))
+    types = type(return_lse), type(return_weights)
+    flags = (dropout_p, seed is None, return_lse, return_weights, types, tolerance, engine)
+    _, plan = plans.find(query, key, value, score, weighting, mask, flags)
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
     choice = choose(call, engine)

@@ -82,7 +82,7 @@ class Framework:
         return nullcontext()
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        """(the three shapes, and what else of the arrays a choice hangs on); None: choose anew."""
+        """The three shapes, then what else of the arrays a choice hangs on; None: choose anew."""
         return None
 
     def outline(self, x: Array) -> Array:

@@ -50,7 +50,7 @@ class Jax(Framework):
         if any(self.tracing(x) or not isinstance(x, jax.Array) for x in arrays):
             return None
         shapes = query.shape, key.shape, None if value is None else value.shape
-        return shapes, *(x.dtype for x in arrays), query.sharding
+        return *shapes, *(x.dtype for x in arrays), query.sharding
 
     def outline(self, x: Array) -> Array:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -78,10 +78,10 @@ class NumPy(Framework):
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
         if value is None:
-            return (query.shape, key.shape, None), type(key), query.dtype, key.dtype
+            return query.shape, key.shape, None, type(key), query.dtype, key.dtype
         try:
             shapes = query.shape, key.shape, value.shape
-            return shapes, type(key), type(value), query.dtype, key.dtype, value.dtype
+            return *shapes, type(key), type(value), query.dtype, key.dtype, value.dtype
         except AttributeError:
             return None
 

@@ -15,6 +15,8 @@ import torch
 from qkv.arrays.base import Backward, Forward, Framework, Reference
 from qkv.types import Array, Arrays, Live, Slopes
 
+_AS_IT_IS = nullcontext()
+
 TRACED = 32
 """Steps of a search in a traced graph. Newton's took nine at the most on any scores tried."""
 
@@ -38,30 +40,40 @@ class Torch(Framework):
 
     def quiet(self) -> AbstractContextManager[object]:
         # Sums run in the precision of the arguments, whatever torch would make of them.
+        if not torch._C._is_any_autocast_enabled():
+            return _AS_IT_IS
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 return torch.autocast(device, enabled=False)
-        return nullcontext()
+        return _AS_IT_IS
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if self.tracing(query) or torch.is_autocast_enabled("cpu"):
+        if self.tracing(query) or torch._C._is_any_autocast_enabled():
             return None
         last = key if value is None else value
         try:
-            shapes = query.shape, key.shape, None if value is None else value.shape
-            kinds = type(query), type(key), type(last), query.dtype, key.dtype, last.dtype
+            learned = query.requires_grad or key.requires_grad or last.requires_grad
+            records = torch.is_grad_enabled()
             place: Any = None
             if not query.is_cpu:
                 place = query.get_device() if query.is_cuda else query.device
-                if torch.is_autocast_enabled(query.device.type):
-                    return None
-            if not torch.is_grad_enabled():
-                return shapes, *kinds, place
-            learned = query.requires_grad or key.requires_grad or last.requires_grad
-            return shapes, *kinds, place, learned
+            return (
+                query.shape,
+                key.shape,
+                None if value is None else value.shape,
+                type(query),
+                type(key),
+                type(last),
+                query.dtype,
+                key.dtype,
+                last.dtype,
+                place,
+                records,
+                records and learned,
+            )
         except AttributeError:
             return None
 
@@ -80,6 +92,10 @@ class Torch(Framework):
         return x.detach()
 
     # The same as in base, by the shortest way there.
+
+    def positions(self, start: Any, size: int, like: Array) -> Array:
+        steps = torch.arange(size, dtype=torch.int32, device=like.device)
+        return steps if type(start) is int and start == 0 else steps + start
 
     def inner(self, query: Array, key: Array) -> Array:
         return query @ key.mT

@@ -8,9 +8,8 @@ from typing import Any
 from qkv.arrays import tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
-from qkv.scores import Score
+from qkv.engines.request import resolved
 from qkv.types import Array, Arrays, Span
-from qkv.weightings import Weighting
 
 NAME = "dense"
 
@@ -34,13 +33,18 @@ def direct(call: Call) -> Callable[..., Array] | None:
     if call.rule is not None or call.precise() is not call or not alike:
         return None
 
+    learned = tree.leaves(fw, (call.score, call.weighting))
+    fixed = None if learned else (call.score, call.weighting)
+
     def attend(
-        query: Array, key: Array, value: Array, score: Score, weighting: Weighting, mask: Any
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array:
+        score, weighting = fixed or resolved(score, weighting, None)
         with fw.quiet():
             scores = fw.settle(weighting.scale(score(query, key)))
             at = fw.positions(0, key.shape[-2], key)
-            return weighting.pool(weighting.weights(scores, None, at), value, None, None)
+            out: Array = weighting.pool(weighting.weights(scores, None, at), value, None, None)
+            return out
 
     return attend
 

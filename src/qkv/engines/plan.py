@@ -36,7 +36,7 @@ _SEEN: dict[Kind, Plan] = {}
 _KINDS: dict[Kind, Plan] = {}
 
 
-def kind_of(
+def find(
     query: Array,
     key: Array,
     value: Array | None,
@@ -44,36 +44,33 @@ def kind_of(
     weighting: Any,
     mask: Any,
     flags: tuple[Hashable, ...],
-) -> Kind | None:
-    """All that a choice hangs on, with exact shapes; None for what cannot be told by that."""
+) -> tuple[Kind | None, Plan | None]:
+    """All that a choice hangs on, with exact shapes, None for what cannot be told by that; and the
+    plan for calls of this kind, where one is kept."""
     fw = framework_of(query)
     sign = None if fw is None else fw.signature(query, key, value)
     if fw is None or sign is None:
-        return None
-    if type(score) is not str or type(weighting) is not str or mask is not None:
-        try:
+        return None, None
+    try:
+        if type(score) is not str:
             score = tree.kind(fw, score)
+        if type(weighting) is not str:
             weighting = tree.kind(fw, weighting)
+        if mask is not None:
             mask = tree.kind(fw, mask)
-        except tree.Unkind:
-            return None
-    return sign, score, weighting, mask, (*flags, EDITION[0])
-
-
-def find(kind: Kind | None) -> Plan | None:
-    """The plan for calls of this kind, where one is kept."""
-    if kind is None:
-        return None
+    except tree.Unkind:
+        return None, None
+    kind = sign, score, weighting, mask, flags, EDITION[0]
     try:
         plan = _SEEN.get(kind)
     except TypeError:  # a flag that is none: the check of the arguments says so
-        return None
+        return None, None
     if plan is None:
         wide = _class_of(kind)
         plan = None if wide is None else _KINDS.get(wide)
         if plan is not None:
             _put(_SEEN, kind, plan)
-    return plan
+    return kind, plan
 
 
 def keep(kind: Kind, call: Call, choice: Choice) -> Plan | None:
@@ -97,8 +94,8 @@ def _put(table: dict[Kind, Plan], kind: Kind, plan: Plan) -> None:
 
 def _class_of(kind: Kind) -> Kind | None:
     """The kind with lengths by their size alone; None where they do not fit each other."""
-    sign, score, weighting, mask, flags = kind
-    (query, key, value), rest = sign[0], sign[1:]  # type: ignore[index]
+    sign, score, weighting, mask, *flags = kind
+    (query, key, value), rest = sign[:3], sign[3:]  # type: ignore[index]
     if min(len(query), len(key)) < 2 or (value is not None and value[-2:-1] != key[-2:-1]):
         return None
     n, m = query[-2], key[-2]
@@ -111,7 +108,7 @@ def _class_of(kind: Kind) -> Kind | None:
         return None  # an array inside of a rule may be as long as the keys
     leads = query[:-2], key[:-2], None if value is None else value[:-2]
     widths = query[-1], key[-1], None if value is None else value[-1]
-    return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, flags
+    return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, *flags
 
 
 def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
@@ -122,9 +119,9 @@ def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
     plain = not (call.dropout or call.wants_lse or call.wants_weights)
     plain = plain and (bare or not masked) and call.bias is None
     if plain and call.value is not None and hasattr(engine, "direct") and not fw.equal_spans:
-        direct = engine.direct(call)
+        direct: Callable[..., Any] | None = engine.direct(call)
         if direct is not None:
-            return _directly(direct, None if learned else (call.score, call.weighting))
+            return direct
     run = choice.bind(call)
     hollow = tree.map_arrays(fw, fw.outline, call)  # it must not keep the arrays
     run, fixed, lead = _compiled(hollow, run), dict(vars(hollow)), call.lead
@@ -158,22 +155,6 @@ def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
         with fw.quiet():
             found = run(call)
             return None if found is None else results(call, found)
-
-    return attend
-
-
-def _directly(direct: Callable[..., Any], fixed: tuple[Any, Any] | None) -> Callable[..., Any]:
-    """The same of the arrays alone, with the score and the weighting where nothing in them is
-    learned."""
-    if fixed is not None:
-        return lambda query, key, value, score, weighting, mask, _: direct(
-            query, key, value, *fixed, mask
-        )
-
-    def attend(
-        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, _: Any
-    ) -> Any:
-        return direct(query, key, value, *resolved(score, weighting, None), mask)
 
     return attend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ SHARED = 32
 
 HIDES = 16
 """Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
+
+FEW = 2**14
+"""Numbers of an array that are looked at by NumPy."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -89,8 +93,14 @@ def run(call: Call) -> Array:
 
 def _finite(*arrays: Any) -> bool:
     """Whether no number is NaN or infinite: a sum tells, and at worst raises a false alarm."""
-    wide = torch.promote_types(arrays[0].dtype, torch.float32)
+    wide = torch.float32 if arrays[0].dtype in HALF else None
     return all(math.isfinite(x.detach().sum(dtype=wide).item()) for x in arrays)
+
+
+def _few_finite(x: Array) -> bool:
+    """The same of one array by NumPy, which has a sum of squares before torch begins."""
+    flat = (x.detach() if x.requires_grad else x).numpy().ravel("K")
+    return math.isfinite(flat.dot(flat))
 
 
 def guarded(call: Call) -> Array | None:
@@ -128,9 +138,10 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     causal, bare = is_causal(call.rule), None
     if call.rule is not None and not causal:
         bare = next(iter(call.rule.arrays()), None)
-        if bare is None or bare.ndim != 4 or call.n >= spans.ROWS:
+        if bare is None or bare.ndim not in (2, 4) or call.n >= spans.ROWS:
             return None
-    shapes = [x.shape for x in (call.query, call.key, call.value)]  # type: ignore[union-attr]
+    arrays: list[Any] = [call.query, call.key, call.value]
+    shapes = [x.shape for x in arrays]
     if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
         return None
     if call.dropout or _splits(call):
@@ -140,28 +151,42 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     if call.query.device.type != "cpu" or call.query.dtype in HALF:
         return None
     sdpa, scale = torch.nn.functional.scaled_dot_product_attention, native.scale_of(call)
-    learning = call.fw.needs_gradient((call.query, call.key, call.value))
-    short = call.m < HIDES
+    if scale != 1 / math.sqrt(shapes[0][-1]):  # torch's own, which takes less than reading it
+        sdpa = partial(sdpa, scale=scale)
+    learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
+    if call.rule is None and not (learning or short):
+        return lambda query, key, value, *_: sdpa(query, key, value)
+    finite = _few_finite if max(x.numel() for x in arrays) <= FEW else _finite
     # Where every row is masked alike, the first tells of all.
     alike = bare is not None and bare.shape[-2] == 1 != call.n
 
-    def attend(
-        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any
+    def masked(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array | None:
-        if short and not _finite(query, key):
+        out = sdpa(query, key, value, None if causal else mask, 0.0, causal)
+        return out if finite(out[..., :1, :] if alike else out) else None
+
+    if not (learning or short):
+        return masked
+    alone = call.rule is None
+
+    def careful(
+        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
+    ) -> Array | None:
+        if short and not (finite(query) and finite(key)):
             return None
         mask = None if causal else mask
-        out = sdpa(query, key, value, mask, 0.0, causal, scale=scale)
+        out = sdpa(query, key, value, mask, 0.0, causal)
         if learning:
             smooth(out, (query, key, value), mask, causal, scale)
-        if not causal and mask is None:
+        if alone:
             return out
-        leaks = not math.isfinite((out[..., :1, :] if alike else out).sum().item())
-        if leaks or (learning and not _finite(key, *([query] if bare is not None else []))):
+        if not finite(out[..., :1, :] if alike else out):
             return None
-        return out
+        spoils = learning and not (finite(key) and (causal or finite(query)))
+        return None if spoils else out
 
-    return attend
+    return careful
 
 
 def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
