@@ -121,10 +121,7 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
-    beside = None  # 1 is not True
-    if return_lse is not False or return_weights is not False:
-        beside = return_lse, return_weights, type(return_lse), type(return_weights)
-    flags = (dropout_p, seed is None, beside, tolerance, engine)
+    flags = _flags(dropout_p, seed, return_lse, return_weights, tolerance, engine)
     kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
     if plan is not None:
         found = plan.run(query, key, value, score, weighting, mask, seed)
@@ -197,8 +194,7 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    types = type(return_lse), type(return_weights)
-    flags = (dropout_p, seed is None, return_lse, return_weights, types, tolerance, engine)
+    flags = _flags(dropout_p, seed, return_lse, return_weights, tolerance, engine)
     _, plan = plans.find(query, key, value, score, weighting, mask, flags)
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
@@ -244,6 +240,13 @@ def scaled_dot_product_attention(
         mask = masks.causal if mask is None else masks.causal & mask
     score = scores.ScaledDot(scale)
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
+
+
+def _flags(p: Any, seed: Any, lse: Any, weights: Any, tolerance: Any, engine: Any) -> Any:
+    """What else a choice hangs on; `return_lse=1` is refused, so that 1 must not be True there."""
+    if lse is weights is False:
+        return p, seed is None, tolerance, engine
+    return p, seed is None, tolerance, engine, lse, weights, type(lse), type(weights)
 
 
 def _wanting(call: Call, lse: Any, weights: Any) -> Call:
