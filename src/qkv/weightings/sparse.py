@@ -68,11 +68,30 @@ class Entmax(Weighting):
         fw = of(scores)
         if fw.picks(scores):
             return self.picked(scores, live)
-        lent = fw.lend(scores)
-        if lent is not None:  # NumPy picks by a mask several times faster than others can
+        lent = fw.lend(fw.detach(scores))
+        if lent is None:
+            return self.searched(scores, live, k)
+
+        def forward(*_: Array) -> tuple[State, State]:
+            # NumPy picks by a mask several times faster than others can.
             allowed = None if live is None else fw.lend(live)
             with of(lent).quiet():
-                return fw.take_back(self.weights(lent, allowed, k))
+                found = fw.take_back(self.weights(lent, allowed, k))
+            return (found,), (found,)
+
+        def backward(given: State, kept: State, along: State) -> State:
+            bent, lean = (self.slope(given[0], kept[0], x, 0.0, ()) for x in (along[0], 1.0))
+            return (bent - lean * (row_sum(bent) / nonzero(row_sum(lean))),)
+
+        def reference(scores: Array) -> State:
+            return (self.searched(scores, live, k),)
+
+        if not fw.needs_gradient([scores]):
+            return forward()[0][0]
+        return fw.custom(forward, backward, reference, [scores])[0]
+
+    def searched(self, scores: Array, live: Live, k: Array) -> Array:
+        """The weights by steps that a framework differentiates."""
 
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
