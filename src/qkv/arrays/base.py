@@ -144,6 +144,10 @@ class Framework:
         empty or holds what is not finite."""
         return None
 
+    def tanh(self, x: Array, spend: bool = False) -> Array:
+        """tanh x; `spend` says that x may be overwritten."""
+        return self.xp.tanh(x)
+
     def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         """exp(x − top), 0 where not live; `spend` says that x may be overwritten."""
         return self.xp.exp(self.keep(x - top, live, -float("inf")))

@@ -197,6 +197,9 @@ class NumPy(Framework):
             return numpy.add.reduce(x, axis=-1, keepdims=True)
         return numpy.matmul(x, numpy.ones((short, 1), x.dtype))
 
+    def tanh(self, x: Array, spend: bool = False) -> Array:
+        return numpy.tanh(x, out=x if spend else None)
+
     def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         x = numpy.subtract(x, top, out=x if spend else None)
         numpy.exp(x, out=x)

@@ -132,6 +132,11 @@ class Torch(Framework):
 
     # Without temporaries, where no graph holds them.
 
+    def tanh(self, x: Array, spend: bool = False) -> Array:
+        if not spend or self.tracing(x) or self.needs_gradient([x]):
+            return torch.tanh(x)
+        return x.tanh_()
+
     def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
         if self.needs_gradient((x, top)):
             return super().exp_below(x, top, live)

@@ -88,6 +88,8 @@ def kind(fw: Framework, record: Any) -> Hashable:
     """
     if type(record) in _PLAIN_TYPES:
         return record  # type: ignore[no-any-return]
+    if type(record) in fw.kinds:  # no tracer, where the call's own arrays are none
+        return ArrayKind(type(record), record.dtype, record.shape, record.requires_grad)
     held = getattr(record, "__dict__", None)
     if held is not None and _KIND in held:
         return held[_KIND]  # type: ignore[no-any-return]

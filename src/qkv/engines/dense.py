@@ -33,13 +33,14 @@ def direct(call: Call) -> Callable[..., Array] | None:
     if call.rule is not None or call.precise() is not call or not alike:
         return None
 
-    learned = tree.leaves(fw, (call.score, call.weighting))
+    fixed_weighting = None if tree.leaves(fw, call.weighting) else call.weighting
+    learned = fixed_weighting is None or tree.leaves(fw, call.score)
     fixed = None if learned else (call.score, call.weighting)
 
     def attend(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array:
-        score, weighting = fixed or resolved(score, weighting, None)
+        score, weighting = fixed or resolved(score, fixed_weighting or weighting, None)
         with fw.quiet():
             scores = fw.settle(weighting.scale(score(query, key)))
             at = fw.positions(0, key.shape[-2], key)
