@@ -102,7 +102,8 @@ class Answer:
         """One paragraph: which rows, which engine, how concentrated."""
         if not self.rows:
             return (
-                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} rows "
+                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} rows"
+                f"{f', {self._left_out} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first = self.rows[0]
@@ -129,8 +130,14 @@ class Answer:
                 f"The value {short(best.value)} has {_percent(best.weight)} of the weight, "
                 f"{short(next_.value)} {_percent(next_.weight)}."
             )
+        if self.missing:
+            parts.append(f"Left out: {self._left_out}.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
+
+    @property
+    def _left_out(self) -> str:
+        return f"{self.missing:,} row{'s' if self.missing > 1 else ''} without a value"
 
     @property
     def sureness(self) -> str:
@@ -164,6 +171,8 @@ class Answer:
             ],
             "entropy": self.entropy,
             "effective_rows": self.effective_rows,
+            "total": self.total,
+            "missing": self.missing,
             "engine": self.engine,
         }
 
@@ -225,7 +234,8 @@ class Answer:
         if more > 0 and rest >= LEAST:
             rows = f"{more:,} more row{'s' if more > 1 else ''}"
             lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {rows}")
-        lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}")
+        left = f"; {self._left_out} left out" if self.missing else ""
+        lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])
 
     __repr__ = __str__

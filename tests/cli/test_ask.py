@@ -16,7 +16,8 @@ from tests.cli.run import data, qkv
 class TestAsk:
     def test_a_slip_of_the_hand_finds_its_book(self, table: Path) -> None:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
-        assert list(answer) == ["query", "value", "rows", "entropy", "effective_rows", "engine"]
+        told = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing", "engine"]
+        assert list(answer) == told and answer["missing"] == 0
         assert answer["query"] == "the alchmist"
         assert answer["value"] == "Paulo Coelho"
         first = answer["rows"][0]

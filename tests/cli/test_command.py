@@ -27,7 +27,7 @@ class TestProcess:
         def shown(width: int, **environment: str) -> str:
             ours, theirs = pty.openpty()
             child = subprocess.Popen(
-                [sys.executable, "-m", "qkv.cli", "ask", str(table), "Dune"],
+                [sys.executable, "-m", "qkv", "ask", str(table), "Dune"],
                 stdout=theirs,
                 stderr=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,

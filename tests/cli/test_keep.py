@@ -103,6 +103,22 @@ class TestKeep:
         assert ["rows", "8"] in [line.split() for line in shown]
         assert data("info", table)["rows"] == 8
 
+    @pytest.mark.filterwarnings("always::qkv.database.faults.SkippedRows")
+    def test_info_tells_of_types_and_missing_cells(self, tmp_path: Path) -> None:
+        path = tmp_path / "people.csv"
+        path.write_text("name,age,code\nLi,34,NA\nMu,NA,DE\n,3,\n")
+        about = data("info", path)
+        assert about["types"] == {"name": "text", "age": "number", "code": "text"}
+        assert about["missing"] == {"name": 0, "age": 1, "code": 1}
+        shown = qkv("info", path)
+        assert "name (text), age (number, 1 missing), code (text, 1 missing)" in shown.stdout
+        assert "1 of 3 rows has no key (column name): skipped" in shown.stderr
+        assert data("info", path, "--missing", "")["types"]["age"] == "text"
+        store = tmp_path / "people.qkv"
+        assert qkv("import", path, store, "--missing", "34").exit_code == 0
+        assert data("info", store)["missing"] == {"name": 0, "age": 1, "code": 0}
+        assert qkv("info", store, "--missing", "x").exit_code == 2
+
     def test_versions_and_at(self, store: Path) -> None:
         qkv("remove", store, "Dune")
         found = data("versions", store)["versions"]

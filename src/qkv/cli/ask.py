@@ -42,6 +42,7 @@ def ask(
     at: options.At = None,
     table: options.Table = None,
     encoder: options.Encoder = None,
+    missing: options.Missing = None,
     skip: options.Skip = False,
 ) -> Iterator[Result]:
     """Answer QUERY from all rows, the best matches most.
@@ -52,7 +53,7 @@ def ask(
         raise ArgumentError("stdin cannot be both the table and the queries")
     how = _how(score, weighting, top, where)
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip) as database:
+    with opened(source, **columns, at=at, skip=skip, missing=missing) as database:
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
             code = 0 if answer.rows else NOTHING
@@ -71,12 +72,13 @@ def get(
     value: options.Value = None,
     at: options.At = None,
     table: options.Table = None,
+    missing: options.Missing = None,
 ) -> Result:
     """Look KEY up exactly.
 
     Where it is absent, the nearest keys are named and the exit code is 1.
     """
-    with opened(source, key=key, value=value, table=table, at=at) as database:
+    with opened(source, key=key, value=value, table=table, at=at, missing=missing) as database:
         wanted = cell(database, key_text, "the key")
         if not all_rows:
             found = [database[wanted]]
@@ -112,6 +114,7 @@ def plot(
     at: options.At = None,
     table: options.Table = None,
     encoder: options.Encoder = None,
+    missing: options.Missing = None,
     skip: options.Skip = False,
 ) -> Result:
     """Ask, and draw the answer's weights into a file."""
@@ -119,7 +122,7 @@ def plot(
         raise ArgumentError("plot draws one query: - would be many")
     files.check_name(output, (*files.PICTURES, ".html"))
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip) as database:
+    with opened(source, **columns, at=at, skip=skip, missing=missing) as database:
         answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)
@@ -171,6 +174,7 @@ def draw(answer: Answer) -> None:
         f"effective rows {answer.effective_rows:,.1f} of {answer.total:,}",
         answer.sureness,
         answer.engine,
+        *([f"{screen.count(answer.missing, 'row')} without a value"] if answer.missing else []),
     )
     screen.line(f" {dot} ".join(parts), "dim")
 

@@ -29,6 +29,7 @@ def import_(
         bool, typer.Option("--append", help="Add the rows to a database that is there.")
     ] = False,
     table: options.Table = None,
+    missing: options.Missing = None,
 ) -> Result:
     """Read SOURCE into the new database PATH, all of it or nothing."""
     from qkv.database import Database, sources
@@ -38,7 +39,10 @@ def import_(
             raise ArgumentError("--append takes columns and encoder as the database has them")
         with stored(path) as database:
             with screen.progress("importing") as progress:
-                read = sources.read(source, table=table, progress=progress).columns
+                found = sources.read(
+                    source, table=table, missing=missing or None, progress=progress
+                )
+                read = found.columns
                 rows = (
                     dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
                 )
@@ -53,6 +57,7 @@ def import_(
             key=picked(key),
             value=picked(value),
             table=table,
+            missing=missing or None,
             path=path,
             encoder=encoder,
             unique=unique,
@@ -139,14 +144,25 @@ def info(
     value: options.Value = None,
     at: options.At = None,
     table: options.Table = None,
+    missing: options.Missing = None,
 ) -> Result:
-    """Say what SOURCE holds: rows, columns, encoder, version, size."""
-    with opened(source, key=key, value=value, table=table, at=at) as database:
-        data = database.info()
+    """Say what SOURCE holds: rows, columns, encoder, size."""
+    with opened(source, key=key, value=value, table=table, at=at, missing=missing) as database:
+        about, described = database.info(), database.describe()
+    types = {name: column["type"] for name, column in described.items()}
+    missing_cells = {name: column["missing"] for name, column in described.items()}
+    told = [
+        f"{name} ({kind}, {count:,} missing)"
+        if (count := missing_cells[name])
+        else f"{name} ({kind})"
+        for name, kind in types.items()
+    ]
+    data = {**about, "types": types, "missing": missing_cells}
     shown = {
-        **data,
-        "encoder": (data["encoder"] or {}).get("kind"),
-        "bytes": None if data["bytes"] is None else screen.size(data["bytes"]),
+        **about,
+        "columns": ", ".join(told),
+        "encoder": (about["encoder"] or {}).get("kind"),
+        "bytes": None if about["bytes"] is None else screen.size(about["bytes"]),
     }
     return Result(data, lambda: screen.pairs(shown))
 

@@ -76,6 +76,15 @@ Table = Annotated[
     str | None,
     typer.Option("--table", metavar="NAME", help="Which table, where the source has several."),
 ]
+Missing = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--missing",
+        metavar="WORD",
+        help="A word for a missing cell in CSV, in place of NA, NaN, null …; again for more. "
+        "'' means none: then NA is text.",
+    ),
+]
 Encoder = Annotated[
     str | None,
     typer.Option(

@@ -27,12 +27,14 @@ def opened(
     encoder: str | None = None,
     at: int | None = None,
     skip: bool = False,
+    missing: Sequence[str] | None = None,
 ) -> Iterator[Database]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
     from qkv.database import Database
 
     if is_store(source):
-        for option, given in (("--table", table), ("--encoder", encoder)):
+        own = (("--table", table), ("--encoder", encoder), ("--missing", missing or None))
+        for option, given in own:
             if given is not None:
                 raise ArgumentError(f"{option}: {source} is a database and has its own already")
         with stored(source, skip=skip) as database:
@@ -57,6 +59,7 @@ def opened(
             key=picked(key),
             value=picked(value),
             table=table,
+            missing=missing or None,
             encoder=encoder,
             progress=progress,
         )

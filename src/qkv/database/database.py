@@ -10,7 +10,7 @@ from typing import Any, Self, TypedDict, Unpack, overload
 from qkv.arrays import is_array
 from qkv.database.encoders import EncoderLike
 from qkv.database.reading import NOTHING, names
-from qkv.database.schema import Cells, transposed
+from qkv.database.schema import Cells, keyed, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
@@ -84,7 +84,8 @@ class Database(Writing[K, V]):
         """Named columns of one length, as `key` and `value` say; on disk where `path` is given.
 
         Without `key`, the first column of text is the key, or the first column; without `value`,
-        a row's value is all its other columns.
+        a row's value is all its other columns. A row whose key is missing is skipped, with a
+        warning that says how many were.
 
         >>> D = Database.from_columns(
         ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
@@ -97,6 +98,7 @@ class Database(Writing[K, V]):
         columns = {str(name): column for name, column in columns.items()}
         keys = names(key) if key is not None else (_first_text(columns),)
         values = names(value) if value is not None else others(columns, keys)
+        columns = keyed(columns, keys)
         wish = {"key": keys, "value": values, "unique": unique}
         if path is None or os.path.lexists(path):
             made = cls._on(Store(path), encoder=encoder, **wish)
@@ -135,11 +137,22 @@ class Database(Writing[K, V]):
         return cls.from_columns(sources.from_frame(frame).columns, **how)
 
     @classmethod
-    def from_source(cls, source: str | Path, *, table: str | None = None, **how: Any) -> Database:
-        """A CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, or a PostgreSQL URL."""
+    def from_source(
+        cls,
+        source: str | Path,
+        *,
+        table: str | None = None,
+        missing: Sequence[str] | None = None,
+        **how: Any,
+    ) -> Database:
+        """A CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, or a PostgreSQL URL.
+
+        In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
+        (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text.
+        """
         from qkv.database import sources
 
-        read = sources.read(source, table=table, progress=how.get("progress"))
+        read = sources.read(source, table=table, missing=missing, progress=how.get("progress"))
         return cls.from_columns(read.columns, **how)
 
     def by(
@@ -197,6 +210,6 @@ def _first_text(columns: Cells) -> str:
     texts = (
         name
         for name, column in columns.items()
-        if len(column) and not is_array(column) and isinstance(column[0], str)
+        if not is_array(column) and isinstance(next((x for x in column if x is not None), 0), str)
     )
     return next(texts, next(iter(columns)))

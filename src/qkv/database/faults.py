@@ -50,4 +50,4 @@ class StaleFit(UserWarning):
 
 
 class SkippedRows(UserWarning):
-    """Rows were left out of a scan because their file is damaged."""
+    """Rows were left out: of a scan by a damaged file, of an import for want of a key."""

@@ -13,7 +13,7 @@ from qkv import scores, weightings
 from qkv.answer import Answer
 from qkv.arrays import is_array, of, to_numpy
 from qkv.attention import over
-from qkv.database import cells, encoders
+from qkv.database import cells, columns, encoders
 from qkv.database.ask import Asked
 from qkv.database.encoders import Encoder, EncoderLike
 from qkv.database.schema import Schema
@@ -323,6 +323,24 @@ class Reading(Generic[K, V]):
             "encoder": self._view.settings.get("encoder"),
             "bytes": size,
         }
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """The type of each column, and how many of its cells are missing.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None}).describe()["value"]
+        {'type': 'number', 'missing': 1}
+        """
+        view, found = self._view, {}
+        for name in self.columns:
+            role = view.schema.vectors.get(name)
+            if role == "key" or (role and not view.typed):
+                found[name] = {"type": "vector", "missing": 0}
+                continue
+            census = view.census(name)
+            kind = "vector" if role else columns.told(census)
+            found[name] = {"type": kind, "missing": int(census[columns.MISSING])}
+        return found
 
     def close(self) -> None:
         if self._pin is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
+from qkv.database.faults import SkippedRows
 from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
 
 Cells = dict[str, Any]
@@ -157,6 +159,36 @@ def _key_kind(column: Any, name: str) -> str:
         if absent is not None:
             raise ArgumentError(f"key {absent} (column {name}) is None: nothing could ask for it")
     return kind_of(column)
+
+
+def keyed(columns: Cells, key: Sequence[str]) -> Cells:
+    """The rows that have a key; of those that have none, a warning says how many were skipped."""
+    size = length(columns)
+    found = [~_missing(columns[name]) for name in key if name in columns]
+    present = np.logical_and.reduce(found) if found else np.ones(size, bool)
+    if present.all():
+        return columns
+    skipped = size - int(np.count_nonzero(present))
+    names = f"column{'s' if len(key) > 1 else ''} {', '.join(key)}"
+    if skipped == size:
+        raise ArgumentError(f"no row has a key: every cell is missing ({names})")
+    told = f"{skipped:,} of {size:,} rows {'has' if skipped == 1 else 'have'} no key ({names})"
+    warnings.warn(f"{told}: skipped", SkippedRows, stacklevel=3)
+    kept = np.flatnonzero(present).tolist()
+    return {
+        name: to_numpy(column)[present] if is_array(column) else [column[i] for i in kept]
+        for name, column in columns.items()
+    }
+
+
+def _missing(column: Any) -> np.ndarray:
+    """Which cells are missing, (m,): None and NaN, and vectors with NaN in them."""
+    if is_array(column):
+        array = to_numpy(column)
+        if array.dtype.kind != "f":
+            return np.zeros(len(array), bool)
+        return np.asarray(np.isnan(array.reshape(len(array), -1)).any(axis=1))
+    return np.fromiter(map(cells.is_missing, column), bool, len(column))
 
 
 def vectors(column: Any, what: str) -> np.ndarray:

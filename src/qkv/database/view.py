@@ -250,7 +250,7 @@ class View:
         if name not in self._censuses:
             total = np.zeros(len(columns.KINDS), np.int64)
             for piece in self._pieces():
-                total += np.bincount(piece.column(name).kinds, minlength=len(total))
+                total += np.bincount(piece.kinds(name), minlength=len(total))
             self._censuses[name] = total
         return self._censuses[name]
 
@@ -359,6 +359,10 @@ class _Piece:
             self._view.built[mark] = columns.coded(self._view.cells(name, self.ids))
         return self._view.built[mark]
 
+    def kinds(self, name: str) -> np.ndarray:
+        """What each cell is, of a column of vectors too."""
+        return (self._kept(name) or self.column(name)).kinds
+
     def _kept(self, name: str) -> Column | None:
         found, live = columns.found(self._part.tensors, name), self._part.live
         return found if found is None or live is None else found.some(live)
@@ -370,8 +374,6 @@ class _Piece:
             value = self._part.tensors["value"]
             absent = np.isnan(value if live is None else value[live]).any(axis=1)
             return np.logical_not(absent)
-        missing = [
-            (self._kept(name) or self.column(name)).kinds == MISSING for name in schema.value
-        ]
+        missing = [self.kinds(name) == MISSING for name in schema.value]
         join = np.logical_or if schema.pools else np.logical_and
         return np.asarray(~join.reduce(missing))

@@ -14,7 +14,7 @@ from qkv.database import columns as typed
 from qkv.database.encoders import EncoderLike
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
-from qkv.database.schema import Cells, Schema, length, transposed, vectors
+from qkv.database.schema import Cells, Schema, keyed, length, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import K, Progress, V
 
@@ -68,7 +68,7 @@ class Writing(Reading[K, V]):
     def extend(
         self, rows: Iterable[Mapping[str, Any]], *, progress: Progress | None = None
     ) -> None:
-        """Rows with named columns.
+        """Rows with named columns; one without a key is skipped, with a warning.
 
         >>> from qkv import Database
         >>> D = Database(key="name", value="major")
@@ -78,7 +78,8 @@ class Writing(Reading[K, V]):
         """
         columns = transposed(rows)
         if columns:
-            self._write(columns, progress=progress)
+            key = self._wish[0] if self._schema is None else self._schema.key
+            self._write(keyed(columns, key), progress=progress)
 
     def update(self, key: Any, value: Any = NOTHING) -> None:
         """Give a key another value, in one step; a key that is absent is added.
@@ -222,7 +223,7 @@ class Writing(Reading[K, V]):
             tensors["key"] = keys
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
-        if self._schema is None or self._view.typed:
+        if not view.begun or view.typed:
             beside = {name: pooled for name, role in apart.items() if role == "value"}
             tensors |= typed.tensors({**kept, **beside})
         records = [

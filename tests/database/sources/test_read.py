@@ -20,7 +20,7 @@ import pytest
 
 from qkv.database import sources
 from qkv.database.sources import SourceError, Table, from_frame, read
-from qkv.database.sources.numbers import numbers
+from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.postgres import without_password
 from qkv.database.sources.table import cell
 from qkv.errors import CombinationError, DtypeError, MissingExtra, QkvError
@@ -199,7 +199,10 @@ def test_the_limit_of_csv_is_put_back(tmp_path):
         (["1.5", "2", "-3.25"], [1.5, 2.0, -3.25]),
         (["1.0", "2.5"], [1.0, 2.5]),
         (["3.5", "4", "4.0", "3.85"], [3.5, 4.0, 4.0, 3.85]),
-        (["3", "nan"], [3.0, math.nan]),
+        (["3", "nan"], [3, None]),
+        (["1.5", "NA", "NULL", "#N/A", "n/a", "None", "<NA>", " "], [1.5] + [None] * 7),
+        ([" 1", "2 "], [1, 2]),
+        ([" 1.5", "2 ", " NA"], [1.5, 2.0, None]),
         (["2.50", "10.00", "-0.25"], [2.5, 10.0, -0.25]),
         (["0.1", "1e-05", "1e+16"], [0.1, 1e-05, 1e16]),
         (["0.1", "1e-5"], [0.1, 1e-05]),
@@ -229,14 +232,11 @@ def test_numbers(cells, expected):
         ["-0", "0"],
         ["+1"],
         ["1_000"],
-        [" 1"],
         ["１２"],
         ["1,5"],
         ["true", "false"],
-        ["nan", "nan"],
         ["inf"],
-        ["nan", "x"],
-        ["", ""],
+        [" x", "1 "],
         ["1", "x"],
         ["1.5", "infinity"],
     ],
@@ -245,10 +245,34 @@ def test_what_would_lose_digits_stays_text(cells):
     assert numbers(cells) == cells
 
 
+@pytest.mark.parametrize("word", [*MISSING, "", " "])
+def test_missing_cells_are_known_by_their_words(word):
+    assert numbers(["1.50", word, "", "2.25"]) == [1.5, None, None, 2.25]
+    assert numbers(["x", word]) == ["x", None]
+    assert numbers([word, word]) == [None, None]
+
+
+def test_a_word_that_is_no_missing_cell_has_a_way_out(tmp_path):
+    path = tmp_path / "countries.csv"
+    path.write_text("code,name,people\nNA,Namibia,3\nDE,,84\n,Null,-\n")
+    columns = read(path).columns
+    assert columns == {"code": [None, "DE", None], "name": ["Namibia", None, "Null"]} | {
+        "people": ["3", "84", "-"]
+    }
+    columns = read(path, missing=()).columns
+    assert columns["code"] == ["NA", "DE", None]
+    columns = read(path, missing=["-"]).columns
+    assert columns["code"] == ["NA", "DE", None] and columns["people"] == [3, 84, None]
+    with pytest.raises(DtypeError, match="missing must be a list of words"):
+        read(path, missing="NA")
+
+
 @pytest.mark.parametrize("nan", ["nan", "NaN"])
-def test_nan_is_a_number_among_numbers(nan):
-    found = numbers(["1.50", nan, "", "2.25"])
+def test_nan_that_is_not_missing_is_a_number_among_numbers(nan):
+    found = numbers(["1.50", nan, "", "2.25"], missing=())
     assert found[0] == 1.5 and math.isnan(found[1]) and found[2:] == [None, 2.25]
+    assert numbers([nan, nan], missing=()) == [nan, nan]
+    assert numbers([nan, "x"], missing=()) == [nan, "x"]
 
 
 # JSON
@@ -782,4 +806,4 @@ def test_an_interrupting_progress_is_heard(tmp_path):
 
 
 def test_public_names():
-    assert sources.__all__ == ["read", "from_frame", "Table", "SourceError"]
+    assert sources.__all__ == ["read", "from_frame", "Table", "SourceError", "MISSING"]

@@ -6,12 +6,12 @@ import csv
 import io
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 from qkv.database.sources import files
-from qkv.database.sources.numbers import numbers
+from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import (
     LONGEST,
     SourceError,
@@ -29,12 +29,17 @@ _LIMIT = threading.Lock()
 
 
 def read(
-    data: bytes, name: str, file: str, delimiter: str | None, progress: Progress | None = None
+    data: bytes,
+    name: str,
+    file: str,
+    delimiter: str | None,
+    progress: Progress | None = None,
+    missing: Sequence[str] = MISSING,
 ) -> Table:
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
 
     UTF-8 with or without byte order mark; blank lines are passed over. Which columns become
-    numbers: see `numbers`. Words such as true and false stay text.
+    numbers, and which cells are missing: see `numbers`. Words such as true and false stay text.
 
     >>> read(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
@@ -57,7 +62,8 @@ def read(
             progress(done, len(data))
     if not columns[0]:
         raise no_rows(file)
-    return Table(name, dict(zip(names, map(numbers, columns), strict=True)))
+    found = [numbers(column, missing) for column in columns]
+    return Table(name, dict(zip(names, found, strict=True)))
 
 
 def sniff(text: str) -> tuple[str, bool]:

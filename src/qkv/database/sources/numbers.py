@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _NAN = {"nan", "NaN", "inf", "-inf"}
+MISSING = (
+    *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
+    *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+)
+"""What a cell without anything in it is called in the tables of others, as pandas has it."""
 _DIGITS = 19
 """No usual way of printing a float has more; it also bounds the work on hostile digits."""
 
 
-def numbers(cells: list[str]) -> list[Any]:
-    """The column as ints of 64 bits, or as floats, or else as it came.
+def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
+    """The column as ints of 64 bits, or as floats, or else as it came; missing cells as None.
 
     "007", "+1", ints that a float would round and longer digits than a float has stay text, and
-    with them their whole column. An empty cell is None among numbers and "" among text. "nan",
-    "NaN", "inf" and "-inf" are numbers in a column that has a finite number, else text.
+    with them their whole column. A cell is missing if it is empty or blank, or one of these words.
+    "inf" and "-inf" are numbers in a column that has a finite number, else text.
 
-    >>> numbers(["1", "", "3"]), numbers(["2.50", "4", "4.0"]), numbers(["007", "8"])
-    ([1, None, 3], [2.5, 4.0, 4.0], ['007', '8'])
+    >>> numbers(["1", "", "3"]), numbers(["2.50", "4", "NA"]), numbers(["007", "8"])
+    ([1, None, 3], [2.5, 4.0, None], ['007', '8'])
+    >>> numbers(["DE", "NA"]), numbers(["DE", "NA"], missing=())
+    (['DE', None], ['DE', 'NA'])
     """
-    present = [text for text in cells if text] if "" in cells else cells
+    words = {*missing, ""}
+    absent = {text for text in set(cells) if text.strip() in words}
+    present = [text for text in cells if text not in absent] if absent else cells
     parsed = _ints(present) or _floats(present)
-    if parsed is None:
-        return cells
-    if present is cells:
-        return parsed
-    rest = iter(parsed)
-    return [next(rest) if text else None for text in cells]
+    if parsed is None and any(text[:1] == " " or text[-1:] == " " for text in present):
+        bare = [text.strip() for text in present]
+        parsed = _ints(bare) or _floats(bare)
+    if not absent:
+        return present if parsed is None else parsed
+    rest = iter(present if parsed is None else parsed)
+    return [None if text in absent else next(rest) for text in cells]
 
 
 def _ints(cells: list[str]) -> list[Any] | None:

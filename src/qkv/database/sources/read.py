@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite
+from qkv.database.sources.numbers import MISSING
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
@@ -46,15 +48,21 @@ _KNOWN = (
 
 
 def read(
-    source: str | Path, *, table: str | None = None, progress: Progress | None = None
+    source: str | Path,
+    *,
+    table: str | None = None,
+    missing: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Table:
     """The table in a file or a database, read and checked as a whole before any of it is returned.
 
     `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file, known by its
     first bytes or its ending; "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV
     on standard input. An address takes ?query=select… in place of ?table=. `table` names the table
-    of a database that has several. `progress(done, total)` is called along the way, in whatever the
-    source counts (bytes, rows, columns); `total` is None where it is not known.
+    of a database that has several. `missing` are the words for a missing cell in CSV and TSV, by
+    default those of pandas; an empty cell always is one. `progress(done, total)` is called along
+    the way, in whatever the source counts (bytes, rows, columns); `total` is None where it is not
+    known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
     `MissingExtra` where a package is needed.
@@ -68,20 +76,31 @@ def read(
     """
     if not isinstance(source, str | Path):
         raise DtypeError(f"source must be a path or an address, not a {type(source).__name__}")
+    words = _words(missing)
     if isinstance(source, str):
         if source == "-":
             _no_tables(table, "standard input")
             data = files.stdin()
             files.refuse_strangers(data, "stdin")
-            return delimited.read(data, "stdin", "stdin", None, progress)
+            return delimited.read(data, "stdin", "stdin", None, progress, words)
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
-            return _address(source, table, progress)
+            return _address(source, table, progress, words)
         if not source.strip():
             raise SourceError(f"no file was named: {_KNOWN}")
-    return _file(Path(source), Wish(table), progress)
+    return _file(Path(source), Wish(table), progress, words)
 
 
-def _address(url: str, table: str | None, progress: Progress | None) -> Table:
+def _words(missing: Sequence[str] | None) -> Sequence[str]:
+    if missing is None:
+        return MISSING
+    if isinstance(missing, str) or not all(isinstance(word, str) for word in missing):
+        raise DtypeError(f"missing must be a list of words, such as ['NA', '-'], not {missing!r}")
+    return missing
+
+
+def _address(
+    url: str, table: str | None, progress: Progress | None, missing: Sequence[str]
+) -> Table:
     scheme = url.partition(":")[0].lower()
     if scheme == "sqlite":
         if not re.match(r"sqlite:///.", url, re.IGNORECASE):
@@ -97,12 +116,12 @@ def _address(url: str, table: str | None, progress: Progress | None) -> Table:
     if scheme in ("postgresql", "postgres"):
         return postgres.read(*wish(url, table), progress)
     if scheme == "file":
-        return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress)
+        return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress, missing)
     step = "download the file first" if scheme in ("http", "https", "ftp", "s3", "gs") else _KNOWN
     raise SourceError(f"addresses with {scheme}:// are not read: {step}", file=url)
 
 
-def _file(path: Path, chosen: Wish, progress: Progress | None) -> Table:
+def _file(path: Path, chosen: Wish, progress: Progress | None, missing: Sequence[str]) -> Table:
     # A pipe can be read only once.
     regular = os.path.isfile(path)
     opening = files.opening(path) if regular else files.contents(path)
@@ -124,7 +143,8 @@ def _file(path: Path, chosen: Wish, progress: Progress | None) -> Table:
     data = files.contents(path) if regular else opening
     if kind == "json":
         return json.read(data, path.stem, str(path), progress)
-    return delimited.read(data, path.stem, str(path), "\t" if kind == "tsv" else None, progress)
+    delimiter = "\t" if kind == "tsv" else None
+    return delimited.read(data, path.stem, str(path), delimiter, progress, missing)
 
 
 def _sniff(opening: bytes, path: Path) -> str:

@@ -1,0 +1,126 @@
+"""Missing is missing: of values, keys and columns."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database.faults import SkippedRows
+from qkv.errors import ArgumentError, DtypeError
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("hole", [None, NAN, np.float32("nan")])
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "normalized", "sparsemax", "raw"])
+@pytest.mark.parametrize("rows", [6, 9000])
+def test_a_row_without_a_value_is_left_out(hole, weighting, rows):
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(rows, 3)), rng.normal(size=rows).tolist()
+    absent = np.arange(rows) % 3 == 1
+    query = keys[absent][0]  # the best row is one of those
+    made = qkv.Database(keys, [hole if x else v for x, v in zip(absent, values, strict=True)])
+    alone = qkv.Database(keys[~absent], np.array(values)[~absent])
+    how = {"score": "epanechnikov", "weighting": weighting}
+    answer, expected = made.ask(query, **how), alone.ask(query, **how)
+    assert answer.missing == absent.sum() and answer.total == rows - absent.sum()
+    assert answer.value == pytest.approx(expected.value, rel=1e-9)
+    assert answer.spread == pytest.approx(expected.spread, rel=1e-6)
+    np.testing.assert_allclose(answer.weights[~absent], expected.weights, rtol=1e-6)
+    assert not answer.weights[absent].any()
+    np.testing.assert_allclose(made.attend(query, **how), alone.attend(query, **how), rtol=1e-9)
+    assert f"{answer.missing:,} rows without a value" in answer.explain()
+    assert "without a value left out" in str(answer)
+    assert answer.to_dict()["missing"] == answer.missing
+
+
+def test_one_empty_cell_leaves_the_column_what_it_is():
+    made = qkv.Database({"a": None, "b": "law", "c": "art"})
+    assert made.info()["value_kind"] == "text"
+    answer = made.ask("a")
+    assert answer.value in ("law", "art") and answer.missing == 1
+    assert made["a"] is None
+    made.add("d", None)
+    assert made.ask("d").missing == 2
+    with pytest.raises(DtypeError, match=r"a value is 3 \(number\)"):
+        made.add(["e", "f"], [None, 3])
+    assert qkv.Database({"a": None}).ask("a").explain().startswith("No row answers")
+
+
+def test_values_of_several_columns():
+    table = {"name": ["a", "b", "c"], "x": [1.0, None, 3.0], "y": [1, 2, None]}
+    numbers = qkv.Database.from_columns(table, key="name").ask("b")
+    assert (numbers.value, numbers.missing) == ({"x": 1.0, "y": 1.0}, 2)
+    table["y"] = ["p", None, None]
+    mixed = qkv.Database.from_columns(table, key="name")
+    assert mixed.ask("c").value == {"x": 3.0, "y": None} and mixed.ask("c").missing == 1
+
+
+def test_vectors_among_which_some_are_missing():
+    values = [np.ones(2), None, np.array([3.0, 3.0]), np.array([NAN, 1.0])]
+    made = qkv.Database(["a", "b", "c", "d"], values)
+    answer = made.ask("d")
+    assert answer.missing == 2 and np.isfinite(answer.value).all()
+    assert made.describe()["value"] == {"type": "vector", "missing": 2}
+
+
+def test_rows_without_a_key_are_skipped_and_counted(tmp_path):
+    table = {"name": ["Li", None, "Mu", None], "age": [1, 2, 3, 4]}
+    with pytest.warns(SkippedRows, match=r"2 of 4 rows have no key \(column name\): skipped"):
+        made = qkv.Database.from_columns(table, key="name", path=tmp_path / "d.qkv")
+    assert dict(made.items()) == {"Li": 1, "Mu": 3}
+    with pytest.warns(SkippedRows, match="1 of 2 rows has no key"):
+        made.extend([{"name": None, "age": 5}, {"name": "Hu", "age": 6}])
+    assert len(made) == 3
+    with pytest.raises(ArgumentError, match="no row has a key"):
+        qkv.Database.from_columns({"name": [None], "age": [1]}, key="name")
+    with pytest.raises(ArgumentError, match="None"):
+        made.add(None, 3)
+    made.close()
+    keys = np.array([[1.0, NAN], [2.0, 3.0]])
+    with pytest.warns(SkippedRows, match="1 of 2"):
+        made = qkv.Database.from_columns({"key": keys, "value": ["a", "b"]}, key="key")
+    assert made[[2.0, 3.0]] == "b" and len(made) == 1
+    with pytest.warns(SkippedRows, match="columns first, last"):
+        made = qkv.Database.from_columns(
+            {"first": ["a", "b"], "last": ["x", None], "age": [1, 2]}, key=("first", "last")
+        )
+    assert made["a", "x"] == 1
+
+
+def test_a_messy_table(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text(
+        "\ufeffname;age;city;born\r\n"
+        '"Li ""the first""";34;"Ber\nlin";1990-01-31\r\n'
+        "Mu;NA;null;\r\n"
+        "\r\n"
+        ";50;Rome;1970-12-01\r\n"
+        "Al; 61;;1960-05-05\r\n"
+        "Li;70;N/A;1955-06-07\r\n",
+        encoding="utf-8",
+        newline="",
+    )
+    with pytest.warns(SkippedRows, match="1 of 5"):
+        made = qkv.Database.from_source(path, value="age", path=tmp_path / "d.qkv")
+    assert made['Li "the first"'] == 34 and made["Mu"] is None
+    assert made.describe() == {
+        "name": {"type": "text", "missing": 0},
+        "age": {"type": "number", "missing": 1},
+        "city": {"type": "text", "missing": 3},
+        "born": {"type": "text", "missing": 1},
+    }
+    answer = made.ask("Mu")
+    assert answer.missing == 1 and 34 <= answer.value <= 70
+    assert made.ask("Mu", where="age > 50").total == 2
+    assert made.ask("Li", where="born >= '1960-01-01' and born < '1991'").total == 2
+    assert made.ask("Li", where="city is None and age is not None").total == 2
+    with pytest.raises(DtypeError, match="column 'city' holds text"):
+        made.ask("Li", where="city > 50")
+    made.close()
+    with qkv.open(tmp_path / "d.qkv") as again, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert again.ask("Mu", where="not age > 50").total == 1
