@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 import qkv
 from qkv.database import Database
 from qkv.database.encoders import Characters
-from qkv.database.faults import StaleFit, Unwritable
+from qkv.database.faults import Damaged, StaleFit, Unwritable
 from qkv.database.store import Store, shelf, sizes
 from qkv.database.view import View
 
@@ -125,6 +126,51 @@ def test_rows_are_in_though_the_disk_was_full_when_their_encoder_was_fitted(tmp_
     with qkv.open(path) as D:
         D.add("new", 0)
         assert [version.what for version in D.versions()][-2:] == ["add", "encode"]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+@pytest.mark.parametrize(
+    "values", [[f"value {i}" for i in range(30)], [0.5 * i for i in range(30)]]
+)
+def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, values, harm):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    keys, path = [f"key {i}" for i in range(30)], tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(keys[:20], values[:20])
+        D.add(keys[20:], values[20:])
+        D.remove("key 4")
+        before = [answer.weights for answer in D.ask(["key 3", "key 25"])]
+    [segment] = path.glob("segment-*")
+    if harm == "missing":
+        segment.unlink()
+    else:
+        segment.write_bytes(segment.read_bytes()[:-100])
+    assert [problem.file for problem in qkv.database.check(path)] == [segment.name]
+    with qkv.open(path) as D:
+        with pytest.raises(Damaged, match=segment.name):
+            D.ask("key 3")
+        D.encode()
+        assert [answer.value for answer in D.ask(["key 3", "key 25"], weighting="hard")] == [
+            values[3],
+            values[25],
+        ]
+        after = [answer.weights for answer in D.ask(["key 3", "key 25"])]
+        np.testing.assert_allclose(after, before, rtol=1e-5)
+        assert D.ask("key 3", where="key == 'key 3'").value == values[3]
+        assert list(D) == [key for key in keys if key != "key 4"]
+        D.compact()
+    assert qkv.database.check(path) == []
+
+
+def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    path = tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(np.eye(20), np.arange(20.0))
+    [segment] = path.glob("segment-*")
+    segment.unlink()
+    with qkv.open(path) as D, pytest.raises(Damaged, match=segment.name):
+        D.encode("exact")
 
 
 def test_a_commit_is_done_though_its_old_files_cannot_be_removed(tmp_path, monkeypatch):

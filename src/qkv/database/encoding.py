@@ -48,15 +48,14 @@ def anew(
     view: View, encoder: Encoder, keys: Any, progress: Progress | None
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
-    ids, raw = view.ids, keeps_keys(encoder, view.schema)
+    # All that live, those among them whose file is lost.
+    ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)
     for start in range(0, len(ids), ENCODED):
         some, fresh = ids[start : start + ENCODED], keys[start : start + ENCODED]
         tensors = {"code": np.asarray(encoder.encode(fresh))}
         if raw:
             tensors["key"] = fresh
-        if "value" in view.snapshot.names:
-            tensors["value"] = view.snapshot.tensor("value", some)
-        tensors |= view.columns(some, tensors.get("value"))
+        tensors |= view.beside(some)
         if progress is not None:
             progress(start + len(some), len(ids))
         yield some, tensors

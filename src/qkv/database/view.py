@@ -14,7 +14,8 @@ from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, columns, encoders
 from qkv.database.columns import MISSING, Column
 from qkv.database.encoders import Encoder
-from qkv.database.schema import Schema
+from qkv.database.faults import Damaged, UnknownRow
+from qkv.database.schema import Cells, Schema
 from qkv.database.store import Snapshot
 from qkv.database.store.segments import Segment
 from qkv.database.where import condition
@@ -262,15 +263,25 @@ class View:
             found += [cells.loads(text).get(name) for text in texts]
         return found
 
-    def columns(self, ids: np.ndarray, value: np.ndarray | None) -> dict[str, np.ndarray]:
-        """The tensors of the columns of some rows, from their records where there are none yet."""
-        kept = [name for name in self.snapshot.names if columns.is_column(name)]
-        if kept:
-            return {name: self.snapshot.tensor(name, ids) for name in kept}
-        rows = list(map(cells.loads, self.snapshot.records(ids)))
-        apart = self.schema.vectors
-        read = {n: [row.get(n) for row in rows] for n in self.schema.columns if n not in apart}
-        return columns.tensors(read | {n: value for n, role in apart.items() if role == "value"})
+    def beside(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of some rows beside their keys' vectors: of the values and of the columns,
+        from the records where there are none yet or their file is lost."""
+        snapshot, apart = self.snapshot, self.schema.vectors
+        kept = [name for name in snapshot.names if name == "value" or columns.is_column(name)]
+        try:
+            found = {name: snapshot.tensor(name, ids) for name in kept}
+        except (Damaged, UnknownRow):
+            if apart:  # what was a vector is in no record
+                raise
+            found = {}
+        if self.typed and found:
+            return found
+        rows = list(map(cells.loads, snapshot.records(ids)))
+        plain = [name for name in self.schema.columns if name not in apart]
+        read: Cells = {name: [row.get(name) for row in rows] for name in plain}
+        read |= {n: found["value"] for n, role in apart.items() if role == "value"}
+        pooled = found.get("value", self.schema.pooled(read))
+        return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
     def _pieces(self) -> Iterator[_Piece]:
         return (_Piece(self, part) for part in self._few or self.snapshot.parts())
