@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import qkv
-from tests.transforms import OPTIONS, TORCH, arrays
+from tests.transforms import OPTIONS, TORCH, made
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +14,4 @@ HOLD = ("grad", "checkpoint", "autocast")
 @pytest.mark.parametrize("transform", HOLD)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_torch(option, transform):
-    TORCH[transform](
-        lambda *x: qkv.attend(*x, **OPTIONS[option]),
-        lambda n: [torch.tensor(x) for x in arrays(n)],
-    )
+    TORCH[transform](OPTIONS[option].call, made(OPTIONS[option], torch.tensor))

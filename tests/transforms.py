@@ -12,11 +12,13 @@ same; `OPTIONS` is what they are tried on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import qkv
 from qkv import masks, scores, weightings
+from qkv.arrays import of
 
 Function = Callable[..., Any]
 Make = Callable[[int], list[Any]]
@@ -24,26 +26,99 @@ Check = Callable[[Function, Make], None]
 
 N = 5
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "causal": {"mask": masks.causal},
-    "window": {"mask": masks.window(2)},
-    "gaussian": {"score": "gaussian"},
-    "cosine": {"score": "cosine"},
-    "softcap": {"score": scores.ScaledDot(softcap=2.0)},
-    "epanechnikov": {"score": scores.Epanechnikov(3.0), "weighting": "normalized"},
-    "entmax15": {"weighting": "entmax15"},
-    "sparsemax": {"weighting": "sparsemax"},
-    "top 3": {"weighting": weightings.TopK(3)},
-    "hard": {"weighting": "hard"},
+
+class Option(NamedTuple):
+    """One way to call: a function of query, key, value and `extra(n)`, which gives one array.
+
+    `family` is the column of the table that it counts in.
+    """
+
+    family: str
+    call: Function
+    extra: Callable[[int], list[np.ndarray]] = lambda n: []
+
+
+def _with(family: str, **how: Any) -> Option:
+    return Option(family, lambda *x: qkv.attend(*x, **how))
+
+
+def _score(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Option:
+    """A score that holds arrays of these shapes."""
+
+    def call(query: Any, key: Any, value: Any, *held: Any) -> Any:
+        return qkv.attend(query, key, value, score=build(*held))
+
+    return Option("scores", call, lambda n: _drawn(*shapes))
+
+
+def _distance(w: Any) -> Function:
+    """−(w·q − w·k)², as a caller would write it."""
+
+    def score(query: Any, key: Any) -> Any:
+        a, b = (of(x).xp.sum(x * w, axis=-1) for x in (query, key))
+        return -((a[..., :, None] - b[..., None, :]) ** 2)
+
+    return score
+
+
+def _drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+def _returned(**what: Any) -> Function:
+    """All that comes back, side by side."""
+
+    def call(*x: Any) -> Any:
+        out, more = qkv.attend(*x, **what)
+        more = more[..., None] if len(more.shape) < len(out.shape) else more
+        return of(out).xp.concat([out, more], axis=-1)
+
+    return call
+
+
+def _masked(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    return qkv.attend(query, key, value, mask=mask)
+
+
+OPTIONS: dict[str, Option] = {
+    "softmax": _with("plain"),
+    "causal": _with("masks", mask=masks.causal),
+    "window": _with("masks", mask=masks.window(2)),
+    "boolean mask": Option("mask arrays", _masked, lambda n: [_drawn((n, n + 2))[0] > -1]),
+    "float mask": Option("mask arrays", _masked, lambda n: _drawn((n, n + 2))),
+    "cosine": _with("scores", score="cosine"),
+    "softcap": _with("scores", score=scores.ScaledDot(softcap=2.0)),
+    "gaussian": _with("scores", score="gaussian"),
+    "laplace": _with("scores", score="laplace"),
+    "epanechnikov": _with("scores", score=scores.Epanechnikov(3.0), weighting="normalized"),
+    "multiplicative": _score(scores.Multiplicative, (3, 3)),
+    "additive": _score(scores.Additive, (4, 3), (4, 3), (4,)),
+    "gated": _score(scores.Gated, (3,), (3,)),
+    "a function": _score(_distance, (3,)),
+    "hard": _with("weightings", weighting="hard"),
+    "average": _with("weightings", weighting="average"),
+    "raw": _with("weightings", weighting="raw"),
+    "sigmoid": _with("weightings", weighting="sigmoid"),
+    "top 3": _with("weightings", weighting=weightings.TopK(3)),
+    "sparsemax": _with("weightings", weighting="sparsemax"),
+    "entmax15": _with("weightings", weighting="entmax15"),
+    "log-sum-exp": Option("lse", _returned(return_lse=True)),
+    "weights": Option("weights", _returned(return_weights=True)),
+    "dropout": _with("dropout", dropout_p=0.5, seed=7),
 }
-"""Arguments of `attend`, named as a table would."""
+"""What transforms are tried on."""
 
 
 def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.ndarray]:
     """Query, key and value of n rows in float64, always the same for one n."""
     rng = np.random.default_rng(n)
     return [rng.normal(size=(*lead, rows, width)) for rows in (n, n + 2, n + 2)]
+
+
+def made(option: Option, array: Function) -> Make:
+    """The arguments of an option's call, each turned into an array of a framework."""
+    return lambda n: [array(x) for x in (*arrays(n), *option.extra(n))]
 
 
 def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
@@ -79,6 +154,8 @@ def _slopes(function: Function, given: list[Any]) -> list[Any]:
 
     leaves = [x.detach().requires_grad_() for x in given]
     value = function(*leaves)
+    if not value.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
     found = torch.autograd.grad(value, leaves, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
