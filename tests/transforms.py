@@ -28,9 +28,10 @@ N = 5
 
 
 class Option(NamedTuple):
-    """One way to call: a function of query, key, value and `extra(n)`, which gives one array.
+    """One way to call: a function of query, key, value and the arrays `extra(n)`, which gives one.
 
-    `family` is the column of the table that it counts in.
+    Its keywords are more arguments of `attend`: `call(*x, engine="streaming")`. `family` is the
+    column of the table that it counts in.
     """
 
     family: str
@@ -39,14 +40,14 @@ class Option(NamedTuple):
 
 
 def _with(family: str, **how: Any) -> Option:
-    return Option(family, lambda *x: qkv.attend(*x, **how))
+    return Option(family, lambda *x, **more: qkv.attend(*x, **how, **more))
 
 
 def _score(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Option:
     """A score that holds arrays of these shapes."""
 
-    def call(query: Any, key: Any, value: Any, *held: Any) -> Any:
-        return qkv.attend(query, key, value, score=build(*held))
+    def call(query: Any, key: Any, value: Any, *held: Any, **more: Any) -> Any:
+        return qkv.attend(query, key, value, score=build(*held), **more)
 
     return Option("scores", call, lambda n: _drawn(*shapes))
 
@@ -69,16 +70,16 @@ def _drawn(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
 def _returned(**what: Any) -> Function:
     """All that comes back, side by side."""
 
-    def call(*x: Any) -> Any:
-        out, more = qkv.attend(*x, **what)
-        more = more[..., None] if len(more.shape) < len(out.shape) else more
-        return of(out).xp.concat([out, more], axis=-1)
+    def call(*x: Any, **more: Any) -> Any:
+        out, beside = qkv.attend(*x, **what, **more)
+        beside = beside[..., None] if len(beside.shape) < len(out.shape) else beside
+        return of(out).xp.concat([out, beside], axis=-1)
 
     return call
 
 
-def _masked(query: Any, key: Any, value: Any, mask: Any) -> Any:
-    return qkv.attend(query, key, value, mask=mask)
+def _masked(query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+    return qkv.attend(query, key, value, mask=mask, **more)
 
 
 OPTIONS: dict[str, Option] = {
@@ -116,9 +117,9 @@ def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.nd
     return [rng.normal(size=(*lead, rows, width)) for rows in (n, n + 2, n + 2)]
 
 
-def made(option: Option, array: Function) -> Make:
+def made(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
     """The arguments of an option's call, each turned into an array of a framework."""
-    return lambda n: [array(x) for x in (*arrays(n), *option.extra(n))]
+    return lambda n: [array(x) for x in (*arrays(n, lead), *option.extra(n))]
 
 
 def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
