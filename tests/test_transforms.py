@@ -8,10 +8,8 @@ from tests.transforms import OPTIONS, TORCH, made
 
 torch = pytest.importorskip("torch")
 
-HOLD = ("grad", "checkpoint", "autocast")
 
-
-@pytest.mark.parametrize("transform", HOLD)
+@pytest.mark.parametrize("transform", TORCH)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_torch(option, transform):
     TORCH[transform](OPTIONS[option].call, made(OPTIONS[option], torch.tensor))

@@ -166,7 +166,7 @@ def _compile(**how: Any) -> Check:
         import torch
 
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, **how)
+        compiled = torch.compile(function, backend="eager", fullgraph=True, **how)
         _close(compiled(*make(N)), function(*make(N)))
 
     return check
@@ -241,6 +241,15 @@ def _per_sample(function: Function, make: Make) -> None:
     want = [_slopes(loss, [sample, *others])[1:] for sample in samples]
     for got, wanted in zip(found, zip(*want, strict=True), strict=True):
         _close(got, torch.stack(wanted))
+
+
+def _grad_of_vmap(function: Function, make: Make) -> None:
+    import torch
+
+    loss, given = _loss(function, make)
+    many = [torch.stack([x, x * 0.5]) for x in given]
+    found = torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum())(*many)
+    _close(found, torch.stack([_slopes(loss, [x[i] for x in many])[0] for i in (0, 1)]))
 
 
 def _grad(function: Function, make: Make) -> None:
@@ -346,6 +355,7 @@ TORCH: dict[str, Check] = {
     "vmap": _vmap,
     "vmap of grad": _per_sample,
     "grad": _grad,
+    "grad of vmap": _grad_of_vmap,
     "jacrev": _jacobian("jacrev"),
     "jacfwd": _jacobian("jacfwd"),
     "hessian": _hessian,

@@ -29,8 +29,9 @@ ROOTS = {
 }
 
 
-# Plain dictionaries, which torch.compile can read; a functools.cache it can not.
-_NAMES: dict[type, str | None] = {}
+# Plain dictionaries, which torch.compile can read; a functools.cache it can not. Nor can it look
+# into a number that it does not know yet.
+_NAMES: dict[type, str | None] = dict.fromkeys((int, float, bool, str, tuple, list, type(None)))
 _FRAMEWORKS: dict[str, Framework] = {}
 _OF: dict[type, Framework] = {}
 

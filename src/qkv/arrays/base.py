@@ -290,7 +290,11 @@ class Framework:
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         """The k largest of the last axis and their positions, ties by the lowest position."""
         order = self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :k]
-        return self.xp.take_along_axis(x, order, axis=-1), order
+        return self.along(x, order), order
+
+    def along(self, x: Array, at: Array) -> Array:
+        """The numbers of the last axis that stand at these positions."""
+        return self.xp.take_along_axis(x, at, axis=-1)
 
     # Gradients
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import array_api_compat.torch
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference
 from qkv.types import Array, Arrays, Live, Slopes
 
 _AS_IT_IS = nullcontext()
 
-TRACED = 32
-"""Steps of a search in a traced graph. Newton's took nine at the most on any scores tried."""
+UNROLLED = 16
+"""Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
+scores tried."""
 
 
 class Torch(Framework):
@@ -36,7 +37,17 @@ class Torch(Framework):
         return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
 
     def tracing(self, x: Array) -> bool:
-        return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return bool(
+            torch.compiler.is_compiling()  # compile, export
+            or self.functional(x)
+            or torch._C._len_torch_dispatch_stack()  # make_fx, fake tensors
+            or torch._C._get_tracing_state() is not None  # jit.trace
+        )
+
+    def functional(self, x: Array) -> bool:
+        """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
+        for derivatives of both modes and any order, which fused kernels have not."""
+        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
     def quiet(self) -> AbstractContextManager[object]:
         # Sums run in the precision of the arguments, whatever torch would make of them.
@@ -130,6 +141,13 @@ class Torch(Framework):
         out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
         return out if self.surely_finite(out) else None
 
+    def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
+        best, at = torch.sort(x, dim=-1, descending=True, stable=True)
+        return best[..., :k], at[..., :k]
+
+    def along(self, x: Array, at: Array) -> Array:
+        return torch.gather(x, -1, at)  # the standard's name makes a graph for each length
+
     # Without temporaries, where no graph holds them.
 
     def tanh(self, x: Array, spend: bool = False) -> Array:
@@ -138,13 +156,13 @@ class Torch(Framework):
         return x.tanh_()
 
     def exp_below(self, x: Array, top: Array, live: Live, spend: bool = False) -> Array:
-        if self.needs_gradient((x, top)):
+        if self.tracing(x) or self.needs_gradient((x, top)):
             return super().exp_below(x, top, live)
         x = (x.sub_(top) if spend else x - top).exp_()
         return x if live is None else x.masked_fill_(~live, 0)
 
     def above(self, x: Array, top: Array, tau: Array, live: Live) -> Array:
-        if self.needs_gradient((x, top, tau)):
+        if self.tracing(x) or self.needs_gradient((x, top, tau)):
             return super().above(x, top, tau, live)
         x = (x - top).sub_(tau).clamp_(min=0)
         return x if live is None else x.masked_fill_(~live, 0)
@@ -168,16 +186,14 @@ class Torch(Framework):
         self, condition: Any, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
     ) -> Array:
         # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
-        return (
-            no(*args) if torch.compiler.is_compiling() else super().when(condition, yes, no, *args)
-        )
+        return no(*args) if self.tracing(condition) else super().when(condition, yes, no, *args)
 
     def until(
         self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
     ) -> Any:
         if not self.tracing(state):
             return super().until(done, step, state, limit)
-        for _ in range(min(limit, TRACED)):  # a graph cannot look whether it is done
+        for _ in range(min(limit, UNROLLED)):  # a graph cannot look whether it is done
             state = step(state)
         return state
 
@@ -210,43 +226,35 @@ class Torch(Framework):
     def custom(
         self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
     ) -> Arrays:
-        made = SimpleNamespace(count=0)  # how many of the results are outputs
-        out = _Custom.apply(forward, backward, reference, made, *leaves)
-        return tuple(out[: made.count])
+        if self.tracing(leaves):
+            return reference(*leaves)
+        return tuple(_Custom.apply(forward, backward, reference, *leaves))
 
 
 class _Custom(torch.autograd.Function):
     @staticmethod
-    def forward(forward: Any, backward: Any, reference: Any, made: Any, *leaves: Array) -> Any:
+    def forward(ctx: Any, forward: Any, backward: Any, reference: Any, *leaves: Array) -> Any:
         outputs, kept = forward(*leaves)
-        made.count = len(outputs)
-        # One array may be both; as two results, only the first of them has a gradient.
-        return *outputs, *(x.detach() if any(x is y for y in outputs) else x for x in kept)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.pull, ctx.reference, made, *leaves = inputs[1:]
-        ctx.count, ctx.made = len(leaves), made.count
-        kept = output[ctx.made :]
-        ctx.mark_non_differentiable(*kept)
+        ctx.pull, ctx.reference, ctx.count = backward, reference, len(leaves)
+        # One array may be both an output and kept: an output must be saved as itself.
         ctx.save_for_backward(*leaves, *kept)
-        # Torch would make zeros for what is kept, which has no gradient.
         ctx.set_materialize_grads(False)
-        ctx.likes = [(y.shape, y.dtype, y.device) for y in output[: ctx.made]]
+        ctx.likes = [(y.shape, y.dtype, y.device) for y in outputs]
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Array) -> Any:
         saved = ctx.saved_tensors  # an activation checkpoint lets them be asked for once
         leaves, kept = saved[: ctx.count], saved[ctx.count :]
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[3:]
         gradients = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(gradients, ctx.likes, strict=False)
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.likes, strict=True)
         )
         if torch.is_grad_enabled():  # somebody will differentiate this gradient
             found = iter(_differentiable(ctx.reference, leaves, wanted, gradients))
-            return (None,) * 4 + tuple(next(found) if want else None for want in wanted)
-        return (None,) * 4 + tuple(ctx.pull(leaves, kept, gradients))
+            return (None,) * 3 + tuple(next(found) if want else None for want in wanted)
+        return (None,) * 3 + tuple(ctx.pull(leaves, kept, gradients))
 
 
 def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) -> Any:

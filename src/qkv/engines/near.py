@@ -37,6 +37,8 @@ QUERIES, PAIRS = 16, 2**22
 QUERIED, SAMPLED = 64, 2**13
 """Queries and keys that are looked at to see what will be read."""
 
+TRACED = "the numbers cannot be read while they are being traced"
+
 CHUNK = 1024
 """Queries that go through the boxes together."""
 
@@ -45,6 +47,8 @@ def glance(call: Call) -> str | None:
     """A reason against it that takes no look at the numbers, which `cannot` takes."""
     if call.fw.name not in ("numpy", "torch") or type(call.score) is not Gaussian:
         return None  # `cannot` tells
+    if call.fw.tracing(call.query):
+        return TRACED
     d = call.fw.shape(call.key)[-1]
     if d > WIDTH:
         return f"boxes rule hardly a key out in {d} dimensions"
@@ -78,16 +82,12 @@ def cannot(call: Call) -> str | None:
 
 
 def _unreadable(call: Call) -> str | None:
-    traced = "the numbers cannot be read while they are being traced"
     if call.fw.tracing(call.query):
-        return traced
-    try:
-        if any(call.fw.concrete(x) is None for x in (call.query, call.key, call.value)):
-            return "the numbers are not on the host, where the boxes are laid out"
-        narrow = _narrow(call)
-        query, key, value = (call.fw.to_numpy(x) for x in (call.query, call.key, call.value))
-    except (RuntimeError, TypeError, NotImplementedError):
-        return traced
+        return TRACED
+    if any(call.fw.concrete(x) is None for x in (call.query, call.key, call.value)):
+        return "the numbers are not on the host, where the boxes are laid out"
+    narrow = _narrow(call)
+    query, key, value = (call.fw.to_numpy(x) for x in (call.query, call.key, call.value))
     # A NaN is below nothing.
     in_range = all(float(np.max(np.abs(x))) * narrow < 1e150 for x in (query, key))
     if not (in_range and math.isfinite(np.sum(value, dtype=np.float64))):

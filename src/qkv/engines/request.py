@@ -98,7 +98,7 @@ def _all_arrays(record: Any) -> list[Array]:
         return [record]
     if isinstance(record, masks.Mask):
         return record.arrays()
-    inner = vars(record).values() if hasattr(record, "__dataclass_fields__") else ()
+    inner = vars(record).values() if hasattr(type(record), "__dataclass_fields__") else ()
     return [x for item in inner for x in _all_arrays(item)]
 
 

@@ -60,6 +60,8 @@ def cannot(call: Call) -> str | None:
 
 def declines(call: Call) -> str | None:
     numbers = math.prod(call.lead) * call.n * call.m * footprint(call)
+    if call.fw.tracing(call.query) and not call.fw.equal_spans:
+        return "a graph would hold every block, so it holds the equation, for any length"
     if numbers <= SMALL:
         return (
             f"the call holds {count(numbers)} numbers in all: one block, which dense does at once"

@@ -162,14 +162,14 @@ class TopK(Exponential):
     def best(self, scores: Array, at: Array) -> State:
         fw = of(scores)
         scores, order = fw.stable_top(scores, self.k)
-        return scores, fw.xp.take_along_axis(at, order, axis=-1)
+        return scores, fw.along(at, order)
 
     def merge_best(self, one: State, two: State) -> State:
-        xp = of(one[0]).xp
+        fw = of(one[0])
         scores, at = self.joined(one, two)
         # By position first: the sort by score is stable, so ties then go to the lowest row.
-        order = xp.argsort(at, axis=-1, stable=True)
-        scores, at = (xp.take_along_axis(x, order, axis=-1) for x in (scores, at))
+        order = fw.xp.argsort(at, axis=-1, stable=True)
+        scores, at = (fw.along(x, order) for x in (scores, at))
         return self.best(scores, at)
 
     def chosen(self, scores: Array, live: Live, k: Array, found: State) -> Array:

@@ -50,7 +50,7 @@ def declines(call: Call) -> str | None:
             f"the kernel takes one width, and {widths[0]} for queries against {widths[1]} for "
             "values would be mostly padding"
         )
-    if call.m >= MANY and streaming.is_few(call) and _has_look_up(call):
+    if _has_look_up(call) and call.m >= MANY and streaming.is_few(call):
         return "for a few queries among many keys it reads memory more slowly than ours"
     reason: str | None = _kernels(call).declines(call)
     return reason
@@ -112,6 +112,6 @@ def scale_of(call: Call) -> float:
     """The factor on qᵀk, with the softmax's temperature."""
     scale: Any = 1.0
     if isinstance(call.score, ScaledDot):
-        width = call.fw.shape(call.query)[-1]
-        scale = 1 / math.sqrt(width or 1) if call.score.scale is None else call.score.scale
+        width = int(call.fw.shape(call.query)[-1] or 1)  # torch.compile may not know it yet
+        scale = 1 / math.sqrt(width) if call.score.scale is None else call.score.scale
     return float(scale / call.weighting.temperature)  # type: ignore[attr-defined]

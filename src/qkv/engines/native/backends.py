@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qkv.arrays import framework
 from qkv.types import Array
 
 WORTH = 2**34
@@ -22,14 +23,16 @@ def sdpa(
 ) -> Array:
     """SDPA of (batch, heads, rows, width), by the backend that was measured as the fastest."""
     query, key, value = parts
-    grouped = key.shape[1] != query.shape[1]
+    grouped = False
+    if key.shape[1] != query.shape[1]:  # torch.compile takes no condition that is not decided
+        grouped = True
 
     def attend() -> Array:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, plain, scale=scale, enable_gqa=grouped
         )
 
-    if query.device.type != "cuda" or mask is not None or torch.compiler.is_compiling():
+    if query.device.type != "cuda" or mask is not None or framework("torch").tracing(query):
         return attend()
     if query.numel() * key.shape[-2] < WORTH or dropout:
         return attend()

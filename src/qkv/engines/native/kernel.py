@@ -52,8 +52,8 @@ def smooth(
     A hook on the kernel's node does it: a function of our own around the kernel would cost a
     small call as much as the kernel does.
     """
-    node = None if torch.compiler.is_compiling() else out.grad_fn
-    if node is None or torch._C._are_functorch_transforms_active():
+    node = None if framework("torch").tracing(out) else out.grad_fn
+    if node is None:
         return out
     if not node.name().startswith("ScaledDotProduct"):
         return out  # made of operations that have all derivatives

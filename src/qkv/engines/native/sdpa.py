@@ -34,6 +34,8 @@ SHORT = 512
 
 
 def cannot(call: Call) -> str | None:
+    if call.fw.functional(call.query):  # type: ignore[attr-defined]
+        return "the kernel has no rules for torch.func and for forward-mode derivatives"
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
     if call.fw.tracing(call.query) or _splits(call):

@@ -23,8 +23,6 @@ def run(call: Call) -> tuple[Array, Array] | None:
     """
     if call.rule is not None or call.dropout or call.wants_lse or call.fw.tracing(call.query):
         return None
-    if torch._C._are_functorch_transforms_active():
-        return None
     parts: list[Any] = [call.query, call.key, call.value]
     shapes = [tuple(x.shape) for x in parts]
     if len({(*x[:-2], x[-1]) for x in shapes}) > 1 or len(shapes[0]) != 4:
