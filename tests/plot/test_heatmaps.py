@@ -463,5 +463,5 @@ class TestImport:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(MissingExtra) as caught:
             heatmaps(np.eye(3))
-        assert str(caught.value) == 'heatmaps needs matplotlib: pip install "qkv[plot]"'
+        assert str(caught.value) == 'a picture needs matplotlib: pip install "qkv[plot]"'
         assert isinstance(caught.value, ImportError)

@@ -34,7 +34,7 @@ def bars(
         names.append(f"{others:,} other row{'s' if others > 1 else ''}")
         weights.append(rest)
         colours.append(REST)
-    figure = blank("bars", (6.4, 0.9 + 0.34 * len(names)), "constrained")
+    figure = blank((6.4, 0.9 + 0.34 * len(names)), "constrained")
     axes: Any = figure.subplots()
     places = range(len(names))
     axes.barh(places, weights, color=colours, height=0.62)

@@ -68,7 +68,7 @@ def heatmaps(
     query_words = _words(yticks, queries, "yticks", "query")
     width, height = _inches(figsize)
 
-    figure = blank("heatmaps", (columns * width, rows * height), "compressed")
+    figure = blank((columns * width, rows * height), "compressed")
     # Not sharex: matplotlib's cost of sharing grows with the square of the panels.
     axes: Any = figure.subplots(rows, columns, squeeze=False)
 
@@ -109,16 +109,14 @@ def heatmaps(
     return figure
 
 
-def blank(
-    owner: str, figsize: tuple[float, float], layout: Literal["compressed", "constrained"]
-) -> Figure:
+def blank(figsize: tuple[float, float], layout: Literal["compressed", "constrained"]) -> Figure:
     """A figure to draw on, where matplotlib is there."""
     try:
         from qkv.plot.figures import Figure
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise MissingExtra(f'{owner} needs matplotlib: pip install "qkv[plot]"') from None
+        raise MissingExtra('a picture needs matplotlib: pip install "qkv[plot]"') from None
     return Figure(figsize=figsize, layout=layout)
 
 
