@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qkv import masks, scores, weightings
-from qkv.arrays import of
+from qkv.arrays import framework, of, tree
 from qkv.testing import Case
 
 LEAD, N, M, D, DV, HIDDEN = (2, 4), 7, 9, 3, 5, 6
@@ -98,6 +98,11 @@ WEIGHTINGS: dict[str, weightings.Weighting] = {
     "nearest_if_empty": weightings.Normalized("nearest"),
 }
 
+LEARNED: dict[str, weightings.Weighting] = {
+    "alphas": weightings.Entmax(np.array([0.6, 1.0, 1.7, 2.6])),
+}
+"""Weightings that hold arrays, of the shapes of these cases."""
+
 _ALLOWED = _rng.random((N, M)) > 0.4
 _ALLOWED[2] = False  # one query has nothing to attend to
 _BIAS = np.where(_ALLOWED, _normal(N, M), -np.inf)
@@ -128,9 +133,12 @@ MASKS: dict[str, tuple[Arrays, Callable[[Arrays], Any]]] = {
 
 @functools.cache
 def case(score: str, weighting: str, mask: str) -> Case:
-    """The call of these three: the arrays inside the score and the mask are among its own."""
+    """The call of these three: the arrays inside of them are among its own."""
     inside = {f"score.{k}": x for k, x in SCORES[score][0].items()}
     inside |= {f"mask.{k}": x for k, x in MASKS[mask][0].items()}
+    weigh, host = {**WEIGHTINGS, **LEARNED}[weighting], framework("numpy")
+    held = tree.leaves(host, weigh)
+    inside |= {f"weighting.{i}": x for i, x in enumerate(held)}
 
     def how(arrays: Arrays) -> dict[str, Any]:
         def part(prefix: str) -> Arrays:
@@ -138,7 +146,7 @@ def case(score: str, weighting: str, mask: str) -> Case:
 
         return {
             "score": SCORES[score][1](part("score.")),
-            "weighting": WEIGHTINGS[weighting],
+            "weighting": tree.rebuild(host, weigh, part("weighting.").values()),
             "mask": MASKS[mask][1](part("mask.")),
         }
 
@@ -150,7 +158,7 @@ def case(score: str, weighting: str, mask: str) -> Case:
 def sensible(score: str, weighting: str, mask: str) -> bool:
     """Whether the three go together; the refusals have tests of their own."""
     built = scores.resolve(SCORES[score][1](SCORES[score][0]))
-    how = WEIGHTINGS[weighting]
+    how = {**WEIGHTINGS, **LEARNED}[weighting]
     if how.needs_nonnegative and (not built.nonnegative or mask.startswith("float")):
         return False
     return weighting != "nearest_if_empty" or hasattr(built, "closeness")
@@ -158,7 +166,7 @@ def sensible(score: str, weighting: str, mask: str) -> bool:
 
 def product() -> list[tuple[str, str, str]]:
     """Every score × weighting × mask that makes sense."""
-    return [c for c in itertools.product(SCORES, WEIGHTINGS, MASKS) if sensible(*c)]
+    return [c for c in itertools.product(SCORES, (*WEIGHTINGS, *LEARNED), MASKS) if sensible(*c)]
 
 
 def covering() -> list[tuple[str, str, str]]:

@@ -79,14 +79,16 @@ def normalized(s, on_empty="zero"):
 
 
 def entmax(s, alpha):
-    """τ by bisection: the weights sum to one."""
-    if not s:
-        return []
+    """λ by bisection, the logarithm of 1 over the largest weight: the weights sum to one."""
+    c = np.max(alpha) - 1
+    if not s or c == 0:
+        return softmax(s)
 
-    def weights(tau):
-        return [max(0.0, (alpha - 1) * x - tau) ** (1 / (alpha - 1)) for x in s]
+    def weights(at):
+        r = [math.exp(-c * at) + c * (x - max(s)) for x in s]
+        return [x ** (1 / c) if x > 0 else 0.0 for x in r]
 
-    low, high = (alpha - 1) * max(s) - 1, (alpha - 1) * max(s)
+    low, high = 0.0, math.log(len(s)) + 1e-9
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(weights(middle)) > 1 else (low, middle)

@@ -255,6 +255,10 @@ WEIGHTINGS: dict[str, Kind] = {
     "sparsemax": plain(lambda: "sparsemax", lambda s: formulas.entmax(s, 2)),
     "entmax15": plain(lambda: "entmax15", lambda s: formulas.entmax(s, 1.5)),
     "entmax13": plain(lambda: weightings.Entmax(1.3), lambda s: formulas.entmax(s, 1.3)),
+    "sharp": plain(lambda: weightings.Entmax(2.5), lambda s: formulas.entmax(s, 2.5)),
+    "alpha": Kind(
+        weightings.Entmax, lambda s, r, a: formulas.entmax(s, float(a)), {"a": np.array(1.3)}
+    ),
     "normalized": on_empty("zero", lambda r: [0.0] * len(r)),
     "or_nan": on_empty("nan", lambda r: [math.nan] * len(r)),
     "or_uniform": on_empty("uniform", lambda r: [1 / len(r)] * len(r)),

@@ -244,10 +244,10 @@ NUMBERS: list[Case] = [
     ("k below 0", lambda: weightings.TopK(-2), ArgumentError, r"TopK: k.*at least 1, not -2"),
     ("k of 1.5", lambda: weightings.TopK(1.5), ArgumentError, r"TopK: k.*whole number.*1\.5"),
     ("k of True", lambda: weightings.TopK(True), ArgumentError, r"TopK: k.*whole number.*True"),
-    ("alpha of 1", lambda: weightings.Entmax(1), ArgumentError, r"alpha.*above 1.*softmax.*not 1"),
-    ("alpha of 3", lambda: weightings.Entmax(3.0), ArgumentError, r"alpha.*up to 2.*not 3"),
+    ("alpha of 0", lambda: weightings.Entmax(0), ArgumentError, r"alpha.*above 0.*not 0"),
+    ("alpha below 0", lambda: weightings.Entmax(-1.5), ArgumentError, r"alpha.*above 0.*-1\.5"),
     ("alpha of NaN", lambda: weightings.Entmax(float("nan")), ArgumentError, r"alpha.*nan"),
-    ("alpha of words", lambda: weightings.Entmax("x"), ArgumentError, r"alpha.*number.*'x'"),
+    ("alpha of words", lambda: weightings.Entmax("x"), DtypeError, r"alpha.*number.*'x'"),
     (
         "straight_through",
         lambda: weightings.Hard("yes"),

@@ -11,7 +11,7 @@ from qkv import scores, weightings
 from qkv.engines import choose, triton
 from qkv.testing import checks
 from tests import cases
-from tests.cases import SCORES, WEIGHTINGS, case
+from tests.cases import LEARNED, SCORES, WEIGHTINGS, case
 from tests.frameworks import FRAMEWORKS, WITH_GRADIENTS
 
 FULL = bool(os.environ.get("QKV_FULL"))
@@ -53,7 +53,7 @@ def test_gradients(fw, engine, score, weighting, mask):
 
 EACH = [(s, "softmax", "causal_window") for s in SCORES] + [
     ("scaled_dot" if not w.needs_nonnegative else "triangular", name, "lengths")
-    for name, w in WEIGHTINGS.items()
+    for name, w in {**WEIGHTINGS, **LEARNED}.items()
 ]
 
 

@@ -120,9 +120,14 @@ def holds_others(fw: Framework, record: Any) -> bool:
 
 def has_arrays(kind: Hashable) -> bool:
     """Whether a record of this kind holds an array."""
+    return bool(arrays_of(kind))
+
+
+def arrays_of(kind: Hashable) -> list[ArrayKind]:
+    """The arrays that a record of this kind holds."""
     if type(kind) is ArrayKind:
-        return True
-    return isinstance(kind, tuple) and any(map(has_arrays, kind))
+        return [kind]
+    return [x for item in kind for x in arrays_of(item)] if isinstance(kind, tuple) else []
 
 
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:

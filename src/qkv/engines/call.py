@@ -16,6 +16,7 @@ from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Block, Live, Shape, Span, derived
 from qkv.weightings import Weighting
+from qkv.weightings.base import of_rows
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,14 @@ def place(call: Call, rows: Span, cols: Span) -> Block:
     return Block(rows, cols, n, m, positions, len(lead))
 
 
+def some_rows(call: Call, rows: Span | None) -> Call:
+    """The call with what its weighting has for each row cut to these, None: to all."""
+    if rows is None:
+        return call
+    weighting = of_rows(call.fw, call.weighting, rows, call.n)
+    return call if weighting is call.weighting else replace(call, weighting=weighting)
+
+
 def live(call: Call, block: Block) -> Array | None:
     """Which pairs of the block count: what the mask allows, less what was counted elsewhere."""
     out = None
@@ -208,12 +217,19 @@ def seeded(call: Call) -> Call:
 
 
 def results(call: Call, found: tuple[Array | None, Array | None, Array | None]) -> Any:
-    """What `attend` returns of an engine's output, log-sum-exp and weights."""
+    """What `attend` returns of an engine's output, log-sum-exp and weights.
+
+    The log-sum-exp keeps the precision of the sums: rounded to 16 bits it would merge nothing.
+    """
     fw, dtype = call.fw, call.fw.dtype(call.query)
     out, lse, alpha = found
     if lse is None and alpha is None:
         return fw.astype(out, dtype)
-    lse = lse if lse is None else lse[..., 0]
-    kept = (out, lse if call.wants_lse else None, alpha if call.wants_weights else None)
-    told = tuple(fw.astype(x, dtype) for x in kept if x is not None)
+    wide = "float64" if dtype == "float64" else "float32"
+    kept = (
+        None if out is None else fw.astype(out, dtype),
+        fw.astype(lse[..., 0], wide) if call.wants_lse and lse is not None else None,
+        fw.astype(alpha, dtype) if call.wants_weights and alpha is not None else None,
+    )
+    told = tuple(x for x in kept if x is not None)
     return told[0] if len(told) == 1 else told

@@ -106,6 +106,8 @@ def _class_of(kind: Kind) -> Kind | None:
         mask = mask._replace(shape=(*shape[:-2], shape[-2] == 1, shape[-1] == 1))
     elif tree.has_arrays(mask):
         return None  # an array inside of a rule may be as long as the keys
+    if any(tuple(x.shape[-2:]) == (n, 1) for x in tree.arrays_of(weighting)) and n != 1:
+        return None  # and one inside of a weighting as the queries
     leads = query[:-2], key[:-2], None if value is None else value[:-2]
     widths = query[-1], key[-1], None if value is None else value[-1]
     return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, *flags

@@ -45,7 +45,7 @@ def request(
         key,
         value,
         score=tree.map_arrays(fw, fw.plain, score),
-        weighting=weighting,
+        weighting=tree.map_arrays(fw, fw.plain, weighting),
         rule=rule,
         bias=bias_of(fw, bias, query),
         dropout=p,
@@ -130,6 +130,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     for name in ("key", "value")[: len(given) - 1]:
         lead = _join_leads(lead, shapes[name][:-2], shapes["query"], name, shapes[name])
     rest["score"].check(shapes["query"], shapes["key"])
+    rest["weighting"].fits(lead, shapes["query"][-2])
     query, key, value = (given.get(name) for name in ("query", "key", "value"))
     if 0 in (*lead, shapes["query"][-2], shapes["key"][-2]):
         parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))

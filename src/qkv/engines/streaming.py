@@ -24,6 +24,7 @@ from qkv.errors import count
 from qkv.scores import functions_in
 from qkv.types import Array, Arrays, Live, Slopes, Span
 from qkv.weightings import State, Weighting
+from qkv.weightings.base import of_rows
 
 NAME = "streaming"
 
@@ -292,12 +293,13 @@ def value_of(call: Call, cols: Any, live: Live) -> Array:
 
 def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
     """The outputs, and what is kept of each row for the way back where there is one."""
-    fw, weighting, loops = call.fw, call.weighting, _loops(call)
+    fw, loops = call.fw, _loops(call)
     unscaled = replace(call, weighting=Weighting())
     width = fw.shape(call.value)[-1]
-    keeps = learning or call.wants_lse or weighting.strict
+    keeps = learning or call.wants_lse or call.weighting.strict
 
     def pooled(rows: Span, keys: Any) -> Arrays:
+        weighting = of_rows(fw, call.weighting, rows, call.n)
         template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
 
         stored, one = isinstance(keys, Cuts), isinstance(keys, list) and len(keys) == 1
@@ -314,7 +316,7 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
             if at in known:
                 return known[at]  # type: ignore[no-any-return]
             part = piece(call, rows, cols)
-            s = calls.scores(call, part.query, part.key, part.bias, part.block)
+            s = calls.scores(calls.some_rows(call, rows), *part[2:], part.block)
             found = s, part.live, part.block.k, part.block
             if one or (stored and searches(call)):  # no pass over the row reads a key again
                 known[at] = found
@@ -339,9 +341,9 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
         return out, *found_all, *(() if centre is None else (centre,))
 
     out, *kept = loops.tiled(pooled, tiling)
-    if weighting.strict:
-        weighting.check(tuple(kept))
-    outputs = (out, weighting.lse(tuple(kept))) if call.wants_lse else (out,)
+    if call.weighting.strict:
+        call.weighting.check(tuple(kept))
+    outputs = (out, call.weighting.lse(tuple(kept))) if call.wants_lse else (out,)
     return outputs, tuple(kept)
 
 
@@ -356,16 +358,28 @@ def _backward(
     parameters = tree.leaves(fw, (call.score, weighting))
     stored = isinstance(call.key, Column)
 
-    def scores_of(part: Piece) -> tuple[Array, Callable[[Array], Slopes]]:
+    def scores_of(part: Piece, rows: Span) -> tuple[Array, Callable[[Array], Slopes]]:
         """The scores of a block, and their gradients to gradients of what `moves` in it."""
         moves = part.query, None if stored else part.key, part.bias, call.score, weighting
 
         def function(*arrays: Array) -> Array:
             query, key, bias, score, weighting = tree.rebuild(fw, moves, arrays)
+            weighting = of_rows(fw, weighting, rows, call.n)
             changed = replace(call, score=score, weighting=weighting)
             return calls.scores(changed, query, part.key if stored else key, bias, part.block)
 
         return fw.vjp(function, *tree.leaves(fw, moves))
+
+    def weights_of(rows: Span, *given: Any) -> tuple[Array, Callable[[Array], Slopes] | None]:
+        """The weights of a block, and their gradients to those of arrays that act in `weight`."""
+        if not weighting.bends:
+            return of_rows(fw, weighting, rows, call.n).weight(*given), None
+
+        def function(*arrays: Array) -> Array:
+            bent = tree.rebuild(fw, weighting, arrays)
+            return of_rows(fw, bent, rows, call.n).weight(*given)
+
+        return fw.vjp(function, *tree.leaves(fw, weighting))
 
     def added(total: Any, new: Array | None, rows: Span, cols: Span | None = None) -> Any:
         return total if new is None else fw.add_at(total, new, rows, cols)
@@ -385,10 +399,10 @@ def _backward(
             part = piece(call, rows, cols)
             live, keep = part.live, calls.dropped(call, part.block)
             if weighting.smooth:
-                s, pull = scores_of(part)
+                s, pull = scores_of(part, rows)
             else:
                 s = calls.scores(call, *part[2:], part.block)
-            weight = weighting.weight(s, live, part.block.k, found)
+            weight, bend = weights_of(rows, s, live, part.block.k, found)
             value = value_of(call, cols, live)
             if not stored:
                 spread = weighting.moving(weight)
@@ -399,14 +413,16 @@ def _backward(
                 shared = calls.share_heads(call, value)
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
                 along = along if keep is None else along * keep
-                slope = weighting.slope(s, weight, along, centre, found)
+                local = of_rows(fw, weighting, rows, call.n)
+                slope = local.slope(s, weight, along, centre, found)
                 new = iter(pull(fw.keep(slope, live)))
                 dq = added(dq, next(new), rows)
                 dk = dk if stored else added(dk, next(new), cols)
                 dbias = dbias if call.bias is None else added(dbias, next(new), rows, cols)
-                dparameters = [
-                    old if x is None else old + x for old, x in zip(dparameters, new, strict=True)
-                ]
+                bent = () if bend is None else bend(fw.keep(along - centre, live))
+                more = [None] * (len(dparameters) - len(bent)) + [*bent]
+                parts = zip(dparameters, new, more, strict=True)
+                dparameters = [sum(y for y in x if y is not None) for x in parts]
             return [dq, dk, dv, dbias, dparameters]
 
         return loops.fold(step, totals, keys)

@@ -146,8 +146,9 @@ def _cases(
         "key": rng.normal(size=(2, 2, M, widths[1])),
         "value": rng.normal(size=(2, 2, M, WIDTH)),
     }
-    for i, x in enumerate(tree.leaves(host, score)):
-        arrays[f"score {i}"] = np.asarray(x, "float64")
+    for name, record in (("score", score), ("weighting", weighting)):
+        for i, x in enumerate(tree.leaves(host, record)):
+            arrays[f"{name} {i}"] = np.asarray(x, "float64")
     live = rng.random((N, M)) > 0.4
     live[2] = False
     spoiled = {**arrays, "key": arrays["key"].copy(), "value": arrays["value"].copy()}
@@ -155,10 +156,13 @@ def _cases(
 
     def case(given: dict[str, np.ndarray], **more: Any) -> Case:
         def how(now: Any) -> dict[str, Any]:
-            inside = [x for name, x in now.items() if name.startswith("score ")]
+            def built(what: str, record: Any) -> Any:
+                inside = [x for name, x in now.items() if name.startswith(f"{what} ")]
+                return tree.rebuild(host, record, inside)
+
             mask = now.get("mask", more.get("mask"))
-            built = tree.rebuild(host, score, inside)
-            return {"score": built, "weighting": weighting, **more, "mask": mask}
+            how = {"score": built("score", score), "weighting": built("weighting", weighting)}
+            return {**how, **more, "mask": mask}
 
         return Case(given, how, follows)
 

@@ -211,7 +211,8 @@ class Question(NamedTuple):
 
     def share(self, lse: Any) -> Any:
         """What a sink leaves to the keys: Σ exp(s) / (Σ exp(s) + exp(sink))."""
-        return torch.sigmoid(lse[..., None] - self.sinks.reshape(1, -1, 1, 1)).to(lse.dtype)
+        left = torch.sigmoid(lse[..., None] - self.sinks.reshape(1, -1, 1, 1))
+        return left.to(self.query.dtype)
 
     def weights(self, start: int, stop: int) -> Any:
         """α of the queries from start to stop, (batch, heads, stop − start, m)."""

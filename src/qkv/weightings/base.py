@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from qkv.arrays import of
+from qkv.arrays import of, tree
+from qkv.arrays.base import Framework
 from qkv.scores import Score
-from qkv.types import Array, Keep, Live, Span
+from qkv.types import Array, Keep, Live, Shape, Span
 
 State = tuple[Array, ...]
 """What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
@@ -53,13 +54,16 @@ class Weighting:
     """Whether a weight falls when another of its row rises, so that `slope` needs a centre."""
     smooth: bool = True
     """Whether the weights move with the scores, so that gradients reach them."""
+    bends: bool = False
+    """Whether an array of its own acts in `weight`, not in `scale` alone."""
     strict: bool = False
     """Whether a row may be refused once it is known: `check` looks at it."""
 
     def __call__(self, scores: Array, live: Live = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
-        lent = fw.lend(scores) if type(self).search is not Weighting.search else None
+        lends = type(self).search is not Weighting.search and not self.bends
+        lent = fw.lend(scores) if lends else None
         if lent is not None:
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]
@@ -72,8 +76,9 @@ class Weighting:
         def some(rows: Span, _: object) -> State:
             part = None if live is None else fw.cut(live, rows, -2)
             # What is dead may be NaN, which a learned temperature must not meet.
-            s = self.scale(fw.keep(fw.cut(scores, rows, -2), part))
-            return (self.weights(s, part, fw.positions(0, m, scores)),)
+            how = of_rows(fw, self, rows, n)
+            s = how.scale(fw.keep(fw.cut(scores, rows, -2), part))
+            return (how.weights(s, part, fw.positions(0, m, scores)),)
 
         with fw.quiet():
             return fw.tiled(some, tiling)[0]
@@ -85,6 +90,9 @@ class Weighting:
     def reads(self, score: Score) -> Score:
         """The score as this weighting needs it."""
         return score
+
+    def fits(self, lead: Shape, n: int) -> None:
+        """Raise where its arrays do not fit weights of queries (*lead, n, d)."""
 
     def scale(self, scores: Array) -> Array:
         """What is done to each score before anything else (a temperature)."""
@@ -153,6 +161,16 @@ class Weighting:
     def lse(self, found: State) -> Array:
         """The same, of a row that is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
+
+
+def by_row(x: Array, n: int) -> bool:
+    """Whether an array has a number for each of n rows, (…, n, 1)."""
+    return n != 1 and tuple(x.shape[-2:]) == (n, 1)
+
+
+def of_rows(fw: Framework, weighting: Weighting, rows: Span, n: int) -> Weighting:
+    """The weighting of some of n rows: what it has for each is cut."""
+    return tree.map_arrays(fw, lambda x: fw.cut(x, rows, -2) if by_row(x, n) else x, weighting)
 
 
 def pool(weight: Array, value: Array, live: Live, keep: Keep, sparse: bool = False) -> Array:

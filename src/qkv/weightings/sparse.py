@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
-from qkv.arrays import of
-from qkv.errors import ArgumentError
-from qkv.types import Array, Keep, Live
+from qkv.arrays import is_array, of, tree
+from qkv.errors import positive
+from qkv.types import Array, Keep, Live, Shape
 from qkv.weightings.base import (
     INFINITY,
     Fold,
@@ -20,6 +21,7 @@ from qkv.weightings.base import (
     row_max,
     row_sum,
 )
+from qkv.weightings.power import as_rows, check_rows, growth, logarithm
 
 STEPS = 100
 SOME = 128
@@ -29,33 +31,41 @@ SHORT = 64
 """Keys up to which the steps take less than setting scores aside for them."""
 LEAST = 1e-30
 """A divisor where there is nothing to divide."""
+MOST = 80.0
+"""Above the logarithm of any number of keys; its exponential is one of float32's numbers."""
 
 
 @dataclass(frozen=True)
 class Entmax(Weighting):
-    """α = argmax_p pᵀs + H(p) over the simplex, H Tsallis' entropy of order `alpha` in (1, 2].
+    """α = argmax_p pᵀs + H(p) over the simplex, H Tsallis' entropy of order `alpha` > 0.
 
     The solution is αᵢ = max(0, (alpha − 1) sᵢ − τ)^e with e = 1/(alpha − 1), where the one
-    threshold τ makes the row sum to one. At alpha = 2 it is sparsemax; towards 1, softmax.
+    threshold τ makes the row sum to one. At alpha = 2 it is sparsemax, at 1 softmax; above 1 some
+    weights are exactly 0, the more the larger it is, and below 1 none is.
+
+    `alpha` may be learned: an array of one number, of one for each head (h,), or of any shape that
+    broadcasts to one for each row (…, n, 1).
 
     >>> import numpy as np
     >>> Entmax(1.5)(np.array([[1.0, 1.0, -2.0]]))
     array([[0.5, 0.5, 0. ]])
+    >>> Entmax(np.array([1.0, 2.0]))(np.zeros((2, 1, 1)) + np.log([1.0, 3.0])).round(3)
+    array([[[0.25, 0.75]],
+    <BLANKLINE>
+           [[0.  , 1.  ]]])
     """
 
-    alpha: float = 1.5
+    alpha: float | Array = 1.5
     convex: ClassVar[bool] = True
     centred = True
     sparse: ClassVar[bool] = True
 
+    def __new__(cls, alpha: float | Array = 1.5) -> Entmax:
+        quick = isinstance(alpha, Real) and 1 < float(alpha) <= 2
+        return super().__new__(Tsallis if cls is Entmax and not quick else cls)
+
     def __post_init__(self) -> None:
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
-            raise ArgumentError(f"Entmax: alpha must be a number, not {self.alpha!r}")
-        if not 1 < self.alpha <= 2:
-            raise ArgumentError(
-                f"Entmax: alpha must lie above 1 (softmax) and up to 2 (sparsemax), "
-                f"not {self.alpha!r}"
-            )
+        positive(self, "alpha")
 
     @property
     def exponent(self) -> float:
@@ -64,9 +74,13 @@ class Entmax(Weighting):
     def scale(self, scores: Array) -> Array:
         return scores if self.alpha == 2 else scores * (self.alpha - 1)
 
+    def picks(self, scores: Array) -> bool:
+        """Whether the steps look at the few scores that may have a weight, set aside for them."""
+        return of(scores).picks(scores)
+
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
-        if fw.picks(scores):
+        if self.picks(scores):
             return self.picked(scores, live)
         lent = fw.lend(fw.detach(scores))
         if lent is None:
@@ -108,7 +122,7 @@ class Entmax(Weighting):
         top, start = fold(self.look, _looked, _unseen)
         top = finite(top)
         fw = of(top)
-        if not fw.picks(top):
+        if not self.picks(top):
             return top, self.polish(fold, top, self.solve(fold, top))
         start = fw.xp.maximum(finite(start, -1.0), fw.full(top.shape, -1.0, top))
 
@@ -122,7 +136,7 @@ class Entmax(Weighting):
     def look(self, scores: Array, live: Live, k: Array) -> State:
         """The largest score of a block, and from there a τ below its root, so below the row's."""
         fw = of(scores)
-        if not fw.picks(scores):
+        if not self.picks(scores):
             top = row_max(scores, live)
             return top, fw.full(top.shape, -INFINITY, top)
         top, start = self.first_look(scores, live)
@@ -164,7 +178,7 @@ class Entmax(Weighting):
 
     def whole(self, scores: Array, live: Live, k: Array, value: Array, keep: Keep) -> Array:
         fw = of(scores)
-        if not fw.picks(scores):
+        if not self.picks(scores):
             return super().whole(scores, live, k, value, keep)
         weight = self.picked(scores, live, self.alpha - 1, spend=True)
         if keep is None and bool(fw.xp.all(fw.xp.isfinite(value))):
@@ -222,7 +236,8 @@ class Entmax(Weighting):
 
     def step(self, fold: Fold, top: Array, tau: Array) -> Array:
         def lift(s: Array, live: Live, k: Array) -> State:
-            return self.moments(self.excess(s, live, top, tau))
+            weight, lean = self.parts(s, live, (top, tau))
+            return row_sum(weight), row_sum(lean)
 
         return tau + self.newton(*fold(lift, _sums, _zeros))
 
@@ -241,10 +256,10 @@ class Entmax(Weighting):
             return r * r
         return fw.keep(fw.xp.pow(nonzero(r), exponent), r != 0)
 
-    def moments(self, r: Array) -> State:
-        """Σ rᵉ and Σ rᵉ⁻¹"""
-        e = self.exponent
-        return row_sum(self.power(r, e)), row_sum(self.power(r, e - 1))
+    def parts(self, scores: Array, live: Live, found: State) -> State:
+        """α of a block, and how it leans: its slope in the score, but for a constant factor."""
+        r, e = self.excess(scores, live, *found), self.exponent
+        return self.power(r, e), self.power(r, e - 1)
 
     def newton(self, mass: Array, slope: Array) -> Array:
         """The step of τ that solves ‖r‖ₑ = 1 were it linear; 0 for an empty row."""
@@ -259,14 +274,9 @@ class Entmax(Weighting):
     def lift(
         self, scores: Array, live: Live, k: Array, found: State, value: Array, keep: Keep
     ) -> State:
-        r = self.excess(scores, live, *found)
-        slope = self.power(r, self.exponent - 1)
-        weight = self.power(r, self.exponent)
-        return (
-            pool(weight, value, live, keep, sparse=True),
-            pool(slope, value, live, keep, sparse=True),
-            row_sum(slope),
-        )
+        weight, lean = self.parts(scores, live, found)
+        pooled = (pool(x, value, live, keep, sparse=True) for x in (weight, lean))
+        return *pooled, row_sum(lean)
 
     def merge(self, one: State, two: State) -> State:
         return _sums(one, two)
@@ -283,6 +293,120 @@ class Entmax(Weighting):
     ) -> Array:
         lean = self.power(weight, (self.exponent - 1) / self.exponent)
         return lean * (along - centre) * self.exponent
+
+
+@dataclass(frozen=True)
+class Tsallis(Entmax):
+    """`Entmax` of an alpha that is learned, or lies outside of (1, 2].
+
+    With c = alpha − 1 and z = s − top it is αᵢ = e^−λ (1 + c vᵢ)^(1/c), vᵢ = zᵢ e^cλ, 0 where the
+    bracket is not above 0. The one λ ≥ 0 that makes the row sum to one, the logarithm of 1 over
+    the largest weight, is softmax's log-sum-exp at alpha = 1, where nothing else is special.
+    """
+
+    @property
+    def bends(self) -> bool:  # type: ignore[override]
+        return is_array(self.alpha)
+
+    def __repr__(self) -> str:
+        return f"Entmax(alpha={self.alpha!r})"
+
+    def fits(self, lead: Shape, n: int) -> None:
+        check_rows("Entmax: alpha", self.alpha, lead, n)
+
+    def less(self, like: Array) -> Array:
+        """alpha − 1, with as many axes as `like` has"""
+        return as_rows(self.alpha, like) - 1
+
+    def picks(self, scores: Array) -> bool:
+        return False
+
+    def weights(self, scores: Array, live: Live, k: Array) -> Array:
+        return self.searched(scores, live, k)
+
+    def scale(self, scores: Array) -> Array:
+        return scores
+
+    def search(self, fold: Fold) -> State:
+        """The row's largest score, λ, and the logarithm of the mass that rounding has left there:
+        for a large alpha no λ gives 1."""
+        found = super().search(fold)
+        return *found, of(found[0]).xp.log(nonzero(self.mass(fold, *found)[0]))
+
+    def mass(self, fold: Fold, top: Array, at: Array) -> State:
+        """Σ α, and how fast it falls in λ; constants."""
+        fw = of(top)
+        still = tree.map_arrays(fw, fw.detach, self)
+
+        def lift(s: Array, live: Live, k: Array) -> State:
+            return tuple(map(row_sum, still.parts(fw.detach(s), live, (top, fw.detach(at)))))
+
+        return fold(lift, _sums, _zeros)
+
+    def solve(self, fold: Fold, top: Array) -> Array:
+        """λ by Newton's steps on (massᶜ − 1)/c, which is convex in e^−cλ up to alpha = 2.
+
+        From 0, where the top alone has a mass of 1, they climb to the root. Beyond 2 the root is
+        kept between bounds, and found by halves where a step would leave them or hardly move.
+        """
+        fw = of(top)
+        xp, near = fw.xp, EPSILON[fw.dtype(top)]
+        zero = fw.full(top.shape, 0.0, top)
+        c = zero + fw.detach(self.less(top))
+        sharp = c > 1
+
+        def settle(state: State) -> State:
+            at, low, high, last = state
+            mass, rate = self.mass(fold, top, at)
+            low, high = xp.where(mass >= 1, at, low), xp.where(mass >= 1, high, at)
+            log = xp.log(nonzero(mass))
+            step, fine = logarithm(-mass * log * growth(-c * log) / nonzero(rate), c, None)
+            wild = xp.logical_or(at - step < low, at - step > high)
+            wild = xp.logical_or(wild, xp.logical_or(mass == 0, xp.abs(step) > last / 2))
+            wild = xp.logical_and(xp.logical_or(wild, xp.logical_not(fine)), sharp)
+            new = xp.where(wild, (low + high) / 2, at - step)
+            return new, low, high, xp.abs(new - at)
+
+        def done(state: State) -> Array:
+            return xp.logical_not(xp.any(state[3] > near * (1 + state[0])))
+
+        return fw.until(done, settle, (zero, zero, zero + MOST, zero + INFINITY), STEPS)[0]
+
+    def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
+        """The root as it was found, with the derivatives of two more steps.
+
+        Beyond alpha = 2 a step from as near as may be can still lead away.
+        """
+        moved = super().polish(fold, top, tau)
+        return of(tau).detach(tau) + (moved - of(tau).detach(moved))
+
+    def newton(self, mass: Array, slope: Array) -> Array:
+        return (mass - 1) / nonzero(slope)
+
+    def parts(self, scores: Array, live: Live, found: State) -> State:
+        return self.powers(scores, live, found, 1.0, 1 - self.less(scores))
+
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
+        return self.powers(scores, live, found, 1.0)[0]
+
+    def powers(self, scores: Array, live: Live, found: State, *exponents: Any) -> State:
+        """(αᵢ e^λ)^exponent e^−λ for each of the exponents."""
+        fw, c = of(scores), self.less(scores)
+        top, at, *rest = found
+        grown = c * at
+        grown = fw.keep(grown, grown < MOST, MOST)
+        log, some = logarithm((scores - top) * fw.xp.exp(grown), c, live)
+        return tuple(fw.keep(fw.xp.exp(x * log - sum(rest, at)), some) for x in exponents)
+
+    def slope(
+        self, scores: Array, weight: Array, along: Array, centre: Array, found: State
+    ) -> Array:
+        fw = of(weight)
+        lean = fw.xp.exp((1 - self.less(weight)) * fw.xp.log(nonzero(weight)))
+        return fw.keep(lean, weight != 0) * (along - centre)
+
+
+Tsallis.__name__ = Entmax.__name__  # what a person asked for, and reads in what is told of it
 
 
 @dataclass(frozen=True)

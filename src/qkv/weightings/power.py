@@ -1,0 +1,67 @@
+"""(1 + c u)^(1/c), with its limit exp(u) at c = 0 and the same digits on both sides of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.arrays import is_array, of
+from qkv.errors import ShapeError
+from qkv.types import Array, Live, Shape
+from qkv.weightings.base import nonzero
+
+NEAR = 0.1
+"""|x| below which log(1 + x)/x is summed as a series: its slope would have too few digits."""
+FAR = -1e30
+"""What lies below counts as this: 0 · ∞ is no number."""
+
+
+def logarithm(u: Array, c: Array, live: Live) -> tuple[Array, Array]:
+    """log(1 + c u)/c where that has a value, else 0; and where that is. c broadcasts to u."""
+    fw = of(u)
+    xp, u = fw.xp, fw.keep(u, live)
+    u = fw.keep(u, xp.logical_not(u < FAR), FAR)
+    x = c * u
+    some = xp.logical_not(x <= -1)
+    some = some if live is None else xp.logical_and(some, live)
+    short = xp.abs(x) < NEAR
+    y = fw.keep(x, short)
+    ratio = y / (y + 2)
+    square = ratio * ratio
+    series = square / 13
+    for k in (11, 9, 7, 5, 3):  # log(1 + y)/y = 2/(2 + y) · (1 + ratio²/3 + ratio⁴/5 + …)
+        series = square * (series + 1 / k)
+    far = fw.keep(x, xp.logical_and(some, xp.logical_not(short)))
+    log = xp.where(short, u * (series + 1) * 2 / (y + 2), xp.log(far + 1) / nonzero(c))
+    return fw.keep(log, some), some
+
+
+def growth(y: Array) -> Array:
+    """(eʸ − 1)/y"""
+    xp = of(y).xp
+    return xp.where(xp.abs(y) < NEAR, 1 + y / 2 + y * y / 6, (xp.exp(y) - 1) / nonzero(y))
+
+
+def as_rows(number: Any, like: Array) -> Array:
+    """A number, or an array of one, of one for each head (h,), or of one for each row (…, n, 1), as
+    an array with as many axes as `like` (…, n, m)."""
+    fw, axes = of(like), len(like.shape)
+    if not is_array(number):
+        return fw.full((1,) * axes, float(number), like)
+    shape = _row_shape(fw.shape(number))
+    return fw.xp.reshape(number, (1,) * (axes - len(shape)) + shape)
+
+
+def check_rows(what: str, number: Any, lead: Shape, n: int) -> None:
+    """Raise where such an array does not fit queries (*lead, n, d)."""
+    shape, wanted = tuple(getattr(number, "shape", ())), (*lead, n, 1)
+    wide = _row_shape(shape)
+    pairs = zip(wide[::-1], wanted[::-1], strict=False)
+    if len(wide) > len(wanted) or any(x not in (1, y) for x, y in pairs if x and y):
+        raise ShapeError(
+            f"{what} must be one number, one for each of the heads, axis −3, or broadcast to one "
+            f"for each row {wanted}, not of shape {shape}"
+        )
+
+
+def _row_shape(shape: Shape) -> Shape:
+    return (*shape, 1, 1) if len(shape) == 1 and shape != (1,) else shape
