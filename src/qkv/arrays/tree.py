@@ -10,11 +10,51 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
 from qkv.types import Array, derived
 
 T = TypeVar("T")
+
+
+class Record:
+    """What a score, a weighting and a mask are: equal where their fields are, arrays by their
+    numbers."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool
+            setattr(cls, "__eq__", _is_equal)  # noqa: B010
+
+
+def _is_equal(one: Any, other: object) -> bool:
+    return same(one, other) if type(one) is type(other) else NotImplemented
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two records, or what stands in them, are equal.
+
+    >>> import numpy as np
+    >>> same((np.ones(2), "name"), (np.ones(2), "name"))
+    True
+    """
+    if one is other:
+        return True
+    if is_array(one) and is_array(other):
+        fw = of(one)
+        if of(other) is not fw or fw.dtype(one) != fw.dtype(other) or fw.tracing(one):
+            return False
+        return bool(np.array_equal(fw.to_numpy(one), fw.to_numpy(other)))
+    if type(one) is not type(other) or is_array(one):
+        return bool(not is_array(one) and not is_array(other) and one == other)
+    if _fields(one) is not None:
+        compared = [f.name for f in dataclasses.fields(one) if f.compare]
+        return all(same(getattr(one, name), getattr(other, name)) for name in compared)
+    if type(one) in (tuple, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 def leaves(fw: Framework, record: Any) -> list[Array]:

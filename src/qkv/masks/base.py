@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import is_array, of
+from qkv.arrays.tree import Record
 from qkv.errors import DtypeError, ShapeError, unknown
 from qkv.masks.numbers import on_host
 from qkv.types import Array, Block, Shape, Span
@@ -19,7 +20,7 @@ Verdict = bool | None
 """Of a whole block: True, all may be attended to; False, nothing may; None, it depends."""
 
 
-class Mask:
+class Mask(Record):
     """A rule that says, for a block of positions, which pairs may attend."""
 
     __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer

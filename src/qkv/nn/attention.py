@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from qkv import attention, weightings
+from qkv import attention
 from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
+from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
 from qkv.nn.tensors import called_as, check_tensors
 from qkv.weightings import WeightingLike
@@ -40,7 +41,7 @@ def attended(
         key,
         value,
         score=built(score, query.dtype),
-        weighting=weighting,
+        weighting=weightings.built(weighting, query.dtype),
         mask=mask,
         dropout_p=dropout_p,
         return_weights="mean" if weights == "mean" else weights is not None,
@@ -52,8 +53,9 @@ class Attention(nn.Module):
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with any score and weighting, by name or as objects.
 
     query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v). A learned score
-    (`AdditiveScore` and its like) brings its parameters along. `mask` is as for `qkv.attend`: of
-    `qkv.masks`, or True where a pair may attend. Dropout acts on the weights while training.
+    (`AdditiveScore` and its like) brings its parameters along, and so does a weighting that holds
+    an `nn.Parameter`. `mask` is as for `qkv.attend`: of `qkv.masks`, or True where a pair may
+    attend. Dropout acts on the weights while training.
 
     >>> layer = Attention("gaussian")
     >>> keys = torch.tensor([[1.0], [5.0]])
@@ -69,7 +71,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.score = checked(score)
-        self.weighting = weightings.resolve(weighting)
+        self.weighting = weightings.checked(weighting)
         self.dropout = fraction("dropout", dropout)
 
     @overload
@@ -151,7 +153,7 @@ class SelfAttention(nn.Module):
         self.w_key = parameter((d, d_qk), device, dtype)
         self.w_value = parameter((d, d_v), device, dtype)
         self.score = checked(score, (d_qk, d_qk), device=device, dtype=dtype)
-        self.weighting = weightings.resolve(weighting)
+        self.weighting = weightings.checked(weighting)
         self.dropout = fraction("dropout", dropout)
         self.reset_parameters()
 
@@ -194,5 +196,5 @@ class SelfAttention(nn.Module):
 
 def words(layer: Any) -> str:
     """The score and the weighting of a layer, for its repr."""
-    text = f"score={told(layer.score)}, weighting={type(layer.weighting).__name__}"
+    text = f"score={told(layer.score)}, weighting={weightings.told(layer.weighting)}"
     return text + (f", dropout={layer.dropout}" if layer.dropout else "")

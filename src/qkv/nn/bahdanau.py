@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qkv import weightings
 from qkv.errors import ShapeError, fraction, sizes
+from qkv.nn import weightings
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import AdditiveScore, Beforehand, LayerScore, checked
 from qkv.nn.tensors import called_as, check_tensors
@@ -43,7 +43,7 @@ class BahdanauDecoder(nn.Module):
         sizes(vocabulary=vocabulary, embed_dim=embed_dim, hidden=hidden, memory_dim=memory_dim)
         self.embedding = nn.Embedding(vocabulary, embed_dim)
         self.score = checked(score, (hidden, memory_dim))
-        self.weighting = weightings.resolve(weighting)
+        self.weighting = weightings.checked(weighting)
         self.dropout = fraction("dropout", dropout)
         self.start = nn.Linear(memory_dim, hidden)
         self.cell = nn.GRUCell(embed_dim + memory_dim, hidden)

@@ -10,6 +10,7 @@ from torch import nn
 
 from qkv.attention import explain
 from qkv.errors import DtypeError, sizes
+from qkv.nn import weightings
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.bahdanau import BahdanauDecoder
 from qkv.nn.heads import MultiHeadAttention
@@ -94,8 +95,9 @@ def _attending(name: str, layer: Any, calls: Any, count: int) -> Layer:
     query, key, value = calls
     with torch.no_grad():
         score = built(layer.score, query.dtype)
-        found = explain(query, key, value, score=score, weighting=layer.weighting)
-    kind = f"{type(layer).__name__} · {told(layer.score)} → {type(layer.weighting).__name__}"
+        how = weightings.built(layer.weighting, query.dtype)
+        found = explain(query, key, value, score=score, weighting=how)
+    kind = f"{type(layer).__name__} · {told(layer.score)} → {weightings.told(layer.weighting)}"
     widths = f"{query.shape[-1]}·{key.shape[-1]} → {value.shape[-1]}"
     heads = f"{query.shape[-3]} heads of {widths}" if query.dim() == 4 else widths
     if query.dim() == 4 and key.shape[-3] != query.shape[-3]:

@@ -18,6 +18,7 @@ from qkv.nn.cache import Cache
 from qkv.nn.rotary import Rotary, rotary_of
 from qkv.nn.scores import LayerScore, checked, parameter
 from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.weightings import checked as checked_weighting
 from qkv.weightings import WeightingLike
 
 PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
@@ -31,7 +32,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     that state dicts go both ways; and beyond it:
 
     `score` and `weighting`, by name or object, for each head's vectors of `head_dim` numbers; all
-    heads share them. A learned score's name ("additive") or class is enough.
+    heads share them. A learned score's name ("additive") or class is enough. A weighting that
+    holds an `nn.Parameter`, such as `Entmax(alpha)` with one for each head, makes it the layer's.
     `num_kv_heads`: fewer heads for keys and values, each shared by a group of queries' heads.
     `rotary`: True or a `Rotary`, turning queries and keys by their positions.
     In `forward`, `mask` is a rule of `qkv.masks` (True: may attend) beside torch's two masks
@@ -101,7 +103,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.num_kv_heads = shared
         widths = (self.head_dim, self.head_dim)
         self.score = checked(score, widths, device=device, dtype=dtype)
-        self.weighting = weightings.resolve(weighting)
+        self.weighting = checked_weighting(weighting)
         self.rotary = rotary_of(rotary, self.head_dim)
         self.packed = self._qkv_same_embed_dim
         # torch.nn.TransformerEncoderLayer runs a kernel of its own on layers with this mark.

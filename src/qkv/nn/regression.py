@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qkv import masks, weightings
+from qkv import masks
 from qkv.errors import ShapeError
+from qkv.nn import weightings
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import GaussianScore, LayerScore, checked
 from qkv.nn.tensors import called_as, check_tensors
@@ -52,7 +53,7 @@ class KernelRegression(nn.Module):
         if score is None:
             score = GaussianScore(bandwidth, d if features else None, **where)
         self.score = checked(score, (d, d), **where)
-        self.weighting = weightings.resolve(weighting)
+        self.weighting = weightings.checked(weighting)
         self.dropout = 0.0
 
     def forward(self, query: Tensor) -> Tensor:

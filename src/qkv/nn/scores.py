@@ -13,8 +13,10 @@ from torch.nn.functional import linear
 
 from qkv import scores
 from qkv.errors import ArgumentError, sizes
+from qkv.nn import weightings
 from qkv.nn.tensors import called_as
 from qkv.scores import Score
+from qkv.weightings import Weighting
 
 
 class LearnedScore(nn.Module):
@@ -67,6 +69,8 @@ def checked(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> 
 
 def again(score: Any) -> Any:
     """The same score for one more layer: a module with parameters of its own, drawn anew."""
+    if isinstance(score, Weighting):
+        return weightings.again(score)
     if not isinstance(score, nn.Module):
         return score
     copy = deepcopy(score)

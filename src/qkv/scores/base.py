@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 from qkv.arrays import is_array, of
+from qkv.arrays.tree import Record
 from qkv.errors import DtypeError, ShapeError
 from qkv.types import Array, Shape
 
@@ -47,7 +48,7 @@ class Form(NamedTuple):
         return sigmoid(self.gate_query + of(s).xp.matrix_transpose(self.gate_key)) * s
 
 
-class Score:
+class Score(Record):
     """s = score(query, key): (…, n, d_q), (…, m, d_k) → (…, n, m).
 
     Every entry depends on its own pair alone, so any block of scores can be made by itself.

@@ -31,7 +31,7 @@ class Fold(Protocol):
     ) -> State: ...
 
 
-class Weighting:
+class Weighting(tree.Record):
     """α = weights(scores): (…, n, m) → (…, n, m), each row by itself.
 
     The same in blocks is a monoid. `lift` turns one block of scores and values into a state,

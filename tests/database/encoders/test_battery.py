@@ -1,6 +1,8 @@
 """What holds for every encoder: shapes, settings that build it again, a score that can be used."""
 
 import json
+import pickle
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,9 @@ def test_what_holds_for_every_encoder(name: str) -> None:
     check_encoder(encoder, keys)
     settings = json.loads(json.dumps(encoder.settings(), allow_nan=False))
     assert load(settings, encoder.arrays()) == encoder
+    for copy in (pickle.loads(pickle.dumps(encoder)), deepcopy(encoder)):
+        assert copy == encoder
+        np.testing.assert_array_equal(copy.encode(keys), encoder.encode(keys))
 
 
 @CASE

@@ -1,0 +1,67 @@
+"""Weightings with parameters of their own, as torch modules."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from qkv import weightings
+from qkv.arrays import framework, is_array, tree
+from qkv.weightings import Weighting
+
+
+class LearnedWeighting(nn.Module):
+    """A weighting whose arrays belong to a layer, under the names of their fields.
+
+    `build(dtype)` is the weighting over the parameters as they stand: what `attend` takes.
+
+    >>> import torch
+    >>> layer = checked(weightings.Entmax(nn.Parameter(torch.full((2,), 1.5))))
+    >>> layer, list(layer.state_dict())
+    (Entmax(alpha=(2,)), ['alpha'])
+    """
+
+    def __init__(self, weighting: Weighting) -> None:
+        super().__init__()
+        fw = framework("torch")
+        self.names = [f.name for f in fields(weighting) if is_array(getattr(weighting, f.name))]  # type: ignore[arg-type]
+        for name in self.names:
+            x = getattr(weighting, name)
+            put = self.register_parameter if isinstance(x, nn.Parameter) else self.register_buffer
+            put(name, x)
+        self.form = tree.map_arrays(fw, fw.outline, weighting)
+
+    def build(self, dtype: Any) -> Weighting:
+        held = (getattr(self, name).to(dtype) for name in self.names)
+        return tree.rebuild(framework("torch"), self.form, held)
+
+    def __repr__(self) -> str:
+        return tree.brief(self.form)
+
+
+def checked(weighting: Any) -> Any:
+    """The weighting of a layer, by its name or itself; with an `nn.Parameter` in it, a module."""
+    found = weightings.resolve(weighting)
+    return LearnedWeighting(found) if _is_learned(found) else found
+
+
+def built(weighting: Any, dtype: Any) -> Any:
+    """A learned weighting as the object that `attend` takes; anything else as it is."""
+    return weighting.build(dtype) if isinstance(weighting, LearnedWeighting) else weighting
+
+
+def again(weighting: Weighting) -> Weighting:
+    """The same weighting for one more layer, with parameters of its own."""
+    return deepcopy(weighting) if _is_learned(weighting) else weighting
+
+
+def told(weighting: Any) -> str:
+    """A weighting in a word, for a layer's repr."""
+    return type(getattr(weighting, "form", weighting)).__name__
+
+
+def _is_learned(weighting: Weighting) -> bool:
+    return any(isinstance(x, nn.Parameter) for x in vars(weighting).values())
