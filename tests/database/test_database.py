@@ -16,6 +16,8 @@ import torch
 import qkv
 from qkv import scores, weightings
 from qkv.database import AbsentKey, Database
+from qkv.database.faults import Damaged
+from qkv.database.store import sizes
 from qkv.errors import (
     ArgumentError,
     CombinationError,
@@ -365,6 +367,31 @@ def test_the_rows_beside_a_damaged_segment_answer(tmp_path):
     with qkv.open(path, skip_damaged=True) as D:
         answer = D.ask(7001.0, weighting="hard", where="key > 10")
         assert (answer.value, answer.total, answer.weights.tolist()) == (2.0, 2, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("rows", [30, 9000])
+def test_a_segment_that_is_cut_while_it_is_read_is_an_error(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 16)
+    path = tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(np.random.default_rng(0).normal(size=(rows, 8)), np.arange(float(rows)))
+        query = np.ones(8)
+        answer = D.ask(query, top=2)
+        [segment] = path.glob("segment-*")
+        content = segment.read_bytes()
+        os.truncate(segment, 100)
+        for look in (
+            lambda: D.ask(query),
+            lambda: D.ask(query, where="value > 3"),
+            lambda: D.attend(query),
+            lambda: list(D),
+            lambda: answer.spread,
+            lambda: D.encode("exact"),
+        ):
+            with pytest.raises(Damaged, match=segment.name):
+                look()
+        segment.write_bytes(content)
+        assert D.ask(query).value == answer.value
 
 
 # Asking

@@ -284,7 +284,7 @@ class View:
         return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
     def _pieces(self) -> Iterator[_Piece]:
-        return (_Piece(self, part) for part in self._few or self.snapshot.parts())
+        return (_Piece(self, part) for part in self._parts())
 
     def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:
         """The keys' vectors, and the values if they are numbers, to be attended over.
@@ -300,7 +300,7 @@ class View:
 
         def read() -> Iterator[Stored]:
             at = 0
-            for part in self._few or self.snapshot.parts():
+            for part in self._parts():
                 live = part.live
                 if picked is not None:
                     size = len(part.ids) if live is None else int(np.count_nonzero(live))
@@ -315,6 +315,13 @@ class View:
         named, (width, value_width) = "value" if value else "", self._widths
         shape = len(self.ids) if picked is None else count, width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce)
+
+    def _parts(self) -> Iterator[Any]:
+        if self._few is None:
+            yield from self.snapshot.parts()
+        for part in self._few or ():
+            part.check()
+            yield part
 
     @cached_property
     def _few(self) -> list[Any] | None:

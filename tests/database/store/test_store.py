@@ -734,6 +734,16 @@ def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
     assert problem.file == path.name
 
 
+def test_arrays_that_are_cut_while_they_are_used(tmp_path):
+    with Store(tmp_path) as s:
+        s.commit(arrays={"w": np.arange(9000.0)})
+        found = s.at().arrays()["w"]
+        os.truncate(next(tmp_path.glob("arrays-*")), 10)
+        np.testing.assert_array_equal(found, np.arange(9000.0))
+        with pytest.raises(Damaged, match="10 bytes"):
+            s.at().arrays()
+
+
 def test_damaged_arrays(tmp_path):
     filled(tmp_path)
     [path] = tmp_path.glob("arrays*")

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -61,15 +60,28 @@ class Segment:
         ids: np.ndarray,
         tensors: Tensors,
         memory: mmap.mmap | None = None,
-        live: np.ndarray | None = None,
+        path: Path | None = None,
     ) -> None:
-        self.ids, self.tensors, self.live = ids, tensors, live
-        self._memory = memory
+        self.ids, self.tensors = ids, tensors
+        self.live: np.ndarray | None = None
+        self._memory, self._path = memory, path
 
     def __getitem__(self, rows: slice | np.ndarray) -> Segment:
         """Some of the rows."""
         some = {name: tensor[rows] for name, tensor in self.tensors.items()}
-        return Segment(self.ids[rows], some, self._memory if isinstance(rows, slice) else None)
+        memory = self._memory if isinstance(rows, slice) else None
+        return Segment(self.ids[rows], some, memory, self._path)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the file was made shorter since it was mapped."""
+        return self._memory is not None and self._memory.size() < len(self._memory)
+
+    def check(self) -> None:
+        """Refuse to be read where the file was cut: the system would end the process for it."""
+        if self.cut:
+            assert self._path is not None
+            raise damaged(self._path, "it was cut while it was open")
 
     def release(self) -> None:
         """Tell the system that these rows' pages are not needed; reading them maps them again."""
@@ -130,11 +142,12 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
         raise damaged(path, "its header is not the one that was written")
     if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
         raise damaged(path, "its ids are not those that were written")
-    return Segment(ids, {name: found[name] for name in layout.names}, memory)
+    return Segment(ids, {name: found[name] for name in layout.names}, memory, path)
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
-    return _views(path, _map(path, size))
+    """The arrays of a file, read whole: they are few, and used as long as their encoder is."""
+    return _views(path, _map(path, size)[:])
 
 
 def damaged(path: Path, what: str) -> Damaged:
@@ -203,14 +216,12 @@ def _map(path: Path, size: int) -> mmap.mmap:
             raise damaged(path, f"it has {found:,} bytes, and {size:,} were written")
         if not size:
             raise damaged(path, "it is empty")
-        if sys.version_info >= (3, 13):
-            return mmap.mmap(file, 0, access=mmap.ACCESS_READ, trackfd=False)
         return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     finally:
         os.close(file)
 
 
-def _header(path: Path, memory: mmap.mmap) -> tuple[dict[str, Any], int]:
+def _header(path: Path, memory: mmap.mmap | bytes) -> tuple[dict[str, Any], int]:
     """The header and where the data begins."""
     length = int.from_bytes(memory[:8], "little")
     if not 2 <= length <= len(memory) - 8:
@@ -224,8 +235,8 @@ def _header(path: Path, memory: mmap.mmap) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _views(path: Path, memory: mmap.mmap) -> dict[str, np.ndarray]:
-    """Every tensor of a mapped file, read-only, where its bytes lie."""
+def _views(path: Path, memory: mmap.mmap | bytes) -> dict[str, np.ndarray]:
+    """Every tensor of a file, read-only, where its bytes lie."""
     header, origin = _header(path, memory)
     views, reached = {}, 0
     try:

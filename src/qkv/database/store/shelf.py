@@ -165,7 +165,7 @@ class Disk:
 
     def get(self, entry: Entry, layout: Layout) -> Segment:
         segment = self._open.get(entry.file)
-        if segment is None:
+        if segment is None or segment.cut:
             segment = open_segment(self._path(entry.file), entry, layout)
             self._open[entry.file] = segment
         return segment

@@ -210,6 +210,7 @@ class Snapshot:
                 if segment is None:
                     continue
                 for part in self._windows(segment, listing.dead, after, window):
+                    part.check()
                     yield part
                     if scarce:
                         part.release()
@@ -313,7 +314,7 @@ class Snapshot:
     def _segment(self, entry: Entry, strict: bool = False) -> Segment | None:
         """An open segment; None if it is damaged and to be skipped."""
         segment = self._open.get(entry.file)
-        if segment is None:
+        if segment is None or segment.cut:
             try:
                 segment = self._shelf.get(entry, self._layout())
             except (Damaged, KeyError) as fault:
