@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -171,6 +172,23 @@ def test_vectors_whose_segment_is_lost_are_not_made_up(tmp_path, monkeypatch):
     segment.unlink()
     with qkv.open(path) as D, pytest.raises(Damaged, match=segment.name):
         D.encode("exact")
+
+
+def test_a_database_in_memory_goes_on_in_a_child(tmp_path):
+    D = Database({"Li": "Mu", "Hu": "Rachel"})
+    assert D.ask("Lee").value == "Mu"
+    told = tmp_path / "told"
+    child = os.fork()
+    if child == 0:
+        try:
+            D.update("Li", "other")
+            D.add("Smola", "Alex")
+            told.write_text(f"{D['Li']} {D.ask('Smole').value} {len(D)}")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert told.read_text() == "other Alex 3"
+    assert D["Li"] == "Mu" and len(D) == 2
 
 
 def test_a_commit_is_done_though_its_old_files_cannot_be_removed(tmp_path, monkeypatch):

@@ -606,6 +606,57 @@ def test_closed_and_forked(tmp_path):
             use()
 
 
+def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
+    s = Store()
+    add(s, 3)
+    done = threading.Event()
+
+    def write():
+        while not done.is_set():
+            add(s, 1)
+
+    def slow():
+        """Holds the lock for writing for as long as the children live."""
+        rows = s.at().ids()
+        yield rows, {"key": keys(rows)}
+        done.wait(60)
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def child():
+        before = len(s.at())
+        add(s, 5)
+        there.send((before, len(s.at()) - before, len(list(s.at().rows())) == len(s.at())))
+        os._exit(0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for _ in range(5):
+        process = context.Process(target=child)
+        process.start()
+        before, more, same = here.recv()
+        process.join()
+        assert before >= 3 and more == 5 and same
+    done.set()
+    writer.join()
+    done.clear()
+    recoder = threading.Thread(target=lambda: s.recode(slow()))
+    recoder.start()
+    while s._busy != "recode":
+        time.sleep(0.001)
+    process = context.Process(target=child)
+    process.start()
+    assert here.poll(30) and here.recv()[1:] == (5, True)
+    process.join()
+    done.set()
+    recoder.join()
+    assert whole(s.at())
+    s.close()
+    here.close()
+    there.close()
+
+
 def test_what_is_not_a_store(tmp_path):
     with pytest.raises(NoStore, match="does not exist"):
         Store(tmp_path / "none", create=False)

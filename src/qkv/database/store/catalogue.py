@@ -152,7 +152,8 @@ class Catalogue:
             raise self._named(error) from error
 
     def _owned(self) -> None:
-        if os.getpid() != self._process:
+        # One in memory is the child's own copy; that of a file shares its locks with the parent.
+        if self.path is not None and os.getpid() != self._process:
             raise Closed(
                 f"{self._name()} was opened before this process was forked: open it again here"
             )

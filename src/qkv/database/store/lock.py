@@ -134,8 +134,12 @@ class Pins:
         self._held: Counter[int] = Counter()
         self._seized: set[int] = set()
         self._reader = self._seizer = -1
-        self._lock = threading.Lock()
         self._dropped: deque[int] = deque()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """With a lock that is free."""
+        self._lock = threading.Lock()
 
     def hold(self, version: int) -> bool:
         """Pin a version; False while a compaction is dropping it."""

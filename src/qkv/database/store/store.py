@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qkv.database.faults import Closed, UnknownVersion
-from qkv.database.store import compaction, ledger, mark, sizes, sweep
+from qkv.database.store import compaction, fork, ledger, mark, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.desk import Desk, gather, rests
@@ -87,19 +87,18 @@ class Store:
         skip_damaged: bool = False,
         files: Files | None = None,
     ) -> None:
-        self._process = os.getpid()
         self.path = None if path is None else Path(path)
+        self._pins = Pins(self.path)
+        self.begin_anew()
         self._skip_damaged = skip_damaged
         self._writer: Catalogue | None = None
-        self._desk: Desk | None = None
-        self._writing_lock = threading.RLock()
-        self._busy = ""
         self._closed = False
         self._write_lock: WriteLock | None = None
         self._shelf: Shelf
         if self.path is None:
             self._shelf = Memory()
             self._reader = self._writer = Catalogue(None)
+            fork.survive(self)
         else:
             prepare(self.path, create)
             self._shelf = Disk(self.path, files)
@@ -107,7 +106,6 @@ class Store:
             known = mark.of(self.path)
             self._reader = Catalogue(self.path / FILE, write=False)
             self._write_lock = WriteLock(self.path)
-        self._pins = Pins(self.path)
         self._graves = Graves()
         try:
             if self.path is not None:
@@ -115,6 +113,17 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    def quiet(self) -> threading.RLock:
+        return self._reader.lock
+
+    def begin_anew(self) -> None:
+        """With locks that are free, as a child that was forked needs them."""
+        self._process = os.getpid()
+        self._pins.begin_anew()
+        self._writing_lock = threading.RLock()
+        self._busy = ""
+        self._desk: Desk | None = None
 
     def __enter__(self) -> Store:
         return self

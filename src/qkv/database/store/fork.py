@@ -1,0 +1,51 @@
+"""Forks: a child has a copy of its own of whatever lives in memory, whole and with free locks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Protocol
+from weakref import WeakSet
+
+
+class Forked(Protocol):
+    """What goes on in a child."""
+
+    def quiet(self) -> Any:
+        """A lock that can be had while nothing is half done."""
+
+    def begin_anew(self) -> None:
+        """Forget the threads of the parent, and what they hold."""
+
+
+_KNOWN: WeakSet[Any] = WeakSet()
+_ONE = threading.RLock()
+_held: list[Any] = []
+
+
+def survive(thing: Forked) -> None:
+    """Let it be used by a child, too."""
+    _KNOWN.add(thing)
+
+
+def _before() -> None:
+    _ONE.acquire()
+    for thing in list(_KNOWN):
+        _held.append(thing.quiet())
+        _held[-1].acquire()
+
+
+def _after() -> None:
+    while _held:
+        _held.pop().release()
+    _ONE.release()
+
+
+def _in_child() -> None:
+    _after()
+    for thing in list(_KNOWN):
+        thing.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_in_child)
