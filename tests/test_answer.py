@@ -110,6 +110,15 @@ def test_frames_have_all_columns():
     assert list(frame["key"]) == ["x", "y"]
 
 
+def test_data_does_not_steer_the_terminal():
+    owned = "\x1b]0;owned\x07\x9b31m\u202e"
+    D = Database({f"a{owned}": owned, f"b{owned}": {"c": owned}}, value=f"v{owned}")
+    answer = D.ask(f"a{owned}")
+    for text in (str(answer), repr(answer), answer.explain(), repr(D)):
+        assert text.replace("\n", "").isprintable() and r"\x1b]0;owned\x07" in text
+    assert answer.rows[0].value == owned
+
+
 def test_the_page_needs_nothing_else_and_escapes(tmp_path):
     a = answer([0.5, 0.5], keys=["<script>alert(1)</script>", "b"], query="<b>q</b>")
     page = a.to_html(tmp_path / "a.html")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, CombinationError, MissingExtra
+from qkv.errors import ArgumentError, CombinationError, MissingExtra, printable
 
 BAR = 24
 """Cells of the longest bar in the terminal."""
@@ -303,7 +303,7 @@ def short(x: Any, most: int = 40) -> str:
         text = x
     else:
         text = json.dumps(jsonable(x), ensure_ascii=False)
-    text = " ".join(text.split())
+    text = " ".join(printable(text).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

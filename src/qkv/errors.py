@@ -91,3 +91,14 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     hint = f" did you mean {near[0]!r}?" if near else ""
     told = told if len(told) <= 80 else f"{told[:79]}…"
     return ArgumentError(f"unknown {kind} {told}:{hint} Known: {', '.join(known)}.{more}")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out: data must not steer the terminal.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

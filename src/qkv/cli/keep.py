@@ -10,7 +10,7 @@ import typer
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
 from qkv.cli.source import cell, opened, picked, stored
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -211,7 +211,7 @@ def check(
     def show() -> None:
         for problem in problems:
             state = "repaired: " if problem.repaired else ""
-            screen.line(f"{state}{problem.file}: {screen.printable(problem.what)}")
+            screen.line(f"{state}{problem.file}: {printable(problem.what)}")
         if not problems:
             screen.line(f"{path}: clean")
         elif not left:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from qkv.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -43,15 +45,6 @@ def print_json(data: Any) -> None:
     except UnicodeError:
         line = json.dumps(json.loads(line))
     print(line, flush=True)
-
-
-def printable(text: str) -> str:
-    """The text with its control characters spelled out: data must not steer the terminal.
-
-    >>> printable("a\\x1b[31mb")
-    'a\\\\x1b[31mb'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def cell(x: Any) -> str:

@@ -19,7 +19,7 @@ from qkv.database.encoders import Encoder, EncoderLike
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, QkvError
+from qkv.errors import ArgumentError, CombinationError, QkvError, printable
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, K, Shaped, T, V
 from qkv.weightings import WeightingLike
@@ -357,7 +357,7 @@ class Reading(Generic[K, V]):
         where = "in memory" if self.path is None else str(self.path)
         if schema is None:
             return f"<Database {where}: empty>"
-        names = f"{', '.join(schema.key)} → {', '.join(schema.value)}"
+        names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
         return f"<Database {where}: {len(self):,} rows, {names}{past}>"
 

@@ -71,11 +71,19 @@ def test_ctrl_c_keeps_the_best_so_far() -> None:
 
     encoder, report = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0, progress=stop)
     assert report.epochs == 2
-    assert report.best == 2
+    assert report.best == 2 and report.interrupted
     assert "interrupted in epoch 3: the best so far was kept" in str(report)
     straight, _ = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
     assert np.isfinite(encoder.query(MADE_UP)).all()
     assert np.abs(encoder.query(MADE_UP) - straight.query(MADE_UP)).max() > 1e-3
+
+
+def test_ctrl_c_before_anything_was_learned_is_raised() -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn.learn(Letters(), ENGLISH, PAIRS, held_out=0, progress=stop)
 
 
 def test_progress_counts_steps() -> None:

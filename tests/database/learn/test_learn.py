@@ -134,7 +134,13 @@ class TestReport:
         assert lines[0].split() == ["recall", "at", "1", "at", "10", "at", "100"]
         assert lines[2].split() == ["after", *(f"{x:.3f}" for x in report.after.values())]
         assert lines[3] == "8 pairs to learn from, 2 held out, among 10 keys"
-        assert report.after[10] == 1.0
+        assert report.after[10] == 1.0 and not report.interrupted
+
+    def test_says_that_it_was_asked_on_what_it_learned(self) -> None:
+        _, report = learn.learn(Letters(), ENGLISH, PAIRS, epochs=1)
+        lines = str(report).splitlines()
+        assert report.held_out == 0 and "the very pairs that it learned from" in lines[0]
+        assert lines[4] == "10 pairs to learn from, none held out, among 10 keys"
 
 
 class TestRefusals:

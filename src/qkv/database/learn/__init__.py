@@ -19,13 +19,17 @@ from qkv.types import Progress
 __all__ = ["CheckpointError", "Report", "learn"]
 
 
+AGAIN = "asked again on the very pairs that it learned from, which says little of others:"
+
+
 @dataclass(frozen=True)
 class Report:
     """Recall at 1, 10 and 100 among all keys, before and after, on pairs that were held out.
 
-    `loss` has one entry an epoch, the mean −ln α over its candidates. `best` is the epoch that was
-    kept, 0 for none; `stopped` says why there were not more. `weights` and `sharpness` are the
-    heads' and the temperature's inverse, calibrated on what was held out.
+    Where none were (`held_out` is 0), it is asked again on the pairs that it learned from. `loss`
+    has one entry an epoch, the mean −ln α over its candidates. `best` is the epoch that was kept, 0
+    for none; `stopped` says why there were not more. `weights` and `sharpness` are the heads' and
+    the temperature's inverse, calibrated on what was held out.
     """
 
     before: Mapping[int, float]
@@ -41,13 +45,15 @@ class Report:
     sharpness: float
     stopped: str
     framework: str
+    interrupted: bool = False
 
     def __str__(self) -> str:
-        lines = ["recall    " + "".join(f"{f'at {k}':>9}" for k in self.before)]
+        lines = [] if self.held_out else [AGAIN]
+        lines.append("recall    " + "".join(f"{f'at {k}':>9}" for k in self.before))
         for name in ("before", "after"):
             found = getattr(self, name).values()
             lines.append(f"{name:<10}" + "".join(f"{x:>9.3f}" for x in found))
-        asked = f"{self.held_out:,} held out" if self.held_out else "asked again, none held out"
+        asked = f"{self.held_out:,} held out" if self.held_out else "none held out"
         lines.append(f"{self.pairs:,} pairs to learn from, {asked}, among {self.keys:,} keys")
         lines.append(
             f"{self.epochs} epochs in {self.seconds:.1f} s ({self.framework}), kept epoch "
@@ -84,7 +90,7 @@ def learn(
     wants many pairs; `dropout` is the share of tokens that a step does not see. A share of the
     queries is `held_out` (a tenth of 100 or more, none of fewer), or pairs of your own are: the
     epoch that does best on them is kept, and after `patience` epochs without a better one, or
-    `budget_s` seconds, or Ctrl-C, it ends.
+    `budget_s` seconds, or Ctrl-C, it ends. A Ctrl-C before there is anything better is raised.
 
     `resume` names a file to keep the state in after each epoch; if it is there, learning goes on
     from it. The result depends on the seed and not on where it was interrupted. torch does the
@@ -119,5 +125,6 @@ def learn(
         sharpness=learned.sharpness,
         stopped=stopped,
         framework=name,
+        interrupted=run.interrupted,
     )
     return learned, report

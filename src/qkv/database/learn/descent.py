@@ -78,6 +78,7 @@ class Descent:
     losses: list[float] = field(default_factory=list)
     best_epoch: int = 0
     best_mark: tuple[float, float] = (-math.inf, -math.inf)
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         task, how = self.task, self.how
@@ -129,6 +130,9 @@ class Descent:
                     if not in_time:
                         return f"the {how.budget_s:g} s were over"
             except KeyboardInterrupt:
+                if not self.best_epoch:  # nothing was learned that could be kept
+                    raise
+                self.interrupted = True
                 return f"interrupted in epoch {self.epoch + 1}: the best so far was kept"
         return "all epochs done"
 
