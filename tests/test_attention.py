@@ -11,6 +11,7 @@ import pytest
 
 import qkv
 from qkv import attention, masks, scores, weightings
+from qkv.errors import CombinationError, FrameworkError, ShapeError
 
 SOURCE = Path(attention.__file__)
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
@@ -56,3 +57,77 @@ def test_a_call_goes_down_and_does_not_come_back_up(how, engine):
     assert not climbs(qkv.attend, X, X, X, **how, engine=engine, return_weights=True)
     if engine is None:
         assert not climbs(qkv.weights, X, X, **how)
+
+
+# torch's own function, whose signature ours has
+
+
+def torchs(*shapes: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    arrays = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return torch, [x.requires_grad_() for x in arrays]
+
+
+@pytest.mark.parametrize("name", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.parametrize(("n", "m"), [(5, 5), (3, 7), (7, 3)])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_torchs_causal_biases(name: str, n: int, m: int) -> None:
+    torch, given = torchs((2, 3, n, 4), (2, 3, m, 4), (2, 3, m, 5))
+    bias = getattr(pytest.importorskip("torch.nn.attention.bias"), name)(n, m)
+    found = []
+    for door in (
+        qkv.scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
+    ):
+        out = door(*given, bias)
+        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+    with pytest.raises(ShapeError, match=rf"attn_mask .*{n + 1} queries and {m} keys"):
+        qkv.scaled_dot_product_attention(*given, type(bias)(bias.variant, n + 1, m))
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_torch(layout: str, how: dict[str, Any], heads: int | None) -> None:
+    lead = () if heads is None else (heads,)
+    rows, keys = (4, 1, 6), (4, 3, 2) if not how.get("is_causal") else (4, 1, 6)
+    shapes = [
+        [(*size, *lead, d) for size in zip(sizes)] for sizes, d in ((rows, 4), (keys, 4), (keys, 5))
+    ]
+    torch, leaves = torchs(*(shape for kind in shapes for shape in kind))
+
+    def nested(at: int) -> Any:
+        x = torch.nested.as_nested_tensor(
+            leaves[3 * at : 3 * at + 3], layout=getattr(torch, layout)
+        )
+        return x if heads is None else x.transpose(1, 2)
+
+    q, k, v = map(nested, range(3))
+    out = qkv.scaled_dot_product_attention(q, k, v, **how)
+    assert out.is_nested and out.layout == q.layout
+    parts = [x if heads is None else x.transpose(0, 1) for x in leaves]
+    want = [torch.nn.functional.scaled_dot_product_attention(*parts[i::3], **how) for i in range(3)]
+    torch.testing.assert_close(list(out.unbind()), want, atol=1e-12, rtol=0)
+    slopes = [
+        torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
+        for found in (out.unbind(), want)
+    ]
+    torch.testing.assert_close(*slopes, atol=1e-12, rtol=0)
+    if layout == "jagged":  # a residual can be added
+        assert (out.sum(-1, keepdim=True) + q).shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_that_mean_nothing() -> None:
+    torch, (x, y) = torchs((2, 3), (4, 3))
+    q = torch.nested.as_nested_tensor([x, y], layout=torch.jagged)
+    with pytest.raises(FrameworkError, match="key is not nested"):
+        qkv.scaled_dot_product_attention(q, y, y)
+    with pytest.raises(CombinationError, match="attn_mask"):
+        qkv.scaled_dot_product_attention(q, q, q, torch.ones(4, 4).bool())
+    few = torch.nested.as_nested_tensor([x], layout=torch.jagged)
+    with pytest.raises(ShapeError, match=r"2 sequences.*key 1"):
+        qkv.scaled_dot_product_attention(q, few, few)

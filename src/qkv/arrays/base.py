@@ -59,6 +59,14 @@ class Framework:
         """x as an array of operations (a variable is read)."""
         return x
 
+    def sequences(self, x: Array) -> list[Array] | None:
+        """The sequences of different lengths that x holds; None of an array that is one block."""
+        return None
+
+    def packed(self, parts: list[Array], like: Array) -> Array:
+        """Sequences as `like` holds them, and as long as those."""
+        raise NotImplementedError
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 

@@ -28,6 +28,21 @@ class Torch(Framework):
     gradients = chance = True
     kinds = (torch.Tensor, torch.nn.Parameter)
 
+    def sequences(self, x: Array) -> list[Array] | None:
+        return list(x.unbind()) if x.is_nested else None
+
+    def packed(self, parts: list[Array], like: Array) -> Array:
+        if like.layout == torch.strided:
+            return torch.nested.as_nested_tensor(parts)
+        ragged = next(axis for axis, size in enumerate(like.shape) if not isinstance(size, int))
+        rows = [x.movedim(ragged - 1, 0) for x in parts]
+        if like.lengths() is None:
+            # Lengths that are the same tensor let torch add the result to `like`.
+            out = torch.nested.nested_tensor_from_jagged(torch.cat(rows), like.offsets())
+        else:
+            out = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return out if ragged == 1 else out.transpose(1, ragged)
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach().cpu()
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()  # type: ignore[no-any-return]

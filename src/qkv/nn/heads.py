@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from qkv import masks, scores, weightings
+from qkv.arrays import framework
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes
 from qkv.masks import MaskLike
 from qkv.nn.attention import attended, words
@@ -356,7 +357,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             ),
             strict=True,
         )
-        shut = torch.nested.as_nested_tensor(list(out), layout=query.layout)
+        shut = framework("torch").packed(list(out), query)
         if not need_weights:
             return shut, None
         wide = max(max(x.shape[-2:]) for x in alpha)
