@@ -1,6 +1,6 @@
 """Hugging Face transformers: every model's attention by `attend`, and a look at what it weighs.
 
-register()                          # then attn_implementation="qkv" works in any model
+register()                          # then attn_implementation="qkv" works; see `register`
 with capture(model) as seen:        # each layer's α during a normal forward pass
     model(**inputs)
 seen.words(tokenizer, text).plot()

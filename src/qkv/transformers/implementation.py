@@ -12,16 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from qkv import masks, scores, weightings
 from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, ShapeError
 from qkv.scores import ScaledDot, Score, ScoreLike
+from qkv.transformers import models
 from qkv.weightings import Softmax, Weighting, WeightingLike
 
 CAPTURE = "qkv-capture"
 RESERVED = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE)
+
+UNKNOWN = ("block_indices", "cache")
+"""Arguments by which an attention means something else."""
 
 WATCHERS: ContextVar[tuple[Callable[[Any, Question], None], ...]] = ContextVar(
     "qkv.transformers.watchers", default=()
@@ -35,7 +39,10 @@ def register(
     score: ScoreLike | None = None,
     weighting: WeightingLike = "softmax",
 ) -> str:
-    """Make `attn_implementation=name` mean Σᵢ α(q, kᵢ) vᵢ by `qkv.attend`, in every model.
+    """Make `attn_implementation=name` mean Σᵢ α(q, kᵢ) vᵢ by `qkv.attend`.
+
+    It does in every model that looks its attention up in transformers' AttentionInterface. One that
+    computes it by itself is refused as it is built.
 
     A model's own scaling, softcap, position bias, sinks, masks, windows, grouped heads and dropout
     mean what they mean in "eager". `score` replaces the model's own, with its scaling and softcap;
@@ -72,8 +79,9 @@ def enter(name: str, implementation: Implementation) -> None:
     # torch.compile cannot follow a first call, which imports and looks types up.
     x, seen = torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     attend(x, x, x, score=ScaledDot(1.0), mask=masks.causal & seen)
+    models.admit(name)
     AttentionInterface.register(name, implementation)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, models.mask)
 
 
 @dataclass(frozen=True)
@@ -102,22 +110,32 @@ class Implementation:
         s_aux: Any = None,
         position_bias: Any = None,
         output_attentions: bool | None = None,
-        **_: Any,
+        indices: Any = None,
+        **others: Any,
     ) -> tuple[Any, Any]:
         if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
+            is_causal = getattr(module, "is_causal", False)
         if output_attentions is None:
-            output_attentions = getattr(module.config, "output_attentions", False)
+            output_attentions = getattr(module.config, "output_attentions", False) or _collected()
         if s_aux is not None and (self.weighting.sparse or not self.weighting.has_lse):
             raise CombinationError(
                 f"{type(module).__name__} has attention sinks, a share of the softmax: "
                 f"weighting {self.weighting!r} has no place for them"
             )
-        # Without a mask, many queries are the first ones and one query is the last.
-        if attention_mask is not None:
-            mask = _usable(attention_mask, key, self.weighting)
-        else:
+        unknown = [name for name in UNKNOWN if others.get(name) is not None]
+        if unknown:
+            raise ArgumentError(
+                f"{type(module).__name__} leaves {unknown[0]} to its attention, which qkv does not "
+                'know: use attn_implementation="eager"'
+            )
+        mask = None
+        if attention_mask is None:
+            # Many queries are then the first ones, and one query is the last.
             mask = masks.causal if query.shape[-2] > 1 and is_causal else None
+        elif not getattr(attention_mask, "is_full", False):
+            mask = _usable(attention_mask, key, self.weighting)
+        if indices is not None:
+            mask = _among(indices, mask, key)
         score = self.score
         if score is None:
             # A learned scale is not to be kept alive, and dynamo passes a cache by.
@@ -141,6 +159,14 @@ class Implementation:
         if self.records:
             _show(module, question)
         return out.transpose(1, 2).contiguous(), alpha
+
+
+def _collected() -> bool:
+    """Whether transformers collects weights as they come, and tells no layer that it does."""
+    # Outside of a model it is a ContextVar, and dynamo reads none.
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    return any("attentions" in key for key in _active_collector.get() or ())
 
 
 @lru_cache(64)
@@ -171,6 +197,16 @@ def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
     if weighting.needs_nonnegative and not (mask * live).any():
         return live
     return mask.masked_fill(~live, -math.inf)
+
+
+def _among(indices: Any, mask: Any, key: Any) -> Any:
+    """The mask for a model that has chosen keys (batch, n, k) for each query."""
+    shape = (indices.shape[0], 1, indices.shape[1], key.shape[-2])
+    live = torch.zeros(shape, dtype=torch.bool, device=key.device)
+    live.scatter_(-1, indices[:, None].long(), True)
+    if mask is None or mask is masks.causal:
+        return live if mask is None else live.tril()
+    return live & mask if mask.dtype == torch.bool else mask.masked_fill(~live, -math.inf)
 
 
 class Question(NamedTuple):

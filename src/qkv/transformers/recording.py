@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from qkv.errors import ArgumentError, CombinationError, DtypeError, sizes, sizes_or_none
 from qkv.transformers.captured import BUDGET, Captured, Layer
 from qkv.transformers.implementation import CAPTURE, WATCHERS, Implementation, Question, enter
+from qkv.transformers.models import asks, family, note
 
 WORKING = 2**26
 """Bytes of weights that are made at once, before they are thinned out."""
@@ -49,6 +48,7 @@ def capture(
     hooks = []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
+            note(part)
             hooks.append(part.register_forward_pre_hook(recorder.begin))
             hooks.append(part.register_forward_hook(recorder.end, always_call=True))
     token = WATCHERS.set((*WATCHERS.get(), recorder.see))
@@ -71,7 +71,7 @@ def _named_attention(model: Any) -> dict[Any, str]:
             "one as .model"
         )
     kinds: Any = {type(module) for module in model.modules()}
-    kinds = {kind for kind in kinds if _asks(kind)}
+    kinds = {kind for kind in kinds if asks(kind)}
     found = {module: name for name, module in model.named_modules() if type(module) in kinds}
     if found:
         return found
@@ -85,22 +85,6 @@ def _named_attention(model: Any) -> dict[Any, str]:
         f"model: {models[0]} computes its attention by itself, not through transformers' "
         "AttentionInterface, so there is nothing to capture"
     )
-
-
-@cache
-def _asks(kind: Any) -> bool:
-    """Whether a class looks its attention up by name, as told by its source."""
-    if issubclass(kind, PreTrainedModel):
-        return False
-    for base in kind.__mro__:
-        if base is torch.nn.Module:
-            return False
-        try:
-            if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(base):
-                return True
-        except (OSError, TypeError):
-            continue
-    return False
 
 
 # A model's configs say how it attends. They may be shared by models, threads and nested captures:
@@ -118,7 +102,7 @@ def _configs(model: Any) -> list[Any]:
         if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return [config for config in found.values() if family(config).takes]
 
 
 def _switch(configs: Sequence[Any]) -> None:

@@ -1,0 +1,230 @@
+"""Which models take their attention by name, told by their source; the others are refused."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from qkv.errors import ArgumentError
+
+ATTENTION = re.compile("attention|attn|multihead", re.IGNORECASE)
+FORMULA = (
+    re.compile("softmax|scaled_dot_product_attention", re.IGNORECASE),
+    re.compile("key|k_proj|qkv"),
+)
+CHOICE = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementation\]")
+
+NAMES: set[str] = set()
+"""What `attn_implementation` may be to mean qkv."""
+
+_FAMILIES: dict[type, Family] = {}
+_MEMBERS: dict[type, set[type]] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class or function of a model's file."""
+
+    names: frozenset[str]
+    """All that it names."""
+    asks: bool = False
+    """Whether it looks its attention up in transformers' AttentionInterface."""
+    alone: bool = False
+    """Whether it computes one by itself."""
+    chooses: bool = False
+    """Whether it chooses among classes of its own, by the name of an implementation."""
+    causal: bool = False
+    """Whether it says that it is causal, where it may be."""
+
+    @property
+    def attends(self) -> bool:
+        return self.asks or self.alone or self.chooses
+
+
+def asks(kind: type) -> bool:
+    """Whether a kind of layer looks its attention up by name."""
+    found = [_parts(base.__module__).get(base.__name__) for base in kind.__mro__]
+    return not issubclass(kind, PreTrainedModel) and any(part and part.asks for part in found)
+
+
+def refusal(kind: type) -> str | None:
+    """Why a kind of model would not attend by a name of `NAMES`; None: it does.
+
+    Models inside of it are not looked at: each is asked for itself when it is built.
+    """
+    found = _inside(kind)
+    alone = [name for name, part in found.items() if part.alone and not part.asks]
+    chooses = any(part.chooses for part in found.values())
+    # Where a part asks, and the others take torch's boolean masks, they take ours.
+    some = kind._supports_sdpa and any(part.asks for part in found.values())  # type: ignore[attr-defined]
+    if not chooses and (some or not alone):
+        return None
+    return (
+        f"{kind.__name__} computes attention by itself ({', '.join(alone) or 'in classes'}), "
+        "not through transformers' AttentionInterface"
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one config."""
+
+    takes: bool = True
+    """Whether any of them takes its attention by name."""
+    booleans: bool = False
+    """Whether all their parts take boolean masks."""
+    causal: bool = False
+    """Whether their layers say that they are causal, where a mask is left out for that reason."""
+
+
+def family(config: Any) -> Family:
+    """What is known of the models of a config."""
+    kind = type(config)
+    if kind not in _FAMILIES and not torch.compiler.is_compiling():
+        _FAMILIES[kind] = _family(kind)
+    return _FAMILIES.get(kind, Family())
+
+
+def note(model: Any) -> None:
+    """Have a model known as one of its config's."""
+    kind = type(model.config)
+    members = _MEMBERS.setdefault(kind, set())
+    if type(model) not in members:
+        members.add(type(model))
+        _FAMILIES[kind] = _family(kind)
+
+
+def _family(kind: type) -> Family:
+    beside = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+    found = {x for x in (vars(beside).values() if beside else ()) if _is_model(x)}
+    found = {x for x in found if x.config_class is kind} | _MEMBERS.get(kind, set())
+    parts = {model: _inside(model).values() for model in found}
+    refused = [refusal(model) for model, x in parts.items() if any(y.attends for y in x)]
+    return Family(
+        takes=None in refused or not refused,
+        booleans=refused.count(None) == len(refused) > 0 and all(x._supports_sdpa for x in found),
+        causal=all(part.causal for x in parts.values() for part in x if part.asks),
+    )
+
+
+def mask(
+    *args: Any,
+    config: Any,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> Any:
+    """A model's mask: of booleans, or of numbers where one of its parts adds it to its scores.
+
+    None stands for a causal one alone: where all is seen, a mask of no size says so.
+    """
+    known = family(config)
+    if not known.takes:
+        raise ArgumentError(
+            f"{type(config).__name__}: these models compute attention by themselves, not through "
+            'transformers\' AttentionInterface: set their attn_implementation to "eager"'
+        )
+    if not known.booleans:
+        return eager_mask(*args, **options)
+    found = sdpa_mask(
+        *args,
+        allow_is_causal_skip=allow_is_causal_skip and known.causal,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **options,
+    )
+    if found is None and allow_is_bidirectional_skip:
+        shape = (options["batch_size"], 1, options["q_length"], options["kv_length"])
+        found = torch.ones((), dtype=torch.bool, device=options["device"]).expand(shape)
+        found.is_full = True
+    return found
+
+
+def admit(name: str) -> None:
+    """Let models be built with `name`, those alone that attend by it."""
+    if not NAMES:
+        # transformers lets every model have every name.
+        PreTrainedModel.get_correct_attn_implementation = _checked(
+            PreTrainedModel.get_correct_attn_implementation
+        )
+    NAMES.add(name)
+
+
+def _checked(theirs: Any) -> Any:
+    @wraps(theirs)
+    def get_correct_attn_implementation(self: Any, *args: Any, **options: Any) -> Any:
+        found = theirs(self, *args, **options)
+        if found in NAMES:
+            note(self)
+            reason = refusal(type(self))
+            if reason:
+                raise ArgumentError(
+                    f'{reason}, so attn_implementation={found!r} cannot reach it: use "eager". '
+                    "Inside of a larger model, name it by its config: "
+                    f'attn_implementation={{"": {found!r}, "vision_config": "eager"}}'
+                )
+        return found
+
+    return get_correct_attn_implementation
+
+
+def _is_model(x: Any) -> bool:
+    return inspect.isclass(x) and issubclass(x, PreTrainedModel)
+
+
+@cache
+def _inside(kind: type) -> dict[str, Part]:
+    """The parts of a kind of model, by name."""
+    found: dict[str, Part] = {}
+    # A class that builds nothing may name what others build.
+    builders = [x for x in kind.__mro__ if _is_model(x) and "__init__" in vars(x)]
+    waiting = [(x.__module__, x.__name__) for x in builders]
+    while waiting:
+        module, name = waiting.pop()
+        part = _parts(module).get(name)
+        if part is None or name in found:
+            continue
+        found[name] = part
+        scope = vars(sys.modules[module])
+        for name in sorted(part.names & scope.keys()):
+            thing = scope[name]
+            if not inspect.isclass(thing):
+                waiting.append((module, name))
+            elif issubclass(thing, torch.nn.Module) and not _is_model(thing):
+                waiting.append((thing.__module__, name))
+    return found
+
+
+@cache
+def _parts(module: str) -> dict[str, Part]:
+    if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
+        return {}
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return {}
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        names = frozenset(re.findall(r"\w+", text))
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = Part(
+                names,
+                asks="ALL_ATTENTION_FUNCTIONS" in names,
+                alone=bool(ATTENTION.search(node.name) and all(x.search(text) for x in FORMULA)),
+                chooses=bool(CHOICE.search(text)),
+                causal="is_causal" in names and "self.is_causal = False" not in text,
+            )
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = Part(names)
+        elif isinstance(node, ast.Assign):
+            found |= {x.id: Part(names) for x in node.targets if isinstance(x, ast.Name)}
+    return found
