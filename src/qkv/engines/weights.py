@@ -58,14 +58,22 @@ def run(call: Call) -> tuple[Array | None, Array | None, Array]:
 
 def bind(call: Call) -> Callable[[Call], Any]:
     """`run` for later calls of this kind. On a device no number is looked at, so that what the
-    fused kernel takes once it takes again."""
-    plain = call.fw.name == "torch" and call.value is not None and call.rule is None
-    if not plain or not call.query.is_cuda or native.cannot(replace(call, wants_weights=None)):
+    fused kernel takes once it takes again; a few weights on a CPU are made at once."""
+    plain = call.fw.name == "torch" and call.value is not None and not native.unlike(call)
+    if not plain or call.bias is not None or call.dropout or call.wants_lse:
         return run
     from qkv.engines.native import weights
 
+    quick = weights.run
+    if call.query.is_cpu:
+        if call.rule is None or len(_spans(call)) > 1 or not weights.is_alike(call):
+            return run
+        quick = weights.at_once
+    elif call.rule is not None or native.cannot(replace(call, wants_weights=None)):
+        return run
+
     def bound(call: Call) -> Any:
-        found = weights.run(call)
+        found = quick(call)
         return run(call) if found is None else (found[0], None, found[1])
 
     return bound
@@ -73,7 +81,7 @@ def bind(call: Call) -> Callable[[Call], Any]:
 
 def _by_log_sum_exp(call: Call) -> tuple[Array, Array] | None:
     """Both from a fused kernel and the log-sum-exp that it finds, where there is one."""
-    if native.cannot(replace(call, wants_weights=None)) is None:
+    if call.rule is None and native.cannot(replace(call, wants_weights=None)) is None:
         from qkv.engines.native import weights
 
         found = weights.run(call)

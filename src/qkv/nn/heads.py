@@ -102,6 +102,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             dtype,
         )
         self.num_kv_heads = shared
+        self._extra = int(add_bias_kv) + int(add_zero_attn)
         widths = (self.head_dim, self.head_dim)
         self.score = checked(score, widths, device=device, dtype=dtype)
         self.weighting = checked_weighting(weighting)
@@ -180,12 +181,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         q, k, v = self._projected(query, key, value)
         past = 0 if cache is None else len(cache)
-        q = self._heads(q, self.num_heads)
         if self.rotary is not None:
-            q = self.rotary(q, past)
-        if k is not None:
-            k, v = (self._heads(x, self.num_kv_heads) for x in (k, v))
-            k = k if self.rotary is None else self.rotary(k, past)
+            q, k = (x if x is None else self.rotary(x, past) for x in (q, k))
         shape = (q.shape[0], q.shape[-2], past + (0 if k is None else k.shape[-2]))
         # Torch reads an attn_mask that is said to be causal only where it must.
         reads = need_weights or key_padding_mask is not None
@@ -220,24 +217,27 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def _projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Q, K and V with their heads side by side: as few products as the inputs allow."""
-        widths = [self.embed_dim, self.kv_dim, self.kv_dim]
+        """Q, K and V (N, heads, L, head_dim): as few products as the inputs allow."""
+        heads, widths = self.num_kv_heads, [self.embed_dim, self.kv_dim, self.kv_dim]
         bias = self.in_proj_bias
         if self.packed and query is key and key is value:
-            return tuple(linear(query, self.in_proj_weight, bias).split(widths, -1))
+            all_heads = self.num_heads + 2 * heads
+            made = self._heads(linear(query, self.in_proj_weight, bias), all_heads)
+            return tuple(made.split_with_sizes((self.num_heads, heads, heads), 1))
         biases = (None, None, None) if bias is None else bias.split(widths)
         if self.packed:
             parts = self.in_proj_weight.split(widths)
         else:
             parts = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        q = linear(query, parts[0], biases[0])
+        q = self._heads(linear(query, parts[0], biases[0]), self.num_heads)
         if key is None:
             return q, None, None
         if self.packed and key is value:
             rest = None if bias is None else bias[self.embed_dim :]
-            both = linear(key, self.in_proj_weight[self.embed_dim :], rest)
-            return q, *both.split(widths[1:], -1)
-        return q, linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
+            both = self._heads(linear(key, self.in_proj_weight[self.embed_dim :], rest), 2 * heads)
+            return q, *both.split_with_sizes((heads, heads), 1)
+        k, v = linear(key, parts[1], biases[1]), linear(value, parts[2], biases[2])
+        return q, self._heads(k, heads), self._heads(v, heads)
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """(L, N, ·), (N, L, ·) or (L, ·) as (N, heads, L, head_dim), without a copy."""
@@ -254,6 +254,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The learned key and value after the others, then those of zeros."""
+        if not self._extra:
+            return key, value
         if self.bias_k is not None:
             shape = (1, self.num_kv_heads, 1, self.head_dim)
             more = (x.reshape(shape).expand(key.shape[0], *shape[1:]).to(key.dtype)
@@ -262,10 +264,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if self.add_zero_attn:
             key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
         return key, value
-
-    @property
-    def _extra(self) -> int:
-        return int(self.bias_k is not None) + int(self.add_zero_attn)
 
     def _mask(
         self,
@@ -310,14 +308,16 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return torch.arange(m + self._extra, device=device)[None] >= m
 
     def _check(self, query: Any, key: Any, value: Any, cache: Any) -> None:
-        given = {"query": query, "key": key, "value": value}
+        given = {"query": query, "key": key, "value": value}  # a query is a tensor already
         if cache is not None and not isinstance(cache, Cache):
             raise DtypeError(f"cache must be a qkv.nn.Cache, not {type(cache).__name__}")
-        if key is None and value is None and cache is not None and len(cache):
+        alone = self.packed and query is key is value
+        if alone or (key is None and value is None and cache is not None and len(cache)):
             given = {"query": query}
         elif key is None or value is None:
             raise ArgumentError("key and value may be left out only with a cache that holds some")
-        check_tensors(**given)
+        else:
+            check_tensors(key=key, value=value)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:

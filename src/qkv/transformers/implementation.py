@@ -116,7 +116,7 @@ class Implementation:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", False)
         if output_attentions is None:
-            output_attentions = getattr(module.config, "output_attentions", False) or _collected()
+            output_attentions = _asked(module.config) or _collected()
         if s_aux is not None and (self.weighting.sparse or not self.weighting.has_lse):
             raise CombinationError(
                 f"{type(module).__name__} has attention sinks, a share of the softmax: "
@@ -167,6 +167,14 @@ def _collected() -> bool:
     if torch.compiler.is_compiling() and not _active_collector.compiling:
         return False
     return any("attentions" in key for key in _active_collector.get() or ())
+
+
+def _asked(config: Any) -> bool:
+    """Whether a config asks for weights, past its own look-up, which takes as long as a product."""
+    if torch.compiler.is_compiling():
+        return bool(getattr(config, "output_attentions", False))
+    found = object.__getattribute__(config, "__dict__").get("_output_attentions")
+    return bool(getattr(config, "output_attentions", False) if found is None else found)
 
 
 @lru_cache(64)

@@ -25,6 +25,20 @@ MANY = 2**14
 def cannot(call: Call) -> str | None:
     if call.fw.name not in ("torch", "jax"):
         return f"{call.fw.name} has no fused attention of its own"
+    reason = unlike(call)
+    if reason:
+        return reason
+    if call.wants_lse or call.wants_weights:
+        return "fused kernels return neither the weights nor their log-sum-exp"
+    if call.dropout and call.seed is not None:
+        return "fused kernels draw their own random numbers, so a seed would mean something else"
+    if 0 in (*call.lead, call.n, call.m):
+        return "there is nothing to compute"
+    return _kernels(call).cannot(call)  # type: ignore[no-any-return]
+
+
+def unlike(call: Call) -> str | None:
+    """Why this is no softmax of dot products."""
     if type(call.score) not in (Dot, ScaledDot):
         return f"fused kernels know dot products only, not {type(call.score).__name__}"
     if getattr(call.score, "softcap", None) is not None:
@@ -33,14 +47,7 @@ def cannot(call: Call) -> str | None:
         return f"fused kernels know softmax only, not {type(call.weighting).__name__}"
     if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
         return "a learned scale or temperature needs a gradient that the kernel does not give"
-    if call.wants_lse or call.wants_weights:
-        return "fused kernels return neither the weights nor their log-sum-exp"
-    if call.dropout and call.seed is not None:
-        return "fused kernels draw their own random numbers, so a seed would mean something else"
-    if 0 in (*call.lead, call.n, call.m):
-        return "there is nothing to compute"
-    reason: str | None = _kernels(call).cannot(call)
-    return reason
+    return None
 
 
 def declines(call: Call) -> str | None:

@@ -75,19 +75,24 @@ def on_device(call: Call) -> bool:
 
 
 def run(call: Call) -> Array:
+    return _run(call)[0]
+
+
+def _run(call: Call) -> tuple[Array, Array | None]:
+    """The output, and the mask that the kernel was given."""
     if _splits(call):
-        return _split(call)
+        return _split(call), None
     plain = is_causal(call.rule)
     if plain and call.query.device.type == "cuda" and _heals(call):
-        return _healing(call)
+        return _healing(call), None
     mask = None
     if call.rule is not None and not plain:
         by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
         tiling = spans.tiling_of(call) if by_rows else None
         if by_rows and spans.pays(call, tiling):
-            return spans.run(call, tiling)
+            return spans.run(call, tiling), None
         mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-    return kernel(call, (call.query, call.key, call.value), mask, plain)
+    return kernel(call, (call.query, call.key, call.value), mask, plain), mask
 
 
 # What depends on the numbers
@@ -117,19 +122,19 @@ def guarded(call: Call) -> Array | None:
     hides = call.m < HIDES or call.query.dtype in HALF
     if hides and not _finite(call.query, call.key, call.value):
         return None
-    out = run(call)
+    out, mask = _run(call)
     if call.rule is None:
         return out
     if out.requires_grad and not _finite(call.key, call.query):
         return None
-    return out if _finite(_telling(call, out)) else None
+    return out if _finite(_telling(call, out, mask)) else None
 
 
-def _telling(call: Call, out: Array) -> Array:
+def _telling(call: Call, out: Array, mask: Array | None) -> Array:
     """Rows of the output in which every leak past the mask shows."""
-    given = call.rule.arrays()  # type: ignore[union-attr]
     if is_causal(call.rule) and call.n >= call.m:
         return out[..., -1:, :]  # it sees every key
+    given = call.rule.arrays() if mask is None else [mask]  # type: ignore[union-attr]
     if given and all(x.shape[-2] == 1 for x in given):
         return out[..., :1, :]  # every row is masked alike
     return out
@@ -158,7 +163,8 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
     if call.rule is None and not (learning or short):
         return lambda query, key, value, *_: sdpa(query, key, value)
-    finite = _few_finite if max(x.numel() for x in arrays) <= FEW else _finite
+    looked = arrays if learning or short else arrays[:1]  # the output is as large as the query
+    finite = _few_finite if max(x.numel() for x in looked) <= FEW else _finite
     # Where every row is masked alike, the first tells of all.
     alike = bare is not None and bare.shape[-2] == 1 != call.n
 

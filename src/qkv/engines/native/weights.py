@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
 from qkv.types import Array, Arrays, Slopes
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
+
+
+def is_alike(call: Call) -> bool:
+    """Whether the three have the same leading axes, and no 16-bit numbers."""
+    leads = {tuple(x.shape[:-2]) for x in (call.query, call.key, call.value)}  # type: ignore[union-attr]
+    return len(leads) == 1 and call.precise() is call
+
+
+def at_once(call: Call) -> tuple[Array, Array] | None:
+    """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
+    is masked out has spoiled the output, or would spoil a gradient."""
+    block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
+    s = (call.query * native.scale_of(call)) @ call.key.mT
+    alpha = torch.softmax(torch.where(calls.live(call, block), s, -math.inf), -1)
+    out = alpha @ call.value
+    looked = (out, call.query, call.key) if out.requires_grad else (out,)
+    if not all(call.fw.surely_finite(x) for x in looked):
+        return None
+    return out, alpha.mean(-3) if call.wants_weights == "mean" else alpha
 
 
 def run(call: Call) -> tuple[Array, Array] | None:
