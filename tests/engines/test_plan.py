@@ -176,6 +176,69 @@ def test_what_is_masked_out_is_not_seen(make, bad, kind):
         np.testing.assert_allclose(found, truth(clean, {"mask": rule}), atol=1e-9)
 
 
+def shown(kind: str, n: int, m: int) -> Any:
+    """A mask of each form that torch's kernel takes as it is; no query sees the last key, and the
+    second sees none."""
+    seen = np.random.default_rng(n + m).random((n, m)) < 0.7
+    seen[:, 0], seen[:, -1], seen[1] = True, False, False
+    return {
+        "causal": masks.causal,
+        "two axes": torch.as_tensor(seen),
+        "four axes": torch.as_tensor(np.stack([seen, ~seen])[:, None]),
+        "a row": torch.as_tensor(seen[:1]),
+        "a row for each": torch.as_tensor(np.stack([seen[:1], seen[2:3]])[:, None]),
+    }[kind]
+
+
+every_shown = pytest.mark.parametrize(
+    "kind", ["causal", "two axes", "four axes", "a row", "a row for each"]
+)
+every_beside = pytest.mark.parametrize("weights", [False, True, "mean"])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@every_shown
+@every_beside
+def test_under_a_mask_of_torchs_own_form_too(bad, kind, weights):
+    for n, m in ((5, 5), (5, 18), (18, 18)):
+        how = {"mask": shown(kind, n, m), "return_weights": weights}
+        for which, at in itertools.product(range(3), (0, 2, -1)):
+            given = three(n, m)
+            qkv.attend(*map(torch.as_tensor, given), **how)  # its plan is kept
+            given[which][1, 1, at, 2] = bad
+            found, want = (
+                qkv.attend(*map(torch.as_tensor, given), **how, **more)
+                for more in ({}, {"engine": "dense"})
+            )
+            pairs = zip(found, want, strict=True) if weights else [(found, want)]
+            for one, two in pairs:
+                np.testing.assert_allclose(host(one), host(two), atol=1e-9, err_msg=f"{which} {at}")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@every_shown
+@every_beside
+def test_a_gradient_is_not_spoiled_by_what_is_masked_out(bad, kind, weights):
+    for n, m in ((5, 6), (5, 18), (18, 19)):
+        mask = shown(kind, n, m)
+        clean, spoiled = three(n, m), three(n, m)
+        if kind in ("two axes", "causal"):
+            spoiled[0][:, :, 1] = spoiled[0][:, :, 1] if kind == "causal" else bad
+        if kind != "four axes":  # where the other half sees the last key
+            spoiled[1][:, :, -1], spoiled[2][:, :, -1] = bad, bad
+
+        def slopes(given: Any, mask: Any = mask, n: int = n, **more: Any) -> Any:
+            leaves = [torch.as_tensor(x).requires_grad_() for x in given]
+            found = qkv.attend(*leaves, mask=mask, return_weights=weights, **more)
+            found = found if weights else (found,)
+            along = [torch.as_tensor(normal(*x.shape, seed=7)) for x in found]
+            return torch.autograd.grad(found, leaves, along)
+
+        slopes(clean)
+        for one, two in zip(slopes(spoiled), slopes(clean, engine="dense"), strict=True):
+            np.testing.assert_allclose(host(one), host(two), atol=1e-9)
+
+
 @every_framework
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_of_every_size_in_turns(make, dtype):

@@ -75,24 +75,19 @@ def on_device(call: Call) -> bool:
 
 
 def run(call: Call) -> Array:
-    return _run(call)[0]
-
-
-def _run(call: Call) -> tuple[Array, Array | None]:
-    """The output, and the mask that the kernel was given."""
     if _splits(call):
-        return _split(call), None
+        return _split(call)
     plain = is_causal(call.rule)
     if plain and call.query.device.type == "cuda" and _heals(call):
-        return _healing(call), None
+        return _healing(call)
     mask = None
     if call.rule is not None and not plain:
         by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
         tiling = spans.tiling_of(call) if by_rows else None
         if by_rows and spans.pays(call, tiling):
-            return spans.run(call, tiling), None
+            return spans.run(call, tiling)
         mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-    return kernel(call, (call.query, call.key, call.value), mask, plain), mask
+    return kernel(call, (call.query, call.key, call.value), mask, plain)
 
 
 # What depends on the numbers
@@ -122,22 +117,13 @@ def guarded(call: Call) -> Array | None:
     hides = call.m < HIDES or call.query.dtype in HALF
     if hides and not _finite(call.query, call.key, call.value):
         return None
-    out, mask = _run(call)
+    out = run(call)
     if call.rule is None:
         return out
     if out.requires_grad and not _finite(call.key, call.query):
         return None
-    return out if _finite(_telling(call, out, mask)) else None
-
-
-def _telling(call: Call, out: Array, mask: Array | None) -> Array:
-    """Rows of the output in which every leak past the mask shows."""
-    if is_causal(call.rule) and call.n >= call.m:
-        return out[..., -1:, :]  # it sees every key
-    given = call.rule.arrays() if mask is None else [mask]  # type: ignore[union-attr]
-    if given and all(x.shape[-2] == 1 for x in given):
-        return out[..., :1, :]  # every row is masked alike
-    return out
+    sees = is_causal(call.rule) and call.n >= call.m  # the last query sees every key
+    return out if _finite(out[..., -1:, :] if sees else out) else None
 
 
 def direct(call: Call) -> Callable[..., Array | None] | None:
@@ -165,14 +151,12 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         return lambda query, key, value, *_: sdpa(query, key, value)
     looked = arrays if learning or short else arrays[:1]  # the output is as large as the query
     finite = _few_finite if max(x.numel() for x in looked) <= FEW else _finite
-    # Where every row is masked alike, the first tells of all.
-    alike = bare is not None and bare.shape[-2] == 1 != call.n
 
     def masked(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array | None:
         out = sdpa(query, key, value, None if causal else mask, 0.0, causal)
-        return out if finite(out[..., :1, :] if alike else out) else None
+        return out if finite(out) else None
 
     if not (learning or short):
         return masked
@@ -189,7 +173,7 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
             smooth(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
-        if not finite(out[..., :1, :] if alike else out):
+        if not finite(out):
             return None
         spoils = learning and not (finite(key) and (causal or finite(query)))
         return None if spoils else out
