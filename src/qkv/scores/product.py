@@ -63,7 +63,11 @@ class ScaledDot(Score):
         return namespace(s).tanh(s / self.softcap) * self.softcap
 
     def factor(self, query: Array) -> Any:
-        return (query.shape[-1] or 1) ** -0.5 if self.scale is None else self.scale
+        if self.scale is not None:
+            return self.scale
+        fw = of(query)
+        width = fw.length(query, -1)
+        return (fw.astype(width, fw.dtype(query)) if is_array(width) else width or 1) ** -0.5
 
     def form(self, query: Array, key: Array) -> Form:
         factor = self.factor(query)
