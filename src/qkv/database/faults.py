@@ -21,6 +21,10 @@ class NoStore(NotAStore, FileNotFoundError):
     """There is nothing at the path."""
 
 
+class Unreadable(QkvError, OSError):
+    """A file of the store cannot be read now, though nothing is wrong with it."""
+
+
 class Unwritable(QkvError, OSError):
     """The store cannot be written: a full disk, a read-only folder."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 
 import numpy as np
 import pytest
 
-from qkv.database.faults import Damaged
+from qkv.database.faults import Damaged, Unreadable
 from qkv.database.store import Store, check, plain, sizes
 
 
@@ -89,6 +90,30 @@ def test_what_is_not_there_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError):
         plain.opened(tmp_path / "nothing", os.O_RDONLY)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["lock", "readers", "segment-00000001.safetensors", "s"])
+def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, name):
+    def out(real):
+        def call(path, *rest, **named):
+            if os.path.basename(path) == name:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(path, *rest, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "open", out(os.open))
+    monkeypatch.setattr(os, "listdir", out(os.listdir))
+
+    def read(**how):
+        with Store(store, **how) as found:
+            list(found.at().parts())
+
+    for skip in (False, True):
+        with pytest.raises(Unreadable, match=rf"{name} cannot be read now \(Too many open files"):
+            read(skip_damaged=skip)
+    monkeypatch.undo()
+    use(store)
 
 
 @pytest.mark.parametrize(

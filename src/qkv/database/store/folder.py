@@ -58,7 +58,7 @@ def prepare(folder: Path, create: bool) -> None:
 
 def listed(folder: Path) -> set[str]:
     """The names of all that is in a folder; an error where a store's file is a link."""
-    names = set(os.listdir(folder))
+    names = set(plain.names(folder))
     own = (FILE, SUFFIX, SUFFIX + TEMPORARY, "-wal", "-shm", READERS, WRITER)
     plain.refuse_links(*(folder / name for name in names if name.endswith(own)))
     return names

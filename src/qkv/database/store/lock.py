@@ -209,10 +209,10 @@ class Pins:
         if self._reader < 0:
             try:
                 self._reader = self._open()
-            except Damaged:
-                raise
-            except OSError:
+            except (FileNotFoundError, PermissionError):
                 return True  # a read-only folder without the file: nobody compacts it either
+            except OSError as error:
+                raise plain.unreadable(self._folder / READERS, error) or error from None
         return _lock(self._reader, version, exclusive=False)
 
     def _unshare(self, version: int) -> None:

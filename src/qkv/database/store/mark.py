@@ -54,6 +54,8 @@ def of(folder: Path) -> Mark | None:
         file = plain.opened(folder / WRITER, os.O_RDONLY)
     except (FileNotFoundError, PermissionError):
         return None
+    except OSError as error:
+        raise plain.unreadable(folder / WRITER, error) or error from None
     try:
         return read(file)[1]
     finally:

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from qkv.database.faults import Damaged
+from qkv.database.faults import Damaged, Unreadable
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -28,6 +28,24 @@ def opened(path: str | os.PathLike[str], flags: int) -> int:
         os.close(file)
         raise _strange(path)
     return file
+
+
+def names(folder: Path) -> list[str]:
+    """The names of all that is in a folder."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise unreadable(folder, error) or error from None
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> Unreadable | None:
+    """The error for a file that is sound, as far as is known, but cannot be opened; else None."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM):
+        return None
+    return Unreadable(
+        f"{Path(path)} cannot be read now ({error.strerror}): close other files, or see to its "
+        "permissions, and try again"
+    )
 
 
 def refuse_links(*paths: str | os.PathLike[str]) -> None:

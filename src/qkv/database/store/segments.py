@@ -158,6 +158,15 @@ def damaged(path: Path, what: str) -> Damaged:
     )
 
 
+def unreadable(path: Path, error: OSError) -> OSError:
+    """The error for a file that the system does not read: it may be sound all the same."""
+    if isinstance(error, Damaged):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return damaged(path, "it is missing")
+    return plain.unreadable(path, error) or damaged(path, f"it cannot be read ({error.strerror})")
+
+
 def read_notes(path: Path) -> tuple[dict[str, str], Entry]:
     """What a file says of itself, and its line for the catalogue; arrays have −1 rows."""
     memory = _map(path, path.stat().st_size)
@@ -203,22 +212,15 @@ def chunks(
 
 def _map(path: Path, size: int) -> mmap.mmap:
     try:
-        file = plain.opened(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise damaged(path, "it is missing") from None
-    except Damaged:
-        raise
+        with open(path, "rb", opener=plain.opened) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise damaged(path, f"it has {found:,} bytes, and {size:,} were written")
+            if not size:
+                raise damaged(path, "it is empty")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise damaged(path, f"it cannot be read ({error.strerror})") from error
-    try:
-        found = os.fstat(file).st_size
-        if found != size:
-            raise damaged(path, f"it has {found:,} bytes, and {size:,} were written")
-        if not size:
-            raise damaged(path, "it is empty")
-        return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(file)
+        raise unreadable(path, error) from error
 
 
 def _header(path: Path, memory: mmap.mmap | bytes) -> tuple[dict[str, Any], int]:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from qkv.database.faults import Damaged, Unwritable
+from qkv.database.faults import Unwritable
 from qkv.database.store import plain
 from qkv.database.store.layout import IDS, Layout, Tensors, named, storable
 from qkv.database.store.segments import (
@@ -28,6 +28,7 @@ from qkv.database.store.segments import (
     number,
     open_arrays,
     open_segment,
+    unreadable,
 )
 
 
@@ -182,12 +183,8 @@ class Disk:
                 while chunk := source.read(CHUNK):
                     length += len(chunk)
                     found.update(chunk)
-        except FileNotFoundError:
-            raise damaged(path, "it is missing") from None
-        except Damaged:
-            raise
         except OSError as error:
-            raise damaged(path, f"it cannot be read ({error.strerror})") from error
+            raise unreadable(path, error) from error
         if length != size:
             raise damaged(path, f"it has {length:,} bytes, and {size:,} were written")
         if found.digest() != checksum:
@@ -201,7 +198,9 @@ class Disk:
 
     def files(self) -> list[str]:
         return sorted(
-            name for name in os.listdir(self._folder) if name.endswith((SUFFIX, SUFFIX + TEMPORARY))
+            name
+            for name in plain.names(self._folder)
+            if name.endswith((SUFFIX, SUFFIX + TEMPORARY))
         )
 
     def _path(self, file: str) -> Path:
