@@ -129,26 +129,31 @@ def test_a_repair_of_a_lost_log_goes_on_above_what_was_acknowledged(tmp_path, sm
     assert check(copy) == []
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "moved"])
-def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how):
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("how", ["removed", "replaced", "moved", "catalogue"])
+def test_nothing_is_written_into_a_folder_that_is_gone(tmp_path, how, written):
     path = tmp_path / "s"
     with Store(path) as store:
         add(store)
+    with Store(path) as store:
+        if written:
+            add(store)
         if how == "moved":
             path.rename(tmp_path / "t")
+        elif how == "catalogue":
+            (path / "catalogue.sqlite").unlink()
         else:
             shutil.rmtree(path)
         if how == "replaced":
             with Store(path) as other:
                 add(other, 1)
-        with pytest.raises(Unwritable, match="removed or replaced"):
-            add(store)
-        with pytest.raises(Unwritable, match="removed or replaced"):
-            store.compact()
+        for write in (add, Store.compact):
+            with pytest.raises(Unwritable, match=r"removed or replaced|cannot be opened"):
+                write(store)
     if how == "replaced":
         with Store(path) as store:
             assert len(store.at()) == 1
-    else:
+    elif how != "catalogue":
         assert not path.exists()
 
 

@@ -80,6 +80,7 @@ class Catalogue:
         except sqlite3.Error as error:
             raise self._named(error) from error
         try:
+            self._opened = None if path is None else os.stat(path)
             if path is None or create:
                 self._create()
         except BaseException:
@@ -101,6 +102,12 @@ class Catalogue:
             self.enter(Edition(0, -1, 0, 0, 0), "create", 0, 0)
             self.run(f"PRAGMA application_id = {APPLICATION}")
             self.run(f"PRAGMA user_version = {FORMAT}")
+
+    def there(self) -> bool:
+        """Whether the file that was opened is still the one at its path."""
+        if self.path is None or self._opened is None:
+            return True
+        return os.path.samestat(os.stat(self.path, follow_symlinks=False), self._opened)
 
     def identify(self) -> bool:
         """True for a store, False for an empty file; an error for anything else."""

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from qkv.database.faults import Damaged, Locked, Unwritable
 from qkv.database.store import mark, plain
+from qkv.database.store.catalogue import Catalogue
 from qkv.database.store.mark import WRITER, Mark
 
 fcntl: ModuleType | None
@@ -97,13 +98,14 @@ class WriteLock:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
 
-    def valid(self) -> None:
-        """Refuse to write where the folder is gone, or is another one by now."""
+    def valid(self, catalogue: Catalogue) -> None:
+        """Refuse to write where the folder or its catalogue is gone, or is another one by now."""
         try:
             there = os.stat(self._folder / WRITER, follow_symlinks=False)
+            same = os.path.samestat(there, os.fstat(self._file)) and catalogue.there()
         except OSError:
-            there = None
-        if there is None or not os.path.samestat(there, os.fstat(self._file)):
+            same = False
+        if not same:
             raise Unwritable(
                 f"{self._folder} was removed or replaced while it was open, and what is written "
                 "now would be lost: close it, and open it again"

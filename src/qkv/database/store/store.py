@@ -368,7 +368,7 @@ class Store:
                 if not self._write_lock.held:
                     self._write_lock.take()
                     self._desk = None
-                self._write_lock.valid()
+                self._write_lock.valid(self._reader)
             yield
 
     @contextlib.contextmanager
@@ -410,7 +410,7 @@ class Store:
         """Remember what was committed, here and beside the catalogue."""
         self._desk = desk
         if self._write_lock is not None:
-            self._write_lock.valid()
+            self._write_lock.valid(self._reader)
             self._write_lock.acknowledge(desk.edition.number, desk.files)
 
     def _draft(self, catalogue: Catalogue, desk: Desk, text: str | None) -> Draft:
