@@ -1,7 +1,8 @@
-"""What does the database cost? Import, open, an exact look-up, a soft one, and memory, CPU."""
+"""What does the database cost? Import, open, look-ups (exact, soft, filtered), and memory, CPU."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -118,6 +119,7 @@ def rows():
         yield measured(f"open {M:,} rows", 1e3 * opened, "≤ 50 ms", 1e3 * opened, opened <= 0.05)
         yield measured(f"D[key] in {M:,} rows", 1e3 * look, "≤ 0.2 ms", 1e3 * look, look <= 2e-4)
         yield soft(path)
+        yield from filtered(path)
         yield large(folder / "large.qkv")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -143,6 +145,33 @@ def soft(path):
             rate=(sum(x.nbytes for x in arrays), "GB/s"),
             repeats=45,
         )
+
+
+def filtered(path):
+    """Conditions that keep few rows, some and most; each is another one, so that none is known."""
+    rng, fresh = np.random.default_rng(1), itertools.count()
+    queries = [(rng.normal(size=D).astype("float32"),) for _ in range(3)]
+    with qkv.open(path, create=False) as database:
+
+        def alone(query):
+            database.ask(query)
+
+        for share, bound, goal in (
+            (0.001, -3.0902, 3),
+            (0.1, -1.2816, 1 / 1.2),
+            (0.9, 1.2816, 1 / 1.2),
+        ):
+
+            def where(query, bound=bound):
+                database.ask(query, where=f"value < {bound + next(fresh) * 1e-9!r}")
+
+            yield compare(
+                f"ask where {100 * share:g} % of {M:,} rows × {D} pass",
+                {"qkv": where, "without where": alone},
+                queries,
+                goals={"without where": goal},
+                repeats=15,
+            )
 
 
 def large(path):

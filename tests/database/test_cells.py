@@ -127,3 +127,34 @@ def test_what_cannot_be_kept_is_said():
         cells.dumps({"c": "a\ud800"})
     with pytest.raises(ArgumentError, match="lone surrogate"):
         cells.digest("\ud800")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [10**400, -(10**400), 10**5000, Decimal("1E+1000000"), Decimal("-1E+400")],
+    ids=["400", "-400", "5000", "decimal 1000000", "decimal -400"],
+)
+def test_a_number_beyond_floats_is_refused_at_once(number):
+    with pytest.raises(ArgumentError, match="more than a float can hold") as caught:
+        cells.digest(number)
+    assert len(str(caught.value)) < 200
+    for cell in (number, (number,), [number], {"a": number}):
+        with pytest.raises(ArgumentError, match="more than a float can hold"):
+            cells.dumps({"a": cell})
+
+
+def test_numbers_of_the_size_of_floats_are_kept():
+    for number in (10**308, -(10**308), Decimal("1E+308"), Decimal("1E-1000000"), 2**64):
+        assert cells.loads(cells.dumps({"a": number}))["a"] == number
+        assert cells.digest(number) == cells.digest(type(number)(number))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: (x,), lambda x: [x], lambda x: {"a": x}])
+def test_cells_that_are_nested_too_deeply_are_refused(wrap):
+    cell: object = 1
+    for _ in range(100_000):
+        cell = wrap(cell)
+    for look in (cells.digest, lambda x: cells.dumps({"a": x})):
+        with pytest.raises(ArgumentError, match="nested too deeply"):
+            look(cell)
+    assert len(cells.shown(cell)) < 100

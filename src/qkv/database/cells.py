@@ -10,6 +10,8 @@ import base64
 import datetime
 import json
 import math
+import reprlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
@@ -21,6 +23,11 @@ from qkv.arrays import is_array, to_numpy
 from qkv.errors import ArgumentError, DtypeError
 
 DIGEST = 16
+
+HUGE = int(sys.float_info.max)
+"""The largest number that is kept."""
+DIGITS = sys.float_info.max_10_exp
+_DEEP = "tuples, lists or mappings are nested too deeply to be kept: flatten them"
 
 _DATES = {"$date": datetime.date, "$datetime": datetime.datetime, "$time": datetime.time}
 
@@ -83,8 +90,10 @@ def dumps(cells: Mapping[str, Any]) -> str:
     >>> loads(text)
     {'key': ('Li', b'x'), 'value': inf}
     """
-    row = {name: cell if type(cell) is int else plain(cell) for name, cell in cells.items()}
-    return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    try:
+        return json.dumps({n: plain(x) for n, x in cells.items()}, ensure_ascii=False)
+    except RecursionError:
+        raise ArgumentError(_DEEP) from None
 
 
 def loads(text: str) -> dict[str, Any]:
@@ -99,12 +108,16 @@ def plain(cell: Any) -> Any:
     if cell is None or isinstance(cell, str | bool | int):
         if isinstance(cell, str):
             utf8(cell)
+        elif cell is not None and not -HUGE <= cell <= HUGE:
+            raise _huge(cell)
         return cell
     if isinstance(cell, float):
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
     if isinstance(cell, np.bool_ | np.number):
         return plain(cell.item())
     if isinstance(cell, Decimal):
+        if cell.is_finite() and cell.adjusted() > DIGITS:
+            raise _huge(cell)
         return {"$decimal": str(cell)}
     if isinstance(cell, bytes | bytearray | memoryview):
         return {"$bytes": base64.b64encode(cell).decode()}
@@ -174,7 +187,10 @@ def digest(key: Any) -> bytes:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
         return digests(key[None])[0]
-    text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    try:
+        text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        raise ArgumentError(_DEEP) from None
     return blake2b(b"j" + text.encode(), digest_size=DIGEST).digest()
 
 
@@ -201,8 +217,14 @@ def _same(key: Any) -> Any:
     if isinstance(key, str) or key is None:
         return key
     if isinstance(key, bool | np.bool_ | int | np.integer):
+        if not -HUGE <= int(key) <= HUGE:
+            raise _huge(key)
         return int(key)
     if isinstance(key, Decimal):
+        if key.is_nan():
+            return _same(math.nan)
+        if key.is_finite() and key.adjusted() > DIGITS:
+            raise _huge(key)
         key = int(key) if key.is_finite() and key == key.to_integral_value() else float(key)
         return _same(key)
     if isinstance(key, float | np.floating):
@@ -224,6 +246,28 @@ def _same(key: Any) -> Any:
             return _same(array.item())
         return {"$vector": digests(array.reshape(1, -1))[0].hex(), "shape": list(array.shape)}
     return plain(key)
+
+
+def _huge(number: Any) -> ArgumentError:
+    return ArgumentError(
+        f"{shown(number)} is more than a float can hold, and cannot be compared: keep it as text"
+    )
+
+
+def shown(cell: Any) -> str:
+    """A cell as an error quotes it: some characters of it, however long or deep it is.
+
+    >>> shown("a" * 100), shown((1, (2, (3, (4, 5)))))
+    ("'aaaaaaaaaaaaaaaaaaaaaaaaaaaa…aaaaaaaaaaaaaaaaaaaaaaaaaaaaa'", '(1, (2, (…)))')
+    """
+    if isinstance(cell, int) and not -HUGE <= cell <= HUGE:
+        return f"a number of about {int(cell.bit_length() * math.log10(2)) + 1:,} digits"
+    return _SHORT.repr(cell)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.fillvalue = 3, "…"
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def utf8(text: str) -> bytes:

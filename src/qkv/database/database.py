@@ -10,7 +10,7 @@ from typing import Any, Self, TypedDict, Unpack, overload
 from qkv.arrays import is_array
 from qkv.database.encoders import EncoderLike
 from qkv.database.reading import NOTHING, names
-from qkv.database.schema import Cells, keyed, transposed
+from qkv.database.schema import Cells, keyed, plain, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
@@ -95,15 +95,18 @@ class Database(Writing[K, V]):
         """
         if not columns:
             raise ArgumentError("columns: there are none; a database needs a key and a value")
-        columns = {str(name): column for name, column in columns.items()}
+        told = [str(name) for name in columns]
+        if len(set(told)) < len(told):
+            raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
+        columns = dict(zip(told, columns.values(), strict=True))
         keys = names(key) if key is not None else (_first_text(columns),)
         values = names(value) if value is not None else others(columns, keys)
-        columns = keyed(columns, keys)
         wish = {"key": keys, "value": values, "unique": unique}
+        path = None if path is None else folder.named(path)
         if path is None or os.path.lexists(path):
             made = cls._on(Store(path), encoder=encoder, **wish)
             return made._imported(columns, progress)
-        with folder.beside(Path(path)) as part:
+        with folder.beside(path) as part:
             made = cls._on(Store(part), encoder=encoder, **wish)._imported(columns, progress)
             made.close()
         return cls._on(Store(path), encoder=made._encoder_wish, **wish)
@@ -117,6 +120,7 @@ class Database(Writing[K, V]):
                         f"{self.path} holds a database already: open it and use extend, or choose "
                         "another path"
                     )
+                columns = keyed(plain(columns), self._wish[0])
                 self._write(columns, progress=progress, what="import")
         except BaseException:
             self.close()
@@ -210,6 +214,11 @@ def _first_text(columns: Cells) -> str:
     texts = (
         name
         for name, column in columns.items()
-        if not is_array(column) and isinstance(next((x for x in column if x is not None), 0), str)
+        if not is_array(column) and isinstance(_first(column), str)
     )
     return next(texts, next(iter(columns)))
+
+
+def _first(column: Sequence[Any]) -> Any:
+    """The first cell that is not missing; None where all are."""
+    return next((column[i] for i in range(len(column)) if column[i] is not None), None)

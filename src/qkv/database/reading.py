@@ -19,7 +19,7 @@ from qkv.database.encoders import Encoder, EncoderLike
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, QkvError, printable
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, K, Shaped, T, V
 from qkv.weightings import WeightingLike
@@ -50,8 +50,8 @@ class AbsentKey(QkvError, KeyError):
 
     def __str__(self) -> str:
         near = self.nearest
-        hint = f": the nearest are {', '.join(map(repr, near))}" if near else ""
-        return f"no row has the key {self.key!r}{hint}"
+        hint = f": the nearest are {', '.join(map(cells.shown, near))}" if near else ""
+        return f"no row has the key {cells.shown(self.key)}{hint}"
 
 
 class How(TypedDict, total=False):
@@ -193,7 +193,8 @@ class Reading(Generic[K, V]):
         return view.values(view.find(key))
 
     def _nearest(self, key: Any) -> list[Any]:
-        return [row.key for row in self.ask(key, top=3).rows] if len(self) else []
+        answer = self.ask(key, top=3) if len(self) else []
+        return [] if isinstance(answer, list) else [row.key for row in answer.rows]
 
     # Asking
 
@@ -374,15 +375,24 @@ def _queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind = view.schema.key_kind
     if kind == "vector" or (is_array(query) and kind != "number"):
-        array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
+        try:
+            array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
+        except (TypeError, ValueError, OverflowError):
+            raise DtypeError(
+                "query must be a vector of numbers, as the keys are, or a list of such, not "
+                f"{cells.shown(query)}"
+            ) from None
         return (array[None], True) if array.ndim == 1 else (array, False)
     if is_array(query):
         array = to_numpy(query)
         return array.reshape(-1).tolist(), array.ndim == 0
     queries = query if isinstance(query, list) else [query]
-    for text in queries:
-        if isinstance(text, str):
-            cells.utf8(text)
+    for i, one in enumerate(queries):
+        if isinstance(one, str):
+            cells.utf8(one)
+        elif one is not None and kind == "text" and view.encoder.kind != "custom":
+            told = f"not {cells.shown(one)} ({type(one).__name__})"
+            raise DtypeError(f"query {i} must be text, as the keys are, {told}")
     return queries, queries is not query
 
 

@@ -140,11 +140,18 @@ class Schema:
             return vectors(columns[self.value[0]], "value")
         if not self.pools:
             return None
-        return np.array([columns[name] for name in self.value], dtype=float).T
+        return np.array([_floats(columns[name]) for name in self.value]).T
 
 
 def _present(column: Any) -> bool:
     return is_array(column) or not all(map(cells.is_missing, column))
+
+
+def _floats(column: Any) -> np.ndarray:
+    try:
+        return np.array(column, dtype=float)
+    except ValueError:  # a decimal NaN that no float takes
+        return np.array([None if cells.is_missing(x) else x for x in column], dtype=float)
 
 
 def kind_of(column: Any) -> str:
@@ -155,10 +162,34 @@ def kind_of(column: Any) -> str:
 
 def _key_kind(column: Any, name: str) -> str:
     if not is_array(column):
-        absent = next((i for i, key in enumerate(column) if key is None), None)
+        absent = next((i for i, key in enumerate(column) if cells.is_missing(key)), None)
         if absent is not None:
-            raise ArgumentError(f"key {absent} (column {name}) is None: nothing could ask for it")
+            told = f"key {absent} (column {name}) is {column[absent]}"
+            raise ArgumentError(f"{told}: nothing could ask for it")
     return kind_of(column)
+
+
+def plain(columns: Cells) -> Cells:
+    """The columns with every array of text, dates or objects as the list of its cells."""
+    made = {}
+    for name, column in columns.items():
+        if is_array(column):
+            array = to_numpy(column)
+            if array.ndim not in (1, 2):
+                raise ShapeError(
+                    f"column {name!r} has the shape {array.shape}: give one number for each row, "
+                    "(m,), or one vector, (m, d)"
+                )
+            if array.ndim == 1 and array.dtype.kind not in "biuf":
+                # Python's times end at microseconds; NumPy gives finer ones as mere numbers.
+                array = array.astype("M8[us]") if array.dtype.kind == "M" else array
+                column = array.tolist()
+        elif not hasattr(column, "__len__"):
+            raise DtypeError(
+                f"column {name!r} must be a list or an array, not {_example([column], '')}"
+            )
+        made[name] = column
+    return made
 
 
 def keyed(columns: Cells, key: Sequence[str]) -> Cells:
@@ -173,7 +204,7 @@ def keyed(columns: Cells, key: Sequence[str]) -> Cells:
     if skipped == size:
         raise ArgumentError(f"no row has a key: every cell is missing ({names})")
     told = f"{skipped:,} of {size:,} rows {'has' if skipped == 1 else 'have'} no key ({names})"
-    warnings.warn(f"{told}: skipped", SkippedRows, stacklevel=3)
+    warnings.warn(f"{told}: skipped", SkippedRows, stacklevel=4)
     kept = np.flatnonzero(present).tolist()
     return {
         name: to_numpy(column)[present] if is_array(column) else [column[i] for i in kept]
@@ -237,5 +268,4 @@ def _example(column: Any, wish: str) -> str:
         return kind_of(column)
     present = (x for x in column if not cells.is_missing(x))
     wrong = next((x for x in present if cells.kind(x) != wish), None)
-    text = repr(wrong)
-    return f"{text if len(text) < 40 else text[:39] + '…'} ({cells.kind(wrong)})"
+    return f"{cells.shown(wrong)} ({cells.kind(wrong)})"

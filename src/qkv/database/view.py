@@ -146,11 +146,14 @@ class View:
 
     def _digest(self, key: Any) -> bytes | None:
         if isinstance(key, list) and self.begun and self.schema.key_kind == "vector":
-            key = np.asarray(key, dtype=float)
+            try:
+                key = np.asarray(key, dtype=float)
+            except (TypeError, ValueError):
+                return None
         try:
             return cells.digest(key)
-        except ArgumentError:
-            return None  # None and NaN are nobody's key
+        except (ArgumentError, DtypeError):
+            return None  # what cannot be kept is nobody's key
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         short, fresh = self._short, {}

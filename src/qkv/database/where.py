@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from qkv.database import columns
+from qkv.database import cells, columns
 from qkv.database.columns import MISSING, NUMBERS, OTHER, TEXT, WIDE, Column
 from qkv.errors import ArgumentError, DtypeError, unknown
 
@@ -443,6 +443,11 @@ def _comparable(
         _only_comparable(name, census)
         if OTHER in kinds:
             raise ArgumentError(f"where: column {name!r} is not compared with {constants[0]!r}")
+    if kinds == {OTHER} and not census[OTHER] and (texts or numbers):
+        raise DtypeError(
+            f"where: column {name!r} holds {columns.told(census)}, and never equals "
+            f"{cells.shown(constants[0])}"
+        )
     if not kinds or kinds == {OTHER} or not (texts or numbers):
         return
     wants_text = TEXT in kinds

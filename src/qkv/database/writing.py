@@ -14,7 +14,7 @@ from qkv.database import columns as typed
 from qkv.database.encoders import EncoderLike
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
-from qkv.database.schema import Cells, Schema, keyed, length, transposed, vectors
+from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import K, Progress, V
 
@@ -153,14 +153,18 @@ class Writing(Reading[K, V]):
         else:
             for k in keys:
                 if not isinstance(k, tuple) or len(k) != len(key):
-                    raise ArgumentError(f"a key is {key}: a tuple of {len(key)}, not {k!r}")
+                    raise ArgumentError(
+                        f"a key is {key}: a tuple of {len(key)}, not {cells.shown(k)}"
+                    )
             named |= {name: [k[i] for k in keys] for i, name in enumerate(key)}
         value = value or ("value",)
         if len(value) == 1:
             return named | {value[0]: values}
         for v in values:
             if not isinstance(v, Mapping) or not set(v) <= set(value):
-                raise ArgumentError(f"a value is a mapping of {', '.join(value)}, not {v!r}")
+                raise ArgumentError(
+                    f"a value is a mapping of {', '.join(value)}, not {cells.shown(v)}"
+                )
         return named | {name: [v.get(name) for v in values] for name in value}
 
     def _writable(self) -> None:
@@ -186,6 +190,7 @@ class Writing(Reading[K, V]):
     ) -> None:
         """Rows in, others out, as one version."""
         with self._alone():
+            columns = plain(columns)
             if length(columns):
                 self._written(columns, remove, what, progress)
                 self._refit()
@@ -202,6 +207,12 @@ class Writing(Reading[K, V]):
         schema.check(columns)
         keys = schema.keys_of(columns)
         digests = _digests(keys, schema)
+        apart = schema.vectors
+        kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
+        records = [
+            cells.dumps({name: column[i] for name, column in kept.items()})
+            for i in range(len(digests))
+        ]
         if schema.key_kind == "vector":
             keys = vectors(keys, "key")
         first: dict[str, Any] | None = None
@@ -221,15 +232,9 @@ class Writing(Reading[K, V]):
             tensors["value"] = pooled
         if encoding.keeps_keys(encoder, schema):
             tensors["key"] = keys
-        apart = schema.vectors
-        kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
         if not view.begun or view.typed:
             beside = {name: pooled for name, role in apart.items() if role == "value"}
             tensors |= typed.tensors({**kept, **beside})
-        records = [
-            cells.dumps({name: column[i] for name, column in kept.items()})
-            for i in range(len(digests))
-        ]
         try:
             self._store.commit(
                 records=records,
@@ -244,8 +249,8 @@ class Writing(Reading[K, V]):
         except DuplicateKey as error:
             at = error.position
             raise DuplicateKey(
-                f"the key {keys[at]!r} (row {at}) is there already or comes twice, and keys are "
-                "unique here: update it, or leave it out",
+                f"the key {cells.shown(keys[at])} (row {at}) is there already or comes twice, and "
+                "keys are unique here: update it, or leave it out",
                 at,
             ) from None
 

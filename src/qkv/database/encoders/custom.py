@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arrays import is_array, to_numpy
+from qkv.database.cells import shown
 from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import ScaledDot, Score
@@ -83,7 +84,7 @@ class Custom(Encoder):
         bad = ~np.isfinite(out).all(axis=1)
         if bad.any():
             key = keys[int(bad.argmax())]
-            raise ArgumentError(f"{self._told} gave NaN or infinity for the key {key!r}")
+            raise ArgumentError(f"{self._told} gave NaN or infinity for the key {shown(key)}")
         return out
 
     @property

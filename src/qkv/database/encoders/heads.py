@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.database.cells import shown
 from qkv.database.encoders.base import Encoder, batch, under
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -154,7 +155,7 @@ class Columns(Heads):
         rows = [self._spread(key) if query else key for key in keys]
         for i, row in enumerate(rows):
             if not isinstance(row, tuple | list) or len(row) != count:
-                raise ShapeError(f"key {i} must be a tuple of {count} columns, not {row!r}")
+                raise ShapeError(f"key {i} must be a tuple of {count} columns, not {shown(row)}")
         return [[row[c] for row in rows] for c in range(count)]
 
     def query(self, queries: Sequence[Any]) -> np.ndarray:
@@ -186,7 +187,9 @@ class Columns(Heads):
             return query
         spread = tuple(query if head.reads(query) else None for head in self.heads)
         if all(part is None for part in spread):
-            raise DtypeError(f"no column can read the query {query!r}: pass a tuple of columns")
+            raise DtypeError(
+                f"no column can read the query {shown(query)}: pass a tuple of columns"
+            )
         return spread
 
     def reads(self, query: Any) -> bool:

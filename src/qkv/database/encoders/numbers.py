@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arrays import is_array, to_numpy
+from qkv.database.cells import shown
 from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Gaussian, Score
@@ -147,13 +148,13 @@ def _number(part: Any, row: int) -> float:
     if isinstance(part, int | float | np.number | np.bool_ | Decimal):
         try:
             return float(part)
-        except (OverflowError, TypeError):
-            raise ArgumentError(f"key {row} is {part!r}: too large for a float") from None
+        except (OverflowError, TypeError, ValueError):
+            raise ArgumentError(f"key {row} is {shown(part)}: too large for a float") from None
     if is_array(part) and not part.shape:
         return float(part)
     if isinstance(part, datetime.date | datetime.time):
         return _days(part)
-    raise DtypeError(f"key {row} must be a number, not {part!r}: leave that row out")
+    raise DtypeError(f"key {row} must be a number, not {shown(part)}: leave that row out")
 
 
 def _days(moment: datetime.date | datetime.time) -> float:

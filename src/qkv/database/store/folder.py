@@ -17,12 +17,29 @@ from qkv.database.store.lock import READERS
 from qkv.database.store.mark import WRITER
 from qkv.database.store.segments import SUFFIX, TEMPORARY
 from qkv.database.store.shelf import Files
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError
+
+
+def named(path: str | os.PathLike[str]) -> Path:
+    """A path as any system may have it."""
+    try:
+        found = Path(path)
+    except TypeError:
+        kind = type(path).__name__
+        raise DtypeError(f"path must be the name of a folder, not a {kind}") from None
+    if "\0" in str(found):
+        raise ArgumentError(f"path holds a NUL character, which no name has: {str(found)[:80]!r}")
+    return found
 
 
 def prepare(folder: Path, create: bool) -> None:
     """Make sure that the folder is a store, or say what it is."""
-    if not folder.exists():
+    try:
+        there = folder.exists()
+    except OSError as error:
+        told = f"{str(folder)[:80]} cannot be looked at ({error.strerror})"
+        raise Unwritable(f"{told}: choose another path") from error
+    if not there:
         if not create:
             raise NoStore(f"{folder} does not exist: give the path of a store, or create=True")
         try:

@@ -21,7 +21,7 @@ from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.desk import Desk, gather, rests
 from qkv.database.store.draft import Draft
-from qkv.database.store.folder import prepare
+from qkv.database.store.folder import named, prepare
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.lock import Pins, WriteLock
 from qkv.database.store.segments import Entry, Segment
@@ -87,7 +87,7 @@ class Store:
         skip_damaged: bool = False,
         files: Files | None = None,
     ) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else named(path)
         self._pins = Pins(self.path)
         self.begin_anew()
         self._skip_damaged = skip_damaged
@@ -133,7 +133,7 @@ class Store:
 
     def __del__(self) -> None:
         # The connections of a forked child are its parent's.
-        if os.getpid() == self._process:
+        if os.getpid() == getattr(self, "_process", None):
             with contextlib.suppress(Exception):
                 self.close()
 

@@ -1,0 +1,90 @@
+"""What cannot be kept, asked or opened is said, in a sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database.faults import Unwritable
+from qkv.database.reading import AbsentKey
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+
+TEXT = qkv.Database({"a": 1.0, "b": 2.0})
+NUMBERS = qkv.Database({1: 1.0, 2: 2.0})
+VECTORS = qkv.Database(np.eye(3), np.arange(3.0))
+TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2]}, key=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("made", "query", "error", "says"),
+    [
+        (TEXT, 5, DtypeError, r"^query 0 must be text, as the keys are, not 5 \(int\)$"),
+        (TEXT, None, ArgumentError, "^query 0 must not be None$"),
+        (TEXT, ["a", 3], DtypeError, "^query 1 must be text"),
+        (NUMBERS, "a", DtypeError, "^query 0 must be a number, not 'a'$"),
+        (NUMBERS, [1, "a"], DtypeError, "^query 1 must be a number"),
+        (NUMBERS, 10**400, ArgumentError, "^query 0 is a number of about 401 digits: too large"),
+        (NUMBERS, float("nan"), ArgumentError, "^query 0 is not a finite number$"),
+        (VECTORS, "a", DtypeError, "^query must be a vector of numbers"),
+        (VECTORS, [[1, 2], [1]], DtypeError, "^query must be a vector of numbers"),
+        (VECTORS, [1, 2], ShapeError, "vectors of 3 numbers"),
+        (TUPLES, ("x",), ShapeError, "^query 0 must be a tuple of 2 columns"),
+    ],
+)
+def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
+    with pytest.raises(error, match=says):
+        made.ask(query)
+
+
+@pytest.mark.parametrize("key", [[1], {"a": 1}, 10**400, "x", ["a"], object()])
+def test_an_absent_key_is_said_in_a_few_words(key):
+    key = key * 400_000 if key == "x" else key
+    for made in (TEXT, NUMBERS, VECTORS):
+        with pytest.raises(AbsentKey) as caught:
+            made[key]
+        assert len(str(caught.value)) < 300
+        assert key not in made and made.get(key, "none") == "none"
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "says"),
+    [
+        ({"k": ["a"], "v": np.ones((1, 2, 3))}, ShapeError, "column 'v' has the shape"),
+        ({"k": ["a"], "v": 5}, DtypeError, "column 'v' must be a list or an array"),
+        ({"k": ["a"], 1: [1], "1": [2]}, ArgumentError, "the same name"),
+        ({"k": ["a"], "v": [1, 2]}, ShapeError, "one length"),
+        ({"k": [10**400], "v": [1]}, ArgumentError, "keep it as text"),
+    ],
+)
+def test_columns_that_are_none(columns, error, says):
+    with pytest.raises(error, match=says):
+        qkv.Database.from_columns(columns, key="k")
+
+
+def test_arrays_of_text_dates_and_objects_are_cells():
+    days = np.array(["2020-01-01", "NaT", "2021-06-01"], "M8[ns]")
+    made = qkv.Database.from_columns(
+        {"k": np.array(["a", "b", "c"]), "day": days, "v": np.array([1, None, "x"], object)},
+        key="k",
+        value="day",
+    )
+    assert made.describe() == {
+        "k": {"type": "text", "missing": 0},
+        "day": {"type": "text", "missing": 1},
+        "v": {"type": "number, text", "missing": 1},
+    }
+    assert made.ask("a", where="day > '2020-12-31'").rows[0].key == "c"
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "says"),
+    [
+        ("a\0b", ArgumentError, "path holds a NUL character"),
+        ("a" * 5000, Unwritable, "cannot be looked at"),
+        (5, DtypeError, "path must be the name of a folder, not a int"),
+    ],
+)
+def test_paths_that_are_none(path, error, says):
+    with pytest.raises(error, match=says):
+        qkv.open(path)
