@@ -465,6 +465,7 @@ MODELS: dict[str, tuple[dict[str, Any], ...]] = {
         {"score": scores.Gaussian(np.array(0.7)), "weighting": weightings.TopK(2)},
         {"score": "gated", "weighting": weightings.Softmax(np.array(0.5))},
     ),
+    "alphas": ({}, {"weighting": weightings.Entmax(np.array([1.3, 1.8]))}, {}),
 }
 
 

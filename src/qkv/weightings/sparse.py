@@ -328,8 +328,7 @@ class Tsallis(Entmax):
         return scores
 
     def search(self, fold: Fold) -> State:
-        """The row's largest score, λ, and the logarithm of the mass that rounding has left there:
-        for a large alpha no λ gives 1."""
+        """The row's top, λ, and the log of the mass there: for a large alpha no λ gives just 1."""
         found = super().search(fold)
         return *found, of(found[0]).xp.log(nonzero(self.mass(fold, *found)[0]))
 
@@ -346,25 +345,27 @@ class Tsallis(Entmax):
     def solve(self, fold: Fold, top: Array) -> Array:
         """λ by Newton's steps on (massᶜ − 1)/c, which is convex in e^−cλ up to alpha = 2.
 
-        From 0, where the top alone has a mass of 1, they climb to the root. Beyond 2 the root is
-        kept between bounds, and found by halves where a step would leave them or hardly move.
+        From 0, where the top alone has a mass of 1, they climb to the root. Beyond 2 the mass is
+        concave in e^−λ but where a key joins: there the steps come from the other side, between
+        bounds that are halved where one is passed. αᵢ e^λ falls in λ, so λ + log mass is a bound.
         """
         fw = of(top)
         xp, near = fw.xp, EPSILON[fw.dtype(top)]
-        zero = fw.full(top.shape, 0.0, top)
+        zero = top * 0.0  # a graph may not know its shape
         c = zero + fw.detach(self.less(top))
         sharp = c > 1
 
         def settle(state: State) -> State:
-            at, low, high, last = state
+            at, low, far, _ = state
             mass, rate = self.mass(fold, top, at)
-            low, high = xp.where(mass >= 1, at, low), xp.where(mass >= 1, high, at)
-            log = xp.log(nonzero(mass))
-            step, fine = logarithm(-mass * log * growth(-c * log) / nonzero(rate), c, None)
-            wild = xp.logical_or(at - step < low, at - step > high)
-            wild = xp.logical_or(wild, xp.logical_or(mass == 0, xp.abs(step) > last / 2))
-            wild = xp.logical_and(xp.logical_or(wild, xp.logical_not(fine)), sharp)
-            new = xp.where(wild, (low + high) / 2, at - step)
+            log, over = xp.log(nonzero(mass)), mass >= 1
+            low = xp.maximum(low, at + xp.minimum(log, zero))
+            high = xp.minimum(far, at + xp.maximum(log, zero))
+            back = xp.where(over, high, at - xp.log((1 - mass) / nonzero(rate) + 1))
+            passed = xp.logical_or(back < low, xp.logical_and(over, high >= far))
+            back = xp.where(passed, (low + high) / 2, back)
+            step = logarithm(-mass * log * growth(-c * log) / nonzero(rate), c, None)[0]
+            new = xp.where(sharp, back, at - step)
             return new, low, high, xp.abs(new - at)
 
         def done(state: State) -> Array:
@@ -373,10 +374,7 @@ class Tsallis(Entmax):
         return fw.until(done, settle, (zero, zero, zero + MOST, zero + INFINITY), STEPS)[0]
 
     def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
-        """The root as it was found, with the derivatives of two more steps.
-
-        Beyond alpha = 2 a step from as near as may be can still lead away.
-        """
+        """The root as found, with the derivatives of two steps, which may lead away beyond 2."""
         moved = super().polish(fold, top, tau)
         return of(tau).detach(tau) + (moved - of(tau).detach(moved))
 

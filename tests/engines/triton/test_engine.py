@@ -103,10 +103,11 @@ def test_half_the_bits(score, dtype):
     call, kind = case(score, "softmax", "none"), getattr(torch, dtype)
     arrays = {n: torch.tensor(x, dtype=kind, device=DEVICE) for n, x in call.arrays.items()}
     rounded = {n: x.cpu().double().numpy() for n, x in arrays.items()}
-    want = call.attend(rounded, engine="dense")
-    got = call.attend(arrays, engine="triton")
-    assert got.dtype == kind
+    want, wanted = call.attend(rounded, engine="dense", return_lse=True)
+    got, lse = call.attend(arrays, engine="triton", return_lse=True)
+    assert got.dtype == kind and lse.dtype == torch.float32  # so that it merges
     np.testing.assert_allclose(got.cpu().double().numpy(), want, atol=4e-2)
+    np.testing.assert_allclose(lse.cpu().double().numpy(), wanted, atol=4e-2)
 
 
 def test_what_it_refuses_it_explains():
@@ -121,6 +122,8 @@ def test_what_it_refuses_it_explains():
         ({"mask": torch.zeros(6, 6, device=DEVICE)}, "n × m"),
         ({"weighting": weightings.Softmax(torch.tensor(2.0, device=DEVICE))}, "temperature"),
         ({"score": "gaussian", "weighting": "raw"}, "whole row"),
+        ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
+        ({"weighting": weightings.Entmax(2.5)}, "alpha"),
         ({"mask": masks.blocks([[1]], 8), "weighting": "entmax15"}, "layout"),
     ):
         with pytest.raises(EngineError, match=reason):

@@ -26,6 +26,7 @@ from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
 from qkv.weightings import Average, Entmax, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+from qkv.weightings.sparse import Tsallis
 
 NAME = "triton"
 
@@ -60,6 +61,8 @@ def cannot(call: Call) -> str | None:
         return "Triton is not installed: pip install triton"
     if fw.dtype(call.query) == "float64":
         return "the kernels sum in float32"
+    if isinstance(call.weighting, Tsallis):
+        return "the kernels know an alpha between 1 and 2 that is not learned"
     if type(call.weighting) not in WEIGHTINGS:
         return f"the kernels do not know {type(call.weighting).__name__}"
     if getattr(call.weighting, "on_empty", "zero") != "zero":
