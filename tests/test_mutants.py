@@ -113,6 +113,9 @@ EQUIVALENT = {
         "2.0",  # a start further below the root
         "0 >= scores.shape[-1] < SHORT",  # the longer way
         # Of these the gradient alone counts, which the battery sees.
+        "bent + lean * (row_sum(bent) / nonzero(row_sum(lean)))",
+        "lean / (row_sum(bent) / nonzero(row_sum(lean)))",
+        "row_sum(bent) * nonzero(row_sum(lean))",
         "of(tau).detach(tau) - (moved - of(tau).detach(moved))",
         "(mass - 1) * nonzero(slope)",
         "mass + 1",
