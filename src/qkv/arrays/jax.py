@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
+from qkv.arrays.transposed import both_ways
 from qkv.errors import ArgumentError
 from qkv.types import Array, Arrays, Slopes, Span
 
@@ -44,6 +47,16 @@ class Jax(Framework):
 
     def unknown(self, x: Array) -> bool:
         return self.tracing(x) and x.to_concrete_value() is None
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """Broadcasting and widening are meant here, whatever the caller forbids his own code."""
+        ranks, dtypes = jax.numpy_rank_promotion, jax.numpy_dtype_promotion
+        if ranks.value == "allow" and dtypes.value == "standard":
+            return nullcontext()
+        both = ExitStack()
+        both.enter_context(ranks("allow"))
+        both.enter_context(dtypes("standard"))
+        return both
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
         arrays = (query, key) if value is None else (query, key, value)
@@ -117,7 +130,7 @@ class Jax(Framework):
                 return step(carry, span), None
             return lax.cond(valid, lambda c: step(c, span), lambda c: c, carry), None
 
-        return lax.scan(body, carry, (spans.start, spans.first, spans.valid))[0]
+        return _scan(body, carry, (spans.start, spans.first, spans.valid))
 
     def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:
         if len(tiling) == 1:
@@ -133,7 +146,7 @@ class Jax(Framework):
         def body(carry: Any, item: Any) -> tuple[Any, None]:
             return step(carry, *_unpack(item, tiling)), None
 
-        return lax.scan(body, carry, _table(tiling))[0]
+        return _scan(body, carry, _table(tiling))
 
     def when(
         self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
@@ -171,19 +184,33 @@ class Jax(Framework):
     def custom(
         self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
     ) -> Arrays:
-        @jax.custom_vjp
+        @jax.custom_jvp
         def function(*leaves: Array) -> Arrays:
-            return forward(*leaves)[0]
+            with self.quiet():
+                return forward(*leaves)[0]
 
-        def keep(*leaves: Array) -> Any:
-            outputs, kept = forward(*leaves)
-            return outputs, (leaves, kept)
+        def push(leaves: Arrays, tangents: Sequence[Any]) -> tuple[Arrays, Arrays]:
+            with self.quiet():
+                outputs, kept = forward(*leaves)
+            moving = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
 
-        def pull(held: Any, gradients: Arrays) -> Slopes:
-            return tuple(backward(*held, gradients))
+            def pull(held: Any, gradients: Arrays) -> Arrays:
+                with self.quiet():
+                    found = backward(*held, gradients)
+                return tuple(
+                    jnp.zeros_like(leaves[i]) if found[i] is None else found[i] for i in moving
+                )
 
-        function.defvjp(keep, pull)
+            along = tuple(tangents[i] for i in moving)
+            return outputs, both_ways(pull, (leaves, kept), along, outputs)
+
+        function.defjvp(push, symbolic_zeros=True)
         return function(*leaves)
+
+
+def _scan(body: Callable[..., Any], carry: Any, items: Any) -> Any:
+    """What is carried to the end; its derivatives make each block again, and hold none."""
+    return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, items)[0]
 
 
 def _stack(columns: list[list[Span]]) -> list[_Spans]:

@@ -1,0 +1,49 @@
+"""Every transform of JAX, each with another option, in blocks; tests/transforms.py has the form."""
+
+from __future__ import annotations
+
+import pytest
+
+import qkv
+from qkv.engines import streaming
+from tests.transforms import OPTIONS, made
+
+jax = pytest.importorskip("jax")
+
+from tests.transforms_jax import JAX  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    jax.config.update("jax_enable_x64", True)
+    monkeypatch.setattr(streaming, "block_size", lambda call: (3, 4))
+
+
+# What comes beside the output is asked of another engine.
+IN_BLOCKS = {name: option for name, option in OPTIONS.items() if option.family != "weights"}
+PAIRS = list(zip(JAX, [*[*IN_BLOCKS][1::2], *IN_BLOCKS], strict=False))
+
+
+@pytest.mark.parametrize(("transform", "option"), PAIRS)
+def test_jax(transform, option):
+    option = IN_BLOCKS[option]
+
+    def function(*x):
+        return option.call(*x, engine="streaming")
+
+    JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
+
+
+@pytest.mark.parametrize("option", ["causal", "entmax15", "top 3", "log-sum-exp", "weights"])
+def test_forwards_as_backwards(option):
+    JAX["jvp"](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
+
+
+def test_forwards_no_matrix_is_held():
+    x = jax.ShapeDtypeStruct((4096, 8), "float32")
+
+    def push(*x):
+        return jax.jvp(qkv.attend, x, x)
+
+    held = jax.jit(push).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+    assert held < 4096 * 4096
