@@ -55,6 +55,10 @@ class Framework:
         """The length of an axis, as a number or, where only a run will tell, as an array."""
         return x.shape[axis]
 
+    def sizes(self, x: Array) -> tuple[Any, ...]:
+        """The length of every axis, likewise: what an array is made by, where `shape` decides."""
+        return tuple(x.shape)
+
     def plain(self, x: Array) -> Array:
         """x as an array of operations (a variable is read)."""
         return x
@@ -196,7 +200,7 @@ class Framework:
     def take(self, x: Array, at: Array) -> Array:
         """x[at], for a vector x and positions of any shape."""
         flat = self.xp.take(x, self.xp.reshape(at, (-1,)), axis=0)
-        return self.xp.reshape(flat, at.shape)
+        return self.xp.reshape(flat, self.sizes(at))
 
     def inner(self, query: Array, key: Array) -> Array:
         """QKᵀ"""

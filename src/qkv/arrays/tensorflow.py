@@ -81,6 +81,14 @@ class TensorFlow(Framework):
         known = x.shape[axis]
         return tf.shape(x)[axis] if known is None else known
 
+    def sizes(self, x: Array) -> tuple[Any, ...]:
+        return tuple(self.length(x, axis) for axis in range(len(x.shape)))
+
+    def full(self, shape: Shape, value: float, like: Array) -> Array:
+        if None in shape:  # those of `like` that only a run will tell
+            shape = tuple(self.length(like, i) if n is None else n for i, n in enumerate(shape))
+        return super().full(shape, value, like)
+
     def plain(self, x: Array) -> Array:
         return tf.convert_to_tensor(x)  # a Variable is read once, here
 

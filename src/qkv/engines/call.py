@@ -155,10 +155,11 @@ def clean(call: Call, rows: Array, alive: Live) -> Array:
         return rows
     seen = fw.xp.any(alive, axis=-2)[..., None]  # (…, c, 1), over the lead or less
     lead = fw.shape(rows)[:-2]
-    if len(seen.shape) > 2 and lead != call.lead:
+    if len(seen.shape) > 2 and (lead != call.lead or lead[-1] is None):
         seen = fw.astype(seen, fw.dtype(rows))
-        seen = fw.xp.broadcast_to(seen, (*call.lead, *seen.shape[-2:]))
-        seen = fold_heads(call, seen, lead) > 0
+        sizes = (*fw.sizes(call.query)[:-2], *fw.sizes(seen)[-2:])
+        seen = fw.xp.broadcast_to(seen, sizes)
+        seen = fold_heads(call, seen, fw.sizes(rows)[:-2]) > 0
     return fw.keep(rows, seen)
 
 
@@ -172,12 +173,12 @@ def clean_queries(call: Call, query: Array, alive: Live) -> Array:
 def share_heads(call: Call, x: Array) -> Array:
     """A key or value with fewer heads than the query, each repeated for its group."""
     shape = call.fw.shape(x)
-    if len(shape) < 3 or not call.lead or shape[-3] in (1, call.lead[-1], None):
+    alike = shape[-3:-2] == call.lead[-1:] and None not in call.lead[-1:]
+    if len(shape) < 3 or not call.lead or shape[-3] == 1 or alike:
         return x
-    group = call.lead[-1] // shape[-3]
-    xp = call.fw.xp
-    x = xp.broadcast_to(x[..., :, None, :, :], (*shape[:-2], group, *shape[-2:]))
-    return xp.reshape(x, (*shape[:-3], call.lead[-1], *shape[-2:]))
+    xp, sizes, heads = call.fw.xp, call.fw.sizes(x), call.fw.length(call.query, -3)
+    x = xp.broadcast_to(x[..., :, None, :, :], (*sizes[:-2], heads // sizes[-3], *sizes[-2:]))
+    return xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
 
 
 def fold_heads(call: Call, x: Array, lead: Shape) -> Array:
@@ -187,12 +188,14 @@ def fold_heads(call: Call, x: Array, lead: Shape) -> Array:
         x = xp.sum(x, axis=0)
     for axis, size in enumerate(lead):
         have = x.shape[axis]
-        if have == size:
+        unknown = have is None or arrays.is_array(size)
+        if axis < len(lead) - 1 if unknown else have == size:
             continue
-        if size == 1:
+        if not unknown and size == 1:
             x = xp.sum(x, axis=axis, keepdims=True)
         else:
-            x = xp.reshape(x, (*x.shape[:axis], size, have // size, *x.shape[axis + 1 :]))
+            sizes = call.fw.sizes(x)
+            x = xp.reshape(x, (*sizes[:axis], size, sizes[axis] // size, *sizes[axis + 1 :]))
             x = xp.sum(x, axis=axis + 1)
     return x
 

@@ -53,6 +53,8 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
+    if None in (*call.lead, call.n, call.m):
+        return streaming.UNKNOWN
     score = None if isinstance(call.lowering, str) else call.lowering[0]
     if isinstance(score, Separable):
         each = score.form_width(0) / max(streaming.footprint(call), 1)

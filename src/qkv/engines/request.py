@@ -137,11 +137,22 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         parts = map_arrays(fw, fw.inert, parts)
         query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
     if lead != shapes["query"][:-2]:
-        query = fw.xp.broadcast_to(query, (*lead, *shapes["query"][-2:]))
+        sizes = (*_lengths(fw, lead, given), *fw.sizes(query)[-2:])
+        query = fw.xp.broadcast_to(query, sizes)
     call = Call(query, key, value, **rest)
     if call.rule is not None:
         call.rule.check(lead, call.n, call.m)
     return call
+
+
+def _lengths(fw: Framework, lead: Shape, given: dict[str, Array]) -> list[Any]:
+    """The leading shape, with what only a run will tell from the array that has it."""
+    found: list[Any] = list(lead)
+    for axis in (-1 - i for i, size in enumerate(lead[::-1]) if size is None):
+        at = axis - 2
+        known = (x for x in given.values() if len(x.shape) >= -at and x.shape[at] is None)
+        found[axis] = fw.length(next(known), at)
+    return found
 
 
 def as_array(name: str, x: Any, like: Array | None = None) -> Array:
@@ -172,10 +183,12 @@ def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape
     joined = []
     for axis, (x, y) in enumerate(zip(a, b, strict=True)):
         heads = axis == size - 1
-        if x == y or y == 1 or x is None or y is None:
-            joined.append(y if x is None else x)
+        if x == y or y == 1:
+            joined.append(x)
         elif x == 1:
             joined.append(y)
+        elif x is None or y is None:
+            joined.append(y if x is None and not heads else x)
         elif heads and y and x % y == 0:
             joined.append(x)
         else:

@@ -47,10 +47,13 @@ SMALL = 2**18
 """Numbers below which the whole matrix is one block, and dense does it at once."""
 
 
+UNKNOWN = "a length is unknown until the graph runs, so no blocks can be laid out"
+
+
 def cannot(call: Call) -> str | None:
     fw = call.fw
     if None in (*fw.shape(call.query), *fw.shape(call.key)):
-        return "a length is unknown until the graph runs, so no blocks can be laid out"
+        return UNKNOWN
     if any(fw.captures_unseen(function) for function in functions_in(call.score)):
         return (
             f"the score is a function that holds arrays, whose gradient {fw.name} would lose in "

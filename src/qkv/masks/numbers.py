@@ -44,7 +44,7 @@ def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) ->
     shape = tuple(values.shape)
     batch = lead[:1]
     good = [(*batch, n)] + ([(n,)] if last is not None else [batch])
-    if shape not in good and None not in (*lead, n):
+    if shape not in good and None not in (*lead, n, *shape):
         told = " or ".join(str(x) for x in good)
         raise ShapeError(f"{what} must have shape {told}, not {shape}")
 

@@ -51,12 +51,12 @@ class Blocks(Mask):
 
     def check(self, lead: Shape, n: int, m: int) -> None:
         high, wide = self.layout.shape[-2:]
-        if high * self.size[0] < n or wide * self.size[1] < m:
+        if None not in (n, m) and (high * self.size[0] < n or wide * self.size[1] < m):
             raise ShapeError(
                 f"masks.blocks: a layout of {high} × {wide} blocks of {self.size[0]} × "
                 f"{self.size[1]} does not cover {n} queries × {m} keys"
             )
-        if self.layout.ndim > 2 and (not lead or self.layout.shape[0] != lead[-1]):
+        if self.layout.ndim > 2 and (not lead or lead[-1] not in (self.layout.shape[0], None)):
             raise ShapeError(
                 f"masks.blocks: a layout for {self.layout.shape[0]} heads met scores of shape "
                 f"{(*lead, n, m)}, whose axis −3 is the heads"

@@ -67,7 +67,7 @@ class Weighting(tree.Record):
         if lent is not None:
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]
-        if fw.equal_spans or n * m <= CACHED or fw.needs_gradient([scores]):
+        if fw.equal_spans or None in (n, m) or n * m <= CACHED or fw.needs_gradient([scores]):
             tiling: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]
         else:  # in pieces that stay in the cache
             size = max(CACHED // m, 1)
@@ -78,7 +78,7 @@ class Weighting(tree.Record):
             # What is dead may be NaN, which a learned temperature must not meet.
             how = of_rows(fw, self, rows, n)
             s = how.scale(fw.keep(fw.cut(scores, rows, -2), part))
-            return (how.weights(s, part, fw.positions(0, m, scores)),)
+            return (how.weights(s, part, fw.positions(0, fw.length(scores, -1), scores)),)
 
         with fw.quiet():
             return fw.tiled(some, tiling)[0]

@@ -151,7 +151,7 @@ class TopK(Exponential):
     def lift_best(self, scores: Array, live: Live, k: Array) -> State:
         fw = of(scores)
         scores = fw.keep(scores, live, -INFINITY)
-        at = fw.xp.broadcast_to(k, scores.shape)
+        at = fw.xp.broadcast_to(k, fw.sizes(scores))
         # A block may have fewer than k keys, or none.
         return self.best(*self.joined((scores, at), self.init_best(scores[..., :1])))
 

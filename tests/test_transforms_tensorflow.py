@@ -1,0 +1,54 @@
+"""Every transform of TensorFlow, and every option where nothing but the widths is known."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import qkv
+from tests.cases import MASKS, WEIGHTINGS, case, covering
+from tests.transforms import OPTIONS, made
+
+tf = pytest.importorskip("tensorflow")
+
+from tests.transforms_tensorflow import TENSORFLOW, _close, _slopes  # noqa: E402
+
+PAIRS = list(zip(itertools.cycle(TENSORFLOW), OPTIONS, strict=False))
+
+
+@pytest.mark.parametrize(("transform", "option"), [*PAIRS, ("tf.function, XLA", "entmax15")])
+def test_tensorflow(transform, option):
+    TENSORFLOW[transform](OPTIONS[option].call, made(OPTIONS[option], tf.constant))
+
+
+def _some():
+    """Of the covering cases, enough for each weighting and each mask."""
+    left = {*WEIGHTINGS, *MASKS}
+    for names in covering():
+        if left & {*names[1:]}:
+            left -= {*names}
+            yield names
+
+
+@pytest.mark.parametrize("names", list(_some()), ids=" ".join)
+def test_a_graph_that_knows_only_widths(names):
+    """Batch and lengths unknown, keys shared among heads; values and gradients."""
+    drawn = case(*names)
+    given = {name: tf.constant(x) for name, x in drawn.arrays.items()}
+
+    def function(*x):
+        now = dict(zip(given, x, strict=True))
+        how = drawn.how(now)
+        return qkv.attend(now["query"], now["key"], now["value"], **how)
+
+    def spec(name, x):
+        inside = name.startswith("score.")
+        shape = x.shape if inside else [None] * len(x.shape)
+        if name in ("query", "key", "value"):
+            shape = (None, x.shape[1], None, x.shape[3])
+        return tf.TensorSpec(shape, x.dtype)
+
+    both = _slopes(function)
+    graph = tf.function(both, input_signature=[spec(*item) for item in given.items()])
+    _close(graph(*given.values()), both(*given.values()))
