@@ -68,7 +68,7 @@ class Weighting(tree.Record):
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]
         if fw.equal_spans or None in (n, m) or n * m <= CACHED or fw.needs_gradient([scores]):
-            tiling: list[tuple[Span, list[Span]]] = [(Span(0, n), [])]
+            tiling: list[tuple[Span, list[Span]]] = [(Span(0, fw.length(scores, -2)), [])]
         else:  # in pieces that stay in the cache
             size = max(CACHED // m, 1)
             tiling = [(Span(i, min(size, n - i)), []) for i in range(0, n, size)]
