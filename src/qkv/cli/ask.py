@@ -148,7 +148,7 @@ def _how(
 def draw(answer: Answer) -> None:
     """The value, the rows with bars, and a line on how sure it is."""
     if not answer.rows:
-        screen.line(f"nothing: every weight is 0 among {answer.total:,} rows")
+        screen.line(f"nothing: every weight is 0 among {answer.total:,} rows{_left(answer)}")
         return
     pooled = isinstance(answer.value, float)
     value = screen.around(answer.value, answer.spread) if pooled else screen.text(answer.value)
@@ -174,9 +174,13 @@ def draw(answer: Answer) -> None:
         f"effective rows {answer.effective_rows:,.1f} of {answer.total:,}",
         answer.sureness,
         answer.engine,
-        *([f"{screen.count(answer.missing, 'row')} without a value"] if answer.missing else []),
     )
-    screen.line(f" {dot} ".join(parts), "dim")
+    screen.line(f" {dot} ".join(parts) + _left(answer), "dim")
+
+
+def _left(answer: Answer) -> str:
+    missing = answer.missing
+    return f"; {screen.count(missing, 'row')} without a value left out" if missing else ""
 
 
 def _queries(words: list[str]) -> Iterator[str]:

@@ -257,8 +257,8 @@ def _huge(number: Any) -> ArgumentError:
 def shown(cell: Any) -> str:
     """A cell as an error quotes it: some characters of it, however long or deep it is.
 
-    >>> shown("a" * 100), shown((1, (2, (3, (4, 5)))))
-    ("'aaaaaaaaaaaaaaaaaaaaaaaaaaaa…aaaaaaaaaaaaaaaaaaaaaaaaaaaaa'", '(1, (2, (…)))')
+    >>> shown((1, (2, (3, (4, 5))))), len(shown("a" * 100_000))
+    ('(1, (2, (3, (…))))', 58)
     """
     if isinstance(cell, int) and not -HUGE <= cell <= HUGE:
         return f"a number of about {int(cell.bit_length() * math.log10(2)) + 1:,} digits"

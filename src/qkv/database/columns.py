@@ -155,4 +155,4 @@ def told(census: np.ndarray) -> str:
     >>> told(np.bincount([MISSING, NUMBER, TEXT], minlength=6))
     'number, text'
     """
-    return ", ".join(dict.fromkeys(KINDS[i] for i in np.flatnonzero(census) if i)) or "missing"
+    return ", ".join(dict.fromkeys(KINDS[i] for i in np.flatnonzero(census) if i)) or "empty"

@@ -1,0 +1,330 @@
+"""Comparisons of columns, as operations on arrays: what is equal, less, or a part of a text."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from qkv.database import cells, columns
+from qkv.database.columns import MISSING, NUMBERS, OTHER, TEXT, WIDE, Column
+from qkv.errors import ArgumentError, DtypeError
+
+_ORDER: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_TURNED: dict[type, type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
+_SAMPLE = 4096
+"""Rows whose texts are looked at before all are sorted by their texts."""
+
+
+class Table(Protocol):
+    """Some rows whose columns are looked at."""
+
+    def __len__(self) -> int: ...
+
+    def column(self, name: str) -> Column: ...
+
+    def cells(self, name: str, at: np.ndarray) -> list[Any]:
+        """The cells themselves of the rows at these places."""
+
+    def census(self, name: str) -> np.ndarray:
+        """How many cells of each kind the whole column has, (6,), in these rows and all others."""
+
+
+class Passed(NamedTuple):
+    """Of each row whether it passes, and whether that is known: one without the cell that is
+    compared neither passes nor does it pass what is not so."""
+
+    true: np.ndarray
+    known: np.ndarray
+
+    def __invert__(self) -> Passed:
+        return Passed(self.known & ~self.true, self.known)
+
+    def __and__(self, other: Passed) -> Passed:
+        false = (self.known & ~self.true) | (other.known & ~other.true)
+        return Passed(self.true & other.true, (self.known & other.known) | false)
+
+    def __or__(self, other: Passed) -> Passed:
+        return ~(~self & ~other)
+
+
+Condition = Callable[[Table], Passed]
+
+
+class Name(NamedTuple):
+    """A column, by its name."""
+
+    column: str
+
+
+class Constant(NamedTuple):
+    """A cell that is given."""
+
+    cell: Any
+
+
+Side = Name | Constant
+
+
+def quiet(passes: Condition) -> Condition:
+    """Without warnings: the codes of text, taken for numbers, may be NaN of any kind."""
+
+    def passed(table: Table) -> Passed:
+        with np.errstate(invalid="ignore"):
+            return passes(table)
+
+    return passed
+
+
+def joined(parts: Sequence[Condition], all_of: bool) -> Condition:
+    def passed(table: Table) -> Passed:
+        found = _all(len(table), all_of)
+        for part in parts:
+            found = found & part(table) if all_of else found | part(table)
+        return found
+
+    return passed
+
+
+def constantly(passes: bool) -> Condition:
+    return lambda table: _all(len(table), passes)
+
+
+def _all(rows: int, passes: bool) -> Passed:
+    return Passed(np.full(rows, passes), np.ones(rows, bool))
+
+
+def truthy(name: str) -> Condition:
+    """Cells that Python calls true: not 0, not False, not an empty text."""
+
+    def passed(table: Table) -> Passed:
+        column = table.column(name)
+        empty = _equals(table, name, column, 0) | _equals(table, name, column, "")
+        known = column.kinds != MISSING
+        return Passed(known & ~empty, known)
+
+    return passed
+
+
+def equal(left: Side, right: Side) -> Condition:
+    return member(left, [right])
+
+
+def member(left: Side, members: Sequence[Side]) -> Condition:
+    """left == member, for any of them. Of a constant and constants too."""
+    if isinstance(left, Constant):
+        names = [side for side in members if isinstance(side, Name)]
+        if any(_same(left.cell, side.cell) for side in members if isinstance(side, Constant)):
+            return constantly(True)
+        return joined([member(name, [left]) for name in names], all_of=False)
+    name = left.column
+
+    def passed(table: Table) -> Passed:
+        column, true = table.column(name), np.zeros(len(table), bool)
+        constants = [side.cell for side in members if isinstance(side, Constant)]
+        if constants and len(constants) == len(members):
+            _comparable(table, name, constants)
+        for side in members:
+            if isinstance(side, Constant):
+                true |= _equals(table, name, column, side.cell)
+            else:
+                true |= _alike(table, name, column, side.column)
+        return Passed(true, np.ones(len(table), bool))
+
+    return passed
+
+
+def _equals(table: Table, name: str, column: Column, cell: Any) -> np.ndarray:
+    """Which cells equal a constant."""
+    kind = columns.kind_of(cell)
+    if kind == MISSING:
+        return np.asarray(column.kinds == MISSING)
+    code = np.uint64(columns.code(cell, kind))
+    if kind not in NUMBERS:
+        return np.asarray((column.kinds == kind) & (column.codes == code))
+    near: np.ndarray = column.numbers == code.view(np.float64)
+    near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
+    # Two numbers that are no floats may share the float that is nearest to both.
+    unsure = np.flatnonzero(near & (column.kinds == WIDE)) if kind == WIDE else None
+    near &= (column.kinds == WIDE) if kind == WIDE else (column.kinds != WIDE)
+    if unsure is not None and len(unsure):
+        near[unsure] = [_same(x, cell) for x in table.cells(name, unsure)]
+    return near
+
+
+def _alike(table: Table, name: str, column: Column, other: str) -> np.ndarray:
+    """Which cells of two columns are equal."""
+    second = table.column(other)
+    numeric = np.isin(column.kinds, NUMBERS) & np.isin(second.kinds, NUMBERS)
+    same: np.ndarray = np.where(
+        numeric,
+        column.numbers == second.numbers,
+        (column.kinds == second.kinds) & (column.codes == second.codes),
+    )
+    unsure = np.flatnonzero(same & numeric & ((column.kinds == WIDE) | (second.kinds == WIDE)))
+    if len(unsure):
+        pairs = zip(table.cells(name, unsure), table.cells(other, unsure), strict=True)
+        same[unsure] = [_same(a, b) for a, b in pairs]
+    return same
+
+
+def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
+    """left < right, and the like."""
+    if isinstance(left, Constant):
+        if isinstance(right, Constant):
+            if not isinstance(left.cell, str | int | float) or (
+                isinstance(left.cell, str) != isinstance(right.cell, str)
+            ):
+                raise _unlike(cells.shown(left.cell), cells.shown(right.cell))
+            passes = bool(_ORDER[type(op)](left.cell, right.cell))
+            return constantly(passes)
+        return order(_TURNED[type(op)](), right, left)
+    compare, name = _ORDER[type(op)], left.column
+    if isinstance(right, Name):
+        return lambda table: _ordered_columns(table, compare, name, right.column)
+    cell = columns.normal(right.cell)
+    kind = columns.kind_of(cell)
+
+    def passed(table: Table) -> Passed:
+        column = table.column(name)
+        known = column.kinds != MISSING
+        if kind == MISSING:
+            return Passed(np.zeros(len(table), bool), np.zeros(len(table), bool))
+        _comparable(table, name, [cell], order=True)
+        if kind == TEXT:
+            return Passed(_by_text(table, name, column, lambda text: compare(text, cell)), known)
+        number = float(columns.coded([cell]).numbers[0])
+        true = compare(column.numbers, number) & known
+        unsure = known & (column.numbers == number) & ((column.kinds == WIDE) | (kind == WIDE))
+        if unsure.any():
+            at = np.flatnonzero(unsure)
+            true[at] = [bool(compare(x, cell)) for x in table.cells(name, at)]
+        return Passed(true, known)
+
+    return passed
+
+
+def _ordered_columns(
+    table: Table, compare: Callable[[Any, Any], Any], one: str, two: str
+) -> Passed:
+    a, b = table.column(one), table.column(two)
+    for name in (one, two):
+        _only_comparable(name, table.census(name))
+    texts = [table.census(name)[TEXT] > 0 for name in (one, two)]
+    if texts[0] != texts[1] and all(table.census(name)[1:].any() for name in (one, two)):
+        raise _unlike(f"column {one!r} holds {_held(table, one)}", f"column {two!r}")
+    known = (a.kinds != MISSING) & (b.kinds != MISSING)
+    true = np.asarray(compare(a.numbers, b.numbers)) & known
+    unsure = known & ((a.kinds == TEXT) | (a.kinds == WIDE) | (b.kinds == WIDE))
+    if unsure.any():
+        at = np.flatnonzero(unsure)
+        pairs = zip(table.cells(one, at), table.cells(two, at), strict=True)
+        true[at] = [bool(compare(columns.normal(x), columns.normal(y))) for x, y in pairs]
+    return Passed(true, known)
+
+
+def contains(right: Side, left: Side) -> Condition:
+    """left in right: a part of a text."""
+    if isinstance(right, Constant) or not isinstance(left, Constant):
+        wish = "a list of what a column may be, or a text in a column"
+        told = right.cell if isinstance(right, Constant) else right.column
+        raise ArgumentError(f"where: in {cells.shown(told)} is not understood: in needs {wish}")
+    part, name = left.cell, right.column
+    if not isinstance(part, str):
+        raise ArgumentError(
+            f"where: {cells.shown(part)} in {name}: only text can be a part of a column's text; "
+            f"for a list of what it may be, write {name} in [{cells.shown(part)}]"
+        )
+
+    def passed(table: Table) -> Passed:
+        _comparable(table, name, [part], order=True)
+        column = table.column(name)
+        return Passed(
+            _by_text(table, name, column, lambda text: part in text), column.kinds != MISSING
+        )
+
+    return passed
+
+
+def _by_text(table: Table, name: str, column: Column, passes: Callable[[str], Any]) -> np.ndarray:
+    """What a function says of each text, asked once for each different one."""
+    true, at = np.zeros(len(table), bool), np.flatnonzero(column.kinds == TEXT)
+    # Most columns of text have few different ones, which the first rows have already.
+    size = _SAMPLE
+    while len(at):
+        rows, size = at[:size], len(at)
+        codes, first = np.unique(column.codes[rows], return_index=True)
+        texts = table.cells(name, rows[first])
+        verdicts = np.fromiter((bool(passes(columns.normal(x))) for x in texts), bool, len(texts))
+        place = np.minimum(np.searchsorted(codes, column.codes[at]), len(codes) - 1)
+        known = codes[place] == column.codes[at]
+        true[at[known]] = verdicts[place[known]]
+        at = at[~known]
+    return true
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(columns.normal(a) == columns.normal(b))
+
+
+def _comparable(table: Table, name: str, constants: Sequence[Any], order: bool = False) -> None:
+    """Refuse to compare text with numbers, which would find nothing without a word."""
+    census, told = table.census(name), cells.shown(constants[0])
+    kinds = {columns.kind_of(cell) for cell in constants} - {MISSING}
+    texts, numbers = bool(census[TEXT]), bool(census[list(NUMBERS)].any())
+    if order:
+        _only_comparable(name, census)
+        if OTHER in kinds:
+            raise ArgumentError(f"where: column {name!r} is not compared with {told}")
+    if not kinds or not (texts or numbers):
+        return
+    if kinds == {OTHER}:
+        if not census[OTHER]:
+            held = columns.told(census)
+            raise DtypeError(f"where: column {name!r} holds {held}, and never equals {told}")
+        return
+    wants_text, wants_number = TEXT in kinds, bool(kinds & set(NUMBERS))
+    if order:
+        wrong = numbers if wants_text else texts
+    else:
+        wrong = not ((wants_text and texts) or (wants_number and numbers))
+    if wrong:
+        raise _unlike(f"column {name!r} holds {_held(table, name)}", told)
+
+
+def _held(table: Table, name: str) -> str:
+    """The kinds of a column, and one of the texts that make it one of text."""
+    told = columns.told(table.census(name))
+    at = np.flatnonzero(table.column(name).kinds == TEXT)[:_SAMPLE]
+    texts = [str(columns.normal(x)) for x in table.cells(name, at)]
+    strange = next((x for x in texts if not x[:1].isdigit()), texts[0] if texts else None)
+    return told if strange is None else f"{told}, such as {cells.shown(strange)},"
+
+
+def _only_comparable(name: str, census: np.ndarray) -> None:
+    if census[OTHER]:
+        raise ArgumentError(
+            f"where: column {name!r} holds {census[OTHER]:,} cells that have no order (bytes, "
+            "tuples, vectors, lists): compare columns of numbers, text or dates"
+        )
+
+
+def _unlike(one: str, two: str) -> DtypeError:
+    return DtypeError(
+        f"where: {one} and is compared with {two}: text is not compared with numbers. Write the "
+        "constant as the column has it; or, where a few words stand among numbers, name them as "
+        "missing when the table is read"
+    )
