@@ -122,7 +122,9 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
-    flags = _flags(dropout_p, seed, return_lse, return_weights, tolerance, engine)
+    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
+    if not return_lse is return_weights is False:
+        flags = _told(flags, return_lse, return_weights)
     kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
     if plan is not None:
         found = plan.run(query, key, value, score, weighting, mask, seed)
@@ -195,7 +197,9 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    flags = _flags(dropout_p, seed, return_lse, return_weights, tolerance, engine)
+    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
+    if not return_lse is return_weights is False:
+        flags = _told(flags, return_lse, return_weights)
     _, plan = plans.find(query, key, value, score, weighting, mask, flags)
     call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
@@ -251,11 +255,9 @@ def scaled_dot_product_attention(
     return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
 
 
-def _flags(p: Any, seed: Any, lse: Any, weights: Any, tolerance: Any, engine: Any) -> Any:
-    """What else a choice hangs on; `return_lse=1` is refused, so that 1 must not be True there."""
-    if lse is weights is False:
-        return p, seed is None, tolerance, engine
-    return p, seed is None, tolerance, engine, lse, weights, type(lse), type(weights)
+def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
+    """The flags with what is to be returned: `return_lse=1` is refused, so it is not True here."""
+    return *flags, lse, weights, type(lse), type(weights)
 
 
 def _sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Array]]:

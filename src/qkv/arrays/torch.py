@@ -17,6 +17,12 @@ from qkv.types import Array, Arrays, Live, Slopes
 
 _AS_IT_IS = nullcontext()
 
+# Asked in every call, so under names that are found at once.
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_traced: Callable[[], Any] = torch._C._get_tracing_state
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 UNROLLED = 16
 """Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
 scores tried."""
@@ -52,21 +58,22 @@ class Torch(Framework):
         return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
 
     def tracing(self, x: Array) -> bool:
-        return bool(
+        return (
             torch.compiler.is_compiling()  # compile, export
-            or self.functional(x)
-            or torch._C._len_torch_dispatch_stack()  # make_fx, fake tensors
-            or torch._C._get_tracing_state() is not None  # jit.trace
+            or _transforms()
+            or forward_ad._current_level >= 0
+            or _modes() > 0  # make_fx, fake tensors
+            or _traced() is not None  # jit.trace
         )
 
     def functional(self, x: Array) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
         for derivatives of both modes and any order, which fused kernels have not."""
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return _transforms() or forward_ad._current_level >= 0
 
     def quiet(self) -> AbstractContextManager[object]:
         # Sums run in the precision of the arguments, whatever torch would make of them.
-        if not torch._C._is_any_autocast_enabled():
+        if not _autocasts():
             return _AS_IT_IS
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -77,7 +84,7 @@ class Torch(Framework):
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if self.tracing(query) or torch._C._is_any_autocast_enabled():
+        if self.tracing(query) or _autocasts():
             return None
         last = key if value is None else value
         try:
@@ -154,7 +161,7 @@ class Torch(Framework):
         if not x.is_cpu or self.tracing(x):
             return None
         out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
-        return out if self.surely_finite(out) else None
+        return out if math.isfinite(out.detach().sum().item()) else None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         best, at = torch.sort(x, dim=-1, descending=True, stable=True)

@@ -7,15 +7,18 @@ products runs it. Gradients reach the score's own arrays by the chain rule throu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
+from qkv.arrays import is_array
 from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
 from qkv.errors import count
-from qkv.scores import Additive, Dot, Gated, ScaledDot, Score
+from qkv.scores import Additive, Dot, Gated, Gaussian, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
+from qkv.scores.distance import MODERATE, Quick
 from qkv.types import Array
 
 NAME = "lowered"
@@ -28,6 +31,9 @@ ROOM = 2**26
 
 SHORT = 2**24
 """Hyperbolic tangents up to which an additive score is quicker as it stands."""
+
+DIFFERENCES = 2**14
+"""Differences of a Gaussian from which on its products are quicker."""
 
 PAIRS = 6
 """Pairs for each row of query and key that must pay for making one of its functions."""
@@ -55,6 +61,8 @@ def cannot(call: Call) -> str | None:
 def declines(call: Call) -> str | None:
     if None in (*call.lead, call.n, call.m):
         return streaming.UNKNOWN
+    if _is_short(call):
+        return None
     score = None if isinstance(call.lowering, str) else call.lowering[0]
     if isinstance(score, Separable):
         each = score.form_width(0) / max(streaming.footprint(call), 1)
@@ -67,10 +75,35 @@ def declines(call: Call) -> str | None:
 
 def looks(call: Call) -> bool:
     """Whether the numbers decide if the score can be lowered, so that it is asked in each call."""
-    return call.score.ranged
+    return call.score.ranged and not _is_short(call)
+
+
+def direct(call: Call) -> Callable[..., Array] | None:
+    """A short call by a score that looks at the numbers itself."""
+    if not _is_short(call):
+        return None
+    return dense.direct(replace(call, score=Quick(call.score.bandwidth)))  # type: ignore[attr-defined]
+
+
+def _is_short(call: Call) -> bool:
+    """Whether a Gaussian's differences take longer than products, though all fit into one block."""
+    fw, score = call.fw, call.score
+    if fw.name != "torch" or not call.query.is_cpu or fw.tracing(call.query):
+        return False
+    if type(score) is not Gaussian or is_array(score.bandwidth) or call.precise() is not call:
+        return False
+    if call.value is None or not (call.rule is call.bias is None):
+        return False
+    if call.dropout or call.wants_lse or call.wants_weights or dense.direct(call) is None:
+        return False
+    if not MODERATE[0] <= score.bandwidth <= MODERATE[1] or not streaming.declines(call):
+        return False
+    return math.prod(call.lead) * call.n * call.m * streaming.footprint(call) >= DIFFERENCES
 
 
 def describe(call: Call) -> str:
+    if _is_short(call):
+        return "its square as products, the whole matrix at once"
     rewritten = rewrite(call)
     width = rewritten.score.form_width(rewritten.fw.shape(rewritten.query)[-1])
     engine = _engine(rewritten)

@@ -40,7 +40,8 @@ def fused(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """SDPA with derivatives of both orders."""
-    return smooth(sdpa(parts, mask, plain, scale, dropout), parts, mask, plain, scale)
+    out = sdpa(parts, mask, plain, scale, dropout)
+    return out if framework("torch").tracing(out) else smooth(out, parts, mask, plain, scale)
 
 
 def smooth(
@@ -52,10 +53,8 @@ def smooth(
     A hook on the kernel's node does it: a function of our own around the kernel would cost a
     small call as much as the kernel does.
     """
-    node = None if framework("torch").tracing(out) else out.grad_fn
-    if node is None:
-        return out
-    if not node.name().startswith("ScaledDotProduct"):
+    node = out.grad_fn
+    if node is None or not node.name().startswith("ScaledDotProduct"):
         return out  # made of operations that have all derivatives
     # Torch keeps the three for the way back. A hook that held them would keep them where an
     # activation checkpoint has let them go.
