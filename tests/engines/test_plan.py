@@ -257,6 +257,35 @@ def test_numbers_of_every_size_in_turns(make, dtype):
             np.testing.assert_allclose(host(found), want, atol=within, err_msg=f"{n} {size}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_short_gaussian_looks_at_its_numbers_in_every_call(dtype):
+    score, rng = scores.Gaussian(2.0), np.random.default_rng(0)
+    within = {"float32": 3e-4, "float64": 1e-9}[dtype]
+    given = rng.normal(size=(4, 1, 4, 16, 32))
+    named = qkv.explain(*(torch.as_tensor(x.astype(dtype)) for x in given[:3]), score=score).engine
+    assert named == "lowered"
+    for size, away in ((1.0, 0.0), (1.0, 1e3), (20.0, 0.0), (1e-3, 0.0), (1.0, 0.0)):
+        moved = [x.astype(dtype) for x in (*(given[:2] * size + away), given[2])]
+        leaves = [torch.as_tensor(x).requires_grad_() for x in moved]
+        exact = [torch.as_tensor(x.astype(float)).requires_grad_() for x in moved]
+        out = qkv.attend(*leaves, score=score)
+        want = qkv.attend(*exact, score=score, engine="dense")
+        np.testing.assert_allclose(out.detach(), want.detach(), atol=within, err_msg=f"{size}")
+        found = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        slopes = torch.autograd.grad(want.square().sum(), exact, create_graph=True)
+        bends = [
+            torch.autograd.grad(sum(x.square().sum() for x in first), first_leaves)
+            for first, first_leaves in ((found, leaves), (slopes, exact))
+        ]
+        for one, two in (*zip(found, slopes, strict=True), *zip(*bends, strict=True)):
+            scale = 1 + two.detach().abs().max().item()
+            np.testing.assert_allclose(one.detach(), two.detach(), atol=within * scale)
+    spoiled = torch.as_tensor(given[0].astype(dtype))
+    spoiled[0, 1, 3, 2] = float("nan")
+    lost = qkv.attend(spoiled, *(torch.as_tensor(x.astype(dtype)) for x in given[1:3]), score=score)
+    assert lost[0, 1, 3].isnan().all() and lost.isnan().sum() == lost.shape[-1]
+
+
 @every_framework
 def test_scores_beyond_every_range(make):
     q, k, v = three(3, 5)
