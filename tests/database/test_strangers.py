@@ -119,6 +119,7 @@ def test_nothing_in_a_store_is_executable(name, evil):
                 for look in (
                     lambda D: D[key],
                     lambda D: D.ask(key),
+                    lambda D: D.info(),
                     lambda D: D.add(key, 1),
                 ):
                     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypedDict, Unpack, overload
@@ -308,9 +309,7 @@ class Reading(Generic[K, V]):
     def info(self) -> Info:
         """What it is: rows, columns, types, encoder, versions, size."""
         schema = self._schema
-        size = None
-        if self.path is not None:
-            size = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        told = self._view.settings.get("encoder")
         return {
             "path": None if self.path is None else str(self.path),
             "rows": len(self),
@@ -321,8 +320,8 @@ class Reading(Generic[K, V]):
             "key_kind": None if schema is None else schema.key_kind,
             "value_kind": None if schema is None else schema.value_kind,
             "unique": self._wish[2] if schema is None else schema.unique,
-            "encoder": self._view.settings.get("encoder"),
-            "bytes": size,
+            "encoder": told if isinstance(told, dict) else None,
+            "bytes": None if self.path is None else sum(_sizes(self.path)),
         }
 
     def describe(self) -> dict[str, dict[str, Any]]:
@@ -361,6 +360,14 @@ class Reading(Generic[K, V]):
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
         return f"<Database {where}: {len(self):,} rows, {names}{past}>"
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """The size of every file, of those that do not go meanwhile."""
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if file.is_file():
+                yield file.lstat().st_size
 
 
 def names(wish: str | Sequence[str]) -> tuple[str, ...]:
