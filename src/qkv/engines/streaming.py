@@ -367,8 +367,7 @@ def _backward(
 
         def function(*arrays: Array) -> Array:
             query, key, bias, score, weighting = tree.rebuild(fw, moves, arrays)
-            weighting = of_rows(fw, weighting, rows, call.n)
-            changed = replace(call, score=score, weighting=weighting)
+            changed = replace(call, score=score, weighting=of_rows(fw, weighting, rows, call.n))
             return calls.scores(changed, query, part.key if stored else key, bias, part.block)
 
         return fw.vjp(function, *tree.leaves(fw, moves))
@@ -416,8 +415,7 @@ def _backward(
                 shared = calls.share_heads(call, value)
                 along = fw.xp.matmul(along_out, fw.xp.matrix_transpose(shared))
                 along = along if keep is None else along * keep
-                local = of_rows(fw, weighting, rows, call.n)
-                slope = local.slope(s, weight, along, centre, found)
+                slope = of_rows(fw, weighting, rows, call.n).slope(s, weight, along, centre, found)
                 new = iter(pull(fw.keep(slope, live)))
                 dq = added(dq, next(new), rows)
                 dk = dk if stored else added(dk, next(new), cols)
