@@ -256,7 +256,8 @@ def test_a_store_without_columns_is_asked_by_its_records(tmp_path, monkeypatch):
     monkeypatch.setattr("qkv.database.writing.typed.tensors", lambda columns: {})
     path = tmp_path / "old.qkv"
     table = books(5000, np.random.default_rng(2))
-    with qkv.Database.from_columns(table, key="name", value="genre", path=path) as made:
+    how = {"key": "name", "value": "genre", "encoder": "exact"}
+    with qkv.Database.from_columns(table, **how, path=path) as made:
         assert not made._view.typed
     monkeypatch.undo()
     with qkv.open(path) as made:
@@ -275,3 +276,26 @@ def test_a_column_of_vectors_is_said():
     made = qkv.Database(np.eye(3), np.eye(3))
     with pytest.raises(ArgumentError, match="column 'value' holds vectors"):
         made.ask(np.ones(3), where="value > 3")
+
+
+def test_columns_survive_versions_removals_and_compaction(tmp_path):
+    table = books(6000, np.random.default_rng(3))
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    path = tmp_path / "d.qkv"
+    with qkv.open(path, key="name", value="price", encoder="exact") as made:
+        for start in range(0, len(rows), 2000):
+            made.extend(rows[start : start + 2000])
+        made.remove([f"row {i}" for i in range(0, 6000, 5)])
+        made.update("row 7", 3.0)
+        made.add("late 7", None)
+        before = made.at(2)
+        assert before._view.where("year < 1900").sum() == sum(
+            row["year"] is not None and row["year"] < 1900 for row in rows[:4000]
+        )
+        del before
+        made.compact()
+    with qkv.open(path) as made:
+        for where, passes in MIXED:
+            expected = [bool(passes(row)) for row in made.rows()]
+            np.testing.assert_array_equal(made._view.where(where), expected, str(where))
+        assert made.ask("late 7", score="exact", weighting="hard").missing == 1
