@@ -21,6 +21,9 @@ Backward = Callable[..., Slopes]
 Reference = Callable[..., Arrays]
 """The three parts of a function with a gradient of its own: see `Framework.custom`."""
 
+NODES: dict[str, Callable[..., Array]] = {}
+"""Functions of rows that look at numbers, by their names: see `Framework.node`."""
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -298,6 +301,13 @@ class Framework:
                 break
             state = step(state)
         return state
+
+    def node(
+        self, function: Callable[..., Array], x: Array, live: Live, number: float
+    ) -> Array | None:
+        """function(x, live, number), one of NODES, rows (…, m) to (…, 1), as one step that a graph
+        does not look into; None where there is no such graph."""
+        return None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         """The k largest of the last axis and their positions, ties by the lowest position."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from qkv.arrays.base import Backward, Forward, Framework, Reference
+from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
 from qkv.types import Array, Arrays, Live, Slopes
 
 _AS_IT_IS = nullcontext()
@@ -23,9 +23,9 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], Any] = torch._C._get_tracing_state
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-UNROLLED = 16
+UNROLLED = 48
 """Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
-scores tried."""
+scores tried; by halves, so many are float64."""
 
 
 class Torch(Framework):
@@ -65,6 +65,9 @@ class Torch(Framework):
             or _modes() > 0  # make_fx, fake tensors
             or _traced() is not None  # jit.trace
         )
+
+    def forward_mode(self, x: Array) -> bool:
+        return forward_ad._current_level >= 0
 
     def functional(self, x: Array) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
@@ -219,6 +222,17 @@ class Torch(Framework):
             state = step(state)
         return state
 
+    def node(
+        self, function: Callable[..., Array], x: Array, live: Live, number: float
+    ) -> Array | None:
+        if (
+            not torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        ):  # what is exported must run without us
+            return None
+        live = None if live is None else live.expand(x.shape)
+        found: Array = torch.ops.qkv.rows(x, live, function.__name__, number)
+        return found
+
     def hoist(
         self, function: Callable[..., Array], *example: Array
     ) -> tuple[Callable[..., Array], Arrays]:
@@ -253,12 +267,32 @@ class Torch(Framework):
         return tuple(_Custom.apply(forward, backward, reference, *leaves))
 
 
+@torch.library.custom_op("qkv::rows", mutates_args=())
+def _rows(x: torch.Tensor, live: torch.Tensor | None, name: str, number: float) -> torch.Tensor:
+    found: torch.Tensor = NODES[name](x, live, number)
+    return found
+
+
+@_rows.register_fake
+def _(x: torch.Tensor, live: torch.Tensor | None, name: str, number: float) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], 1))
+
+
+@_rows.register_vmap
+def _(info: Any, axes: Any, x: Array, live: Live, name: str, number: float) -> tuple[Array, int]:
+    given = [(x, axes[0])] if live is None else [(x, axes[0]), (live, axes[1])]
+    first = [
+        a.expand(info.batch_size, *a.shape) if axis is None else a.movedim(axis, 0)
+        for a, axis in given
+    ]
+    return torch.ops.qkv.rows(first[0], first[1] if len(first) > 1 else None, name, number), 0
+
+
 class _Custom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, reference: Any, *leaves: Array) -> Any:
         outputs, kept = forward(*leaves)
         ctx.pull, ctx.reference, ctx.count = backward, reference, len(leaves)
-        # One array may be both an output and kept: an output must be saved as itself.
         ctx.save_for_backward(*leaves, *kept)
         ctx.set_materialize_grads(False)
         ctx.likes = [(y.shape, y.dtype, y.device) for y in outputs]

@@ -207,7 +207,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return False
         if torch.is_grad_enabled() or not self.batch_first or (self.training and self.dropout):
             return False
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda") or x.is_nested:
+        if framework("torch").tracing(x) or torch.is_autocast_enabled("cuda") or x.is_nested:
             return False
         shape = x.shape
         if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape or self.num_heads % 2:

@@ -53,7 +53,8 @@ def as_rows(number: Any, like: Array) -> Array:
 
 def check_rows(what: str, number: Any, lead: Shape, n: int) -> None:
     """Raise where such an array does not fit queries (*lead, n, d)."""
-    shape, wanted = tuple(getattr(number, "shape", ())), (*lead, n, 1)
+    wanted = (*lead, n, 1)
+    shape = tuple(number.shape) if is_array(number) else ()
     wide = _row_shape(shape)
     pairs = zip(wide[::-1], wanted[::-1], strict=False)
     if len(wide) > len(wanted) or any(x not in (1, y) for x, y in pairs if x and y):

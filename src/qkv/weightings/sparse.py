@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from qkv.arrays import is_array, of, tree
+from qkv.arrays.base import NODES
 from qkv.errors import positive
 from qkv.types import Array, Keep, Live, Shape
 from qkv.weightings.base import (
@@ -110,7 +111,12 @@ class Entmax(Weighting):
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
 
-        return self.weight(scores, live, k, self.search(fold))
+        fw, found = of(scores), None
+        if not is_array(self.alpha):
+            top = finite(row_max(scores, live))
+            found = fw.node(threshold, fw.detach(scores) - top, live, self.alpha)
+        found = self.search(fold) if found is None else self.polished(fold, top, found)
+        return self.weight(scores, live, k, found)
 
     def search(self, fold: Fold) -> State:
         """The row's largest score and, below it, the threshold τ.
@@ -123,7 +129,7 @@ class Entmax(Weighting):
         top = finite(top)
         fw = of(top)
         if not self.picks(top):
-            return top, self.polish(fold, top, self.solve(fold, top))
+            return self.polished(fold, top, self.solve(fold, top))
         start = fw.xp.maximum(finite(start, -1.0), fw.full(top.shape, -1.0, top))
 
         def candidates(s: Array, live: Live, k: Array) -> State:
@@ -226,6 +232,10 @@ class Entmax(Weighting):
             STEPS,
         )[0]
 
+    def polished(self, fold: Fold, top: Array, tau: Array) -> State:
+        """What is found of a row whose threshold is there."""
+        return top, self.polish(fold, top, tau)
+
     def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
         """Two more steps, for the framework to differentiate.
 
@@ -327,9 +337,9 @@ class Tsallis(Entmax):
     def scale(self, scores: Array) -> Array:
         return scores
 
-    def search(self, fold: Fold) -> State:
+    def polished(self, fold: Fold, top: Array, tau: Array) -> State:
         """The row's top, λ, and the log of the mass there: for a large alpha no λ gives just 1."""
-        found = super().search(fold)
+        found = super().polished(fold, top, tau)
         return *found, of(found[0]).xp.log(nonzero(self.mass(fold, *found)[0]))
 
     def mass(self, fold: Fold, top: Array, at: Array) -> State:
@@ -417,6 +427,20 @@ class Sparsemax(Entmax):
     """
 
     alpha: float = field(default=2, init=False)
+
+
+def threshold(x: Array, live: Live, alpha: float) -> Array:
+    """The threshold (…, 1) of rows that are measured from their largest score."""
+    fw = of(x)
+    lent = fw.lend(x)
+    if lent is not None:
+        allowed = None if live is None else fw.lend(live)
+        with of(lent).quiet():
+            return fw.take_back(threshold(lent, allowed, alpha))
+    return Entmax(alpha).search(lambda lift, merge, init: lift(x, live, x))[1]
+
+
+NODES["threshold"] = threshold
 
 
 def _looked(one: State, two: State) -> State:

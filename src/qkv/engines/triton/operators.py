@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.arrays import framework
 from qkv.errors import EngineError
 
 LIBRARY = torch.library.Library("qkv", "FRAGMENT")
@@ -81,12 +82,7 @@ def operator(
 
 def watched() -> bool:
     """Whether a transform is at work, which must see a node."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    return framework("torch").tracing(None)
 
 
 def _graph(function: Any, pull: Any, save: Any) -> Any:
