@@ -302,11 +302,9 @@ class Framework:
             state = step(state)
         return state
 
-    def node(
-        self, function: Callable[..., Array], x: Array, live: Live, number: float
-    ) -> Array | None:
-        """function(x, live, number), one of NODES, rows (…, m) to (…, 1), as one step that a graph
-        does not look into; None where there is no such graph."""
+    def node(self, name: str, x: Array, live: Live, number: float) -> Array | None:
+        """NODES[name](x, live, number), rows (…, m) to (…, 1), as one step that a graph does not
+        look into, nor differentiate; None where there is no such graph."""
         return None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:

@@ -222,15 +222,14 @@ class Torch(Framework):
             state = step(state)
         return state
 
-    def node(
-        self, function: Callable[..., Array], x: Array, live: Live, number: float
-    ) -> Array | None:
-        if (
-            not torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        ):  # what is exported must run without us
+    def node(self, name: str, x: Array, live: Live, number: float) -> Array | None:
+        # What is exported must run without us.
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return None
+        if isinstance(number, torch.Tensor):
             return None
         live = None if live is None else live.expand(x.shape)
-        found: Array = torch.ops.qkv.rows(x, live, function.__name__, number)
+        found: Array = torch.ops.qkv.rows(x.detach(), live, name, number)
         return found
 
     def hoist(

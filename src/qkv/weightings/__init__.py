@@ -6,6 +6,7 @@ from typing import Literal
 
 from qkv.errors import DtypeError
 from qkv.names import Names
+from qkv.weightings import nodes as _nodes  # noqa: F401, they are found by name
 from qkv.weightings.average import Average
 from qkv.weightings.base import State, Weighting, pool
 from qkv.weightings.hard import Hard

@@ -7,7 +7,6 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from qkv.arrays import is_array, of, tree
-from qkv.arrays.base import NODES
 from qkv.errors import positive
 from qkv.types import Array, Keep, Live, Shape
 from qkv.weightings.base import (
@@ -111,11 +110,9 @@ class Entmax(Weighting):
         def fold(lift: Any, merge: Any, init: Any) -> Any:
             return lift(scores, live, k)
 
-        fw, found = of(scores), None
-        if not is_array(self.alpha):
-            top = finite(row_max(scores, live))
-            found = fw.node(threshold, fw.detach(scores) - top, live, self.alpha)
-        found = self.search(fold) if found is None else self.polished(fold, top, found)
+        top = finite(row_max(scores, live))
+        tau = of(scores).node("threshold", scores - top, live, self.alpha)
+        found = self.search(fold) if tau is None else self.polished(fold, top, tau)
         return self.weight(scores, live, k, found)
 
     def search(self, fold: Fold) -> State:
@@ -233,15 +230,11 @@ class Entmax(Weighting):
         )[0]
 
     def polished(self, fold: Fold, top: Array, tau: Array) -> State:
-        """What is found of a row whose threshold is there."""
         return top, self.polish(fold, top, tau)
 
     def polish(self, fold: Fold, top: Array, tau: Array) -> Array:
-        """Two more steps, for the framework to differentiate.
-
-        τ is constant where they start, yet each doubles the order to which it is right: so they
-        carry the exact first and second derivative of the root.
-        """
+        """Two more steps, which carry the exact first and second derivative of the root: each
+        doubles the order to which τ, a constant where they start, is right."""
         return self.step(fold, top, self.step(fold, top, of(tau).detach(tau)))
 
     def step(self, fold: Fold, top: Array, tau: Array) -> Array:
@@ -427,20 +420,6 @@ class Sparsemax(Entmax):
     """
 
     alpha: float = field(default=2, init=False)
-
-
-def threshold(x: Array, live: Live, alpha: float) -> Array:
-    """The threshold (…, 1) of rows that are measured from their largest score."""
-    fw = of(x)
-    lent = fw.lend(x)
-    if lent is not None:
-        allowed = None if live is None else fw.lend(live)
-        with of(lent).quiet():
-            return fw.take_back(threshold(lent, allowed, alpha))
-    return Entmax(alpha).search(lambda lift, merge, init: lift(x, live, x))[1]
-
-
-NODES["threshold"] = threshold
 
 
 def _looked(one: State, two: State) -> State:
