@@ -24,7 +24,7 @@ from qkv.weightings import Softmax, Weighting, WeightingLike
 CAPTURE = "qkv-capture"
 RESERVED = ("eager", "sdpa", "flash", "flex_attention", "paged", CAPTURE)
 
-UNKNOWN = ("block_indices", "cache")
+UNKNOWN = frozenset({"block_indices", "cache"})
 """Arguments by which an attention means something else."""
 
 WATCHERS: ContextVar[tuple[Callable[[Any, Question], None], ...]] = ContextVar(
@@ -113,27 +113,28 @@ class Implementation:
         indices: Any = None,
         **others: Any,
     ) -> tuple[Any, Any]:
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", False)
         if output_attentions is None:
-            output_attentions = _asked(module.config) or _collected()
+            output_attentions = _collected(module)
         if s_aux is not None and (self.weighting.sparse or not self.weighting.has_lse):
             raise CombinationError(
                 f"{type(module).__name__} has attention sinks, a share of the softmax: "
                 f"weighting {self.weighting!r} has no place for them"
             )
-        unknown = [name for name in UNKNOWN if others.get(name) is not None]
-        if unknown:
-            raise ArgumentError(
-                f"{type(module).__name__} leaves {unknown[0]} to its attention, which qkv does not "
-                'know: use attn_implementation="eager"'
-            )
+        if not UNKNOWN.isdisjoint(others):
+            _refuse(module, others)
         mask = None
         if attention_mask is None:
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", False)
             # Many queries are then the first ones, and one query is the last.
             mask = masks.causal if query.shape[-2] > 1 and is_causal else None
         elif not getattr(attention_mask, "is_full", False):
-            mask = _usable(attention_mask, key, self.weighting)
+            span = getattr(attention_mask, "span", None)
+            whole = output_attentions or self.records or position_bias is not None
+            if span is None or sum(span) > key.shape[-2] or whole or indices is not None:
+                mask = _usable(attention_mask, key, self.weighting)
+            else:
+                key, value = key.narrow(-2, *span), value.narrow(-2, *span)
         if indices is not None:
             mask = _among(indices, mask, key)
         score = self.score
@@ -161,12 +162,23 @@ class Implementation:
         return out.transpose(1, 2).contiguous(), alpha
 
 
-def _collected() -> bool:
-    """Whether transformers collects weights as they come, and tells no layer that it does."""
+def _collected(module: Any) -> bool:
+    """Whether weights are wanted, where a layer is not told."""
     # Outside of a model it is a ContextVar, and dynamo reads none.
-    if torch.compiler.is_compiling() and not _active_collector.compiling:
-        return False
-    return any("attentions" in key for key in _active_collector.get() or ())
+    known = _active_collector.compiling or not torch.compiler.is_compiling()
+    collected = _active_collector.get() if known else None
+    if collected is not None:
+        return any("attentions" in key for key in collected)
+    return _asked(module.config)
+
+
+def _refuse(module: Any, others: dict[str, Any]) -> None:
+    for name in sorted(UNKNOWN):
+        if others.get(name) is not None:
+            raise ArgumentError(
+                f"{type(module).__name__} leaves {name} to its attention, which qkv does not know: "
+                'use attn_implementation="eager"'
+            )
 
 
 def _asked(config: Any) -> bool:

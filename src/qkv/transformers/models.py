@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from qkv.errors import ArgumentError
 
-ATTENTION = re.compile("attention|attn|multihead", re.IGNORECASE)
+ATTENTION = re.compile("attention|multihead", re.IGNORECASE)
 FORMULA = (
-    re.compile("softmax|scaled_dot_product_attention", re.IGNORECASE),
+    re.compile(
+        r"softmax|scaled_dot_product_attention|multi_head_attention|self\.key =", re.IGNORECASE
+    ),
     re.compile("key|k_proj|qkv"),
 )
 CHOICE = re.compile(r"(?<!FUNCTIONS)\[(self\.)?config\._attn_implementation\]")
@@ -145,7 +148,21 @@ def mask(
         shape = (options["batch_size"], 1, options["q_length"], options["kv_length"])
         found = torch.ones((), dtype=torch.bool, device=options["device"]).expand(shape)
         found.is_full = True
+    elif found is not None and found.is_cpu and not torch.compiler.is_compiling():
+        found.span = _span(found)
     return found
+
+
+def _span(mask: Any) -> tuple[int, int] | None:
+    """The first key that is seen and how many are, where every query sees the same in a row."""
+    # A token that meets a cache of fixed length: once for all its layers.
+    if mask.shape[-2] != 1 or not mask.shape[0]:
+        return None
+    rows = mask.numpy()[:, 0, 0]
+    at = np.flatnonzero(rows[0])
+    if not len(at) or at[-1] - at[0] >= len(at) or (len(rows) > 1 and (rows != rows[0]).any()):
+        return None
+    return int(at[0]), len(at)
 
 
 def admit(name: str) -> None:
