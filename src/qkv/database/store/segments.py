@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.database.faults import Damaged
-from qkv.database.store import plain
+from qkv.database.store import plain, sizes
 from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensors
 
 SUFFIX = ".safetensors"
@@ -130,7 +130,7 @@ def number(file: str) -> int | None:
 
 def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
     """Map a segment, if it has the structure that the catalogue says."""
-    memory = _map(path, entry.size)
+    memory = _map(path, entry.size, sizes.READ)
     found = _views(path, memory)
     ids = found.pop(IDS, np.zeros(0))
     same = {name: (dtype, (entry.rows, *dims)) for name, dtype, dims in layout.fields}
@@ -142,12 +142,13 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
         raise damaged(path, "its header is not the one that was written")
     if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
         raise damaged(path, "its ids are not those that were written")
-    return Segment(ids, {name: found[name] for name in layout.names}, memory, path)
+    mapped = memory if isinstance(memory, mmap.mmap) else None
+    return Segment(ids, {name: found[name] for name in layout.names}, mapped, path)
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:
     """The arrays of a file, read whole: they are few, and used as long as their encoder is."""
-    return _views(path, _map(path, size)[:])
+    return _views(path, _map(path, size, read=size))
 
 
 def damaged(path: Path, what: str) -> Damaged:
@@ -169,7 +170,7 @@ def unreadable(path: Path, error: OSError) -> OSError:
 
 def read_notes(path: Path) -> tuple[dict[str, str], Entry]:
     """What a file says of itself, and its line for the catalogue; arrays have −1 rows."""
-    memory = _map(path, path.stat().st_size)
+    memory = _map(path, path.stat().st_size, sizes.READ)
     ids = _views(path, memory).get(IDS)
     notes = dict(_header(path, memory)[0]["__metadata__"])
     generation = int(notes["generation"])
@@ -210,7 +211,8 @@ def chunks(
                 yield rows.reshape(-1).view(np.uint8).data
 
 
-def _map(path: Path, size: int) -> mmap.mmap:
+def _map(path: Path, size: int, read: int) -> mmap.mmap | bytes:
+    """The content of a file, mapped where it has more than so many bytes."""
     try:
         with open(path, "rb", opener=plain.opened) as file:
             found = os.fstat(file.fileno()).st_size
@@ -218,7 +220,12 @@ def _map(path: Path, size: int) -> mmap.mmap:
                 raise damaged(path, f"it has {found:,} bytes, and {size:,} were written")
             if not size:
                 raise damaged(path, "it is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if size > read:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = file.read()
+            if len(content) != size:
+                raise damaged(path, "it was cut while it was read")
+            return content
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -15,6 +15,10 @@ FEW = 16
 PAGE = 2048
 """Rows that are fetched from the catalogue at a time."""
 
+READ = 8 << 20
+"""Bytes up to which a segment is read whole and not mapped: that takes no descriptor, and whatever
+happens to the file later does not matter."""
+
 RESIDENT = 2 << 30
 """Bytes of mapped tensors that may stay in memory after a scan."""
 
