@@ -10,6 +10,7 @@ import pytest
 
 import qkv
 from qkv.database import columns
+from qkv.database.compare import texts_of
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError
 
@@ -30,6 +31,9 @@ class Table:
 
     def column(self, name):
         return columns.coded([row[name] for row in self.rows])
+
+    def texts(self, name):
+        return texts_of(self, name)
 
     def census(self, name):
         return np.bincount(self.column(name).kinds, minlength=len(columns.KINDS))

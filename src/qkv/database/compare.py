@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +27,16 @@ _TURNED: dict[type, type[ast.cmpop]] = {
     ast.GtE: ast.LtE,
 }
 _SAMPLE = 4096
-"""Rows whose texts are looked at before all are sorted by their texts."""
+"""Rows in which an error looks for an example."""
+
+
+class Texts(NamedTuple):
+    """The different texts of a column, which of them each row has, (m,), −1 where none, and about
+    how many bytes that takes."""
+
+    texts: list[str]
+    place: np.ndarray
+    size: int
 
 
 class Table(Protocol):
@@ -38,6 +48,9 @@ class Table(Protocol):
 
     def cells(self, name: str, at: np.ndarray) -> list[Any]:
         """The cells themselves of the rows at these places."""
+
+    def texts(self, name: str) -> Texts:
+        """As `texts_of` has them, and may be kept."""
 
     def census(self, name: str) -> np.ndarray:
         """How many cells of each kind the whole column has, (6,), in these rows and all others."""
@@ -205,7 +218,7 @@ def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
             return Passed(np.zeros(len(table), bool), np.zeros(len(table), bool))
         _comparable(table, name, [cell], order=True)
         if kind == TEXT:
-            return Passed(_by_text(table, name, column, lambda text: compare(text, cell)), known)
+            return Passed(_by_text(table, name, lambda text: compare(text, cell)), known)
         number = float(columns.coded([cell]).numbers[0])
         true = compare(column.numbers, number) & known
         unsure = known & (column.numbers == number) & ((column.kinds == WIDE) | (kind == WIDE))
@@ -251,29 +264,29 @@ def contains(right: Side, left: Side) -> Condition:
 
     def passed(table: Table) -> Passed:
         _comparable(table, name, [part], order=True)
-        column = table.column(name)
-        return Passed(
-            _by_text(table, name, column, lambda text: part in text), column.kinds != MISSING
-        )
+        known = table.column(name).kinds != MISSING
+        return Passed(_by_text(table, name, lambda text: part in text), known)
 
     return passed
 
 
-def _by_text(table: Table, name: str, column: Column, passes: Callable[[str], Any]) -> np.ndarray:
+def _by_text(table: Table, name: str, passes: Callable[[str], Any]) -> np.ndarray:
     """What a function says of each text, asked once for each different one."""
-    true, at = np.zeros(len(table), bool), np.flatnonzero(column.kinds == TEXT)
-    # Most columns of text have few different ones, which the first rows have already.
-    size = _SAMPLE
-    while len(at):
-        rows, size = at[:size], len(at)
-        codes, first = np.unique(column.codes[rows], return_index=True)
-        texts = table.cells(name, rows[first])
-        verdicts = np.fromiter((bool(passes(columns.normal(x))) for x in texts), bool, len(texts))
-        place = np.minimum(np.searchsorted(codes, column.codes[at]), len(codes) - 1)
-        known = codes[place] == column.codes[at]
-        true[at[known]] = verdicts[place[known]]
-        at = at[~known]
-    return true
+    texts, place, _ = table.texts(name)
+    verdicts = np.zeros(len(texts) + 1, bool)
+    verdicts[:-1] = [bool(passes(text)) for text in texts]
+    return np.asarray(verdicts[place])
+
+
+def texts_of(table: Table, name: str) -> Texts:
+    """The different texts of a column."""
+    column = table.column(name)
+    at = np.flatnonzero(column.kinds == TEXT)
+    _, first, back = np.unique(column.codes[at], return_index=True, return_inverse=True)
+    place = np.full(len(table), -1, np.int32)
+    place[at] = back
+    texts = [str(columns.normal(x)) for x in table.cells(name, at[first])]
+    return Texts(texts, place, place.nbytes + sum(map(sys.getsizeof, texts)))
 
 
 def _same(a: Any, b: Any) -> bool:

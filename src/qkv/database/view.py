@@ -13,6 +13,7 @@ from qkv.arrays import of
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, columns, encoders
 from qkv.database.columns import MISSING, Column
+from qkv.database.compare import Texts, texts_of
 from qkv.database.encoders import Encoder
 from qkv.database.faults import Damaged, UnknownRow
 from qkv.database.schema import Cells, Schema
@@ -24,8 +25,11 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 CHUNK = 8192
 """Rows that are read together."""
 
-CONDITIONS = 16
-"""Conditions whose rows are kept."""
+CONDITIONS = 2**26
+"""Bytes, one for each row, of the conditions that are remembered."""
+
+TEXTS = 2**27
+"""Bytes of columns of text that are kept, once a condition has read them."""
 
 FEW = 0.25
 """The share of rows up to which those that may answer are picked out, not masked."""
@@ -55,6 +59,7 @@ class View:
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
         self.built: dict[tuple[str, int, int], Column] = {}
+        self.texts: dict[tuple[str, int, int], Texts] = {}
 
     def __len__(self) -> int:
         return len(self.snapshot)
@@ -219,7 +224,7 @@ class View:
         parts = [passes(piece).true for piece in self._pieces()]
         found = np.concatenate(parts) if parts else np.zeros(0, bool)
         if isinstance(wish, str):
-            if len(self._passed) >= CONDITIONS:
+            if (len(self._passed) + 1) * len(found) > CONDITIONS:
                 self._passed = {}
             self._passed[wish] = found
         return found
@@ -375,10 +380,22 @@ class _Piece:
         found = self._kept(name)
         if found is not None or not len(self):
             return found or columns.coded([])
-        mark = (name, int(self.ids[0]), len(self))
+        mark = self._mark(name)
         if mark not in self._view.built:
             self._view.built[mark] = columns.coded(self._view.cells(name, self.ids))
         return self._view.built[mark]
+
+    def texts(self, name: str) -> Texts:
+        kept, mark = self._view.texts, self._mark(name)
+        found = kept.get(mark)
+        if found is None:
+            found = texts_of(self, name)
+            if sum(some.size for some in (*kept.values(), found)) <= TEXTS:
+                kept[mark] = found
+        return found
+
+    def _mark(self, name: str) -> tuple[str, int, int]:
+        return name, int(self.ids[0]) if len(self) else -1, len(self)
 
     def kinds(self, name: str) -> np.ndarray:
         """What each cell is, of a column of vectors too."""
