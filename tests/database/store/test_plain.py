@@ -112,6 +112,9 @@ def test_a_file_that_cannot_be_opened_now_is_not_damaged(store, monkeypatch, nam
     for skip in (False, True):
         with pytest.raises(Unreadable, match=rf"{name} cannot be read now \(Too many open files"):
             read(skip_damaged=skip)
+    if name.startswith("segment"):
+        [problem] = check(store)
+        assert problem.file == name and "it cannot be read now" in problem.what
     monkeypatch.undo()
     use(store)
 

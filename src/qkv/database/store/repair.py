@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unwritable
+from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unreadable, Unwritable
 from qkv.database.store import ledger, mark, rebuild, sizes
 from qkv.database.store.catalogue import APPLICATION, FILE, Catalogue, row_crc
 from qkv.database.store.desk import Desk
@@ -151,6 +151,8 @@ def _expected_tables() -> list[tuple[str, str]]:
 
 
 def _reason(fault: Exception) -> str:
+    if isinstance(fault, Unreadable):
+        return "it cannot" + str(fault).split(" cannot", 1)[-1]
     return str(fault).split(" is damaged: ")[-1].split(". Restore")[0]
 
 
@@ -206,7 +208,7 @@ def _missed(catalogue: Catalogue, folder: Path) -> Iterator[str]:
     for file in sorted(there - {entry.file for entry in entries}) if lost else ():
         if number(file) is None:
             continue
-        with contextlib.suppress(Damaged, ValueError, KeyError):
+        with contextlib.suppress(Damaged, Unreadable, ValueError, KeyError):
             _, found = read_notes(folder / file)
             if any(found.covers(entry) for entry in lost):
                 yield f"it does not know {file}, which has rows that it misses"
@@ -262,7 +264,7 @@ def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Itera
                 disk.verify(file, length, checksum)
                 if entry is not None:
                     disk.get(entry, Layout.parse(layouts[entry.generation]))
-            except Damaged as fault:
+            except (Damaged, Unreadable) as fault:
                 if _used(catalogue, file):
                     rows = f" ({entry.rows:,} rows)" if entry is not None else ""
                     yield Problem(file, f"{_reason(fault)}{rows}")
@@ -301,7 +303,7 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
     for entry in entries:
         try:
             ids.append(disk.get(entry, layout).ids)
-        except Damaged:
+        except (Damaged, Unreadable):
             # The file is told of already; its rows count as there.
             ids.append(live[(live >= entry.first) & (live <= entry.last)])
     missing = np.setdiff1d(live, np.concatenate(ids))
