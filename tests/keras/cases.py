@@ -15,7 +15,14 @@ import qkv
 from qkv import scores, weightings
 from qkv.arrays import to_numpy
 from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError
-from qkv.keras import Attention, FeedForward, MultiHeadAttention, SelfAttention
+from qkv.keras import (
+    AdditiveAttention,
+    Attention,
+    FeedForward,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    SelfAttention,
+)
 
 # Keras's variables were written for an older NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -225,6 +232,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "one mask": {"attention_mask": FULL},
     "mask": {"attention_mask": np.stack([FULL, ~FULL | (np.arange(5) < 1)])},
     "whole numbers": {"attention_mask": FULL[None].astype("int32")},
+    "ones and zeros": {"attention_mask": FULL[None].astype("float32")},
     "mask for each head": {"attention_mask": np.stack([FULL, FULL | True])[None]},
     "mask and causal": {"attention_mask": FULL[None, ::-1] | FULL, "use_causal_mask": True},
     "value mask": {"value_mask": np.array([[1, 1, 0, 1, 0], [1, 0, 1, 1, 1]], bool)},
@@ -258,6 +266,82 @@ def test_multi_head_attention_is_that_of_keras(options: str, call: str) -> None:
     out, found = ours(q, v, k, return_attention_scores=True, **how)
     close(out, expected)
     close(found, alpha)
+
+
+AXES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = {
+    "all": (None, (2, 3, 4, 8), (2, 5, 2, 8), (2, 3, 4, 5, 2)),
+    "from the end": (-2, (2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 4, 5)),
+    "one mask for the others": (2, (2, 3, 4, 8), (2, 3, 5, 8), (2, 4, 5)),
+    "the first": ((1,), (2, 3, 4, 8), (2, 5, 4, 8), None),
+    "two of three": ((2, 3), (2, 2, 3, 4, 8), (2, 2, 5, 2, 8), (2, 3, 4, 5, 2)),
+}
+"""attention_axes, the shapes of query and value, and of a mask."""
+
+
+def alike(ours: Any, theirs: Any, *inputs: Any, **how: Any) -> None:
+    """Ours with the weights of Keras's own gives the same, and the same shapes beforehand."""
+    for layer in (theirs, ours):
+        layer(*inputs, **how)
+    for w in theirs.weights:
+        w.assign(numbers(*w.shape) / 2)
+    ours.set_weights(theirs.get_weights())
+    assert [(w.name, w.shape) for w in ours.weights] == [(w.name, w.shape) for w in theirs.weights]
+    found, want = (x(*inputs, return_attention_scores=True, **how) for x in (ours, theirs))
+    for one, two in zip(found, want, strict=True):
+        close(one, two)
+    close(ours(*inputs, **how), want[0])
+    again = type(ours).from_config(ours.get_config())
+    assert again.get_config() == ours.get_config()
+    blank = [keras.Input(x.shape[1:]) for x in keras.tree.flatten(inputs)]
+    blank = keras.tree.pack_sequence_as(inputs, blank)
+    for told, made in zip(again(*blank, return_attention_scores=True), found, strict=True):
+        assert told.shape[1:] == tuple(made.shape)[1:]
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_more_axes_are_attended_over_as_in_keras(name: str) -> None:
+    axes, query, value, pairs = AXES[name]
+    ours, theirs = (
+        kind(2, 3, attention_axes=axes)
+        for kind in (MultiHeadAttention, keras.layers.MultiHeadAttention)
+    )
+    how = {}
+    if pairs is not None:
+        mask = np.random.default_rng(3).random(pairs) > 0.3
+        mask[..., 0] = True  # where there is nothing to attend to, Keras averages
+        how["attention_mask"] = mask
+    alike(ours, theirs, numbers(*query), numbers(*value), **how)
+
+
+GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"use_causal_mask": True}),
+    "floats": ({}, {"attention_mask": np.tril(np.ones((2, 5, 5), "float32"))}),
+    "window, gate": ({"use_gate": True, "sliding_window": 2}, {"use_causal_mask": True}),
+    "no bias": ({"use_bias": False}, {"value_mask": np.arange(5)[None] < [[3], [5]]}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_query_attention_is_that_of_keras(name: str) -> None:
+    options, how = GROUPED[name]
+    ours, theirs = (
+        kind(3, 4, 2, **options)
+        for kind in (GroupedQueryAttention, keras.layers.GroupQueryAttention)
+    )
+    alike(ours, theirs, numbers(2, 5, 8), numbers(2, 5, 8), **how)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_additive_attention_is_that_of_keras(scale: bool) -> None:
+    for shapes, how in (
+        (((2, 3, 4), (2, 5, 4)), {}),
+        (((2, 3, 4), (2, 5, 6), (2, 5, 4)), {"use_causal_mask": True}),
+        (((2, 3, 4), (2, 5, 4)), {"mask": [None, np.arange(5)[None] < [[3], [5]]]}),
+    ):
+        inputs = [numbers(*shape) for shape in shapes]
+        ours, theirs = AdditiveAttention(scale), keras.layers.AdditiveAttention(scale)
+        alike(ours, theirs, inputs, **how)
 
 
 def test_a_mask_by_name() -> None:
@@ -611,9 +695,6 @@ def test_wrong_arguments_are_named() -> None:
     refused(ArgumentError, "key_dim", lambda: MultiHeadAttention(2, 3.0))
     refused(ArgumentError, "value_dim", lambda: MultiHeadAttention(2, 3, value_dim="4"))
     refused(ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5)))
-    refused(
-        ArgumentError, "attention_axes", lambda: MultiHeadAttention(2, 3, attention_axes=(1, 2))
-    )
     refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
     refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
     refused(ArgumentError, "d_qk", lambda: SelfAttention(-1))
@@ -634,7 +715,12 @@ def test_wrong_shapes_are_named() -> None:
     refused(DtypeError, "value must be an array", lambda: Attention()([x, None]))
     refused(ShapeError, "one width", lambda: Attention()([x, x, x[..., :3]]))
     refused(ShapeError, "inputs", lambda: SelfAttention()(x[0]))
-    refused(ShapeError, "query", lambda: MultiHeadAttention(2, 3)(x[None], x))
+    refused(ShapeError, "query", lambda: GroupedQueryAttention(3, 2, 1)(x[None], x))
+    refused(ArgumentError, "num_query_heads", lambda: GroupedQueryAttention(3, 3, 2))
+    beyond = MultiHeadAttention(2, 3, attention_axes=2)
+    refused(ArgumentError, "attention_axes", lambda: beyond(x, x))
+    two = MultiHeadAttention(2, 3)
+    refused(ArgumentError, "order of one axis", lambda: two(x[None], x[None], use_causal_mask=True))
     refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))
     refused(
         ShapeError, "w must be", lambda: MultiHeadAttention(2, 3, score=SCORES["a matrix"]())(x, x)
@@ -650,7 +736,7 @@ def test_wrong_masks_are_named() -> None:
     ):
         for mask in (np.ones((2, 5, 4), bool), np.ones((3, 5, 5), bool), np.ones((1,) * 5, bool)):
             refused(ShapeError, "attention_mask", lambda: layer(*args, attention_mask=mask))  # noqa: B023
-        added = np.zeros((2, 5, 5), "float32")
+        added = np.where(np.eye(5), 0, -1e9).astype("float32")
         refused(DtypeError, "attention_mask", lambda: layer(*args, attention_mask=added))  # noqa: B023
     short = np.ones((2, 4), bool)
     refused(ShapeError, "value_mask", lambda: MultiHeadAttention(2, 3)(x, x, value_mask=short))

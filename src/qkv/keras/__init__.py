@@ -2,11 +2,13 @@
 
     Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ
 
-`Attention` is called as keras.layers.Attention is, and `MultiHeadAttention` is a drop-in for
-keras.layers.MultiHeadAttention; `SelfAttention` and `FeedForward` are the other two parts of a
-transformer. A `score` and a `weighting` are given by name or as objects, and are saved with the
-layer. Arrays in them are where training starts: each becomes a weight of the layer. The scores
-"additive", "multiplicative" and "gated" can be had by name too, since a layer knows its widths.
+`Attention` is called as keras.layers.Attention is; `MultiHeadAttention`, `GroupedQueryAttention`
+and `AdditiveAttention` are drop-ins for those layers of Keras; `SelfAttention` and `FeedForward`
+are the other two parts of a transformer.
+
+A `score` and a `weighting` are given by name or as objects, and are saved with the layer. Arrays in
+them are where training starts: each becomes a weight of the layer. The scores "additive",
+"multiplicative" and "gated" can be had by name too, since a layer knows its widths.
 """
 
 from __future__ import annotations
@@ -18,8 +20,15 @@ try:
 except ImportError as error:
     raise MissingExtra('qkv.keras needs Keras 3: pip install "qkv[keras]"') from error
 
-from qkv.keras.attention import Attention
+from qkv.keras.attention import AdditiveAttention, Attention
 from qkv.keras.feedforward import FeedForward
-from qkv.keras.heads import MultiHeadAttention, SelfAttention
+from qkv.keras.heads import GroupedQueryAttention, MultiHeadAttention, SelfAttention
 
-__all__ = ["Attention", "FeedForward", "MultiHeadAttention", "SelfAttention"]
+__all__ = [
+    "AdditiveAttention",
+    "Attention",
+    "FeedForward",
+    "GroupedQueryAttention",
+    "MultiHeadAttention",
+    "SelfAttention",
+]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
 from qkv.attention import attend, weights
 from qkv.errors import DtypeError, fraction
+from qkv.keras.axes import Axes
 from qkv.keras.masks import merged
 from qkv.keras.scores import (
     LEARNED,
@@ -70,6 +72,9 @@ class Layer(keras.Layer):  # type: ignore[misc]
             )
             for name, x in arrays(self._score)
         ]
+        self._build_weighting()
+
+    def _build_weighting(self) -> None:
         self._weighting_weights = [
             self.add_weight(name=f"weighting_{name}", shape=x.shape, initializer=start(x))
             for name, x in arrays(self._weighting)
@@ -173,8 +178,12 @@ class Attention(Layer):
         # Keras fills in `mask`, or `inputs_mask` where a second tensor is passed.
         given = self._inputs(inputs, inputs_mask if mask is None else mask)
         (query, value, key), (query_mask, value_mask, key_mask) = given
+        rank = len(query.shape)
         rule = merged(
-            (*query.shape[:-1], key.shape[-2]),
+            query,
+            key,
+            None,
+            Axes((rank - 2,), rank),
             query_mask=query_mask,
             value_mask=value_mask,
             key_mask=key_mask,
@@ -187,9 +196,8 @@ class Attention(Layer):
         )
         return found if return_attention_scores else found[0]
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        several = isinstance(previous_mask, list | tuple)
-        return previous_mask[0] if several else previous_mask
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return mask[0] if isinstance(mask, list | tuple) else mask
 
     def compute_output_shape(self, input_shape: Any) -> Shape:
         query, value, _ = self._shapes(input_shape)
@@ -205,6 +213,49 @@ class Attention(Layer):
 
     def get_config(self) -> Config:
         return {**super().get_config(), "dropout": self.dropout, "seed": self.seed}
+
+
+@keras.saving.register_keras_serializable("qkv")
+class AdditiveAttention(Attention):
+    """Σᵢ α(q, kᵢ) vᵢ by the score Σ scale · tanh(q + k): keras.layers.AdditiveAttention, with its
+    arguments and its weight, `scale` (d,), and with `weighting`.
+
+    query and key have one width d. W₁ and W₂ of `scores.Additive` are layers before this one, or
+    weights of `Attention(score="additive")`.
+
+    >>> import numpy as np
+    >>> layer = AdditiveAttention(use_scale=False)
+    >>> tuple(layer([np.ones((1, 2, 3)), np.ones((1, 5, 3))]).shape)
+    (1, 2, 3)
+    """
+
+    def __init__(
+        self,
+        use_scale: bool = True,
+        dropout: float = 0.0,
+        weighting: WeightingConfig = "softmax",
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__("additive", weighting, dropout, seed, **kwargs)
+        self.use_scale = use_scale
+
+    def _build_score(self, d_q: int, d_k: int) -> None:
+        one = np.ones(d_q)
+        self._score = scores.Additive(np.eye(d_q), None, one)
+        self._score.check((d_q,), (d_k,))
+        self.scale = None
+        if self.use_scale:
+            self.scale = self.add_weight(
+                name="scale", shape=(d_q,), initializer="glorot_uniform", dtype=self.dtype
+            )
+        self._score_weights = [np.eye(d_q), one if self.scale is None else self.scale]
+        self._build_weighting()
+
+    def get_config(self) -> Config:
+        config = {**super().get_config(), "use_scale": self.use_scale}
+        del config["score"]
+        return config
 
 
 def spec(layer: Any, out: Shape, alpha: Shape, both: bool) -> Any:

@@ -11,6 +11,7 @@ from keras import ops
 from qkv import masks
 from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
 from qkv.keras.attention import Attention, Config, Layer, spec
+from qkv.keras.axes import SEQUENCE, Axes
 from qkv.keras.masks import merged
 from qkv.keras.scores import ScoreConfig, WeightingConfig
 from qkv.keras.shapes import check_shapes, sequence, three
@@ -91,9 +92,10 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
     `return_attention_scores` the weights (batch, heads, n, m).
 
     It is keras.layers.MultiHeadAttention, with its arguments and its weights, which move both ways,
-    and with `score` and `weighting`, which all heads share. Two things differ: a query with nothing
-    to attend to gets 0 before W_O, not an average, and `attention_axes` must be the one axis that
-    a sequence has. `flash_attention` is not needed: `attend` takes the fastest engine that serves.
+    and with `score` and `weighting`, which all heads share. More axes than one are attended over
+    together, or those that `attention_axes` names. One thing differs: a query with nothing to
+    attend to gets 0 before W_O, not an average. `flash_attention` is not needed: `attend` takes the
+    fastest engine that serves.
 
     >>> import numpy as np
     >>> x = np.ones((2, 5, 16))
@@ -121,12 +123,6 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
         fraction("dropout", dropout)
         for size in output_shape if isinstance(output_shape, list | tuple) else (output_shape,):
             sizes_or_none(output_shape=size)
-        axes = (attention_axes,) if isinstance(attention_axes, int) else attention_axes
-        if axes is not None and tuple(axes) not in ((1,), (-2,)):
-            raise ArgumentError(
-                f"attention_axes must be None or 1, a sequence's one axis, not {attention_axes!r}: "
-                "merge the others into the batch by keras.ops.reshape"
-            )
         super().__init__(
             score=score,
             weighting=weighting,
@@ -136,16 +132,20 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
             dropout=dropout,
             use_bias=use_bias,
             output_shape=output_shape,
-            attention_axes=axes,
+            attention_axes=attention_axes,
             **kwargs,
         )
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         query, value, key = three([query_shape, value_shape, key_shape or value_shape])
-        for name, shape in (("query", query), ("value", value), ("key", key)):
-            sequence(name, shape)
         check_shapes(query, value, key)
         super().build(query, value, key)
+        self._axes = Axes(tuple(self._attention_axes), len(query))
+        if not all(0 < axis < len(query) - 1 for axis in self._axes.attended):
+            raise ArgumentError(
+                "attention_axes must lie between the batch, 0, and the width, the last of the "
+                f"query's {len(query)}; counted from the end −2 is the one before the width"
+            )
         self._build_score(self.key_dim, self.key_dim)
 
     # The two places where keras.layers.MultiHeadAttention lets another attention in.
@@ -161,13 +161,16 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
         use_causal_mask: bool = False,
     ) -> masks.Mask | None:
         return merged(
-            (query.shape[0], self.num_heads, query.shape[1], value.shape[1]),
+            query,
+            value,
+            self.num_heads,
+            self._axes,
             query_mask=query_mask,
             value_mask=value_mask,
             key_mask=key_mask,
             attention_mask=attention_mask,
             causal=use_causal_mask,
-            window=getattr(self, "_sliding_window", None),
+            window=self._sliding_window,
         )
 
     def _compute_attention(
@@ -180,13 +183,14 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
         return_attention_scores: bool = False,
         **kwargs: Any,
     ) -> tuple[Array, Array | None]:
-        query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
+        q, k, v = (self._axes.rows(x) for x in (query, key, value))
         dropout = self.dropout if training else 0.0
         seeds = getattr(self._dropout_layer, "seed_generator", None)
-        out, alpha = self._attend(
-            query, key, value, attention_mask, dropout, seeds, return_attention_scores
-        )
-        return ops.transpose(out, (0, 2, 1, 3)), alpha
+        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, return_attention_scores)
+        if alpha is not None and len(self._axes.attended) > 1:
+            asked, given = ops.shape(query)[:-1], ops.shape(key)[:-1]
+            alpha = ops.reshape(alpha, self._axes.scores(asked, given, self.num_heads))
+        return self._axes.back(out, query), alpha
 
     def compute_output_spec(
         self,
@@ -197,7 +201,92 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
         return_attention_scores: bool = False,
         **kwargs: Any,
     ) -> Any:
-        shapes = [x.shape for x in (query, value, value if key is None else key)]
-        out = self.compute_output_shape(*shapes)
-        alpha = (shapes[0][0], self.num_heads, shapes[0][1], shapes[1][1])
+        asked, given = tuple(query.shape), tuple(value.shape)
+        out = self.compute_output_shape(asked, given, None if key is None else key.shape)
+        alpha = self._axes.scores(asked, given, self.num_heads)
         return spec(self, out, alpha, return_attention_scores)
+
+
+@keras.saving.register_keras_serializable("qkv")
+class GroupedQueryAttention(Layer, keras.layers.GroupQueryAttention):  # type: ignore[misc]
+    """`MultiHeadAttention` whose keys and values have fewer heads, each shared by a group of the
+    query's.
+
+    query (batch, n, d), value and key (batch, m, d) → (batch, n, d), and with
+    `return_attention_scores` the weights (batch, query heads, n, m). It is
+    keras.layers.GroupQueryAttention, with its arguments and its weights, and with `score` and
+    `weighting`. No key or value is repeated.
+
+    >>> import numpy as np
+    >>> x = np.ones((2, 5, 16))
+    >>> layer = GroupedQueryAttention(head_dim=8, num_query_heads=4, num_key_value_heads=2)
+    >>> out, alpha = layer(x, x, use_causal_mask=True, return_attention_scores=True)
+    >>> tuple(out.shape), tuple(alpha.shape)
+    ((2, 5, 16), (2, 4, 5, 5))
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        score: ScoreConfig = "scaled_dot",
+        weighting: WeightingConfig = "softmax",
+        **kwargs: Any,
+    ) -> None:
+        sizes(head_dim=head_dim)
+        sizes(num_query_heads=num_query_heads, num_key_value_heads=num_key_value_heads)
+        if num_query_heads % num_key_value_heads:
+            raise ArgumentError(
+                f"num_query_heads must be a multiple of num_key_value_heads, not {num_query_heads} "
+                f"of {num_key_value_heads}"
+            )
+        super().__init__(
+            score=score,
+            weighting=weighting,
+            head_dim=head_dim,
+            num_query_heads=num_query_heads,
+            num_key_value_heads=num_key_value_heads,
+            dropout=fraction("dropout", dropout),
+            use_bias=use_bias,
+            **kwargs,
+        )
+        self.num_repeats = 1  # `attend` shares the heads
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        query, value, key = three([query_shape, value_shape, key_shape or value_shape])
+        for name, shape in (("query", query), ("value", value), ("key", key)):
+            sequence(name, shape)
+        check_shapes(query, value, key)
+        super().build(query, value, key)
+        self._build_score(self.head_dim, self.head_dim)
+
+    def _compute_attention_mask(
+        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
+    ) -> masks.Mask | None:
+        heads, window = self.num_query_heads, self.sliding_window
+        return merged(query, value, heads, SEQUENCE, causal=use_causal_mask, window=window, **given)
+
+    def _compute_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: masks.Mask | None = None,
+        training: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Array, Array | None]:
+        q, k, v = (SEQUENCE.rows(x) for x in (query, key, value))
+        dropout = self.dropout if training else 0.0
+        seeds = getattr(self._dropout_layer, "seed_generator", None)
+        wanted = self._return_attention_scores
+        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, wanted)
+        return SEQUENCE.back(out, query), alpha
+
+    def compute_output_shape(
+        self, query_shape: Any, value_shape: Any, key_shape: Any = None
+    ) -> Shape:
+        check_shapes(query_shape, value_shape, key_shape or value_shape)
+        return tuple(query_shape)

@@ -10,51 +10,69 @@ import keras
 from keras import ops
 
 from qkv import masks
-from qkv.errors import DtypeError, ShapeError
+from qkv.arrays import of
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.keras.axes import Axes
 from qkv.types import Array, Shape
 
 
 def merged(
-    full: Shape,
+    query: Array,
+    value: Array,
+    heads: int | None,
+    axes: Axes,
     *,
-    query_mask: Any,
-    value_mask: Any,
-    key_mask: Any,
-    attention_mask: Any,
-    causal: bool,
+    query_mask: Any = None,
+    value_mask: Any = None,
+    key_mask: Any = None,
+    attention_mask: Any = None,
+    causal: bool = False,
     window: int | None = None,
 ) -> masks.Mask | None:
-    """Keras's masks as one, for scores of shape `full`, (batch, …, n, m)."""
+    """Keras's masks as one, for scores of query (batch, …, d) and value; `heads` None: no axis."""
     rules: list[masks.Mask] = [masks.causal] if causal else []
     if window is not None:
         rules.append(masks.window(window - 1))
-    batch, *between, n, m = full
-    ones = (1,) * len(between)
-    for name, mask, due, shape in (
-        ("query_mask", query_mask, (batch, n), (*ones, -1, 1)),
-        ("value_mask", value_mask, (batch, m), (*ones, 1, -1)),
-        ("key_mask", key_mask, (batch, m), (*ones, 1, -1)),
+    if rules and len(axes.attended) > 1:
+        raise ArgumentError(
+            "use_causal_mask and sliding_window go by the order of one axis, and "
+            f"{len(axes.attended)} are attended over: pass an attention_mask"
+        )
+    for name, mask, like in (
+        ("query_mask", query_mask, query),
+        ("value_mask", value_mask, value),
+        ("key_mask", key_mask, value),
     ):
         if mask is not None:
-            mask = _boolean(name, mask, due, exact=True)
-            rules.append(masks.array(ops.reshape(mask, (ops.shape(mask)[0], *shape))))
+            lead, rows = axes.shape(tuple(like.shape))
+            due = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
+            mask = _boolean(name, mask, *due, exact=True)
+            rules.append(masks.array(axes.along(mask, name != "query_mask", heads)))
     if isinstance(attention_mask, str):
         rules.append(masks.array(attention_mask))
     elif attention_mask is not None:
-        mask = _boolean("attention_mask", attention_mask, (batch, n, m), full)
-        while 2 < len(mask.shape) < len(full):
-            mask = ops.expand_dims(mask, -3)  # the heads
-        rules.append(masks.array(mask))
+        full = axes.scores(tuple(query.shape), tuple(value.shape), heads)
+        cut = len(full) - 2 * len(axes.attended)
+        due = [(*full[:count], *full[cut:]) for count in range(1, cut + 1)]
+        mask = _boolean("attention_mask", attention_mask, *due)
+        now = axes.scores(ops.shape(query), ops.shape(value), heads)
+        rules.append(masks.array(axes.between(mask, now)))
     return reduce(and_, rules) if rules else None
 
 
 def _boolean(name: str, mask: Any, *due: Shape, exact: bool = False) -> Array:
-    """The mask as booleans, if its shape is due or broadcasts to what is."""
+    """The mask as booleans, if its shape is due or broadcasts to what is.
+
+    Ones and zeros may be floats, as in Keras; numbers to be added, which are negative where nothing
+    is to be seen, are refused where they can be looked at.
+    """
     mask = ops.convert_to_tensor(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
-    if "float" in dtype:
+    known = of(mask).concrete(mask) if "float" in dtype else None
+    if known is not None and (known < 0).any():
         raise DtypeError(
-            f"{name} is an array of {dtype}: pass booleans, True where a query may attend"
+            f"{name} is an array of {dtype} with negative numbers, as if to be added: pass "
+            "booleans, or ones and zeros, True where a query may attend"
         )
     shape = tuple(mask.shape)
     if not any(_fits(shape, full, exact) for full in due):

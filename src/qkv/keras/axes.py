@@ -1,0 +1,76 @@
+"""The axes of a tensor that are attended over, as one axis of rows."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from keras import ops
+
+from qkv.types import Array, Shape
+
+
+class Axes(NamedTuple):
+    """`attended`, of the axes between the batch and the width; the others are more of a batch."""
+
+    attended: tuple[int, ...]
+    rank: int
+    """Of a tensor (batch, …, width)."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Every axis but the width, the batch first and what is attended over last."""
+        return (*(i for i in range(self.rank - 1) if i not in self.attended), *self.attended)
+
+    def shape(self, shape: Shape) -> tuple[Shape, Shape]:
+        """Of (batch, …, width): the axes of the batch, and those of the rows."""
+        axes = self.order
+        cut = len(axes) - len(self.attended)
+        return tuple(shape[i] for i in axes[:cut]), tuple(shape[i] for i in axes[cut:])
+
+    def rows(self, x: Array) -> Array:
+        """(batch, …, heads, width) as (batch, …, heads, rows, width)."""
+        lead, rows = self.shape(ops.shape(x))
+        heads = self.rank - 1
+        cut = len(lead)
+        x = ops.transpose(x, (*self.order[:cut], heads, *self.order[cut:], heads + 1))
+        return x if len(rows) == 1 else ops.reshape(x, (*lead, x.shape[cut], -1, x.shape[-1]))
+
+    def back(self, out: Array, like: Array) -> Array:
+        """What `rows` did to `like`, undone."""
+        lead, rows = self.shape(ops.shape(like))
+        cut = len(lead)
+        out = ops.reshape(out, (*lead, out.shape[cut], *rows, out.shape[-1]))
+        now = (*self.order[:cut], self.rank - 1, *self.order[cut:], self.rank)
+        return ops.transpose(out, [now.index(i) for i in range(self.rank + 1)])
+
+    def scores(self, query: Shape, value: Shape, heads: int | None) -> Shape:
+        """(batch, …, heads, axes of the query, axes of the key), as Keras has the weights."""
+        lead, rows = self.shape(query)
+        return (*lead, *(() if heads is None else (heads,)), *rows, *self.shape(value)[1])
+
+    def along(self, mask: Array, of_keys: bool, heads: int | None) -> Array:
+        """A mask (batch, …) of rows, beside scores (batch, …, heads, n, m)."""
+        if len(mask.shape) < self.rank - 1:  # (batch, rows), for all that lies between
+            lead = (ops.shape(mask)[0], *(1,) * (self.rank - 3))
+        else:
+            mask = ops.transpose(mask, self.order)
+            lead = ops.shape(mask)[: self.rank - 1 - len(self.attended)]
+        ones = () if heads is None else (1,)
+        return ops.reshape(mask, (*lead, *ones, *((1, -1) if of_keys else (-1, 1))))
+
+    def between(self, mask: Array, full: Shape) -> Array:
+        """A mask of pairs, its axes as in `full`, the shape of the scores, or the first and last
+        of them; beside scores (batch, …, heads, n, m)."""
+        count = len(self.attended)
+        while 2 * count < len(mask.shape) < len(full):
+            mask = ops.expand_dims(mask, -2 * count - 1)
+        if count == 1:
+            return mask
+        lead, pairs = ops.shape(mask)[: -2 * count], full[-2 * count :]
+        mask = ops.broadcast_to(mask, (*lead, *pairs))
+        return ops.reshape(mask, (*lead, prod(pairs[:count]), prod(pairs[count:])))
+
+
+SEQUENCE = Axes((1,), 3)
+"""(batch, rows, width)"""
