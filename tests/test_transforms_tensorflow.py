@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 
 import pytest
 
 import qkv
 from tests.cases import MASKS, WEIGHTINGS, case, covering
 from tests.transforms import OPTIONS, made
+from tests.transforms_tensorflow import TENSORFLOW, close, slopes
 
-tf = pytest.importorskip("tensorflow")
-
-from tests.transforms_tensorflow import TENSORFLOW, _close, _slopes  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
 PAIRS = list(zip(itertools.cycle(TENSORFLOW), OPTIONS, strict=False))
 
 
 @pytest.mark.parametrize(("transform", "option"), [*PAIRS, ("tf.function, XLA", "entmax15")])
 def test_tensorflow(transform, option):
+    import tensorflow as tf
+
     TENSORFLOW[transform](OPTIONS[option].call, made(OPTIONS[option], tf.constant))
 
 
@@ -34,6 +36,8 @@ def _some():
 @pytest.mark.parametrize("names", list(_some()), ids=" ".join)
 def test_a_graph_that_knows_only_widths(names):
     """Batch and lengths unknown, keys shared among heads; values and gradients."""
+    import tensorflow as tf
+
     drawn = case(*names)
     given = {name: tf.constant(x) for name, x in drawn.arrays.items()}
 
@@ -49,6 +53,6 @@ def test_a_graph_that_knows_only_widths(names):
             shape = (None, x.shape[1], None, x.shape[3])
         return tf.TensorSpec(shape, x.dtype)
 
-    both = _slopes(function)
+    both = slopes(function)
     graph = tf.function(both, input_signature=[spec(*item) for item in given.items()])
-    _close(graph(*given.values()), both(*given.values()))
+    close(graph(*given.values()), both(*given.values()))

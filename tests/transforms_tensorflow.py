@@ -6,18 +6,20 @@ import tempfile
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tests.transforms import Check, Function, Make, N
 
 
-def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
+def close(got: Any, want: Any, atol: float = 1e-9) -> None:
+    import tensorflow as tf
+
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
         np.testing.assert_allclose(a, b, atol=atol, rtol=1e-7)
 
 
-def _slopes(function: Function) -> Function:
+def slopes(function: Function) -> Function:
     """The output, and the gradients of the sum of its squares."""
+    import tensorflow as tf
 
     def both(*given: Any) -> Any:
         floats = [x for x in given if x.dtype.is_floating]
@@ -32,11 +34,12 @@ def _slopes(function: Function) -> Function:
 
 def _twice(function: Function) -> Function:
     """The gradient of the size of a gradient."""
+    import tensorflow as tf
 
     def steep(*given: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(given[0])
-            size = tf.reduce_sum(_slopes(function)(*given)[1][0] ** 2)
+            size = tf.reduce_sum(slopes(function)(*given)[1][0] ** 2)
         return tape.gradient(size, given[0], unconnected_gradients="zero")
 
     return steep
@@ -44,8 +47,10 @@ def _twice(function: Function) -> Function:
 
 def _function(**how: Any) -> Check:
     def check(function: Function, make: Make) -> None:
-        both = _slopes(function)
-        _close(tf.function(both, **how)(*make(N)), both(*make(N)))
+        import tensorflow as tf
+
+        both = slopes(function)
+        close(tf.function(both, **how)(*make(N)), both(*make(N)))
 
     return check
 
@@ -54,39 +59,47 @@ def _unknown(*lengths: int) -> Check:
     """One graph for batches and, where there are several, for lengths that only a run will tell."""
 
     def check(function: Function, make: Make) -> None:
+        import tensorflow as tf
+
         def spec(place: int, *seen: Any) -> Any:
             sizes = [set(size) for size in zip(*(x.shape for x in seen), strict=True)]
             shape = [size.pop() if len(size) == 1 else None for size in sizes]
             return tf.TensorSpec([None, *shape[1:]] if place < 3 else shape, seen[0].dtype)
 
-        both, given = _slopes(function), [make(n) for n in lengths]
+        both, given = slopes(function), [make(n) for n in lengths]
         specs = [spec(i, *x) for i, x in enumerate(zip(*given, strict=True))]
         graph = tf.function(both, input_signature=specs)
         for x in given:
-            _close(graph(*x), both(*x))
+            close(graph(*x), both(*x))
 
     return check
 
 
 def _second(function: Function, make: Make) -> None:
-    _close(tf.function(_twice(function))(*make(N)), _twice(function)(*make(N)))
+    import tensorflow as tf
+
+    close(tf.function(_twice(function))(*make(N)), _twice(function)(*make(N)))
 
 
 def _mapped(function: Function, make: Make) -> None:
+    import tensorflow as tf
+
     many = [[x * (1 + i / 4) if x.dtype.is_floating else x for x in make(N)] for i in range(3)]
     stacked = [tf.stack(x) for x in zip(*many, strict=True)]
     found = tf.vectorized_map(lambda given: function(*given), stacked)
-    _close(found, tf.stack([function(*x) for x in many]))
+    close(found, tf.stack([function(*x) for x in many]))
 
 
 def _saved(function: Function, make: Make) -> None:
+    import tensorflow as tf
+
     module = tf.Module()
     module.run = tf.function(
         function, input_signature=[tf.TensorSpec.from_tensor(x) for x in make(N)]
     )
     with tempfile.TemporaryDirectory() as folder:
         tf.saved_model.save(module, folder)
-        _close(tf.saved_model.load(folder).run(*make(N)), function(*make(N)))
+        close(tf.saved_model.load(folder).run(*make(N)), function(*make(N)))
 
 
 TENSORFLOW: dict[str, Check] = {

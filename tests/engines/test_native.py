@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -167,3 +169,14 @@ def test_few_queries_split_the_keys(m, lead, dtype):
     spoiled = qkv.attend(query, key, value)
     want = qkv.attend(*(x.double() for x in (query, key, value)), engine="dense")
     torch.testing.assert_close(spoiled.double(), want, atol=near, rtol=0, equal_nan=True)
+
+
+def test_triton_is_not_imported_after_tensorflow(monkeypatch):
+    """Their two copies of LLVM would end the process."""
+    from qkv.engines import native
+
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)
+    assert "import triton first" in native.no_triton() and not native.has_triton()
+    monkeypatch.setitem(sys.modules, "triton", sys)
+    assert native.has_triton()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -109,9 +110,25 @@ def _has_look_up(call: Call) -> bool:
     return on_cuda and has_triton() and not call.fw.tracing(call.query)
 
 
-@functools.cache
 def has_triton() -> bool:
     """Whether Triton is there to run kernels of our own."""
+    return no_triton() is None
+
+
+def no_triton() -> str | None:
+    """Why Triton is not to be imported, if so."""
+    if "triton" in sys.modules:
+        return None
+    if "tensorflow" in sys.modules:
+        return (
+            "TensorFlow was imported before Triton, and the LLVM of the two would end the process: "
+            "import triton first"
+        )
+    return None if _installed() else "Triton is not installed: pip install triton"
+
+
+@functools.cache
+def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

@@ -6,7 +6,6 @@ stand the kernels, `forward` and `backward`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from qkv.arrays import is_array
 from qkv.engines import call as calls
 from qkv.engines.call import Call
-from qkv.engines.native import scale_of
+from qkv.engines.native import no_triton, scale_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Both, Mask
@@ -57,8 +56,9 @@ def cannot(call: Call) -> str | None:
         return f"Triton's kernels take torch tensors, not {fw.name}'s arrays"
     if call.query.device.type != "cuda" and not interpreted():
         return f"Triton's kernels run on CUDA, not on {call.query.device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
+    missing = no_triton()
+    if missing:
+        return missing
     if fw.dtype(call.query) == "float64":
         return "the kernels sum in float32"
     if isinstance(call.weighting, Tsallis):
