@@ -87,6 +87,18 @@ def test_torchs_causal_biases(name: str, n: int, m: int) -> None:
         qkv.scaled_dot_product_attention(*given, type(bias)(bias.variant, n + 1, m))
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_that_turns_the_order_round_under_a_mask(scale: float) -> None:
+    torch, given = torchs((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 5))
+    live = torch.ones(5, 7).tril().bool()
+    scores = (given[0] @ given[1].mT * scale).masked_fill(~live, -torch.inf)
+    want = torch.softmax(scores, -1) @ given[2]
+    for how in ({"is_causal": True}, {"attn_mask": live}):
+        for x in (given, [x.detach() for x in given]):
+            found = qkv.scaled_dot_product_attention(*x, scale=scale, **how)
+            torch.testing.assert_close(found.detach(), want.detach(), atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("layout", ["jagged", "strided"])
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("heads", [None, 3])

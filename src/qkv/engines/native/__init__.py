@@ -48,6 +48,8 @@ def unlike(call: Call) -> str | None:
         return f"fused kernels know softmax only, not {type(call.weighting).__name__}"
     if is_array(getattr(call.score, "scale", None)) or is_array(call.weighting.temperature):
         return "a learned scale or temperature needs a gradient that the kernel does not give"
+    if call.rule is not None and scale_of(call) <= 0:
+        return "a kernel scales what is masked out too, and −∞ times 0 or less is not −∞"
     return None
 
 
