@@ -51,3 +51,15 @@ def test_what_is_no_tensor_is_named(name, call, given):
     kind = type(given).__name__
     with pytest.raises(DtypeError, match=rf"^{name} .*not {kind}: pass torch.as_tensor\({name}\)"):
         call(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.long])
+@pytest.mark.parametrize(
+    "call", [name for name in CALLS if name.startswith(("heads", "self", "block"))]
+)
+def test_another_dtype_than_the_parameters_is_refused(call, dtype):
+    name, function = CALLS[call]
+    with pytest.raises(
+        DtypeError, match=rf"{name} is {dtype} but .* pass {name}.to\(torch.float32"
+    ):
+        function(T.to(dtype))

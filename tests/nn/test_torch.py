@@ -10,14 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from qkv.errors import EngineError  # noqa: E402
 from qkv.nn import (  # noqa: E402
     AdditiveScore,
     MultiHeadAttention,
     SelfAttention,
     TransformerBlock,
 )
+from tests.transforms import TORCH  # noqa: E402
 
 FULL = True
 """Whether torch.compile must take each layer as one graph."""
@@ -157,3 +160,39 @@ print("equal")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert ran.stdout.strip() == "equal", ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_second_derivative_inside_a_checkpoint(make):
+    layer, x = make(), torch.randn(2, 5, 8, requires_grad=True)
+
+    def steep(kept):
+        def function(x):
+            return layer(x, x, x, need_weights=False)[0].square().sum()
+
+        loss = checkpoint(function, x, use_reentrant=False) if kept else function(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    want = steep(False)
+    if make in (LAYERS["plain"], LAYERS["rotary, grouped"]):  # a fused kernel's
+        with pytest.raises(EngineError, match=r"sdpa_kernel\(SDPBackend.MATH\)"):
+            steep(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(steep(True), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "vmap of grad", "grad of vmap", "jvp", "hessian"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_transforms_of_layers(make, transform):
+    """Ensembles, gradients for each sample and curvature, of the layer as a function."""
+    layer = make().double()
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x, *parameters):
+        given = dict(zip(names, parameters, strict=True))
+        keys = {"need_weights": False}
+        return torch.func.functional_call(layer, given, (x, x, x), keys)[0]
+
+    x = torch.randn(2, 5, 8, dtype=torch.double)
+    TORCH[transform](function, lambda n: [x, *(p.detach() for p in layer.parameters())])

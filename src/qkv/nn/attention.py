@@ -12,7 +12,7 @@ from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.weightings import WeightingLike
 
 
@@ -172,6 +172,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: MaskLike | None = None, need_weights: bool = False) -> Any:
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
         check_tensors(x=x)
+        check_dtype(self.w_query, x=x)
         out, alpha = attended(
             x @ self.w_query,
             x @ self.w_key,

@@ -15,7 +15,7 @@ from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import LayerScore, drawn
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.weightings import WeightingLike
 
 Caches = list[tuple[Cache, Cache]]
@@ -110,6 +110,7 @@ class TransformerBlock(nn.Module):
         `cache` holds the keys of earlier calls, and of the memory once it was read.
         """
         check_tensors(x=x, memory=x if memory is None else memory)
+        check_dtype(self.self_attn.out_proj.weight, x=x, memory=memory)
         own, far = cache or (None, None)
         if (memory is not None) != self.cross and not (self.cross and far):
             wanted = "needs a memory" if self.cross else "takes no memory: build it with cross=True"

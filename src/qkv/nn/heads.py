@@ -18,7 +18,7 @@ from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import Rotary, rotary_of
 from qkv.nn.scores import LayerScore, checked, parameter
-from qkv.nn.tensors import called_as, check_tensors
+from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.nn.weightings import checked as checked_weighting
 from qkv.weightings import WeightingLike
 
@@ -318,6 +318,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ArgumentError("key and value may be left out only with a cache that holds some")
         else:
             check_tensors(key=key, value=value)
+        check_dtype(self.out_proj.weight, **given)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:

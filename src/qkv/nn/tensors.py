@@ -21,6 +21,16 @@ def check_tensors(**given: Any) -> None:
             )
 
 
+def check_dtype(weight: torch.Tensor, **given: torch.Tensor | None) -> None:
+    """Refuse what a layer's parameters cannot be multiplied with; autocast casts both."""
+    for name, x in given.items():
+        if x is None or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+            continue
+        told = f"{name} is {x.dtype} but the layer's parameters are {weight.dtype}"
+        other = f", or convert the layer by .to({x.dtype})" if x.is_floating_point() else ""
+        raise DtypeError(f"{told}: pass {name}.to({weight.dtype}){other}")
+
+
 def called_as(forward: T) -> Callable[[Any], T]:
     """A layer's `__call__`, which torch leaves untyped, with the type of its `forward`.
 

@@ -16,6 +16,7 @@ from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
 from qkv.engines.native.backends import sdpa
+from qkv.errors import EngineError
 from qkv.scores import ScaledDot
 from qkv.types import Array, Block
 from qkv.weightings import Softmax
@@ -65,7 +66,7 @@ def smooth(
             return None
         arrays: list[Any] = [x() for x in held]
         if any(x is None for x in arrays):
-            return None
+            return tuple(x if x is None else _Once.apply(x) for x in inner)
         rule, bias = masks.resolve(masks.causal if plain else mask)
         query, key, value = arrays
         call = Call(query, key, value, ScaledDot(scale), Softmax(), rule, bias)
@@ -77,6 +78,21 @@ def smooth(
 
     node.register_hook(again)
     return out
+
+
+class _Once(torch.autograd.Function):
+    """A gradient whose own gradient is refused in our words."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array) -> Array:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Array) -> Any:
+        raise EngineError(
+            "torch's fused kernel has no second derivative inside an activation checkpoint: pass "
+            "engine='dense', or run the layer under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def one_width(parts: Sequence[Array]) -> tuple[Sequence[Array], int]:
