@@ -31,7 +31,6 @@ import pictures
 import qkv
 from qkv import scores, weightings
 from qkv.answer import bar
-from qkv.database.encoders import Numbers
 
 BOOKS_CSV = Path(__file__).parent / "data" / "books.csv"
 
@@ -154,8 +153,7 @@ def salaries() -> dict[float, float]:
 
 def salary(out: Path) -> None:
     heading("4. GPA → starting salary")
-    # One point of GPA is one unit, so that bandwidths are in points.
-    D = qkv.Database(salaries(), key="gpa", value="salary", encoder=Numbers(units=1.0))
+    D = qkv.Database(salaries(), key="gpa", value="salary")
     say(f"D holds {len(D)} invented engineers. What will a student with a GPA of 3.5 earn?")
     say("\nThe score −(q − k)²/2σ² and softmax: Nadaraya and Watson's regression.")
     near = scores.Gaussian(0.15)

@@ -594,6 +594,25 @@ def test_the_gradient_reaches_a_number_in_its_own_unit(make):
     assert D.attend(one).shape == (1,)
 
 
+@pytest.mark.parametrize("score", [scores.Gaussian(0.15), scores.Triangular(0.4), "laplace"])
+def test_widths_are_in_the_units_of_the_keys(make, score):
+    gpa = np.array([2.41, 2.78, 3.0, 3.2, 3.45, 3.6, 3.98])
+    pay = np.array([60.0, 66.0, 61.0, 75.0, 78.0, 81.0, 99.0])
+    weighting = "normalized" if isinstance(score, scores.Triangular) else "softmax"
+    wanted = qkv.attend(
+        np.array([[3.5]]), gpa[:, None], pay[:, None], score=score, weighting=weighting
+    )
+    D = make(gpa.tolist(), pay.tolist())
+    assert D.ask(3.5, score=score, weighting=weighting).value == pytest.approx(wanted.item(), 1e-6)
+    two = make([(x, 2 * x) for x in gpa.tolist()], pay.tolist())
+    keys = np.stack([gpa, 2 * gpa], axis=1)
+    wanted = qkv.attend(
+        np.array([[3.5, 7.0]]), keys, pay[:, None], score=score, weighting=weighting
+    )
+    asked = two.ask((3.5, 7.0), score=score, weighting=weighting)
+    assert asked.value == pytest.approx(wanted.item(), 1e-5)
+
+
 def test_attend_takes_where(make):
     D = Database.from_columns({"k": [1.0, 2.0, 3.0], "v": [1.0, 2.0, 4.0]}, key="k", value="v")
     assert D.attend(2.0, weighting="average", where="k > 1")[0] == pytest.approx(3.0)

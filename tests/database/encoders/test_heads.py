@@ -59,7 +59,7 @@ def test_columns_of_text_and_numbers_add_up() -> None:
     titles, years = zip(*BOOKS, strict=True)
     numbers = Numbers().fit(years)
     text = Characters().encode([q[0] for q in queries]) @ Characters().encode(titles).T
-    number = Gaussian()(numbers.encode([q[1] for q in queries]), numbers.encode(years))
+    number = numbers.score(1)(numbers.encode([q[1] for q in queries]), numbers.encode(years))
     np.testing.assert_allclose(got, 0.75 * text + 0.25 * number, atol=1e-5)
 
 

@@ -11,20 +11,39 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Gaussian
 
 
-def test_numbers_become_standard_deviations() -> None:
+def test_numbers_keep_their_own_unit() -> None:
     keys = [2.0, 3.0, 7.0]
     got = Numbers().fit(keys).encode([2, 3.0, 7, np.float32(4)])
-    want = (np.array([2, 3, 7, 4]) - np.mean(keys)) / np.std(keys)
-    np.testing.assert_allclose(got[:, 0], want, rtol=1e-6)
+    np.testing.assert_allclose(got[:, 0], np.array([2, 3, 7, 4]) - np.mean(keys), rtol=1e-6)
 
 
 def test_columns_of_mixed_units_count_the_same() -> None:
     keys = [(3.1, 50_000), (3.5, 62_000), (3.9, 90_000), (2.8, 41_000)]
-    x = Numbers().fit(keys).encode(keys)
-    np.testing.assert_allclose(x.mean(axis=0), 0, atol=1e-6)
-    np.testing.assert_allclose(x.std(axis=0), 1, rtol=1e-5)
+
+    def scored(keys: Any) -> Any:
+        encoder = Numbers().fit(keys)
+        x = encoder.encode(keys)
+        return encoder.score(4)(x, x)
+
+    z = (np.array(keys) - np.mean(keys, axis=0)) / np.std(keys, axis=0)
+    wanted = Gaussian(4 ** (-1 / 6))(z, z)
+    np.testing.assert_allclose(scored(keys), wanted, rtol=1e-4, atol=1e-6)
     scaled = [(gpa * 1000, salary / 7) for gpa, salary in keys]
-    np.testing.assert_allclose(Numbers().fit(scaled).encode(scaled), x, atol=1e-5)
+    np.testing.assert_allclose(scored(scaled), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e100])
+def test_what_float32_cannot_hold_is_counted_in_standard_deviations(scale: float) -> None:
+    encoder = Numbers().fit([2 * scale, 3 * scale, 4 * scale])
+    np.testing.assert_allclose(encoder.encode([4 * scale]), [[1.2247449]], rtol=1e-6)
+    assert encoder.score(32) == Gaussian(0.5)
+
+
+def test_settings_of_before_mean_what_they_meant() -> None:
+    told = {"kind": "numbers", "bandwidth": None, "units": None, "mean": [3.0], "unit": [0.5]}
+    encoder = Numbers.build(told, {})
+    assert encoder.encode([4.0]).tolist() == [[2.0]]
+    assert encoder.score(32) == Gaussian(0.5)
 
 
 def test_arrays_tuples_and_lists_are_alike() -> None:
@@ -35,9 +54,10 @@ def test_arrays_tuples_and_lists_are_alike() -> None:
 
 
 def test_the_bandwidth_is_scotts_unless_given() -> None:
-    one, two = Numbers().fit([1.0, 2.0]), Numbers().fit([(1.0, 2.0), (2.0, 3.0)])
-    assert one.score(32) == Gaussian(0.5)
-    assert two.score(64) == Gaussian(0.5)
+    assert Numbers().fit([1.0, 3.0]).score(32) == Gaussian(0.5)
+    assert Numbers().fit([10.0, 30.0]).score(32) == Gaussian(5.0)
+    two = Numbers().fit([(1.0, 20.0), (3.0, 40.0)]).score(64)
+    assert isinstance(two, Gaussian) and two.bandwidth.tolist() == [0.5, 5.0]  # type: ignore[union-attr]
     assert Numbers(0.25).fit([1.0, 2.0]).score(1000) == Gaussian(0.25)
 
 
@@ -58,7 +78,7 @@ def test_a_column_of_one_value_is_compared_in_its_own_unit() -> None:
 def test_far_from_zero_no_digit_is_lost() -> None:
     keys = [1e9 + i for i in range(5)]
     x = Numbers().fit(keys).encode(keys)[:, 0]
-    np.testing.assert_allclose(np.diff(x), 1 / np.std(range(5)), rtol=1e-6)
+    np.testing.assert_allclose(np.diff(x), 1, rtol=1e-6)
 
 
 def test_dates_count_as_days() -> None:
@@ -128,7 +148,7 @@ def test_as_a_head_its_product_is_the_gaussian(bandwidth: float | None) -> None:
     encoder = Numbers(bandwidth).fit(keys)
     queries = [(0.0, 5.0), (9.0, 9.0)]
     got = encoder.head(queries, query=True) @ encoder.head(keys).T
-    want = Gaussian(bandwidth or 1.0)(encoder.encode(queries), encoder.encode(keys))
+    want = encoder.score(1)(encoder.encode(queries), encoder.encode(keys))
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 

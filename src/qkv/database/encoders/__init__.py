@@ -129,7 +129,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     Tuples: each column by its type. JSON: the letters of its text. Bytes: only themselves.
 
     >>> default([1.5, 2])
-    Numbers(bandwidth=None, units=None, mean=None, unit=None)
+    Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None)
     """
     if is_array(keys):
         columns = len(keys.shape)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Numbers, compared by how many standard deviations they lie apart."""
+"""Numbers, compared by how far they lie apart."""
 
 from __future__ import annotations
 
@@ -17,34 +17,39 @@ from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Gaussian, Score
 
+FAR = 1e30
+"""The widest spread, and the inverse of the narrowest, of vectors in the keys' own units."""
+
 
 @dataclass(frozen=True)
 class Numbers(Encoder):
-    """x = (key − mean) / unit, compared by the Gaussian −‖q − k‖² / 2h².
+    """x = (key − mean) / unit, compared by the Gaussian −Σ (q − k)² / 2h², each column with its h.
 
-    A key is one number, or a tuple or vector of d, each in its own unit. `units` says what counts
-    as one step in each column: one number or d of them; else the keys' standard deviation. The
-    bandwidth h is counted in those units. Without it, it is 1 where units are given, and by
-    Scott's rule else: h = m^(−1/(d + 4)) for m rows; as one of several heads it is 1, for what
-    they share sharpens it with the rows. Dates count as days.
+    A key is one number, or a tuple or vector of d. Vectors are in the keys' own units, and so are
+    the widths of a score that is given: 0.15 means 0.15 of what was counted. `units` says what
+    counts as one step instead, in each column: one number or d of them. The bandwidth h is counted
+    likewise. Without it, it is 1 where units are given, and by Scott's rule else: `spread`, the
+    keys' standard deviation, times m^(−1/(d + 4)) for m rows; as one of several heads `spread`, for
+    what they share sharpens it with the rows. Dates count as days.
 
     >>> encoder = Numbers().fit([2.0, 3.0, 4.0])
-    >>> bool(np.allclose(encoder.encode([3.0, 4.0]), [[0.0], [1.2247]], atol=1e-4))
-    True
-    >>> encoder.score(32)
-    Gaussian(bandwidth=0.5)
+    >>> encoder.encode([3.0, 4.0]).tolist()
+    [[0.0], [1.0]]
+    >>> f"{encoder.score(32).bandwidth / np.std([2, 3, 4]):.3f}"
+    '0.500'
     """
 
     bandwidth: float | None = None
     units: float | tuple[float, ...] | None = None
     mean: tuple[float, ...] | None = None
     unit: tuple[float, ...] | None = None
+    spread: tuple[float, ...] | None = None
     kind: ClassVar[str] = "numbers"
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
             raise ArgumentError(f"Numbers: bandwidth must be above 0, not {self.bandwidth!r}")
-        for name in ("units", "mean", "unit"):
+        for name in ("units", "mean", "unit", "spread"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, int | float):
                 object.__setattr__(self, name, tuple(map(float, given)))
@@ -62,17 +67,20 @@ class Numbers(Encoder):
             raise ArgumentError("Numbers needs at least one key to learn its units from")
         columns = rows.shape[1]
         with np.errstate(over="ignore", invalid="ignore"):
-            mean, unit = rows.mean(axis=0), rows.std(axis=0)
+            mean, spread = rows.mean(axis=0), rows.std(axis=0)
         if self.units is None:
-            if not np.isfinite(unit).all():
+            if not np.isfinite(spread).all():
                 raise ArgumentError("the keys are too large to measure their spread: give units=")
-            unit[~(unit > 0)] = 1.0  # one value only: it has no spread to measure by
+            spread[~(spread > 0)] = 1.0  # one value only: it has no spread to measure by
+            # Beyond what float32 can tell apart, the spread itself is the unit.
+            unit = np.where((spread > 1 / FAR) & (spread < FAR), 1.0, spread)
+            told = tuple((spread / unit).tolist())
         else:
             unit = np.asarray(self.units, np.float64)
             if unit.ndim and len(unit) != columns:
                 raise ShapeError(f"Numbers: {len(unit)} units for keys of {columns} numbers")
-            unit = np.broadcast_to(unit, (columns,))
-        return replace(self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()))
+            unit, told = np.broadcast_to(unit, (columns,)), None
+        return replace(self, mean=tuple(mean.tolist()), unit=tuple(unit.tolist()), spread=told)
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         mean, unit = self._fitted()
@@ -85,12 +93,15 @@ class Numbers(Encoder):
         return out
 
     def score(self, rows: int) -> Score:
-        return Gaussian(self._bandwidth(rows))
-
-    def _bandwidth(self, rows: int) -> float:
         if self.bandwidth is not None:
-            return float(self.bandwidth)
-        return 1.0 if self.units is not None else float(max(rows, 1) ** (-1 / (self.width + 4)))
+            return Gaussian(float(self.bandwidth))
+        if self.units is not None:
+            return Gaussian(1.0)
+        scott = float(max(rows, 1) ** (-1 / (self.width + 4)))
+        spread = self.spread or (1.0,)  # where the unit is the standard deviation
+        if len(spread) == 1:
+            return Gaussian(scott * spread[0])
+        return Gaussian(np.asarray(spread, np.float32) * np.float32(scott))
 
     def reads(self, query: Any) -> bool:
         try:
