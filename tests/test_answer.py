@@ -98,6 +98,8 @@ def test_json():
         ],
         "entropy": pytest.approx(0.5623351),
         "effective_rows": pytest.approx(1.754765),
+        "total": 2,
+        "missing": 0,
         "engine": "scan",
     }
 

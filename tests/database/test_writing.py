@@ -159,6 +159,7 @@ def test_rows_whose_segment_is_lost_are_encoded_again(tmp_path, monkeypatch, val
         np.testing.assert_allclose(after, before, rtol=1e-5)
         assert D.ask("key 3", where="key == 'key 3'").value == values[3]
         assert list(D) == [key for key in keys if key != "key 4"]
+    with qkv.open(path) as D:
         D.compact()
     assert qkv.database.check(path) == []
 
