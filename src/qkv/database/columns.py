@@ -22,7 +22,7 @@ MISSING, NUMBER, WIDE, TRUTH, TEXT, OTHER = range(6)
 """What a cell is: nothing; a number; one that no float is equal to; true or false; text or a date;
 bytes, a tuple, a vector, a list or a mapping."""
 
-KINDS = ("missing", "number", "number", "truth", "text", "other")
+KINDS = ("missing", "number", "number", "bool", "text", "other")
 NUMBERS = (NUMBER, WIDE, TRUTH)
 
 _NUMBERS = {int, float, type(None)}
@@ -55,7 +55,7 @@ def kind_of(cell: Any) -> int:
     """What one cell is.
 
     >>> [KINDS[kind_of(x)] for x in (None, 3, True, "Li", b"raw")]
-    ['missing', 'number', 'truth', 'text', 'other']
+    ['missing', 'number', 'bool', 'text', 'other']
     """
     if cells.is_missing(cell):
         return MISSING
