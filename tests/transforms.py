@@ -284,7 +284,7 @@ def _jvp(function: Function, make: Make) -> None:
     import torch
 
     loss, given = _loss(function, make)
-    tangents = [x.cos() for x in given]
+    tangents = [x.nan_to_num().cos() for x in given]  # a mask may hold −∞
     value, along = torch.func.jvp(loss, tuple(given), tuple(tangents))
     _close(value, loss(*given))
     pairs = zip(_slopes(loss, given), tangents, strict=True)
@@ -295,7 +295,7 @@ def _forward_ad(function: Function, make: Make) -> None:
     from torch.autograd import forward_ad
 
     loss, given = _loss(function, make)
-    tangents = [x.cos() for x in given]
+    tangents = [x.nan_to_num().cos() for x in given]  # a mask may hold −∞
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(*pair) for pair in zip(given, tangents, strict=True)]
         value, along = forward_ad.unpack_dual(loss(*duals))

@@ -64,6 +64,10 @@ def _adapter(name: str) -> Framework:
         from qkv.arrays.torch import FRAMEWORK
 
         return FRAMEWORK
+    if name == "numpy":  # a mask may hold its arrays
+        from qkv.arrays.numpy import FRAMEWORK as HOST
+
+        return HOST
     found: Framework = importlib.import_module(f"qkv.arrays.{name}").FRAMEWORK
     return found
 

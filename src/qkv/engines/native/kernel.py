@@ -80,7 +80,7 @@ def smooth(
     return out
 
 
-class _Once(torch.autograd.Function):
+class _Once(torch.autograd.Function):  # type: ignore[misc]
     """A gradient whose own gradient is refused in our words."""
 
     @staticmethod
