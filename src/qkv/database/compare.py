@@ -103,9 +103,12 @@ def quiet(passes: Condition) -> Condition:
 
 
 def joined(parts: Sequence[Condition], all_of: bool) -> Condition:
+    if not parts:
+        return constantly(all_of)
+
     def passed(table: Table) -> Passed:
-        found = _all(len(table), all_of)
-        for part in parts:
+        found = parts[0](table)
+        for part in parts[1:]:
             found = found & part(table) if all_of else found | part(table)
         return found
 
@@ -221,9 +224,9 @@ def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
             return Passed(_by_text(table, name, lambda text: compare(text, cell)), known)
         number = float(columns.coded([cell]).numbers[0])
         true = compare(column.numbers, number) & known
-        unsure = known & (column.numbers == number) & ((column.kinds == WIDE) | (kind == WIDE))
-        if unsure.any():
-            at = np.flatnonzero(unsure)
+        if kind == WIDE or table.census(name)[WIDE]:
+            near = known & (column.numbers == number)
+            at = np.flatnonzero(near & ((column.kinds == WIDE) | (kind == WIDE)))
             true[at] = [bool(compare(x, cell)) for x in table.cells(name, at)]
         return Passed(true, known)
 
