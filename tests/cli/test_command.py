@@ -58,6 +58,26 @@ class TestProcess:
         text = shown(80, NO_COLOR="1")
         assert "\x1b[3" not in text
 
+    def test_a_look_up_loads_no_part_of_the_equation(self, tmp_path: Path) -> None:
+        made = tmp_path / "books.qkv"
+        assert qkv("add", made, "Dune", "Frank Herbert").exit_code == 0
+        code = (
+            "import sys, qkv.cli; sys.argv[1:] = ['get', sys.argv[1], 'Dune']\n"
+            "try: qkv.cli.main()\n"
+            "finally: print(*sys.modules)"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", code, str(made)],
+            capture_output=True,
+            text=True,
+            env=HERE,
+            check=True,
+        )
+        value, loaded = found.stdout.splitlines()
+        assert value == "Frank Herbert"
+        some = {"qkv.attention", "qkv.engines", "qkv.scores", "rich.console", "torch", "pandas"}
+        assert not some & set(loaded.split())
+
     def test_a_reader_that_goes_away(self, tmp_path: Path) -> None:
         lines = "\n".join(["Li"] * 2000)
         table = tmp_path / "names.csv"

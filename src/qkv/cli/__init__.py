@@ -1,6 +1,7 @@
 """The command line: `qkv ask books.csv "the alchemist"`.
 
-Typer is loaded here; NumPy, rich and the database when a command runs, so that help is quick.
+Typer is loaded here, NumPy and the database when a command runs, rich where it draws: so help is
+quick.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def draw(answer: Answer) -> None:
     screen.line(value, "bold")
     screen.line()
     plain = screen.ascii_only()
-    width = min(BAR, screen.console().width // 5)
+    width = min(BAR, screen.width() // 5)
     rows = [
         (
             screen.bar(row.weight, width, ascii_only=plain),

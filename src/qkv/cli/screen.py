@@ -7,6 +7,8 @@ import dataclasses
 import io
 import json
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Progress = Callable[[int, int | None], None]
+
+STYLES = {"bold": 1, "dim": 2, "red": 31}
 
 # Wide enough for any cell: only a terminal has an edge to wrap at.
 NO_EDGE = 1 << 20
@@ -181,9 +185,23 @@ def make_encodable(stream: TextIO) -> None:
         stream.reconfigure(errors="replace")
 
 
-def line(text: str = "", style: str | None = None) -> None:
+def line(text: str = "", style: str = "") -> None:
     """A line on stdout, wrapped by the terminal alone."""
-    console().print(text, style=style, soft_wrap=True)
+    print(painted(text, style))
+
+
+def painted(text: str, style: str) -> str:
+    """Text in one of STYLES, where stdout shows it: rich would take longer to load than to ask."""
+    shown = "FORCE_COLOR" in os.environ or (terminal() and os.environ.get("TERM") != "dumb")
+    coloured = STYLES.get(style, 0) >= 30
+    if not (style and text and shown) or (coloured and os.environ.get("NO_COLOR")):
+        return text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def width() -> int:
+    """The columns of the terminal; elsewhere there is no edge."""
+    return shutil.get_terminal_size().columns if terminal() else NO_EDGE
 
 
 def note(text: str) -> None:
@@ -206,31 +224,28 @@ def table(
     right, colour: the headings of the columns drawn so; whole: of those that are never cut.
     """
     from rich.cells import cell_len, set_cell_size
-    from rich.text import Text
 
     lines = [headings, *rows] if heading else rows
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    out = console()
-    if out.is_terminal:
+    if terminal():
         cut = [i for i, name in enumerate(headings) if name not in whole]
-        room = out.width - sum(widths) - len(GAP) * (len(widths) - 1)
+        room = width() - sum(widths) - len(GAP) * (len(widths) - 1)
         room += sum(widths[i] for i in cut)
         for left, i in zip(
             range(len(cut), 0, -1), sorted(cut, key=widths.__getitem__), strict=True
         ):
             widths[i] = max(min(widths[i], room // left), 2)
             room -= widths[i]
-    for line in lines:
-        drawn = Text()
-        for name, width, item in zip(headings, widths, line, strict=True):
-            if cell_len(item) > width:
-                item = set_cell_size(item, width - 1) + "…"
-            pad = " " * (width - cell_len(item))
-            style = "dim" if line is headings else "red" if name in colour else ""
-            drawn.append(GAP if drawn else "")
-            drawn.append(pad + item if name in right else item + pad, style)
-        drawn.rstrip()
-        out.print(drawn, soft_wrap=True)
+    for cells in lines:
+        drawn: list[str] = []
+        for name, size, item in zip(headings, widths, cells, strict=True):
+            if cell_len(item) > size:
+                item = set_cell_size(item, size - 1) + "…"
+            pad = " " * (size - cell_len(item))
+            style = "dim" if cells is headings else "red" if name in colour else ""
+            shown = painted(item, style)
+            drawn.append(pad + shown if name in right else shown + pad)
+        print(GAP.join(drawn).rstrip())
 
 
 @contextlib.contextmanager

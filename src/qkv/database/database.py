@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
-from qkv.database.encoders import EncoderLike
 from qkv.database.reading import NOTHING, names
 from qkv.database.schema import Cells, keyed, plain, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
 from qkv.types import K, Progress, Shaped, V
+
+if TYPE_CHECKING:
+    from qkv.database.encoders import EncoderLike
 
 
 class How(TypedDict, total=False):

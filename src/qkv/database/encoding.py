@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.database.encoders import Encoder
 from qkv.database.schema import Schema
 from qkv.database.view import View
 from qkv.types import Progress
+
+if TYPE_CHECKING:
+    from qkv.database.encoders import Encoder
 
 ENCODED = 8192
 """Keys that are encoded together, between two reports of progress."""

@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qkv import scores, weightings
-from qkv.answer import Answer
 from qkv.arrays import is_array, of, to_numpy
-from qkv.attention import over
-from qkv.database import cells, columns, encoders
-from qkv.database.ask import Asked
-from qkv.database.encoders import Encoder, EncoderLike
+from qkv.database import cells, columns
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
-from qkv.scores import ScoreLike
 from qkv.types import A, Array, K, Shaped, T, V
-from qkv.weightings import WeightingLike
+
+# Loaded when something is asked or encoded: an exact look-up needs none of it.
+if TYPE_CHECKING:
+    from qkv.answer import Answer
+    from qkv.database.encoders import Encoder, EncoderLike
+    from qkv.scores import ScoreLike
+    from qkv.weightings import WeightingLike
 
 NOTHING: Any = object()
 """No value was given, or none was found; None is a value."""
@@ -100,7 +100,11 @@ class Reading(Generic[K, V]):
     ):
         self._store, self._pin = store, pin
         self._wish = (names(key), None if value is None else names(value), unique)
-        self._encoder_wish = None if encoder is None else encoders.resolve(encoder)
+        self._encoder_wish: Encoder | None = None
+        if encoder is not None:
+            from qkv.database import encoders
+
+            self._encoder_wish = encoders.resolve(encoder)
         self._held: View | None = None
 
     @classmethod
@@ -227,6 +231,9 @@ class Reading(Generic[K, V]):
         >>> D.ask(3.55, score="gaussian", weighting="hard").value
         82.0
         """
+        from qkv import scores, weightings
+        from qkv.database.ask import Asked
+
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
             raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
         alpha = weightings.resolve(weighting)
@@ -266,6 +273,9 @@ class Reading(Generic[K, V]):
         >>> D.attend(np.array([[0.0, 0.0]]))
         array([[15.]])
         """
+        from qkv import scores
+        from qkv.attention import over
+
         view = self._filled()
         if not view.schema.pools:
             raise CombinationError(
@@ -405,8 +415,10 @@ def _queries(view: View, query: Any) -> tuple[Any, bool]:
 
 def _differentiable(view: View, query: Array) -> tuple[Array, bool]:
     """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
+    from qkv.database.encoders import Numbers
+
     encoder, single = view.encoder, len(query.shape) == 0
     column = of(query).xp.reshape(query, (-1, 1))
-    if not isinstance(encoder, encoders.Numbers) or encoder.mean is None or encoder.unit is None:
+    if not isinstance(encoder, Numbers) or encoder.mean is None or encoder.unit is None:
         return view.encoded(to_numpy(column)[:, 0].tolist()), single
     return (column - encoder.mean[0]) / encoder.unit[0], single

@@ -5,22 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qkv.arrays import of
 from qkv.arrays.rows import Rows, Stored
-from qkv.database import cells, columns, encoders
+from qkv.database import cells, columns
 from qkv.database.columns import MISSING, Column
 from qkv.database.compare import Texts, texts_of
-from qkv.database.encoders import Encoder
 from qkv.database.faults import Damaged, UnknownRow
 from qkv.database.schema import Cells, Schema
 from qkv.database.store import Snapshot
 from qkv.database.store.segments import Segment
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
+
+if TYPE_CHECKING:  # loaded when keys are encoded
+    from qkv.database.encoders import Encoder
 
 CHUNK = 8192
 """Rows that are read together."""
@@ -84,6 +86,8 @@ class View:
 
     @cached_property
     def encoder(self) -> Encoder:
+        from qkv.database import encoders
+
         told, given, learned = self.settings.get("encoder", {}), self._given, self.snapshot.arrays()
         if given is not None and given.settings() == told and not (given.arrays() or learned):
             return given

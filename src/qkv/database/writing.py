@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkv.arrays import is_array, to_numpy
-from qkv.database import cells, encoders, encoding
+from qkv.database import cells, encoding
 from qkv.database import columns as typed
-from qkv.database.encoders import EncoderLike
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import K, Progress, V
+
+if TYPE_CHECKING:
+    from qkv.database.encoders import EncoderLike
 
 REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
@@ -220,6 +222,8 @@ class Writing(Reading[K, V]):
         if view.begun:
             encoder = view.encoder
         else:
+            from qkv.database import encoders
+
             names = schema.key if len(schema.key) > 1 else ()
             wish = self._encoder_wish or encoders.default(keys, names)
             encoder, told = encoding.fitted(wish, keys)
@@ -277,6 +281,8 @@ class Writing(Reading[K, V]):
     ) -> None:
         """Turn all keys into vectors anew, as a new version: with another encoder, or fitted to
         the keys that are there now."""
+        from qkv.database import encoders
+
         with self._alone():
             view = self._view
             if not len(view):
