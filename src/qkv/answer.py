@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, CombinationError, MissingExtra, printable
+from qkv.errors import ArgumentError, CombinationError, printable
+from qkv.frames import frame
 
 BAR = 24
 """Cells of the longest bar in the terminal."""
@@ -177,7 +177,7 @@ class Answer:
         }
 
     def to_frame(self) -> Any:
-        """The rows as a data frame of polars or pandas, whichever is there."""
+        """The rows as a data frame of pandas, polars or pyarrow, whichever is there."""
         columns: dict[str, list[Any]] = {
             name: [getattr(row, name) for row in self.rows]
             for name in ("key", "value", "weight", "index")
@@ -186,15 +186,7 @@ class Answer:
             for name in row.record:
                 if name not in columns:
                     columns[name] = [r.record.get(name) for r in self.rows]
-        for name in ("pandas", "polars"):
-            if name in sys.modules:
-                return sys.modules[name].DataFrame(columns)
-        for name in ("polars", "pandas"):
-            try:
-                return __import__(name).DataFrame(columns)
-            except ModuleNotFoundError:
-                continue
-        raise MissingExtra('to_frame needs polars or pandas: pip install "qkv[tables]"')
+        return frame(columns)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The weights as a figure of matplotlib, also saved where `path` is given."""

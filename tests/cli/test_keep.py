@@ -43,6 +43,13 @@ class TestKeep:
         assert data("import", more, store, "--append", "--key", "title", code=2)
         assert data("import", more, table.with_name("none.qkv"), "--append", code=2)
 
+    def test_an_update_says_whether_it_inserted(self, store: Path) -> None:
+        assert data("add", store, "Emma", "J. Austen", "--update")["inserted"] is False
+        assert data("add", store, "Emma 2", "nobody", "--update")["inserted"] is True
+        assert "inserted" not in data("add", store, "Emma", "again")
+        said = qkv("add", store, "Emma 3", "nobody", "--update").stdout
+        assert "inserted, as no row had the key; 11 rows" in said
+
     def test_add_makes_a_database_and_keeps_types(self, tmp_path: Path) -> None:
         path = tmp_path / "names.qkv"
         assert data("add", path, "Li", "Mu") == {"path": str(path), "rows": 1, "version": 1}

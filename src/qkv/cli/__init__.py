@@ -11,13 +11,15 @@ from typing import Annotated
 
 import typer
 
-from qkv.cli import ask, demo, keep, learn, sentence
+from qkv.cli import ask, demo, keep, learn, rows, sentence
 from qkv.cli.command import CODES, STOPPED, Command, as_command
 
 COMMANDS: dict[str, Command] = {
     "ask": ask.ask,
     "get": ask.get,
     "plot": ask.plot,
+    "rows": rows.rows,
+    "export": rows.export,
     "import": keep.import_,
     "add": keep.add,
     "remove": keep.remove,

@@ -42,7 +42,7 @@ class Result:
     """What a command found: as data for programs, drawn for people, and the exit code."""
 
     data: Any
-    draw: Callable[[], None]
+    draw: Callable[[], object]
     code: int = OK
 
 

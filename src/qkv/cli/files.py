@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -17,22 +14,10 @@ PICTURES = (".png", ".svg", ".pdf")
 
 def write(path: Path, content: bytes) -> None:
     """Put the content in place of whatever the path held, by a rename."""
-    if path.is_dir():
-        raise ArgumentError(f"{path} is a folder: name a file in it")
-    check_parent(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes a file for its owner's eyes only; a picture is as public as any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    from qkv.database.export import whole
+
+    with whole(path) as file:
+        file.write(content)
 
 
 def check_parent(path: Path) -> None:

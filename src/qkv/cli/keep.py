@@ -106,23 +106,23 @@ def add(
         else:
             given = {columns[0]: values.like(value, example.get(columns[0]), "the value")}
         if update and wanted in database:
-            _change(database, wanted, given, columns)
+            inserted = _change(database, wanted, given, columns)
         else:
             parts = wanted if len(keys) > 1 else (wanted,)
             # A value's columns that nobody set are empty.
             empty = dict.fromkeys(about["value"])
             database.extend([empty | dict(zip(keys, parts, strict=True)) | given])
-        return _kept(database)
+            inserted = 1
+        return _kept(database, bool(inserted) if update else None)
 
 
-def _change(database: Database, key: Any, given: dict[str, Any], columns: Sequence[str]) -> None:
+def _change(database: Database, key: Any, given: dict[str, Any], columns: Sequence[str]) -> int:
     for name in given:
         if name not in columns:
             raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
     if len(columns) == 1:
-        database.update(key, given[columns[0]])
-    else:
-        database.update(key, {**database[key], **given})
+        return database.update(key, given[columns[0]])
+    return database.update(key, {**database[key], **given})
 
 
 def remove(
@@ -240,10 +240,12 @@ def compact(path: options.Folder) -> Result:
     return Result(data, show)
 
 
-def _kept(database: Database) -> Result:
-    """What a database holds after a change."""
+def _kept(database: Database, inserted: bool | None = None) -> Result:
+    """What a database holds after a change; of an update, whether it inserted."""
     path, rows, version = str(database.path), len(database), database.version
-    data = {"path": path, "rows": rows, "version": version}
-    return Result(
-        data, lambda: screen.line(f"{path}: {screen.count(rows, 'row')}, version {version}")
-    )
+    data: dict[str, Any] = {"path": path, "rows": rows, "version": version}
+    if inserted is not None:
+        data["inserted"] = inserted
+    told = "inserted, as no row had the key; " if inserted else ""
+    line = f"{path}: {told}{screen.count(rows, 'row')}, version {version}"
+    return Result(data, lambda: screen.line(line))

@@ -55,3 +55,7 @@ class StaleFit(UserWarning):
 
 class SkippedRows(UserWarning):
     """Rows were left out: of a scan by a damaged file, of an import for want of a key."""
+
+
+class ChangedCells(UserWarning):
+    """A file was written that cannot hold some cells as they are."""

@@ -174,10 +174,6 @@ class Reading(Generic[K, V]):
         for _, row in view.all_rows():
             yield view.schema.key_of(row), view.schema.value_of(row)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row with all its columns, oldest first."""
-        return (row for _, row in self._view.all_rows())
-
     def __getitem__(self, key: K) -> V:
         """The value of the newest row with exactly this key."""
         value: V = self._view.value(key, NOTHING)

@@ -12,7 +12,8 @@ from qkv.arrays import is_array, to_numpy
 from qkv.database import cells, encoding
 from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
-from qkv.database.reading import NOTHING, AbsentKey, Reading
+from qkv.database.leaving import Leaving
+from qkv.database.reading import NOTHING, AbsentKey
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import K, Progress, V
@@ -24,7 +25,7 @@ REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
 
 
-class Writing(Reading[K, V]):
+class Writing(Leaving[K, V]):
     """Rows that can be read and changed, unless a version is pinned."""
 
     def add(self, keys: Any, values: Any = NOTHING) -> None:
@@ -52,7 +53,7 @@ class Writing(Reading[K, V]):
         self._write(self._named(keys, values))
 
     def _add_any(self, data: Any) -> None:
-        if isinstance(data, Reading):
+        if isinstance(data, Leaving):
             self.extend(data.rows())
             return
         pairs = data.items() if isinstance(data, Mapping) else data
@@ -83,10 +84,15 @@ class Writing(Reading[K, V]):
             key = self._wish[0] if self._schema is None else self._schema.key
             self._write(keyed(columns, key), progress=progress)
 
-    def update(self, key: Any, value: Any = NOTHING) -> None:
-        """Give a key another value, in one step; a key that is absent is added.
+    def update(self, key: Any, value: Any = NOTHING) -> int:
+        """Give a key another value, in one step; how many keys were absent, and so were inserted.
 
         Where the key repeats, its newest row changes. A mapping updates each of its keys.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": "Mu"})
+        >>> D.update("Li", "Wei"), D.update("Hu", "Rachel")
+        (0, 1)
         """
         if value is not NOTHING:
             pairs = [(key, value)]
@@ -98,7 +104,7 @@ class Writing(Reading[K, V]):
             view = self._view
             if not view.begun:
                 self._add_any(pairs)
-                return
+                return len(self)
             changed: dict[bytes, dict[str, Any]] = {}
             dead: dict[bytes, int] = {}
             for k, v in pairs:
@@ -109,6 +115,7 @@ class Writing(Reading[K, V]):
                     row = {**view.rows(found[-1:])[0], **row}
                 changed[mark] = row
             self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
+        return len(changed) - len(dead)
 
     def __setitem__(self, key: K, value: V) -> None:
         self.update(key, value)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qkv.database.sources import files
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import MissingExtra
@@ -80,7 +82,8 @@ def _table(read: Any, path: Path, progress: Progress | None) -> Table:
 def convert(column: Any) -> list[Any]:
     """An Arrow column as cells: numbers as they are, NaN kept, null as None.
 
-    Dates and times become ISO text, decimals numbers where all of them are exact and else text.
+    Lists of floats of one fixed length are vectors. Dates and times become ISO text, decimals
+    numbers where all of them are exact and else text.
 
     >>> import pyarrow
     >>> convert(pyarrow.chunked_array([[1.5, None]]))
@@ -94,6 +97,9 @@ def convert(column: Any) -> list[Any]:
         column, kind = column.cast(kind.value_type), kind.value_type
     if (types.is_integer(kind) or types.is_floating(kind)) and not column.null_count:
         return column.to_numpy().tolist()  # type: ignore[no-any-return]
+    if types.is_fixed_size_list(kind) and types.is_floating(kind.value_type):
+        dtype = kind.value_type.to_pandas_dtype()
+        return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
     if getattr(kind, "unit", None) == "ns":
         # Python's times end at microseconds: finer ones that matter are written out.
         if types.is_timestamp(kind):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from qkv.database.sources.table import SourceError, Table, build
 from qkv.errors import DtypeError, MissingExtra
 
@@ -15,7 +17,8 @@ def from_frame(frame: Any) -> Table:
     """The table of a data frame; an index of pandas is not a column (reset_index makes it one).
 
     None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
-    cell by it. Dates and times become ISO text, decimals numbers where all are exact and else text.
+    cell by it. Lists of floats of one fixed length are vectors. Dates and times become ISO text,
+    decimals numbers where all are exact and else text.
 
     >>> import polars
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
@@ -39,7 +42,10 @@ def from_frame(frame: Any) -> Table:
     for place in range(len(names)):
         series = native[:, place]
         cells = series.to_list()
-        if not series.dtype.is_float():
+        if isinstance(series.dtype, narwhals.Array) and series.dtype.inner.is_float():
+            kind = "f4" if series.dtype.inner == narwhals.Float32 else "f8"
+            cells = [None if x is None else np.asarray(x, kind) for x in cells]
+        elif not series.dtype.is_float():
             cells = [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
         _check_text(cells, names[place])
         columns.append(cells)

@@ -40,7 +40,8 @@ class SourceError(QkvError, ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, list or dict.
+    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, a vector, a list
+    or a dict.
 
     >>> len(Table("books", {"title": ["Emma", "Ulysses"], "year": [1815, 1922]}))
     2
@@ -115,7 +116,8 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
 
 
 def cell(value: Any) -> Any:
-    """The plain cell that says the same: dates as ISO text, decimals as exact numbers or text.
+    """The plain cell that says the same: dates as ISO text, decimals as exact numbers or text; an
+    array of floats is a vector.
 
     >>> cell(datetime.date(1988, 4, 14)), cell(Decimal("12.50")), cell((1, np.float32(0.5)))
     ('1988-04-14', 12.5, [1, 0.5])
@@ -147,6 +149,8 @@ def cell(value: Any) -> Any:
             if isinstance(item, np.generic):
                 raise TypeError(f"a {type(value).__name__}, which is no kind of cell")
             return cell(item)
+        case np.ndarray() if value.ndim == 1 and value.dtype.kind == "f":
+            return value
         case np.ndarray() | list() | tuple():
             return [cell(item) for item in value]
         case dict() if all(isinstance(name, str) for name in value):

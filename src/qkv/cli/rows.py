@@ -1,0 +1,97 @@
+"""`qkv rows`, `export`: look at the rows of a table, and take them elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qkv.cli import options, screen, values
+from qkv.cli.command import NOTHING, OK, Result
+from qkv.cli.source import is_store, opened
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+
+def rows(
+    source: options.Source,
+    start: Annotated[
+        int, typer.Option("--from", metavar="ROW", min=0, help="The first one; 0 is the oldest.")
+    ] = 0,
+    count: Annotated[
+        int, typer.Option("--count", "-n", metavar="ROWS", min=1, help="How many to show.")
+    ] = 20,
+    where: options.Where = None,
+    at: options.At = None,
+    table: options.Table = None,
+    missing: options.Missing = None,
+    skip: options.Skip = False,
+) -> Result:
+    """Show rows of SOURCE with all their columns, the oldest first."""
+    with _looked_at(source, at, table, missing, skip) as database:
+        wish = values.where(where)
+        total = database.count(wish)
+        found = list(database.rows(where=wish, start=start, count=count))
+        columns = database.columns
+    end = start + len(found)
+
+    def show() -> None:
+        lines = [
+            (str(at), *(screen.cell(row.get(name)) for name in columns))
+            for at, row in enumerate(found, start)
+        ]
+        if lines:
+            names = ["", *(screen.cell(name) for name in columns)]
+            screen.table(names, lines, right=[""], whole=[""])
+        more = f"; the next: --from {end}" if end < total else ""
+        told = f"{start} to {end - 1} of {total:,}" if found else f"none from {start} of {total:,}"
+        screen.note(f"rows {told}{more}")
+
+    data = {"from": start, "total": total, "rows": found}
+    return Result(data, show, OK if found else NOTHING)
+
+
+def export(
+    source: options.Source,
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Ends in .csv, .tsv, .jsonl or .parquet; - writes CSV on stdout.",
+            show_default=False,
+        ),
+    ],
+    where: options.Where = None,
+    at: options.At = None,
+    table: options.Table = None,
+    missing: options.Missing = None,
+    skip: options.Skip = False,
+) -> Iterator[Result]:
+    """Write the rows of SOURCE into FILE, all their columns, a missing cell as missing."""
+    from qkv.database import export as out
+
+    with _looked_at(source, at, table, missing, skip) as database:
+        wish = values.where(where)
+        found = database.rows(where=wish)
+        if str(output) == "-":
+            stdout = sys.stdout.buffer
+            draw = functools.partial(out.write_csv, stdout, database.columns, found)
+            yield Result({"rows": database.count(wish)}, draw)
+            return
+        count = out.write(output, database.columns, found)
+        told = f"{output}: {screen.count(count, 'row')}"
+        yield Result({"written": str(output), "rows": count}, lambda: screen.line(told))
+
+
+def _looked_at(
+    source: str, at: int | None, table: str | None, missing: list[str] | None, skip: bool
+) -> contextlib.AbstractContextManager[Database]:
+    """SOURCE with keys that nobody asks softly, so that a table need not be encoded for it."""
+    encoder = None if is_store(source) else "exact"
+    return opened(source, table=table, encoder=encoder, at=at, skip=skip, missing=missing)

@@ -1,0 +1,197 @@
+"""Rows out again: as a data frame, and as CSV, TSV, JSON lines and Parquet, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import io
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qkv.answer import jsonable
+from qkv.database.cells import is_missing
+from qkv.database.faults import ChangedCells
+from qkv.database.schema import transposed
+from qkv.database.sources.numbers import MISSING, numbers
+from qkv.errors import ArgumentError, DtypeError, MissingExtra
+from qkv.frames import arrow, frame
+
+Rows = Iterable[Mapping[str, Any]]
+
+BATCH = 8192
+"""Rows that are written together."""
+
+
+def to_frame(columns: Sequence[str], rows: Rows) -> Any:
+    """The rows as a frame of pandas, polars or pyarrow, whichever is there."""
+    found = transposed(rows)
+    return frame({name: found.get(name, []) for name in columns})
+
+
+def write(
+    path: str | os.PathLike[str], columns: Sequence[str], rows: Rows, ending: str | None = None
+) -> int:
+    """The rows in a file, in the form of an ending, by default its own; how many there were."""
+    place = _named(path)
+    form = FORMS.get(ending or place.suffix.lower())
+    if form is None:
+        raise ArgumentError(f"{place}: the name must end in {', '.join(FORMS)}")
+    with whole(place) as file:
+        return form(file, columns, rows)
+
+
+def write_csv(file: BinaryIO, columns: Sequence[str], rows: Rows, delimiter: str = ",") -> int:
+    """A line of names, then one for each row; a missing cell is empty.
+
+    What is read again otherwise than it was is told in a warning: CSV has no types.
+    """
+    text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+    how: dict[str, Any] = {"delimiter": delimiter, "lineterminator": "\n"}
+    bare, quoted = csv.writer(text, **how), csv.writer(text, quoting=csv.QUOTE_ALL, **how)
+    bare.writerow(columns)
+    seen, count = [_Seen() for _ in columns], 0
+    for batch in _batches(rows):
+        count += len(batch)
+        for about, name in zip(seen, columns, strict=True):
+            about.look(row.get(name) for row in batch)
+        for row in batch:
+            line = [_text(row.get(name)) for name in columns]
+            # Python 3.11 leaves a carriage return bare, and readers end the line there.
+            (quoted if "\r" in "".join(line) else bare).writerow(line)
+    text.detach()
+    changed = [name for about, name in zip(seen, columns, strict=True) if about.changes]
+    if changed:
+        warnings.warn(
+            f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells are read again as "
+            "something else, since CSV has no types: .jsonl or .parquet keeps them",
+            ChangedCells,
+            stacklevel=4,
+        )
+    return count
+
+
+def _tsv(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
+    return write_csv(file, columns, rows, "\t")
+
+
+def _json_lines(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
+    count = 0
+    for row in rows:
+        cells = {name: None if is_missing(row.get(name)) else row.get(name) for name in columns}
+        line = json.dumps(cells, ensure_ascii=False, default=jsonable)
+        file.write(line.encode() + b"\n")
+        count += 1
+    return count
+
+
+def _parquet(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtra('writing Parquet needs pyarrow: pip install "qkv[tables]"') from None
+    found = transposed(rows)
+    made = {name: arrow(name, found.get(name, [])) for name in columns}
+    table = pyarrow.table(made)
+    pyarrow.parquet.write_table(table, file)
+    return len(table)
+
+
+FORMS: dict[str, Callable[[BinaryIO, Sequence[str], Rows], int]] = {
+    ".csv": write_csv,
+    ".tsv": _tsv,
+    ".jsonl": _json_lines,
+    ".parquet": _parquet,
+}
+"""How a file is written, by the ending of its name."""
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of whatever `path` held when it is finished, by a rename."""
+    if path.is_dir():
+        raise ArgumentError(f"{path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{path}: there is no folder {path.parent}; make it first")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        # mkstemp makes a file for its owner's eyes only; this one is as public as any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _named(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise DtypeError(f"path must be the name of a file, not a {type(path).__name__}") from None
+
+
+def _batches(rows: Rows) -> Iterator[list[Mapping[str, Any]]]:
+    rest = iter(rows)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
+
+
+def _text(cell: Any) -> str:
+    """A cell as text: missing ones empty, lists, tuples and vectors as JSON."""
+    if isinstance(cell, str):
+        return cell
+    if is_missing(cell):
+        return ""
+    if isinstance(cell, float):
+        return repr(cell)
+    if isinstance(cell, datetime.date | datetime.time):
+        return cell.isoformat()
+    plain = jsonable(cell)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+class _Seen:
+    """What stood in a column, as far as it matters to whoever reads it as text again."""
+
+    def __init__(self) -> None:
+        self._kinds: set[type] = set()
+        self._odd = self._words = self._finite = False
+        self._largest = 0
+
+    def look(self, cells: Iterable[Any]) -> None:
+        present = [x for x in cells if not is_missing(x)]
+        kinds = set(map(type, present))
+        self._kinds |= kinds
+        if str in kinds:
+            texts = {x for x in present if type(x) is str}
+            self._odd |= any(text.strip() in ABSENT or "\0" in text for text in texts)
+            self._words = self._words or any(type(numbers([text])[0]) is str for text in texts)
+        if int in kinds:
+            self._largest = max(self._largest, *(abs(x) for x in present if type(x) is int))
+        self._finite = self._finite or any(type(x) is float and isfinite(x) for x in present)
+
+    @property
+    def changes(self) -> bool:
+        """Whether a reader makes other cells of it."""
+        kinds = self._kinds
+        if kinds <= {str}:
+            return self._odd or (bool(kinds) and not self._words)
+        if kinds == {int}:
+            return self._largest >= 2**63
+        exact = self._largest < 2**53
+        return not (kinds <= {int, float} and exact and (self._finite or int in kinds))
+
+
+ABSENT = {*MISSING, ""}

@@ -1,0 +1,55 @@
+"""`qkv rows` and `qkv export`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import BOOKS, NAMES, data, qkv, run
+
+
+def test_a_page_of_rows(store: Path) -> None:
+    page = data("rows", store, "--from", 2, "--count", 3)
+    assert (page["from"], page["total"]) == (2, 8)
+    assert page["rows"] == [dict(zip(NAMES, row, strict=True)) for row in BOOKS[2:5]]
+    some = data("rows", store, "--where", "year < 1900", "--count", 2)
+    assert [row["title"] for row in some["rows"]] == ["Emma", "Dracula"]
+    assert some["total"] == 4
+    assert data("rows", store, "--from", 99, code=1)["rows"] == []
+
+
+def test_rows_for_people_and_for_pipes(table: Path) -> None:
+    shown = qkv("rows", table, "--count", 2)
+    heading, first, _ = shown.stdout.splitlines()
+    assert heading.split() == list(NAMES)
+    assert first.split(maxsplit=1) == ["0", "The Alchemist  Paulo Coelho  1988  fiction"]
+    assert "rows 0 to 1 of 8; the next: --from 2" in shown.stderr
+    assert "the next" not in qkv("rows", table).stderr
+    assert "none from 9 of 8" in qkv("rows", table, "--from", 9).stderr
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_export_is_imported_again(store: Path, ending: str) -> None:
+    out = store.with_name(f"out{ending}")
+    assert data("export", store, out) == {"written": str(out), "rows": 8}
+    assert data("rows", out) == data("rows", store)
+    assert data("export", store, out, "--where", "genre=romance")["rows"] == 2
+    assert [row["title"] for row in data("rows", out)["rows"]] == ["Emma", "Persuasion"]
+
+
+def test_export_into_a_pipe(store: Path) -> None:
+    code, out, err = run("export", store, "-")
+    assert (code, err) == (0, "")
+    heading, *rows = csv.reader(io.StringIO(out, newline=""))
+    assert tuple(heading) == NAMES
+    assert rows == [[str(cell) for cell in row] for row in BOOKS]
+
+
+def test_export_says_what_is_wrong(store: Path) -> None:
+    assert "must end in .csv, .tsv" in data("export", store, "out.xlsx", code=2)["error"]
+    assert "no folder" in data("export", store, store / "no" / "a.csv", code=2)["error"]
+    wrong = data("export", store, "out.csv", "--where", "years < 3", code=2)
+    assert "did you mean 'year'" in wrong["error"]

@@ -1,0 +1,202 @@
+"""Rows out and in again: frames, CSV, TSV, JSON lines and Parquet."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+import warnings
+
+import numpy as np
+import pandas
+import polars
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkv import Database
+from qkv.database import export, sources
+from qkv.database.faults import ChangedCells
+from qkv.errors import ArgumentError, DtypeError, MissingExtra
+
+MESSY = {
+    "name": ["Li", "a,b", 'say "x"', "two\nlines", "cr\rhere", " pad "],
+    "age": [34, None, 29, 2**60, -1, 0],
+    "height": [1.5, 2.0, None, math.inf, 1e-300, -0.0],
+    "city": ["Łódź", None, "x", "007", "9", None],
+}
+
+
+def rows_of(D):
+    return [{n: None if x != x else x for n, x in row.items()} for row in D.rows()]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_files_come_back_equal_missing_cells_included(tmp_path, ending):
+    D = Database.from_columns(MESSY, key="name", value="age")
+    path = tmp_path / f"a{ending}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert export.write(path, D.columns, D.rows()) == 6
+    back = Database.from_source(path, key="name", value="age")
+    assert back.columns == D.columns
+    assert rows_of(back) == rows_of(D)
+    assert back.describe() == D.describe()
+
+
+@pytest.mark.parametrize("library", [pandas, polars, pyarrow])
+def test_frames_come_back_equal(monkeypatch, library):
+    vectors = np.arange(12, dtype=np.float32).reshape(6, 2)
+    D = Database.from_columns(MESSY | {"vector": vectors}, key="name", value="vector")
+    for other in ("pandas", "polars"):
+        if other != library.__name__:
+            monkeypatch.setitem(sys.modules, other, None)
+    frame = D.to_frame()
+    assert isinstance(frame, library.Table if library is pyarrow else library.DataFrame)
+    back = Database.from_frame(frame, key="name", value="vector")
+    for mine, theirs in zip(rows_of_all(D), rows_of_all(back), strict=True):
+        assert mine == theirs
+    assert next(back.rows())["vector"].dtype == np.float32
+    assert back.describe() == D.describe()
+    kept = D.to_frame(where="age >= 0 and height < 2")
+    assert len(kept) == D.count("age >= 0 and height < 2") == 2
+
+
+def rows_of_all(D):
+    for row in D.rows():
+        yield {
+            n: x.tolist() if isinstance(x, np.ndarray) else None if x != x else x
+            for n, x in row.items()
+        }
+
+
+def test_no_library_is_a_line_of_what_to_install(monkeypatch, tmp_path):
+    for name in ("pandas", "polars", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    D = Database({"Li": 1})
+    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+        D.to_frame()
+    with pytest.raises(MissingExtra, match=r"qkv\[tables\]"):
+        D.to_parquet(tmp_path / "a.parquet")
+    assert list(tmp_path.iterdir()) == []
+    assert D.to_csv(tmp_path / "a.csv") == 1
+
+
+def test_vectors_come_back_from_parquet(tmp_path):
+    keys = np.arange(6.0).reshape(3, 2)
+    D = Database(keys, [1.0, 2.0, 3.0])
+    D.to_parquet(tmp_path / "a.parquet")
+    back = Database.from_source(tmp_path / "a.parquet", key="key", value="value")
+    assert back.info()["key_kind"] == "vector"
+    assert back[keys[1]] == 2.0
+    query = np.array([[0.3, 0.1]])
+    np.testing.assert_array_equal(back.attend(query), D.attend(query))
+
+
+@pytest.mark.parametrize(
+    ("column", "changes"),
+    [
+        (["a", "NA"], True),
+        (["a", ""], True),
+        (["1", "2"], True),
+        (["1", "b"], False),
+        ([1, "b"], True),
+        ([1, 2.5], False),
+        ([2**53 + 1, 2.5], True),
+        ([2**63, 1], True),
+        ([math.inf, math.inf], True),
+        ([True, False], True),
+        ([b"a", b"b"], True),
+        ([[1], [2]], True),
+        ([datetime.date(1988, 4, 14)] * 2, True),
+        (["a", None], False),
+        ([None, math.nan], False),
+    ],
+)
+def test_csv_tells_what_it_cannot_keep(tmp_path, column, changes):
+    D = Database.from_columns({"key": ["x", "y"], "odd": column}, key="key", value="odd")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        D.to_csv(tmp_path / "a.csv")
+    assert [w.category for w in told] == [ChangedCells] * changes
+    back = Database.from_source(tmp_path / "a.csv", key="key", value="odd")
+    same = [x == y or x != x for x, y in zip(column, back.values(), strict=True)]
+    assert all(same) != changes
+
+
+cell = st.none() | st.text(st.characters(codec="utf-8"), max_size=4) | st.integers() | st.floats()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(cell, min_size=1, max_size=6))
+def test_csv_is_read_again_or_a_warning_was_given(tmp_path_factory, column):
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    rows = [{"key": f"k{i}", "odd": x} for i, x in enumerate(column)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        export.write(path, ["key", "odd"], rows)
+    if not told:
+        assert [None if x != x else x for x in column] == sources.read(path).columns["odd"]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[1, "b"], ["a", b"b"], [{"a": 1}, {"b": 2}], [True, 1], [2**70, 1], [2**53 + 1, 0.5]],
+    ids=str,
+)
+def test_parquet_refuses_a_column_of_several_types(tmp_path, column):
+    D = Database.from_columns({"key": ["x", "y"], "odd": column}, key="key", value="odd")
+    with pytest.raises(DtypeError, match="column 'odd' holds cells of several types"):
+        D.to_parquet(tmp_path / "a.parquet")
+    assert list(tmp_path.iterdir()) == []
+    assert list(D.to_frame()["odd"]) == column
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("old")
+
+    def broken():
+        yield {"key": "a"}
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        export.write(path, ["key"], broken())
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    D = Database({"Li": "Mu"})
+    with pytest.raises(ArgumentError, match="is a folder"):
+        D.to_csv(tmp_path)
+    with pytest.raises(ArgumentError, match="no folder"):
+        D.to_csv(tmp_path / "none" / "a.csv")
+    with pytest.raises(ArgumentError, match="must end in"):
+        export.write(tmp_path / "a.xls", D.columns, D.rows())
+    with pytest.raises(DtypeError, match="name of a file"):
+        D.to_csv(3)
+
+
+def test_pages_of_rows():
+    D = Database({f"k{i}": i for i in range(10)})
+    D.remove("k3")
+    assert [row["value"] for row in D.rows(start=2, count=3)] == [2, 4, 5]
+    assert [row["value"] for row in D.rows(where="value > 5", start=1)] == [7, 8, 9]
+    assert [row["value"] for row in D.rows(where=lambda row: row["value"] % 2)] == [1, 5, 7, 9]
+    assert list(D.rows(start=99)) == [] == list(D.rows(count=0))
+    assert (D.count(), D.count("value > 5"), D.at(1).count()) == (9, 4, 10)
+    with pytest.raises(ArgumentError, match="start must be a number of rows, not -1"):
+        D.rows(start=-1)
+
+
+def test_a_notebook_sees_the_columns_and_the_first_rows():
+    D = Database.from_columns(
+        {"<key>": [f"<b>{i}</b>" for i in range(1234)], "age": [None, *range(1233)]}, value="age"
+    )
+    page = D._repr_html_()
+    assert "in memory</b>: 1,234 rows, version 1" in page
+    assert "&lt;key&gt;" in page and "&lt;b&gt;4&lt;/b&gt;" in page
+    assert "<b>0" not in page and "<key>" not in page
+    assert "number, 1 missing · value" in page and "text · key" in page
+    assert "1,229 more" in page and "&lt;b&gt;5" not in page
+    assert len(page) < 2500
+    assert "empty" in Database()._repr_html_()
