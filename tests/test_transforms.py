@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 import qkv
 from qkv import masks
+from qkv.errors import EngineError
 from tests import cases
-from tests.transforms import OPTIONS, TORCH, arrays, made
+from tests.transforms import OPTIONS, TORCH, arrays, cells, made
+from tests.transforms_layers import GAPS, LAYERS, PEER
 
 torch = pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("transform", TORCH)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_torch(option, transform):
-    TORCH[transform](OPTIONS[option].call, made(OPTIONS[option], torch.tensor))
+ALL = {**OPTIONS, **LAYERS, **PEER}
+
+
+# Of torch's own attention under vmap, and of parameters that are lent to a layer.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+@pytest.mark.parametrize(("transform", "option"), cells(TORCH, ALL))
+def test_torch(transform, option):
+    refused = option in GAPS.get(transform, ())
+    with (
+        pytest.raises((EngineError, NotImplementedError, RuntimeError))
+        if refused
+        else nullcontext()
+    ):
+        TORCH[transform](ALL[option].call, made(ALL[option], torch.tensor))
+
+
+@pytest.mark.parametrize("transform", GAPS)
+def test_no_gap_that_torch_fills(transform):
+    assert {*PEER} <= {*GAPS[transform]}
 
 
 COVERING = cases.covering()

@@ -6,7 +6,7 @@ import pytest
 
 import qkv
 from qkv.engines import streaming
-from tests.transforms import OPTIONS, made
+from tests.transforms import OPTIONS, cells, made
 
 jax = pytest.importorskip("jax")
 
@@ -32,6 +32,11 @@ def test_jax(transform, option):
         return option.call(*x, engine="streaming")
 
     JAX[transform](function, made(option, jax.numpy.asarray, lead=(2,)))
+
+
+@pytest.mark.parametrize(("transform", "option"), cells(JAX, OPTIONS))
+def test_as_a_user_calls(transform, option):
+    JAX[transform](OPTIONS[option].call, made(OPTIONS[option], jax.numpy.asarray, lead=(2,)))
 
 
 @pytest.mark.parametrize("option", ["causal", "entmax15", "top 3", "log-sum-exp", "weights"])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from importlib.util import find_spec
 
 import pytest
 
 import qkv
 from tests.cases import MASKS, WEIGHTINGS, case, covering
-from tests.transforms import OPTIONS, made
+from tests.transforms import OPTIONS, cells, made
 from tests.transforms_tensorflow import TENSORFLOW, close, slopes
 
 pytestmark = pytest.mark.skipif(find_spec("tensorflow") is None, reason="no TensorFlow")
 
-PAIRS = list(zip(itertools.cycle(TENSORFLOW), OPTIONS, strict=False))
 
-
-@pytest.mark.parametrize(("transform", "option"), [*PAIRS, ("tf.function, XLA", "entmax15")])
+@pytest.mark.parametrize(
+    ("transform", "option"), [*cells(TENSORFLOW, OPTIONS), ("tf.function, XLA", "entmax15")]
+)
 def test_tensorflow(transform, option):
     import tensorflow as tf
 

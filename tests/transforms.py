@@ -11,7 +11,9 @@ same; `OPTIONS` is what they are tried on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +75,8 @@ def _returned(**what: Any) -> Function:
     def call(*x: Any, **more: Any) -> Any:
         out, beside = qkv.attend(*x, **what, **more)
         beside = beside[..., None] if len(beside.shape) < len(out.shape) else beside
-        return of(out).xp.concat([out, beside], axis=-1)
+        fw = of(out)
+        return fw.xp.concat([out, fw.astype(beside, fw.dtype(out))], axis=-1)
 
     return call
 
@@ -120,6 +123,21 @@ def arrays(n: int, lead: tuple[int, ...] = (2, 4), width: int = 3) -> list[np.nd
 def made(option: Option, array: Function, lead: tuple[int, ...] = (2, 4)) -> Make:
     """The arguments of an option's call, each turned into an array of a framework."""
     return lambda n: [array(x) for x in (*arrays(n, lead), *option.extra(n))]
+
+
+def cells(transforms: dict[str, Check], options: dict[str, Option]) -> list[tuple[str, str]]:
+    """Each cell of the table as a transform and one option of the family, taken in turn; in the
+    full run every option."""
+    if os.environ.get("QKV_FULL"):
+        return [(transform, option) for transform in transforms for option in options]
+    families: dict[str, list[str]] = {}
+    for name, option in options.items():
+        families.setdefault(option.family, []).append(name)
+    return [
+        (transform, names[i % len(names)])
+        for i, transform in enumerate(transforms)
+        for names in families.values()
+    ]
 
 
 def _close(got: Any, want: Any, atol: float = 1e-9) -> None:
@@ -218,7 +236,7 @@ def _make_fx(function: Function, make: Make) -> None:
 
     given = [x + 0.1 if x.is_floating_point() else x for x in make(N)]
     for mode in ("real", "fake", "symbolic"):
-        graph = make_fx(function, tracing_mode=mode)(*make(N))
+        graph = make_fx(lambda *x: function(*x), tracing_mode=mode)(*make(N))
         _close(graph(*given), function(*given))
 
 
@@ -344,6 +362,22 @@ def _autocast(function: Function, make: Make) -> None:
     _close(out, function(*given), atol=1e-6)
 
 
+def _threads(function: Function, make: Make) -> None:
+    """Calls of several lengths at once, with their gradients."""
+    import torch
+
+    def both(n: int) -> Any:
+        leaves = [x.requires_grad_() if x.is_floating_point() else x for x in make(n)]
+        out = function(*leaves)
+        found = torch.autograd.grad(out.square().sum(), _floats(leaves), allow_unused=True)
+        return [out.detach(), *(x for x in found if x is not None)]
+
+    lengths = [N + i % 3 for i in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        for n, got in zip(lengths, pool.map(both, lengths), strict=True):
+            _close(got, both(n))
+
+
 TORCH: dict[str, Check] = {
     "compile": _compile(),
     "compile, dynamic": _compile(dynamic=True),
@@ -364,4 +398,5 @@ TORCH: dict[str, Check] = {
     "checkpoint": _checkpoint,
     "checkpoint, second derivative": _checkpoint_twice,
     "autocast": _autocast,
+    "threads": _threads,
 }

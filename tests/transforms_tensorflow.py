@@ -75,6 +75,22 @@ def _unknown(*lengths: int) -> Check:
     return check
 
 
+def _autograph(function: Function, make: Make) -> None:
+    """A loop and a branch on numbers, which AutoGraph rewrites, around the call."""
+    import tensorflow as tf
+
+    @tf.function
+    def looped(query: Any, *others: Any) -> Any:
+        total = function(query, *others)
+        for i in tf.range(2):
+            if tf.reduce_sum(query) < 1e9:
+                total += function(query * tf.cast(i, query.dtype), *others)
+        return total
+
+    query, *others = make(N)
+    close(looped(query, *others), sum(function(query * i, *others) for i in (1.0, 0.0, 1.0)))
+
+
 def _second(function: Function, make: Make) -> None:
     import tensorflow as tf
 
@@ -106,6 +122,7 @@ TENSORFLOW: dict[str, Check] = {
     "tf.function": _function(),
     "tf.function, unknown batch": _unknown(N),
     "tf.function, unknown lengths": _unknown(N, N + 3),
+    "tf.function, AutoGraph": _autograph,
     "tf.function, XLA": _function(jit_compile=True),
     "second derivative": _second,
     "vectorized_map": _mapped,

@@ -88,7 +88,9 @@ class Expanded(Score):
         return self.form(query, key).scores()
 
     def scaled(self, x: Array) -> Array:
-        return over(x if self.centre is None else x - self.centre, self.bandwidth)
+        if self.centre is not None:
+            x = x - self.centre[(None,) * (len(x.shape) - 1)]  # JAX may forbid to add axes
+        return over(x, self.bandwidth)
 
     def form(self, query: Array, key: Array) -> Form:
         if self.centre is None and not is_array(self.bandwidth):
