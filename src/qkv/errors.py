@@ -77,6 +77,8 @@ def count(number: int) -> str:
     >>> count(1234567)
     '1,234,567'
     """
+    if not isinstance(number, int | float):
+        return str(number)  # the symbol that make_fx has for it
     return "{:,}".format(number)  # noqa: UP032, an f-string asks torch.compile for the number
 
 
