@@ -163,6 +163,22 @@ def test_the_weights_of_every_row(score, weighting, apart, allowed, monkeypatch)
         np.testing.assert_allclose(got.lse, lse, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_kept_of_the_keys_changes_no_answer(dtype, monkeypatch):
+    small(monkeypatch)
+    key = KEY.astype(dtype)
+    key[:250] *= np.array(1e15 if dtype == "float32" else 1e150, dtype)  # whose squares overflow
+    key[300], key[301], key[302:] = 0, key[301] * 1e-10, key[302:] * 1e-5
+    parts = [Stored(x) for x in np.split(key, [250, 500])]
+    rows, query = Rows(lambda: parts, key.shape), QUERY.astype(dtype)
+    want = scores.Cosine(0.3)(QUERY, key.astype("float64"))
+    for _ in range(2):
+        got = engine.scored(rows, query, scores.Cosine(0.3))
+        np.testing.assert_allclose(got, want, atol=4e-6 if dtype == "float32" else 1e-14)
+    ((_, kept),) = rows.kept.items()
+    assert np.isnan(kept[:250]).all() and np.isfinite(kept[350:]).all()
+
+
 def test_what_means_nothing_is_refused():
     how = {"score": "dot", "weighting": "normalized"}
     for door in (attention.over, attention.weigh):

@@ -53,7 +53,8 @@ class Cut(NamedTuple):
 
 class Rows:
     """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
-    the stored is done with before the next is read. `allowed` (m,) rules some of them out.
+    the stored is done with before the next is read. `allowed` (m,) rules some of them out. `kept`
+    has what scores have found out about the keys, (m,), by the kind of the score.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
@@ -68,8 +69,10 @@ class Rows:
         width: int = 0,
         allowed: np.ndarray | None = None,
         apart: bool = False,
+        kept: dict[Any, np.ndarray] | None = None,
     ):
         self.read, self.allowed, self.apart = read, allowed, apart
+        self.kept = {} if kept is None else kept
         self.key, self.value = Column(self, shape), Column(self, (shape[0], width))
 
     def cuts(self, size: int) -> Cuts:

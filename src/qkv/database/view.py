@@ -60,6 +60,7 @@ class View:
         self._short: dict[int, dict[str, Any]] = {}
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
+        self._aside: dict[Any, np.ndarray] = {}
         self.built: dict[tuple[str, int, int], Column] = {}
         self.texts: dict[tuple[str, int, int], Texts] = {}
 
@@ -305,10 +306,11 @@ class View:
         part are let go when the next one is read.
         """
 
-        picked = None
+        picked, kept = None, self._aside
         count = 0 if allowed is None else int(np.count_nonzero(allowed))
         if allowed is not None and 0 < count <= FEW * len(allowed):
             picked, allowed = allowed, None
+            kept = {kind: x[picked] for kind, x in kept.items()}
 
         def read() -> Iterator[Stored]:
             at = 0
@@ -326,7 +328,7 @@ class View:
 
         named, (width, value_width) = "value" if value else "", self._widths
         shape = len(self.ids) if picked is None else count, width
-        return Rows(read, shape, value_width if value else 0, allowed, self._scarce)
+        return Rows(read, shape, value_width if value else 0, allowed, self._scarce, kept)
 
     def _parts(self) -> Iterator[Any]:
         if self._few is None:

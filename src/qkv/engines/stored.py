@@ -58,15 +58,28 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     out = np.empty((n, m), query.dtype)
     # Nothing but a caller's own code asks where a row lies.
     call = Call(query, rows.key, None, score, Weighting()) if is_open(score) else None
+    kind = type(score), query.dtype
+    kept = rows.kept.get(kind)
+    aside = kept
+    if kept is None and type(score).aside is not Score.aside:
+        aside = np.full(m, np.nan, query.dtype)
 
     def fill(cut: Cut) -> None:
         block: Any = call and calls.place(call, calls.all_rows(call), cut)  # type: ignore[arg-type]
-        key = cut.key().astype(query.dtype, copy=False)
-        out[:, cut.start : cut.start + cut.size] = evaluate(score, query, key, block)
+        key, at = cut.key().astype(query.dtype, copy=False), slice(cut.start, cut.start + cut.size)
+        if aside is not None and kept is None:
+            found = score.aside(key)
+            aside[at] = np.nan if found is None else found
+        if aside is None or np.isnan(aside[at]).any():
+            out[:, at] = evaluate(score, query, key, block)
+        else:
+            out[:, at] = score.beside(query, key, aside[at])
 
     wide = max(width, score.footprint(width), n, 1)
     size = max(streaming.READ // wide, 512)
     Reader(of(query)).reduce(fill, lambda one, two: None, None, rows.cuts(size))
+    if aside is not None:
+        rows.kept[kind] = aside
     return out
 
 

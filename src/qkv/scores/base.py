@@ -82,6 +82,15 @@ class Score(Record):
             return f"{type(self).__name__} has no form as a dot product"
         return self, 0.0
 
+    def aside(self, key: Array) -> Array | None:
+        """What of each key (m, d) hangs on no query, (m,): whoever scores these keys again may keep
+        it. None where there is nothing to keep, or digits would be lost."""
+        return None
+
+    def beside(self, query: Array, key: Array, aside: Array) -> Array:
+        """The scores, with what was kept of the keys."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of a key")
+
     def form_width(self, width: int) -> int:
         """Numbers in each vector of the form, for a query of this width."""
         return width

@@ -99,6 +99,19 @@ class Cosine(Score):
     def form(self, query: Array, key: Array) -> Form:
         return Form(unit(query) / self.temperature, unit(key))
 
+    def aside(self, key: Array) -> Array | None:
+        """1 / ‖k‖, and 0 for 0; None where a square would overflow or vanish."""
+        fw = of(key)
+        xp = fw.xp
+        square = xp.sum(key * key, axis=-1)
+        some = square != 0
+        if not xp.all((square < 1e30) & ((square > 1e-30) | ~some & xp.all(key == 0, axis=-1))):
+            return None
+        return fw.keep(1 / xp.sqrt(fw.keep(square, some, 1.0)), some)
+
+    def beside(self, query: Array, key: Array, aside: Array) -> Array:
+        return product(unit(query) / self.temperature, key) * aside
+
 
 def unit(x: Array) -> Array:
     """x / ‖x‖ along the last axis, and 0 for 0: scaled first, so that no square overflows."""
