@@ -447,5 +447,4 @@ def _nothing(rows: Array) -> State:
 
 
 def _zeros(rows: Array) -> State:
-    zero = of(rows).full(rows.shape, 0.0, rows)
-    return zero, zero
+    return (of(rows).full(rows.shape, 0.0, rows),) * 2
