@@ -114,7 +114,8 @@ def salary(D: qkv.Database, query: float, width: float) -> Any:
     left.set_title(f"q = {query}: who is listened to", fontsize=10, color=INK)
     left.set_ylabel("starting salary, thousands", fontsize=9, color=INK)
     colours = figure.colorbar(dots, ax=left, aspect=40, pad=0.02)
-    colours.set_label("weight", fontsize=9, color=INK)
+    # Beside the bar it would read as the label of the next panel's axis.
+    colours.ax.set_title("weight", fontsize=8, color=INK, pad=4)
     colours.outline.set_visible(False)
     colours.locator = MaxNLocator(5, steps=[1, 2, 5, 10])
 

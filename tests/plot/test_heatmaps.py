@@ -465,3 +465,22 @@ class TestImport:
             heatmaps(np.eye(3))
         assert str(caught.value) == 'a picture needs matplotlib: pip install "qkv[plot]"'
         assert isinstance(caught.value, ImportError)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (2, 8), (8, 8), (8, 1), (3, 1, 1, 8)], ids=str)
+def test_long_words_and_few_rows_cover_nothing(shape):
+    words = [f"a long label number {i}" for i in range(8)]
+    figure = heatmaps(np.ones(shape), xticks=words[: shape[-1]], yticks=words[: shape[-2]])
+    figure.draw_without_rendering()
+    *panels, bar = figure.axes
+    level = [label for axes in figure.axes for label in axes.get_yticklabels()]
+    named = [panel.yaxis.label for panel in panels if panel.get_ylabel()]
+    boxes = [text.get_window_extent().padded(-0.5) for text in level + named]
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+    below = [text for panel in panels for text in (*panel.get_xticklabels(), panel.xaxis.label)]
+    colours = bar.get_window_extent()
+    assert not [
+        text
+        for text in below + level[: -len(bar.get_yticks())]
+        if text.get_window_extent().overlaps(colours)
+    ]

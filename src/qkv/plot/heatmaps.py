@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Matrix: TypeAlias = "np.ndarray[Any, Any]"
 
 INK, FRAME, MISSING = "#333333", "#bbbbbb", "#d9d9d9"
-# Text is sized before the layout that depends on it: this is about what labels leave of a panel.
-PANEL_SHARE = 0.65
+# Text is sized before the layout that depends on it: about what labels leave of a panel, and what
+# they may take of it.
+PANEL_SHARE, WORD_SHARE = 0.65, 0.15
 MOST_NUMBERS = 12
 LONGEST_WORD = 24
 MOST_LIVE_PANELS = 32
@@ -68,7 +69,10 @@ def heatmaps(
     query_words = _words(yticks, queries, "yticks", "query")
     width, height = _inches(figsize)
 
-    figure = blank((columns * width, rows * height), "compressed")
+    # Words that are longer than what panels leave to them get room of their own.
+    beside = max(0.0, _reach(query_words) - WORD_SHARE * width)
+    below = max(0.0, _reach(key_words) - WORD_SHARE * height)
+    figure = blank((columns * width + beside, rows * height + below), "compressed")
     # Not sharex: matplotlib's cost of sharing grows with the square of the panels.
     axes: Any = figure.subplots(rows, columns, squeeze=False)
 
@@ -76,6 +80,7 @@ def heatmaps(
     shape = min(max(queries / keys, 1 / 4), 4.0)
     panel_width = PANEL_SHARE * min(width, height / shape)
     panel_height = panel_width * shape
+    stacked = rows > 1 and panel_height * 72 < 0.6 * 9 * len(ylabel)  # labels would meet
 
     norm, colours = _scale(grid, cmap)
     for i, j in np.ndindex(rows, columns):
@@ -93,7 +98,8 @@ def heatmaps(
         panel.spines[:].set(linewidth=0.5, color=FRAME)
         panel.set_title(headings[i][j], fontsize=9, color=INK)
         panel.set_xlabel(xlabel if i == rows - 1 else "", fontsize=9, color=INK)
-        panel.set_ylabel(ylabel if j == 0 else "", fontsize=9, color=INK)
+        named = j == 0 and (i == rows // 2 or not stacked)
+        panel.set_ylabel(ylabel if named else "", fontsize=9, color=INK)
         _ticks(panel, "x", key_words, keys, panel_width, shown=i == rows - 1)
         _ticks(panel, "y", query_words, queries, panel_height, shown=j == 0)
         if annotate and max(queries, keys) <= MOST_NUMBERS:
@@ -104,7 +110,7 @@ def heatmaps(
     bar = figure.colorbar(image, ax=axes[:, -1], aspect=slimness, fraction=0.5, pad=0.03)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
-    bar.ax.locator_params(nbins=5)
+    bar.ax.locator_params(nbins=max(1, min(5, int(rows * panel_height * 72 // 14))))
     _settle(figure, axes, grid)
     return figure
 
@@ -185,6 +191,11 @@ def _words(words: Sequence[Any] | None, count: int, argument: str, role: str) ->
     if len(texts) != count:
         raise ShapeError(f"{argument} has {len(texts)} entries; expected {count}, one per {role}")
     return [t if len(t) <= LONGEST_WORD else t[: LONGEST_WORD - 1] + "…" for t in texts]
+
+
+def _reach(words: list[str]) -> float:
+    """About how many inches the longest word takes."""
+    return 0.6 * 8 / 72 * max(map(len, words), default=0)
 
 
 def _inches(figsize: tuple[float, float]) -> tuple[float, float]:
