@@ -1,9 +1,14 @@
-"""What is special about NumPy: its loops run on threads of ours."""
+"""What is special about NumPy: its loops run on threads of ours, and it sorts upwards only."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import numpy as np
+import pytest
+
+from qkv.arrays import framework
 
 FORKED = """
 import os
@@ -48,3 +53,16 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 
 def test_the_caller_keeps_his_blas_threads() -> None:
     assert exit_code(LIMITS) == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 5000), (2, 2, 9001), (0, 5000), (3, 40)])
+@pytest.mark.parametrize("k", [1, 7, 30])
+def test_the_largest_of_a_long_row_are_those_of_a_sort(shape: tuple[int, ...], k: int) -> None:
+    x = np.random.default_rng(0).integers(0, 300, size=shape).astype("float32")  # full of ties
+    if x.size:
+        rows = x.reshape(-1, shape[-1])
+        rows[0, 3], rows[0, 17], rows[-1, 5:900] = -np.inf, np.nan, np.nan
+    found, at = framework("numpy").stable_top(x, k)
+    order = np.argsort(np.where(np.isnan(x), -np.inf, -x), axis=-1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(at, order)
+    np.testing.assert_array_equal(found, np.take_along_axis(x, order, axis=-1))

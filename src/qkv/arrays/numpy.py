@@ -146,9 +146,19 @@ class NumPy(Framework):
             return threads.reduced(quietly, merge, start, spans)
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
-        # NumPy sorts upwards only; turned around twice, the lowest of equals stays first.
-        upwards = numpy.argsort(numpy.flip(x, -1), axis=-1, kind="stable")
-        order = x.shape[-1] - 1 - numpy.flip(upwards, -1)[..., :k]
+        m = x.shape[-1]
+        runs = max(4 * k, 128)
+        if m < 16 * runs:
+            order = _descending(x)[..., :k]
+        else:
+            # The k largest maxima of runs are k numbers, so the least of those k is no larger.
+            best = x[..., : m // runs * runs].reshape(*x.shape[:-1], m // runs, runs).max(axis=-2)
+            least = numpy.partition(best, runs - k, axis=-1)[..., runs - k, None]
+            near = numpy.logical_not(x < least)  # a NaN is above all
+            order = numpy.empty((*x.shape[:-1], k), numpy.intp)
+            for at in numpy.ndindex(*x.shape[:-1]):
+                some = numpy.flatnonzero(near[at])
+                order[at] = some[_descending(x[at][some])[:k]]
         return numpy.take_along_axis(x, order, axis=-1), order
 
     def softmax(self, x: Array, live: Array | None) -> Array | None:
@@ -244,6 +254,13 @@ class NumPy(Framework):
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
         return numpy.asarray(data, dtype=dtype)
+
+
+def _descending(x: Array) -> Array:
+    """The order of the last axis, largest first and of equals the lowest first."""
+    # NumPy sorts upwards only; turned around twice, the lowest of equals stays first.
+    upwards = numpy.argsort(numpy.flip(x, -1), axis=-1, kind="stable")
+    return x.shape[-1] - 1 - numpy.flip(upwards, -1)
 
 
 def _zero_unless(x: Array, live: Array) -> Array:

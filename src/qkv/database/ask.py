@@ -147,10 +147,11 @@ class Asked:
             # The heaviest lie where the maxima of short runs are among the largest.
             starts = np.arange(0, len(size), RUN)
             best = np.maximum.reduceat(size, starts)
-            runs = starts[best >= _largest(best, top)]
+            runs = starts[(best >= _largest(best, top)) & (best > 0)]
             near = (runs[:, None] + np.arange(RUN)).reshape(-1)
             near = near[near < len(size)]
-            near = near[size[near] >= _largest(size[near], top)]
+            if len(near):
+                near = near[size[near] >= _largest(size[near], top)]
         near = near[np.argsort(-size[near], kind="stable")][:top]
         return np.asarray(near[size[near] > 0])
 

@@ -49,7 +49,7 @@ def _weights(
     live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
     lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
     alpha = weighting.weights(s, live, k)
-    return alpha, _entropy(*_sums(alpha)), lse
+    return alpha, _entropy(*_sums(alpha, weighting.sparse)), lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
@@ -113,14 +113,16 @@ def _in_blocks(
     def weight(span: Span) -> tuple[np.ndarray, np.ndarray]:
         x, live, k = block(span)
         x[:] = weighting.weight(x, live, k, known)
-        return _sums(x)
+        return _sums(x, weighting.sparse)
 
     entropy = _entropy(*fw.reduce(weight, np.add, np.zeros((2, n)), spans))
     return s, entropy, weighting.lse(known) if weighting.has_lse else None
 
 
-def _sums(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sums(alpha: np.ndarray, sparse: bool) -> tuple[np.ndarray, np.ndarray]:
     """Σ |α| and Σ |α| ln |α| of each row, (n,): sums, which blocks have as well as rows."""
+    if sparse:
+        alpha = alpha[:, alpha.any(axis=0)]
     size = np.abs(alpha)
     return np.add.reduce(size, 1), np.add.reduce(size * np.log(of(size).nonzero(size)), 1)
 
