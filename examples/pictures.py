@@ -113,11 +113,12 @@ def salary(D: qkv.Database, query: float, width: float) -> Any:
     )
     left.set_title(f"q = {query}: who is listened to", fontsize=10, color=INK)
     left.set_ylabel("starting salary, thousands", fontsize=9, color=INK)
-    colours = figure.colorbar(dots, ax=left, aspect=40, pad=0.02)
-    # Beside the bar it would read as the label of the next panel's axis.
-    colours.ax.set_title("weight", fontsize=8, color=INK, pad=4)
+    # Inside: beside the panel it would stand where the next one has its axis.
+    inside = left.inset_axes((0.74, 0.1, 0.22, 0.035))
+    colours = figure.colorbar(dots, cax=inside, orientation="horizontal")
+    inside.set_title("weight", fontsize=8, color=INK, pad=3)
     colours.outline.set_visible(False)
-    colours.locator = MaxNLocator(5, steps=[1, 2, 5, 10])
+    colours.locator = MaxNLocator(2, steps=[1, 2, 5, 10])
 
     lines: list[tuple[str, str, dict[str, Any]]] = [
         ("hard: the nearest row", "#fcae91", {"score": "gaussian", "weighting": "hard"}),

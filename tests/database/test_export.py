@@ -200,3 +200,16 @@ def test_a_notebook_sees_the_columns_and_the_first_rows():
     assert "1,229 more" in page and "&lt;b&gt;5" not in page
     assert len(page) < 2500
     assert "empty" in Database()._repr_html_()
+
+
+def test_a_picture_of_every_key(tmp_path):
+    D = Database({"John Doe": "psychology", "Ada Byron": "mathematics", "Wang Wei": "literature"})
+    figure = D.plot("John Doe", tmp_path / "a.png", score="exact", weighting="raw")
+    panel = figure.axes[0]
+    assert panel.images[0].get_array().tolist() == [[1.0, 0.0, 0.0]]
+    assert [label.get_text() for label in panel.get_xticklabels()] == list(D)
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["John Doe"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    soft = D.plot(["Jon Doe", "Ada"]).axes[0].images[0].get_array()
+    expected = [answer.weights for answer in D.ask(["Jon Doe", "Ada"])]
+    np.testing.assert_allclose(soft, expected, rtol=1e-6)

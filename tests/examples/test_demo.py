@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import qkv
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BOOKS = EXAMPLES / "data" / "books.csv"
-PICTURES = {"books.png", "names.png", "salary.png", "scores.png", "sentence.png"}
+PICTURES = {
+    *("books.png", "names.png", "one_hot.png", "salary.png", "scores.png", "sentence.png"),
+}
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("wordllama")
@@ -60,6 +63,8 @@ def test_every_story_is_told(tmp_path: Path) -> None:
         *PICTURES,
     }
     assert "the alchmist → Paulo Coelho" in told
+    weights = re.findall(r"^ +(0\.\d{3}) .*  \S+", told.split('B.ask("war")\n')[1], re.M)[:3]
+    assert min(map(float, weights)) > 0.05, "the soft example must share its weight"
     assert "a boy seeks treasure near the pyramids → The Alchemist" in told
     assert "Lee → Mu" in told
     assert "['John Doe', 'Amina Diallo']" in told

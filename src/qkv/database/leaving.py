@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkv.answer import short
 from qkv.database.reading import Reading
@@ -13,8 +13,14 @@ from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, printable
 from qkv.types import K, V
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 GLANCE = 5
 """Rows that a notebook shows."""
+
+NAMED = 100
+"""Keys up to which a picture names each."""
 
 
 class Leaving(Reading[K, V]):
@@ -79,6 +85,30 @@ class Leaving(Reading[K, V]):
         from qkv.database import export
 
         return export.write(path, self.columns, self.rows(where=where), ".parquet")
+
+    def plot(self, query: Any, path: str | PathLike[str] | None = None, **how: Any) -> Figure:
+        """α of every key as a heatmap: a row for the query, or for each of a list of them; also
+        saved where `path` is given. `how` is that of `ask`.
+
+        >>> from qkv import Database
+        >>> students = Database({"John Doe": "psychology", "Ada Byron": "mathematics"})
+        >>> figure = students.plot("John Doe", score="exact", weighting="raw")  # one-hot
+        >>> figure.axes[0].images[0].get_array().tolist()
+        [[1.0, 0.0]]
+        """
+        from qkv.plot import heatmaps
+
+        answers = self.ask(query, **how)
+        answers = answers if isinstance(answers, list) else [answers]
+        words: dict[str, Any] = {"yticks": [short(answer.query, 24) for answer in answers]}
+        if len(self) <= NAMED:
+            words["xticks"] = [short(key, 24) for key in self.keys()]
+        wide, high = (min(max(0.5 * n, 1.6), 12.0) for n in (len(self), len(answers)))
+        alpha = [answer.weights for answer in answers]
+        figure = heatmaps(alpha, figsize=(wide, high), annotate=True, **words)
+        if path is not None:
+            figure.savefig(path, dpi=160, bbox_inches="tight")
+        return figure
 
     def _repr_html_(self) -> str:
         """The name, the columns with their types, and the first rows."""
