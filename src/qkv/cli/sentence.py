@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from qkv.cli import files, screen
+from qkv.cli import files, heads, screen
 from qkv.cli.command import Result
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.figure import Figure
     from rich.text import Text
 
     Weights: TypeAlias = "np.ndarray[Any, Any]"
 
 WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 MOST_WORDS = 200
+TEMPERATURE = 0.3
 PALE, DEEP = (255, 245, 240), (165, 15, 21)
 SHADES = " ░▒▓█"
 LONGEST_WORD, LONGEST_LABEL = 24, 14
@@ -36,13 +38,25 @@ def weights(
     temperature: Annotated[
         float,
         typer.Option(metavar="NUMBER", help="Lower: each word looks at fewer. Higher: at more."),
-    ] = 0.3,
+    ] = TEMPERATURE,
     others: Annotated[
         bool, typer.Option("--others", help="A word looks at the other words only, not at itself.")
     ] = False,
     causal: Annotated[
         bool, typer.Option("--causal", help="A word looks only at itself and those before it.")
     ] = False,
+    model: Annotated[
+        bool,
+        typer.Option("--model", help="The weights of a model's head (the bundled MiniLM's)."),
+    ] = False,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYER.HEAD",
+            help="Which of its 6 × 12 heads; by default the one that looks farthest.",
+            show_default=False,
+        ),
+    ] = None,
     png: Annotated[
         Path | None,
         typer.Option(
@@ -59,27 +73,42 @@ def weights(
     """Draw how much each word of SENTENCE attends to each other.
 
     Every word is a query and a key: its vector comes from the Words encoder, its score is the
-    cosine over the temperature, its weights the softmax. A row sums to 1.
+    cosine over the temperature, its weights the softmax. A row sums to 1. Such words look most at
+    themselves; --model shows a head of a small transformer, and with --png all of them.
     """
-    words = WORD.findall(" ".join(sentence))
+    text = " ".join(sentence)
+    words = WORD.findall(text)
     if not words:
-        raise ArgumentError(f"the sentence {' '.join(sentence)!r} has no words")
+        raise ArgumentError(f"the sentence {text!r} has no words")
     if len(words) > MOST_WORDS:
         raise ArgumentError(f"the sentence has {len(words)} words; at most {MOST_WORDS} are drawn")
-    alpha = attend(words, temperature, others=others, causal=causal)
+    if not (model or head):
+        alpha = attend(words, temperature, others=others, causal=causal)
+        found, seen = {"words": words, "weights": alpha.tolist()}, None
+    elif others or causal or temperature != TEMPERATURE:
+        raise ArgumentError("--model: its weights are its own: leave out the other options")
+    else:
+        wish = None if head is None else heads.named(head)
+        seen = heads.look(text, wish)
+        words, alpha = seen.words, seen.chosen
+        found = {"words": words, "layer": seen.layer, "head": seen.head, "weights": alpha.tolist()}
     written = []
     if png is not None:
-        from qkv.plot import heatmaps
-
-        side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
-        ticks: dict[str, Any] = {"xticks": words, "yticks": words}
-        files.write_figure(png, heatmaps(alpha, figsize=(side, side), annotate=True, **ticks))
+        files.write_figure(png, seen.plot() if seen and not head else _figure(words, alpha))
         written.append(str(png))
     if page is not None:
         files.write(page, html_page(words, alpha).encode())
         written.append(str(page))
-    data = {"words": words, "weights": alpha.tolist(), "written": written}
-    return Result(data, lambda: _draw(words, alpha, written))
+    title = "" if seen is None else f"layer {seen.layer}, head {seen.head} of all-MiniLM-L6-v2"
+    return Result({**found, "written": written}, lambda: _draw(words, alpha, written, title))
+
+
+def _figure(words: list[str], alpha: Weights) -> Figure:
+    from qkv.plot import heatmaps
+
+    side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
+    ticks: dict[str, Any] = {"xticks": words, "yticks": words}
+    return heatmaps(alpha, figsize=(side, side), annotate=True, **ticks)
 
 
 def attend(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
@@ -139,8 +168,7 @@ caption {{ caption-side: bottom; text-align: left; padding-top: 1em; color: #666
 """
 
 
-def _draw(words: list[str], alpha: Weights, written: list[str]) -> None:
-
+def _draw(words: list[str], alpha: Weights, written: list[str], title: str) -> None:
     out = screen.console()
     coloured = out.is_terminal and out.color_system is not None and not out.no_color
     for row in heatmap(words, alpha, out.width, coloured, screen.ascii_only()):
@@ -148,6 +176,9 @@ def _draw(words: list[str], alpha: Weights, written: list[str]) -> None:
             out.print(row, no_wrap=True, crop=False, overflow="ignore")
         else:
             print(row.plain.rstrip())
+    if title:
+        screen.line()
+        screen.line(title, "dim")
     for name in written:
         screen.note(f"wrote {name}")
 

@@ -43,7 +43,7 @@ class Sentences(Encoder):
 
     @property
     def width(self) -> int:
-        return self.size if self.size is not None else _width(self._loaded())
+        return self.size if self.size is not None else _width(self.loaded())
 
     def fit(self, keys: Sequence[Any]) -> Sentences:
         return replace(self, size=self.width)
@@ -52,12 +52,13 @@ class Sentences(Encoder):
         keys = texts(keys)
         if not keys:
             return np.empty((0, self.width), np.float32)
-        vectors = self._loaded().encode(
+        vectors = self.loaded().encode(
             keys, convert_to_numpy=True, show_progress_bar=False, batch_size=64
         )
         return unit(vectors)
 
-    def _loaded(self) -> Any:
+    def loaded(self) -> Any:
+        """The model itself."""
         return _load(self.model, self.device)
 
     def reads(self, query: Any) -> bool:
