@@ -158,3 +158,26 @@ def test_cells_that_are_nested_too_deeply_are_refused(wrap):
         with pytest.raises(ArgumentError, match="nested too deeply"):
             look(cell)
     assert len(cells.shown(cell)) < 100
+
+
+@given(
+    st.lists(st.tuples(cell, st.text(st.characters(exclude_categories=["Cs"]))), max_size=5)
+    | st.lists(st.tuples(st.integers(), st.text()), max_size=5)
+    | st.lists(st.tuples(st.floats(allow_nan=False), st.text('a%$é\n"\\'))),
+    st.sampled_from(["value", "a %s 100%", '"é"']),
+)
+def test_columns_make_the_records_that_rows_make(rows, name):
+    columns = {name: [row[0] for row in rows], "text": [row[1] for row in rows]}
+    each = [dict(zip(columns, row, strict=True)) for row in rows]
+    try:
+        want = [cells.dumps(row) for row in each]
+    except ArgumentError as refused:
+        with pytest.raises(ArgumentError) as error:
+            cells.records(columns)
+        assert type(error.value) is type(refused)
+        return
+    assert cells.records(columns) == want
+
+
+def test_digests_of_vectors_without_numbers():
+    assert cells.digests(np.empty((2, 0))) == [cells.digest(np.empty(0))] * 2

@@ -218,10 +218,7 @@ class Writing(Leaving[K, V]):
         digests = _digests(keys, schema)
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
-        records = [
-            cells.dumps({name: column[i] for name, column in kept.items()})
-            for i in range(len(digests))
-        ]
+        records = cells.records(kept) if kept else ["{}"] * len(digests)
         if schema.key_kind == "vector":
             keys = vectors(keys, "key")
         first: dict[str, Any] | None = None

@@ -72,3 +72,12 @@ def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MissingExtra, match=r"qkv\[text\]"):
         Words().encode(["a"])
     assert default(["a", "b"]) == Characters()
+
+
+def test_long_and_short_texts_are_summed_alike() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 100, 700)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    table, ids = rng.normal(size=(50, 8)).astype("float32"), rng.integers(50, size=offsets[-1])
+    rows = [table[x].astype(float).sum(axis=0) for x in np.split(ids, offsets[1:-1])]
+    np.testing.assert_allclose(words.sums(table, ids, offsets), rows, atol=1e-4)

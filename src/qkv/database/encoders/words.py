@@ -15,6 +15,9 @@ from qkv.database.encoders.base import Encoder, texts, unit
 from qkv.errors import MissingExtra
 
 BLOCK = 4096
+LONG, TOGETHER = 64, 256
+"""Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
+together as stay in the cache."""
 MODEL = "l2_supercat_256"
 
 
@@ -83,9 +86,19 @@ class Words(Encoder):
 def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Σ of table[ids] over each text, (m, width); 0 for a text of no tokens."""
     out = np.zeros((len(offsets) - 1, table.shape[1]), np.float32)
-    some = np.flatnonzero(offsets[1:] > offsets[:-1])
-    if len(some):
-        out[some] = np.add.reduceat(table[ids], offsets[some], axis=0)
+    sizes = np.diff(offsets)
+    for i in np.flatnonzero(sizes > LONG):
+        out[i] = table[ids[offsets[i] : offsets[i + 1]]].sum(axis=0)
+    short = np.flatnonzero(sizes <= LONG)
+    short = short[np.argsort(-sizes[short])]  # the longest first: those with a next token lead
+    for start in range(0, len(short), TOGETHER):
+        texts = short[start : start + TOGETHER]
+        begin, lengths = offsets[texts], sizes[texts]
+        total = np.zeros((len(texts), table.shape[1]), np.float32)
+        for j in range(int(lengths[0])):
+            count = int(np.searchsorted(-lengths, -j))
+            total[:count] += table[ids[begin[:count] + j]]
+        out[texts] = total
     return out
 
 
