@@ -57,7 +57,10 @@ class Nothing(QkvError):
 Command = Callable[..., Result | Iterable[Result]]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one object to a line.")]
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show where it was raised.")]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Tell what is read and chosen; show where an error is raised."),
+]
 
 
 def as_command(function: Command) -> Callable[..., None]:
@@ -73,6 +76,8 @@ def as_command(function: Command) -> Callable[..., None]:
         *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
     ) -> None:
         try:
+            if debug:
+                _listen()
             plugin.load(context.obj)
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
@@ -149,6 +154,17 @@ def _complain(fault: dict[str, Any], as_json: bool) -> None:
     if as_json:
         screen.print_json(fault)
     screen.note(f"qkv: {fault['error']}")
+
+
+def _listen() -> None:
+    """Have the logger "qkv" tell all on stderr."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("qkv %(relativeCreated)6.0f ms: %(message)s"))
+    logger = logging.getLogger("qkv")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.DEBUG)
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from qkv.answer import short
 from qkv.database.reading import Reading
 from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, printable
@@ -96,6 +95,7 @@ class Leaving(Reading[K, V]):
         >>> figure.axes[0].images[0].get_array().tolist()
         [[1.0, 0.0]]
         """
+        from qkv.answer import short
         from qkv.plot import heatmaps
 
         answers = self.ask(query, **how)
@@ -112,6 +112,8 @@ class Leaving(Reading[K, V]):
 
     def _repr_html_(self) -> str:
         """The name, the columns with their types, and the first rows."""
+        from qkv.answer import short
+
         schema, name = self._schema, html.escape(printable(str(self.path or "in memory")))
         if schema is None:
             return f"<div class=qkv-rows><p>{name}: empty</p></div>"

@@ -16,6 +16,7 @@ from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
+from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
 
 # Loaded when something is asked or encoded: an exact look-up needs none of it.
@@ -143,6 +144,9 @@ class Reading(Generic[K, V]):
             if old is not None:
                 held.inherit(old)
             self._held = held
+            if log := listener():
+                place = self.path or "a database in memory"
+                log.debug("read %s, version %d: %d rows", place, version, len(held))
         return held
 
     @property

@@ -12,6 +12,7 @@ from qkv.arrays.tree import brief
 from qkv.engines import dense, lowered, native, near, streaming, triton, weights
 from qkv.engines.call import Call
 from qkv.errors import EngineError, unknown
+from qkv.log import listener
 from qkv.types import Array
 
 ENGINES: tuple[ModuleType, ...] = (
@@ -73,9 +74,19 @@ def choose(call: Call, name: str | None = None) -> Choice:
         reason = engine.glance(call) if hasattr(engine, "glance") else None
         reason = reason or engine.cannot(call) or engine.declines(call)
         if not reason:
-            return Choice(engine, tuple(refusals))
+            choice = Choice(engine, tuple(refusals))
+            _tell(call, choice)
+            return choice
         refusals.append((engine.NAME, reason))
     raise EngineError("no engine serves this call: " + "; ".join(r for _, r in refusals))
+
+
+def _tell(call: Call, choice: Choice) -> None:
+    # What is compiled holds no logging.
+    log = None if call.fw.tracing(call.query) else listener()
+    if log is not None:
+        told = f"engine {choice.engine.NAME} for {brief(call.score)}, {brief(call.weighting)}"
+        log.debug("; ".join([told, *(f"not {name}: {why}" for name, why in choice.refusals)]))
 
 
 @dataclass(frozen=True)

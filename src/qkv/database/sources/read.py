@@ -13,6 +13,7 @@ from qkv.database.sources.numbers import MISSING
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
+from qkv.log import listener
 from qkv.types import Progress
 
 ENDINGS = {
@@ -76,7 +77,15 @@ def read(
     """
     if not isinstance(source, str | Path):
         raise DtypeError(f"source must be a path or an address, not a {type(source).__name__}")
-    words = _words(missing)
+    found = _read(source, table, _words(missing), progress)
+    if log := listener():
+        log.debug("read %s: %d rows of %s", found.name, len(found), ", ".join(found.columns))
+    return found
+
+
+def _read(
+    source: str | Path, table: str | None, words: Sequence[str], progress: Progress | None
+) -> Table:
     if isinstance(source, str):
         if source == "-":
             _no_tables(table, "standard input")

@@ -30,6 +30,7 @@ from qkv.database.store.segments import (
     open_segment,
     unreadable,
 )
+from qkv.log import listener
 
 
 class Files:
@@ -169,9 +170,13 @@ class Disk:
         if segment is None or segment.cut:
             segment = open_segment(self._path(entry.file), entry, layout)
             self._open[entry.file] = segment
+            if log := listener():
+                log.debug("read %s: %d rows", self._path(entry.file), entry.rows)
         return segment
 
     def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]:
+        if log := listener():
+            log.debug("read %s: arrays of the encoder", self._path(file))
         return open_arrays(self._path(file), size)
 
     def verify(self, file: str, size: int, checksum: bytes) -> None:

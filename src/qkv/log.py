@@ -1,0 +1,23 @@
+"""What is chosen, read and refused, told to the logger "qkv" at DEBUG."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def listener() -> Any:
+    """The logger, where somebody listens to it; else None. Nobody does before logging is loaded.
+
+    >>> import logging
+    >>> logging.getLogger("qkv").setLevel(logging.DEBUG)
+    >>> listener().name
+    'qkv'
+    >>> logging.getLogger("qkv").setLevel(logging.NOTSET)
+    >>> listener()
+    """
+    logging = sys.modules.get("logging")
+    if logging is None:
+        return None
+    logger = logging.getLogger("qkv")
+    return logger if logger.isEnabledFor(logging.DEBUG) else None
