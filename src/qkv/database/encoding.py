@@ -19,10 +19,11 @@ ENCODED = 8192
 
 
 def fitted(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
-    """The encoder fitted to the keys, and what the settings say: of how many it has learned."""
+    """The encoder fitted to the keys, and what the settings say: with twice how many it is fitted
+    anew."""
     made = wish.fit(keys)
     learned = bool(made.arrays()) or made.settings() != wish.settings()
-    return made, told(made, len(keys) if learned else 0)
+    return made, told(made, len(keys) if learned else wish.begins // 2)
 
 
 def told(encoder: Encoder, keys: int) -> dict[str, Any]:

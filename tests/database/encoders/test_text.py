@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Text
+from qkv.database.encoders import Text, load
+from qkv.database.encoders.base import sharpness
 from qkv.errors import ArgumentError
+from qkv.scores import ScaledDot
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("wordllama")
@@ -131,17 +133,55 @@ def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str
 
 def test_letters_count_in_short_texts_and_words_in_long_ones() -> None:
     shares = Text(half=10).shares(["", "x" * 10, "x" * 90])
-    np.testing.assert_allclose(shares, [[1, 0], [0.5, 0.5], [0.1, 0.9]])
+    np.testing.assert_allclose(shares, [[1, 0, 0.8], [0.5, 0.5, 0.8], [0.1, 0.9, 0.8]])
 
 
 def test_it_is_as_wide_as_its_heads() -> None:
-    assert Text().width == 512
+    assert Text().width == 768
     vectors = Text().encode(["The Alchemist", "a longer text about a shepherd and his treasure"])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
 
 
+def test_few_keys_are_not_fitted_to() -> None:
+    keys = [f"key {i}" for i in range(63)]
+    assert Text().fit(keys) == Text()
+    assert not Text().encode(keys)[:, 512:].any()
+    assert Text().fit([*keys, "one more"]).encode(keys)[:, 512:].any()
+
+
+def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None:
+    summaries = [book["summary"] for book in books]
+    made = Text().fit(summaries)
+    assert made.sharp > 1 and made == Text().fit(summaries)
+    assert made.score(300) == ScaledDot(made.sharp * sharpness(300))
+    assert load(made.settings(), made.arrays()) == made
+    assert Text().fit(["same"] * 100).sharp > 0
+
+
+def test_settings_of_before_mean_what_they_meant() -> None:
+    old = Text({"characters": "characters", "words": "words"})
+    told = {name: x for name, x in old.settings().items() if name != "sharp"}
+    found = load(told, {})
+    assert found == old and found.width == 512 and found.score(7) == ScaledDot(sharpness(7))
+    texts = ["The Alchemist", "a shepherd and his treasure"]
+    np.testing.assert_array_equal(found.encode(texts), Text().encode(texts)[:, :512])
+
+
+def test_a_database_that_grows_is_fitted(tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add([f"the key number {i}" for i in range(40)], list(range(40)))
+        assert D.encoder == Text()
+        D.add([f"another key {i}" for i in range(40)], list(range(40)))
+        fitted = D.encoder
+    assert isinstance(fitted, Text) and fitted.heads[2].rows == 80
+    with qkv.open(tmp_path / "d.qkv", create=False) as D:
+        assert D.encoder == fitted and D.ask("anothr key 7").rows[0].key == "another key 7"
+
+
 def test_bad_parameters_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="sharp"):
+        Text(sharp=0)
     with pytest.raises(ArgumentError, match="half"):
         Text(half=0)
     with pytest.raises(ArgumentError, match="use Heads"):
-        Text(weights=[1, 3])
+        Text(weights=[1, 3, 1])

@@ -17,6 +17,7 @@ from qkv.database.encoders.custom import Custom
 from qkv.database.encoders.exact import Exact
 from qkv.database.encoders.heads import Columns, Heads
 from qkv.database.encoders.learned import Learned
+from qkv.database.encoders.lexical import Lexical
 from qkv.database.encoders.numbers import Numbers
 from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
@@ -35,6 +36,7 @@ ENCODERS = Names(
     exact=Exact,
     heads=Heads,
     learned=Learned,
+    lexical=Lexical,
     numbers=Numbers,
     sentences=Sentences,
     text=Text,
@@ -43,7 +45,7 @@ ENCODERS = Names(
 )
 register = ENCODERS.register
 
-Name = Literal["arrays", "characters", "exact", "numbers", "sentences", "text", "words"]
+Name = Literal["arrays", "characters", "exact", "lexical", "numbers", "sentences", "text", "words"]
 """The names that are enough for a database, to a type checker; `resolve` takes any other."""
 EncoderLike = Name | Encoder | Callable[..., Any] | Sequence[Encoder] | Mapping[str, Encoder]
 
@@ -58,6 +60,7 @@ __all__ = [
     "Exact",
     "Heads",
     "Learned",
+    "Lexical",
     "Name",
     "Numbers",
     "Sentences",
@@ -125,8 +128,9 @@ def _imported(path: str) -> Any:
 def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
     """The encoder for keys of these types, not yet fitted.
 
-    Text: letters and meaning, side by side. Numbers and dates: `Numbers`. Vectors: themselves.
-    Tuples: each column by its type. JSON: the letters of its text. Bytes: only themselves.
+    Text: letters, meaning and words, side by side. Numbers and dates: `Numbers`. Vectors:
+    themselves. Tuples: each column by its type. JSON: the letters of its text. Bytes: only
+    themselves.
 
     >>> default([1.5, 2])
     Numbers(bandwidth=None, units=None, mean=None, unit=None, spread=None)
@@ -151,7 +155,7 @@ def default(keys: Sequence[Any], names: Sequence[str] = ()) -> Encoder:
 
 
 def text() -> Encoder:
-    """Characters for slips of the hand, and Words for meaning where wordllama is installed."""
+    """`Text` where wordllama is installed, else Characters, for slips of the hand."""
     return Text() if installed() else Characters()
 
 

@@ -31,6 +31,11 @@ class Encoder(ABC):
     cosine: ClassVar[bool] = False
     """Whether, as one of several heads, it goes by the direction of its vectors alone."""
 
+    @property
+    def begins(self) -> int:
+        """Keys from which `fit` learns anything; with fewer it waits for so many."""
+        return 0
+
     def fit(self, keys: Sequence[Any]) -> Encoder:
         """A copy that has learned what it needs from the keys (most need nothing)."""
         return self

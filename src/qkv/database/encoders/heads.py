@@ -64,6 +64,10 @@ class Heads(Encoder):
     def width(self) -> int:
         return sum(head.head_width for head in self.heads)
 
+    @property
+    def begins(self) -> int:
+        return max(int(head.begins) for head in self.heads)
+
     def fit(self, keys: Sequence[Any]) -> Heads:
         parts = self._parts(batch(keys), False)
         return replace(self, heads=tuple(h.fit(p) for h, p in zip(self.heads, parts, strict=True)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
+from qkv.database.encoders.calibrate import least
 from qkv.database.encoders.learned import Learned
 from qkv.database.learn.task import BLOCK, Pairs, Task, taken
 
@@ -26,22 +25,10 @@ def sharpness(
     s[pairs.barred(task.others, task.numbers)] = -np.inf
     share = pairs.weight / pairs.weight.sum()
 
-    def loss(log_factor: float) -> float:
-        z = s * np.float32(math.exp(log_factor))
+    def loss(factor: float) -> float:
+        z = s * np.float32(factor)
         top = z.max(axis=1, keepdims=True)
         return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
 
-    # The loss is convex in the factor, so the smallest of three narrows it down.
-    low, high, golden = -3.0, 3.0, (math.sqrt(5) - 1) / 2
-    a, b = high - golden * (high - low), low + golden * (high - low)
-    at_a, at_b = loss(a), loss(b)
-    for _ in range(10):
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - golden * (high - low)
-            at_a = loss(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + golden * (high - low)
-            at_b = loss(b)
-    return (math.exp(a), at_a) if at_a < at_b else (math.exp(b), at_b)
+    factor = least(loss, -3.0, 3.0)
+    return factor, loss(factor)

@@ -1,0 +1,148 @@
+"""Text by the words that it shares with another: BM25, which is a dot product too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from qkv.database.encoders.base import Encoder, texts
+from qkv.database.encoders.characters import SPACE, blocks, scramble, spelled
+from qkv.errors import ArgumentError
+
+PLACES = (0, 0x9E3779B9)
+"""What is mixed into a word's hash for each place that it has in a vector."""
+
+
+@dataclass(frozen=True)
+class Lexical(Encoder):
+    """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
+
+    That is BM25, as a share of what the words w of the query tell and what a key usually does: two
+    common words that are found are not as much as a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
+    is large for words that few of the m keys have, f counts w in the key, |k| its words. φ(q) holds
+    the idf and ψ(k) the rest, each word at two places that its hash gives, with a sign. Words that
+    share a place disturb each other: the product is BM25 on average, off by about ‖φ‖‖ψ‖/√width.
+    A word that no key had when it was fitted is asked in vain; before `fit` there is none, and all
+    is 0.
+
+    >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
+    >>> right, wrong = (
+    ...     encoder.encode(["the dog ran", "the cat sat"]) @ encoder.query(["the dog"])[0]
+    ... )
+    >>> bool(right > 5 * wrong)
+    True
+    """
+
+    width: int = 256
+    k1: float = 1.2
+    b: float = 0.75
+    mean: float = 1.0
+    usual: float = 0.0
+    rows: int = 0
+    codes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    counts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    kind: ClassVar[str] = "lexical"
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.width <= 1 << 20:
+            raise ArgumentError(f"Lexical: width must be from 8 to {1 << 20}, not {self.width}")
+        if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
+            raise ArgumentError(
+                f"Lexical: k1 must be 0 or more and b from 0 to 1, not {self.k1!r} and {self.b!r}"
+            )
+
+    def fit(self, keys: Sequence[Any]) -> Lexical:
+        keys = texts(keys)
+        found, total = [np.empty(0, np.uint32)], 0
+        for _, block in blocks(keys):
+            _, code, f = words(block)
+            found.append(code)
+            total += int(f.sum())
+        codes, counts = np.unique(np.concatenate(found), return_counts=True)
+        m = max(len(keys), 1)
+        told = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
+        return replace(
+            self,
+            mean=max(total / m, 1.0),
+            usual=told / m,
+            rows=m,
+            codes=codes,
+            counts=counts.astype(np.int32),
+        )
+
+    def encode(self, keys: Sequence[Any]) -> np.ndarray:
+        return self._vectors(keys, False)
+
+    def query(self, queries: Sequence[Any]) -> np.ndarray:
+        return self._vectors(queries, True)
+
+    def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        keys = texts(keys)
+        out = np.zeros((len(keys), self.width), np.float32)
+        if self.codes is None:
+            return out
+        for start, block in blocks(keys):
+            row, code, f = words(block)
+            if query:
+                count = self._counted(code)
+                idf = np.log1p((self.rows - count + 0.5) / (count + 0.5))
+                # What nobody has would only disturb; it counts in what could have been found.
+                told = np.bincount(row, f * idf, len(block))[row]
+                weight = f * idf / (told + self.usual) * (count > 0)
+            else:
+                long = np.bincount(row, f, len(block))[row] / self.mean
+                weight = f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
+            out[start : start + len(block)] = self._placed(row, code, weight, len(block))
+        return out
+
+    def _counted(self, code: np.ndarray) -> np.ndarray:
+        """In how many keys each word is, by its hash, (w,)."""
+        assert self.codes is not None and self.counts is not None
+        if not len(self.codes):
+            return np.zeros(len(code), np.int32)
+        at = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
+        return np.where(self.codes[at] == code, self.counts[at], 0)
+
+    def _placed(
+        self, row: np.ndarray, code: np.ndarray, weight: np.ndarray, count: int
+    ) -> np.ndarray:
+        """The words' weights at their places, (count, width)."""
+        out = np.zeros(count * self.width)
+        for seed in PLACES:
+            mixed = scramble(code ^ np.uint32(seed))
+            # The high bits choose the place, and the lowest the sign.
+            place = (mixed.astype(np.uint64) * np.uint64(self.width)) >> np.uint64(32)
+            signed = np.where(mixed & np.uint32(1), weight, -weight)
+            out += np.bincount(row * self.width + place.astype(np.int64), signed, len(out))
+        return (out / math.sqrt(len(PLACES))).reshape(count, self.width)
+
+    def reads(self, query: Any) -> bool:
+        return isinstance(query, str)
+
+
+def words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The words of some texts, each once for each text: its row, 32-bit hash and count (w,).
+
+    >>> row, _, count = words(["to be or not to be", "", "Be!"])
+    >>> row.tolist(), sorted(count[row == 0].tolist())
+    ([0, 0, 0, 0, 2], [1, 1, 2, 2])
+    """
+    letters, row = spelled(block)
+    inside = letters != SPACE
+    first = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
+    if not len(first):
+        return row[:0], letters[:0], np.empty(0, np.int64)
+    word = np.cumsum(np.bincount(first, minlength=len(letters))) - 1
+    at = np.arange(len(letters)) - first[np.maximum(word, 0)]
+    power = np.cumprod(np.full(int(at[inside].max()) + 1, 16777619, np.uint32), dtype=np.uint32)
+    terms = np.where(inside, (letters + np.uint32(1)) * power[np.where(inside, at, 0)], 0)
+    code = np.add.reduceat(terms.astype(np.uint32), first, dtype=np.uint32)
+    both, count = np.unique(
+        (row[first].astype(np.uint64) << np.uint64(32)) | scramble(code), return_counts=True
+    )
+    rows = (both >> np.uint64(32)).astype(np.int64)
+    return rows, (both & np.uint64(0xFFFFFFFF)).astype(np.uint32), count
