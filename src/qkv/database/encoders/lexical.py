@@ -22,7 +22,7 @@ class Lexical(Encoder):
     """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
 
     That is BM25, as a share of what the words w of the query tell and what a key usually does: two
-    common words that are found are not as much as a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
+    common words that are found are less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
     is large for words that few of the m keys have, f counts w in the key, |k| its words. φ(q) holds
     the idf and ψ(k) the rest, each word at two places that its hash gives, with a sign. Words that
     share a place disturb each other: the product is BM25 on average, off by about ‖φ‖‖ψ‖/√width.
