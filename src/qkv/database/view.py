@@ -147,7 +147,10 @@ class View:
         if found is None:
             return default
         id_, text = found
-        value = self.schema.value_of(self._filled([id_], [cells.loads(text)])[0])
+        row, schema = cells.loads(text), self.schema
+        if not schema.vectors.keys().isdisjoint(schema.value):
+            self._filled([id_], [row])
+        value = schema.value_of(row)
         if plain and type(value) in PLAIN and len(text) <= SHORT:
             if len(self._known) >= KNOWN:
                 self._known = {}
