@@ -62,6 +62,9 @@ class TestHelp:
         ("line", "found"),
         [
             ("qkv vers", "versions"),
+            ("qkv expo", "export"),
+            ("qkv ask t.csv x --wei", "--weighting"),
+            ("qkv ask t.csv x -w spa", "sparsemax"),
             ("qkv ask t.csv x --score gau", "gaussian"),
             ("qkv ask t.csv x --weighting top", "topk:"),
             ("qkv import t.csv t.qkv --encoder wo", "words"),

@@ -197,8 +197,10 @@ def test_a_notebook_sees_the_columns_and_the_first_rows():
     assert "&lt;key&gt;" in page and "&lt;b&gt;4&lt;/b&gt;" in page
     assert "<b>0" not in page and "<key>" not in page
     assert "number, 1 missing · value" in page and "text · key" in page
-    assert "1,229 more" in page and "&lt;b&gt;5" not in page
+    assert "and 1,229 more rows<" in page and "&lt;b&gt;5" not in page
     assert len(page) < 2500
+    wide = Database.from_columns({f"c{i}": ["x", "y"] for i in range(40)}, key="c0", value="c1")
+    assert "and 28 more columns<" in wide._repr_html_() and ">c12<" not in wide._repr_html_()
     assert "empty" in Database()._repr_html_()
 
 

@@ -73,7 +73,10 @@ def export(
     missing: options.Missing = None,
     skip: options.Skip = False,
 ) -> Iterator[Result]:
-    """Write the rows of SOURCE into FILE, all their columns, a missing cell as missing."""
+    """Write the rows of SOURCE into FILE.
+
+    All columns are written, a missing cell as missing; it is there whole or not at all.
+    """
     from qkv.database import export as out
 
     with _looked_at(source, at, table, missing, skip) as database:

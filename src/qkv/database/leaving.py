@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from qkv.types import K, V
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GLANCE = 5
-"""Rows that a notebook shows."""
+GLANCE, WIDE = 5, 12
+"""Rows and columns that a notebook shows."""
 
 NAMED = 100
 """Keys up to which a picture names each."""
@@ -118,18 +119,17 @@ class Leaving(Reading[K, V]):
         if schema is None:
             return f"<div class=qkv-rows><p>{name}: empty</p></div>"
         roles = dict.fromkeys(schema.value, " · value") | dict.fromkeys(schema.key, " · key")
-        head = body = ""
-        for column, about in self.describe().items():
+        shown, head, body = schema.columns[:WIDE], "", ""
+        for column, about in islice(self.describe().items(), WIDE):
             missing = f", {about['missing']:,} missing" if about["missing"] else ""
             told = f"{about['type']}{missing}{roles.get(column, '')}"
             head += f"<th>{html.escape(short(column))}<br><small>{told}</small></th>"
         for row in self.rows(count=GLANCE):
-            cells = (
-                "" if row[c] is None else html.escape(short(row[c], 80)) for c in schema.columns
-            )
+            cells = ("" if row[c] is None else html.escape(short(row[c], 80)) for c in shown)
             body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        more = len(self) - GLANCE
-        rest = f"<p><small>and {more:,} more</small></p>" if more > 0 else ""
+        more = {"rows": len(self) - GLANCE, "columns": len(schema.columns) - WIDE}
+        told = ", ".join(f"{count:,} more {what}" for what, count in more.items() if count > 0)
+        rest = f"<p><small>and {told}</small></p>" if told else ""
         rows = f"{len(self):,} row{'' if len(self) == 1 else 's'}, version {self.version}"
         return (
             f"<style>{_STYLE}</style><div class=qkv-rows><p><b>{name}</b>: {rows}</p>"
