@@ -303,3 +303,23 @@ def test_columns_survive_versions_removals_and_compaction(tmp_path):
             expected = [bool(passes(row)) for row in made.rows()]
             np.testing.assert_array_equal(made._view.where(where), expected, str(where))
         assert made.ask("late 7", score="exact", weighting="hard").missing == 1
+
+
+@pytest.mark.parametrize("others", [[1.5, 2], ["x", None], [2**70, -1], [None, None]])
+@pytest.mark.parametrize("absent", [None, float("nan"), -float("nan")])
+def test_two_missing_cells_are_equal_whatever_other_rows_hold(others, absent):
+    rows = [{"n": absent, "m": None}, *({"n": other, "m": "text"} for other in others)]
+    assert passing("n == m", rows) == [True, False, False]
+    assert passing("m != n", rows) == [False, True, True]
+    assert columns.coded([row["n"] for row in rows]).codes[0] == 0
+
+
+def test_two_missing_cells_are_equal_in_a_store_that_kept_nan_for_them():
+    nan = columns.Column(np.zeros(2, np.uint8), np.array([np.nan, -np.nan]).view(np.uint64))
+
+    class Old(Table):
+        def column(self, name):
+            return nan if name == "n" else super().column(name)
+
+    found = condition("n == m", ["n", "m"])
+    assert found(Old([{"n": None, "m": None}] * 2)).true.tolist() == [True, True]

@@ -82,8 +82,9 @@ def coded(column: Sequence[Any]) -> Column:
         except OverflowError:
             return _each(column)
         if not (np.abs(numbers) >= _EXACT).any():
-            kinds = np.where(np.isnan(numbers), MISSING, NUMBER).astype(np.uint8)
-            return Column(kinds, numbers.view(np.uint64))
+            absent = np.isnan(numbers)
+            numbers[absent] = 0
+            return Column(np.where(absent, MISSING, NUMBER).astype(np.uint8), numbers.view("u8"))
     if types <= _TEXT:
         known = {text: _text(text) for text in set(column) - {None}}
         codes = np.fromiter((known.get(text, 0) for text in column), np.uint64, len(column))

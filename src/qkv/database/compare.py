@@ -182,13 +182,13 @@ def _equals(table: Table, name: str, column: Column, cell: Any) -> np.ndarray:
 
 
 def _alike(table: Table, name: str, column: Column, other: str) -> np.ndarray:
-    """Which cells of two columns are equal."""
+    """Which cells of two columns are equal; a missing one equals a missing one."""
     second = table.column(other)
     numeric = np.isin(column.kinds, NUMBERS) & np.isin(second.kinds, NUMBERS)
+    # By the kind: a store may have kept NaN for the code of what is missing.
+    alike = (column.codes == second.codes) | (column.kinds == MISSING)
     same: np.ndarray = np.where(
-        numeric,
-        column.numbers == second.numbers,
-        (column.kinds == second.kinds) & (column.codes == second.codes),
+        numeric, column.numbers == second.numbers, (column.kinds == second.kinds) & alike
     )
     unsure = np.flatnonzero(same & numeric & ((column.kinds == WIDE) | (second.kinds == WIDE)))
     if len(unsure):
