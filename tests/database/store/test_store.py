@@ -892,6 +892,10 @@ HARMS = {
     "noise": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
     "record": lambda path: flip(path, path.read_bytes().index(b"record 17") + 2),
     "settings": lambda path: flip(path, path.read_bytes().index(b"title") + 2),
+    "schema format": lambda path: flip(path, 47, 0x80),
+    "schema": lambda path: flip(path, path.read_bytes().index(b"CREATE TABLE rows"), 0x80),
+    "schema of settings": lambda path: flip(path, path.read_bytes().index(b"CREATE TABLE set"), 64),
+    "schema of resting": lambda path: flip(path, path.read_bytes().index(b"tensors BLOB"), 0x80),
 }
 
 
@@ -904,7 +908,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     files = sorted(os.listdir(tmp_path))
     problems = check(tmp_path)
     assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
-    if harm not in ("record", "settings", "short", "half"):
+    if harm not in ("record", "settings", "short", "half", "schema of resting"):
         with pytest.raises(Damaged, match=r"catalogue.sqlite.*qkv check --repair"):
             Store(tmp_path)
     if harm == "record":
@@ -931,7 +935,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
         found = dict(snap.rows())
         assert found == {i: f"record {i}" for i in found}
         assert s.version == 4 or harm == "half"
-        if harm in ("magic", "header", "first page", "settings"):
+        if harm in ("magic", "header", "first page", "settings") or "schema" in harm:
             assert whole(snap) == expected(LEFT) and again == []
             assert snap.settings == {"key": "title"}
             np.testing.assert_array_equal(snap.arrays()["w"], np.eye(2))

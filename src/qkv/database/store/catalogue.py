@@ -42,6 +42,9 @@ CREATE TABLE counters (files INTEGER NOT NULL);
 
 T = TypeVar("T")
 
+_DAMAGE = ("UTF-8", "no such table", "no such column", "unsupported file format")
+"""What SQLite says of damage under the code of a plain error."""
+
 SEGMENT = "file, generation, first, last, rows, bytes, checksum"
 
 
@@ -77,7 +80,7 @@ class Catalogue:
         self._changes: Any = None
         try:
             self._connection = _connect(path, write, create)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
         try:
             self._opened = None if path is None else os.stat(path)
@@ -155,7 +158,7 @@ class Catalogue:
                 connection = self._connection
                 run = connection.executemany if many else connection.execute
                 return give(run(statement, values))
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
 
     def _owned(self) -> None:
@@ -261,14 +264,16 @@ class Catalogue:
     def _name(self) -> str:
         return "the store" if self.path is None else self.path.parent.name
 
-    def _named(self, error: sqlite3.Error) -> Exception:
+    def _named(self, error: sqlite3.Error | UnicodeDecodeError) -> Exception:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         text = str(error)
         if "closed database" in text:
             return Closed(f"{self._name()} is closed: open it again")
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in text:
-            return self.damaged(text)
-        if "no such table" in text or "no such column" in text:
+        if isinstance(error, UnicodeDecodeError):  # of SQLite's own message, which quotes the file
+            return self.damaged("its text is not UTF-8")
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or any(
+            sign in text for sign in _DAMAGE
+        ):
             return self.damaged(text)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return Locked(f"{self.path} is busy ({text}): try again when its writer is done")

@@ -27,6 +27,8 @@ from qkv.database.store.shelf import Disk, Files
 KEPT = "damaged"
 """The folder, with a number, for what was replaced."""
 _MAGIC = b"SQLite format 3\0"
+_FAULTS = (sqlite3.Error, UnicodeDecodeError)
+"""What reading raises; the second where SQLite's own message quotes damaged text."""
 
 
 def rebuild(folder: Path, known: Mark | None) -> list[str] | None:
@@ -72,6 +74,14 @@ class _Found:
     arrays: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     files: int = 0
+    whole: bool = True
+    """Whether every table could be read to its end."""
+
+    @property
+    def wealth(self) -> tuple[bool, int, int]:
+        """How much was read, the larger the better."""
+        others = (self.resting, self.settings, self.layouts, self.arrays, self.entries)
+        return self.newest is not None, len(self.rows), sum(map(len, others))
 
     @property
     def generation(self) -> int:
@@ -170,9 +180,9 @@ def _salvaged(folder: Path, place: Path, known: Mark | None) -> _Found | None:
         except (sqlite3.Error, OSError):
             continue
         found = _read(copy)
-        if len(found.rows) > len(best.rows) or (found.newest and not best.newest):
+        if found.wealth > best.wealth:
             best = found
-        if best.newest is not None and len(best.rows) >= best.newest.rows:
+        if best.newest is not None and len(best.rows) >= best.newest.rows and best.whole:
             break
     _add_files(best, folder, known)
     return best if best.rows or best.newest is not None else None
@@ -199,8 +209,8 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
             try:
                 yield from connection.execute(statement + order)
                 return
-            except (sqlite3.Error, UnicodeDecodeError):
-                continue
+            except _FAULTS:
+                found.whole = False
 
     for *line, crc in lines("SELECT * FROM versions ORDER BY number"):
         if len(line) == 9 and line_crc(line) == crc:
@@ -229,7 +239,7 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
     if found.newest is not None:
         bound = max(bound, found.newest.last)
     else:
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*_FAULTS):
             bound = max(bound, connection.execute("SELECT max(id) FROM rows").fetchone()[0] or -1)
 
     def keep(line: Any) -> None:
@@ -242,7 +252,8 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
         ):
             found.rows[row] = (digest, record, died)
 
-    _spans(connection, "SELECT id, digest, record, crc, died FROM rows WHERE id", bound, keep)
+    rows = "SELECT id, digest, record, crc, died FROM rows WHERE id"
+    found.whole &= _spans(connection, rows, bound, keep)
     generations = set(found.layouts) | {found.generation}
     for generation in generations:
 
@@ -251,28 +262,27 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
             if isinstance(packed, bytes) and crc32(packed) == crc:
                 found.resting[generation, row] = packed
 
-        _spans(
-            connection,
-            f"SELECT id, tensors, crc FROM resting WHERE generation = {generation} AND id",
-            bound,
-            rest,
-        )
+        tensors = f"SELECT id, tensors, crc FROM resting WHERE generation = {generation} AND id"
+        found.whole &= _spans(connection, tensors, bound, rest)
 
 
 def _spans(
     connection: sqlite3.Connection, statement: str, bound: int, keep: Callable[[Any], None]
-) -> None:
-    """Read a table by ids, halving what cannot be read until single rows are lost."""
-    spans = [(0, bound)] if bound >= 0 else []
+) -> bool:
+    """Read a table by ids, halving what cannot be read until single rows are lost; whether
+    nothing was."""
+    spans, whole = [(0, bound)] if bound >= 0 else [], True
     while spans:
         begin, end = spans.pop()
         try:
             for line in connection.execute(f"{statement} BETWEEN ? AND ?", (begin, end)):
                 keep(line)
-        except (sqlite3.Error, UnicodeDecodeError):
+        except _FAULTS:
+            whole = False
             if begin < end:
                 middle = (begin + end) // 2
                 spans += [(middle + 1, end), (begin, middle)]
+    return whole
 
 
 def _add_files(found: _Found, folder: Path, known: Mark | None) -> None:
