@@ -32,6 +32,11 @@ class TestAsk:
         assert len(weights) == 5
         assert answer["effective_rows"] == pytest.approx(np.exp(answer["entropy"]))
 
+    def test_a_number_among_values_of_other_types_has_no_spread(self, tmp_path: Path) -> None:
+        path = tmp_path / "mix.jsonl"
+        path.write_text('{"k":"x","v":1.5}\n{"k":"z","v":"t"}\n')
+        assert qkv("ask", path, "x").stdout.splitlines()[0] == "1.5"
+
     def test_words_need_no_quotes(self, table: Path) -> None:
         assert (
             data("ask", table, "the", "odyssey", "-k", "title", "-v", "author")["value"] == "Homer"

@@ -150,7 +150,7 @@ def draw(answer: Answer) -> None:
     if not answer.rows:
         screen.line(f"nothing: every weight is 0 among {answer.total:,} rows{_left(answer)}")
         return
-    pooled = isinstance(answer.value, float)
+    pooled = isinstance(answer.value, float) and not answer.values
     value = screen.around(answer.value, answer.spread) if pooled else screen.text(answer.value)
     screen.line(value, "bold")
     screen.line()

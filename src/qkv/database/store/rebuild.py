@@ -80,8 +80,8 @@ class _Found:
     @property
     def wealth(self) -> tuple[bool, int, int]:
         """How much was read, the larger the better."""
-        others = (self.resting, self.settings, self.layouts, self.arrays, self.entries)
-        return self.newest is not None, len(self.rows), sum(map(len, others))
+        tables = len(self.settings) + len(self.layouts) + len(self.arrays) + len(self.entries)
+        return self.newest is not None, len(self.rows), len(self.resting) + tables
 
     @property
     def generation(self) -> int:
