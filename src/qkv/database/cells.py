@@ -79,8 +79,8 @@ def common(cells: Iterable[Any]) -> str:
     """
     cells = list(cells)
     types = set(map(type, cells))
-    if types == {str}:
-        return "text"
+    if types in ({str}, {int}):
+        return "text" if types == {str} else "number"
     kinds = {kind(cell) for cell in cells if not is_missing(cell)}
     return kinds.pop() if len(kinds) == 1 else "any"
 
@@ -234,17 +234,24 @@ def digests(keys: Any) -> list[bytes]:
     if is_array(keys) and len(keys.shape) == 2:
         rows = to_numpy(keys)
         shape = b"[%d]" % rows.shape[1]
-        found = []
-        for start in range(0, len(rows), 4096):
+
+        def some(start: int) -> list[bytes]:
             block = np.ascontiguousarray(rows[start : start + 4096], dtype="<f8") + 0.0
             if np.isnan(block).any():
                 raise ArgumentError("a key must not hold NaN, which equals no key")
             text, size = memoryview(block.tobytes()), 8 * block.shape[1]
-            found += [
+            return [
                 blake2b(b"v" + shape + text[at : at + size], digest_size=DIGEST).digest()
                 for at in range(0, size * len(block), size or 1)
             ] or [blake2b(b"v" + shape, digest_size=DIGEST).digest()] * len(block)
-        return found
+
+        if len(rows) <= 4096:
+            return some(0)
+        from qkv.arrays import threads  # a hash of 2 kB and more lets go of the interpreter's lock
+
+        starts = range(0, len(rows), 4096)
+        parts = map(some, starts) if threads.inside() else threads.each(some, starts)
+        return [digest for part in parts for digest in part]
     return [digest(key) for key in keys]
 
 

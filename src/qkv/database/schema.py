@@ -161,7 +161,7 @@ def kind_of(column: Any) -> str:
 
 
 def _key_kind(column: Any, name: str) -> str:
-    if not is_array(column):
+    if not is_array(column) and set(map(type, column)) != {str}:
         absent = next((i for i, key in enumerate(column) if cells.is_missing(key)), None)
         if absent is not None:
             told = f"key {absent} (column {name}) is {column[absent]}"
