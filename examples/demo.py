@@ -318,6 +318,7 @@ def next_steps(store: Path) -> None:
     say(f'  {command} ask {store} "a voyage to the moon" {by_summary}')
     say(f'  {command} ask {store} "revenge" {by_summary} --where "year < 1700"')
     say(f'  {command} get {store} "The Alchemist" --value year')
+    say(f'  {command} rows {store} --where "genre=poetry"')
     say(f'  {command} plot {store} "a whale" {by_summary} -o {store.parent}/whale.png')
     say(f'  {command} add {store} "The Trial" "Franz Kafka"')
     say(f"  {command} versions {store}")

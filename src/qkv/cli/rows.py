@@ -96,5 +96,7 @@ def _looked_at(
     source: str, at: int | None, table: str | None, missing: list[str] | None, skip: bool
 ) -> contextlib.AbstractContextManager[Database]:
     """SOURCE with keys that nobody asks softly, so that a table need not be encoded for it."""
-    encoder = None if is_store(source) else "exact"
+    from qkv.database.encoders import Exact
+
+    encoder = None if is_store(source) else Exact(64)
     return opened(source, table=table, encoder=encoder, at=at, skip=skip, missing=missing)

@@ -15,6 +15,7 @@ from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.database import Database
+    from qkv.database.encoders import EncoderLike
 
 
 @contextlib.contextmanager
@@ -24,7 +25,7 @@ def opened(
     key: Sequence[str] | None = None,
     value: Sequence[str] | None = None,
     table: str | None = None,
-    encoder: str | None = None,
+    encoder: EncoderLike | None = None,
     at: int | None = None,
     skip: bool = False,
     missing: Sequence[str] | None = None,
