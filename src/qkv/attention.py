@@ -101,8 +101,8 @@ def attend(
     """Σᵢ α(q, kᵢ) vᵢ for every query q: what the keys that match it have to say.
 
     query (…, n, d_q), key (…, m, d_k), value (…, m, d_v) → (…, n, d_v), in the query's framework
-    and dtype. Leading axes broadcast; axis −3 is heads, and a key or value with fewer heads is
-    shared among the query's. A query with nothing to attend to gives 0.
+    and dtype, or in that of torch's autocast. Leading axes broadcast; axis −3 is heads, and a key
+    or value with fewer heads is shared among the query's. A query that sees no key gives 0.
 
     `score` compares a query and a key: a name or an object of `qkv.scores`, or a function
     (query, key) → (…, n, m). `weighting` turns scores into weights: a name or an object of

@@ -654,6 +654,24 @@ def test_autocast_comes_and_goes():
         torch.testing.assert_close(agree(given, {}), want)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [(), (0,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_autocast_casts_as_torch_does(wide, narrow):
+    """Norms and rotations in float32 leave some of the three wider than others."""
+    given = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    given = [x if i in wide else x.to(narrow) for i, x in enumerate(given)]
+    score = scores.Multiplicative(torch.eye(8))
+    with torch.autocast("cpu", narrow):
+        want = torch.nn.functional.scaled_dot_product_attention(*given)
+        for found in (qkv.scaled_dot_product_attention(*given), qkv.attend(*given)):
+            assert found.dtype == want.dtype == narrow
+            torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+        assert qkv.attend(*given, score=score, weighting="entmax15").dtype == narrow
+    if 0 < len(wide) < 3:
+        with pytest.raises(qkv.QkvError, match="cast one of them"):
+            qkv.attend(*given)
+
+
 # Threads, and what is kept
 
 

@@ -21,6 +21,8 @@ _AS_IT_IS = nullcontext()
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], Any] = torch._C._get_tracing_state
+_NARROWED = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts."""
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 UNROLLED = 48
@@ -82,6 +84,12 @@ class Torch(Framework):
             if torch.is_autocast_enabled(device):
                 return torch.autocast(device, enabled=False)
         return _AS_IT_IS
+
+    def ambient(self, x: Array) -> Array:
+        device = x.device.type
+        if not (x.dtype in _NARROWED and torch.is_autocast_enabled(device)):
+            return x
+        return x.to(torch.get_autocast_dtype(device))
 
     def needs_gradient(self, arrays: Iterable[Array]) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qkv import arrays, masks, scores, weightings
-from qkv.arrays import common, is_array, tree
+from qkv.arrays import common, framework_of, is_array, tree
 from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
@@ -39,6 +39,9 @@ def request(
     like = next((x for x in (query, key, value) if is_array(x)), None)
     query = as_array("query", query, like)
     fw = _one_framework(query, score, weighting, rule)
+    score = tree.map_arrays(fw, fw.ambient, score)
+    weighting = tree.map_arrays(fw, fw.ambient, weighting)
+    query, key, value = (_ambient(fw, x) for x in (query, key, value))
     _one_dtype(fw, query, score=score, weighting=weighting)
     call = build(
         query,
@@ -60,6 +63,10 @@ def resolved(
     """A score and a weighting from their names or themselves, if they go together."""
     weighting = weightings.resolve(weighting)
     return paired(scores.resolve(score), weighting, bias), weighting
+
+
+def _ambient(fw: Framework, x: Any) -> Any:
+    return fw.ambient(x) if framework_of(x) is fw else x
 
 
 def bias_of(fw: Framework, bias: Array | None, query: Array) -> Array | None:

@@ -4,7 +4,8 @@
 
 `Attention` is called as keras.layers.Attention is; `MultiHeadAttention`, `GroupedQueryAttention`
 and `AdditiveAttention` are drop-ins for those layers of Keras; `SelfAttention` and `FeedForward`
-are the other two parts of a transformer.
+are the other two parts of a transformer. Where a row of a mask is all False they give 0, and Keras
+some mean of the values.
 
 A `score` and a `weighting` are given by name or as objects, and are saved with the layer. Arrays in
 them are where training starts: each becomes a weight of the layer. The scores "additive",

@@ -126,7 +126,8 @@ class Attention(Layer):
 
     `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or the name of
     a mask ("causal"); the masks that come with Keras's tensors and `use_causal_mask` narrow it. A
-    query that may attend to nothing gets 0.
+    query that may attend to nothing gets 0. Keras's own layer does not divide by √d: that is
+    `score="dot"` here, and its `score_mode="concat"` is `AdditiveAttention`.
 
     >>> import numpy as np
     >>> from qkv.arrays import to_numpy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
 from qkv import attention
@@ -26,16 +25,7 @@ def attended(
     dropout_p: float = 0.0,
     weights: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Σᵢ α(q, kᵢ) vᵢ, and α of every head (`weights="heads"`), of their mean ("mean"), or None.
-
-    Under autocast the three come in its dtype and nothing else is cast: sums run in float32.
-    """
-    device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
-        with torch.autocast(device, enabled=False):
-            return attended(query, key, value, score, weighting, mask, dropout_p, weights)
+    """Σᵢ α(q, kᵢ) vᵢ, and α of every head (`weights="heads"`), of their mean ("mean"), or None."""
     found = attention.attend(
         query,
         key,
@@ -57,6 +47,7 @@ class Attention(nn.Module):
     an `nn.Parameter`. `mask` is as for `qkv.attend`: of `qkv.masks`, or True where a pair may
     attend. Dropout acts on the weights while training.
 
+    >>> import torch
     >>> layer = Attention("gaussian")
     >>> keys = torch.tensor([[1.0], [5.0]])
     >>> layer(torch.tensor([[1.0]]), keys, 10 * keys).round(decimals=2)
@@ -130,6 +121,7 @@ class SelfAttention(nn.Module):
     x (…, n, d) → (…, n, d_v); w_query and w_key (d, d_qk), w_value (d, d_v). `score` and
     `weighting` may be any others.
 
+    >>> import torch
     >>> layer = SelfAttention(4, d_qk=3, d_v=2)
     >>> layer(torch.ones(5, 4)).shape
     torch.Size([5, 2])
