@@ -11,6 +11,7 @@ import numpy as np
 import pandas
 import polars
 import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,18 @@ def test_vectors_come_back_from_parquet(tmp_path):
     assert back[keys[1]] == 2.0
     query = np.array([[0.3, 0.1]])
     np.testing.assert_array_equal(back.attend(query), D.attend(query))
+
+
+def test_a_missing_vector_is_missing_everywhere(tmp_path):
+    D = Database.from_columns({"k": ["a", "b"], "v": [np.ones(2), None]}, key="k", value="v")
+    assert pandas.DataFrame(D.to_frame())["v"].isna().tolist() == [False, True]
+    D.to_parquet(tmp_path / "a.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["v"].to_pylist() == [[1, 1], None]
+    back = Database.from_source(tmp_path / "a.parquet", key="k", value="v")
+    assert back.describe() == D.describe()
+    with pytest.warns(ChangedCells, match="column v"):
+        D.to_csv(tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text() == 'k,v\na,"[1.0, 1.0]"\nb,\n'
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from qkv.answer import jsonable
 from qkv.database.cells import is_missing
 from qkv.database.faults import ChangedCells
@@ -32,7 +34,7 @@ BATCH = 8192
 
 def to_frame(columns: Sequence[str], rows: Rows) -> Any:
     """The rows as a frame of pandas, polars or pyarrow, whichever is there."""
-    found = transposed(rows)
+    found = transposed(map(_present, rows))
     return frame({name: found.get(name, []) for name in columns})
 
 
@@ -58,7 +60,7 @@ def write_csv(file: BinaryIO, columns: Sequence[str], rows: Rows, delimiter: str
     bare, quoted = csv.writer(text, **how), csv.writer(text, quoting=csv.QUOTE_ALL, **how)
     bare.writerow(columns)
     seen, count = [_Seen() for _ in columns], 0
-    for batch in _batches(rows):
+    for batch in _batches(map(_present, rows)):
         count += len(batch)
         for about, name in zip(seen, columns, strict=True):
             about.look(row.get(name) for row in batch)
@@ -71,7 +73,7 @@ def write_csv(file: BinaryIO, columns: Sequence[str], rows: Rows, delimiter: str
     if changed:
         warnings.warn(
             f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells are read again as "
-            "something else, since CSV has no types: .jsonl or .parquet keeps them",
+            "something else, since CSV has no types: .jsonl and .parquet keep more of them",
             ChangedCells,
             stacklevel=4,
         )
@@ -84,8 +86,8 @@ def _tsv(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
 
 def _json_lines(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
     count = 0
-    for row in rows:
-        cells = {name: None if is_missing(row.get(name)) else row.get(name) for name in columns}
+    for row in map(_present, rows):
+        cells = {name: row.get(name) for name in columns}
         line = json.dumps(cells, ensure_ascii=False, default=jsonable)
         file.write(line.encode() + b"\n")
         count += 1
@@ -97,7 +99,7 @@ def _parquet(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
         import pyarrow.parquet
     except ImportError:
         raise MissingExtra('writing Parquet needs pyarrow: pip install "qkv[tables]"') from None
-    found = transposed(rows)
+    found = transposed(map(_present, rows))
     made = {name: arrow(name, found.get(name, [])) for name in columns}
     table = pyarrow.table(made)
     pyarrow.parquet.write_table(table, file)
@@ -135,6 +137,17 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with None for every cell that is missing: a NaN, or a vector that holds one."""
+    return {name: None if _is_missing(cell) else cell for name, cell in row.items()}
+
+
+def _is_missing(cell: Any) -> bool:
+    if isinstance(cell, np.ndarray):
+        return cell.dtype.kind == "f" and bool(np.isnan(cell).any())
+    return is_missing(cell)
+
+
 def _named(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path)
@@ -152,7 +165,7 @@ def _text(cell: Any) -> str:
     """A cell as text: missing ones empty, lists, tuples and vectors as JSON."""
     if isinstance(cell, str):
         return cell
-    if is_missing(cell):
+    if cell is None:
         return ""
     if isinstance(cell, float):
         return repr(cell)
@@ -171,7 +184,7 @@ class _Seen:
         self._largest = 0
 
     def look(self, cells: Iterable[Any]) -> None:
-        present = [x for x in cells if not is_missing(x)]
+        present = [x for x in cells if x is not None]
         kinds = set(map(type, present))
         self._kinds |= kinds
         if str in kinds:
