@@ -5,6 +5,7 @@ A command is a function that returns a `Result`, or yields several. It prints no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -76,12 +77,11 @@ def as_command(function: Command) -> Callable[..., None]:
         *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
     ) -> None:
         try:
-            if debug:
-                _listen()
-            plugin.load(context.obj)
-            with warnings.catch_warnings():
-                warnings.showwarning = _warn
-                code = _print(function(**arguments), as_json)
+            with _listening() if debug else contextlib.nullcontext():
+                plugin.load(context.obj)
+                with warnings.catch_warnings():
+                    warnings.showwarning = _warn
+                    code = _print(function(**arguments), as_json)
         except (Exception, KeyboardInterrupt) as error:
             code, message = diagnose(error)
             if debug and code not in (PIPE, STOPPED):
@@ -156,15 +156,22 @@ def _complain(fault: dict[str, Any], as_json: bool) -> None:
     screen.note(f"qkv: {fault['error']}")
 
 
-def _listen() -> None:
-    """Have the logger "qkv" tell all on stderr."""
+@contextlib.contextmanager
+def _listening() -> Iterator[None]:
+    """Have the logger "qkv" tell all on stderr, for the length of a command."""
     import logging
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("qkv %(relativeCreated)6.0f ms: %(message)s"))
     logger = logging.getLogger("qkv")
-    logger.handlers[:] = [handler]
+    before = logger.level
+    logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
