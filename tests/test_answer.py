@@ -172,3 +172,8 @@ def test_bars_and_json_of_anything():
     assert jsonable({"a": (np.float32(1), np.arange(2), b"\xff", math.inf)}) == {
         "a": [1.0, [0, 1], "ff", "inf"]
     }
+
+
+def test_values_of_several_types_make_a_frame():
+    found = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
+    assert list(found["value"]) == [1.5, "t"]

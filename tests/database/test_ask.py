@@ -136,3 +136,50 @@ def test_one_question_by_every_way(tmp_path):
         assert disk.attend(1971.0, where=where) == pytest.approx(due.value)
         assert [D.ask(1971.0, where=where).to_dict() for D in past] == [first] * 2
     assert data("ask", path, "1971", "--where", where) == due.to_dict()
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "spread"),
+    [
+        ([INF, INF], INF, np.nan),
+        ([INF, 1.0], INF, np.nan),
+        ([-INF, 1.0], -INF, np.nan),
+        ([INF, -INF], np.nan, np.nan),
+        ([1e308, -1e308], 0.0, 1e308),
+        ([1e308, 1e308], 1e308, 0.0),
+        ([1e-200, 3e-200], 2e-200, 1e-200),
+    ],
+)
+def test_values_at_the_ends_of_a_float(values, value, spread, recwarn):
+    answer = qkv.Database(zip([1.0, 2.0], values, strict=True)).ask(1.5)
+    np.testing.assert_allclose([answer.value, answer.spread], [value, spread], rtol=1e-12)
+    if not np.isnan(value):
+        np.testing.assert_allclose(
+            qkv.attend([[1.5]], [[1.0], [2.0]], np.array(values)[:, None], score="gaussian"),
+            [[value]],
+        )
+    assert not recwarn.list
+
+
+def test_an_infinite_value_without_weight_does_not_count():
+    answer = qkv.Database([(1.0, 3.0), (2.0, INF)]).ask(1.0, weighting="hard")
+    assert (answer.value, answer.spread) == (3.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [3, 0.1, 2**63, -1e300])
+@pytest.mark.parametrize("weighting", ["softmax", "sparsemax", "average"])
+def test_the_mean_of_equal_values_is_theirs(value, weighting):
+    made = qkv.Database((f"key {i}", [value, 7][i % 2]) for i in range(300))
+    answer = made.ask("key 5", where={"value": value}, weighting=weighting)
+    assert (answer.value, answer.spread) == (value, 0.0)
+    assert made.ask("key 5", weighting="average").spread > 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_mean_of_equal_vectors_is_theirs(dtype):
+    vector = np.array([0.1, -3.0, 1e4], dtype)
+    made = qkv.Database(zip(map("key {}".format, range(40)), [vector] * 40, strict=True))
+    np.testing.assert_array_equal(made.ask("key 5").value, vector)

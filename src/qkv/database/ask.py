@@ -178,12 +178,20 @@ class Asked:
             return None
         mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)
-        for group in self.view.vectors(self.live, value=True).cuts(CHUNK):
-            for cut in group:
-                some = alpha[cut.start : cut.start + cut.size]
-                used = np.flatnonzero(some)
-                total += some[used] @ (cut.value(used).astype(float) - mean) ** 2
-        return self._value(np.sqrt(np.maximum(total, 0)))
+        size = np.full_like(total, np.finfo(float).tiny)
+        with np.errstate(invalid="ignore"):
+            for group in self.view.vectors(self.live, value=True).cuts(CHUNK):
+                for cut in group:
+                    some = alpha[cut.start : cut.start + cut.size]
+                    used = np.flatnonzero(some)
+                    # Halves, over the largest so far: no square goes beyond a float.
+                    far = cut.value(used).astype(float) / 2 - mean / 2
+                    largest = np.abs(far).max(axis=0, initial=0)
+                    larger = np.maximum(size, largest)
+                    total *= (size / larger) ** 2
+                    total += some[used] @ (far / larger) ** 2
+                    size = larger
+            return self._value(2 * size * np.sqrt(np.maximum(total, 0)))
 
 
 def _shares(rows: list[Row]) -> list[Share]:

@@ -17,7 +17,7 @@ from qkv.engines import streaming
 from qkv.engines.call import Call
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Span
-from qkv.weightings import State, Weighting, pool
+from qkv.weightings import State, Weighting
 
 CACHED = 2**18
 """Scores of a block that its passes find in the cache."""
@@ -37,7 +37,8 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
         for all_rows, found in zip(alpha, some, strict=True):
             all_rows.fill(0)
             all_rows[at] = found
-    return Weighed(pooled(rows, alpha), alpha, entropy, None if lse is None else lse[:, 0])
+    out = pooled(rows, alpha, mean=weighting.convex)
+    return Weighed(out, alpha, entropy, None if lse is None else lse[:, 0])
 
 
 def _weights(
@@ -133,11 +134,18 @@ def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     return np.asarray(np.fmax(np.log(some) - along / some, 0))
 
 
-def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:
-    """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions; a row without weight is not read."""
-    width = rows.value.shape[-1]
+def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
+    """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions; a row without weight is not read.
 
-    def lift(cut: Cut) -> np.ndarray:
+    A `mean` is divided by the sum of its weights, which rounding keeps from 1; that of equal values
+    is theirs.
+    """
+    width = rows.value.shape[-1]
+    start = np.zeros((len(alpha), width), alpha.dtype)
+    if not width:
+        return start
+
+    def lift(cut: Cut) -> tuple[Any, ...]:
         some = alpha[:, cut.start : cut.start + cut.size]
         if np.count_nonzero(some) * 8 < cut.size:
             used = np.flatnonzero(some.any(axis=0))
@@ -145,10 +153,54 @@ def pooled(rows: Rows, alpha: np.ndarray) -> np.ndarray:
         else:
             value = cut.value()
         some = some.astype(np.result_type(some, value), copy=False)
-        return np.asarray(pool(some, value, None, None, sparse=True))
+        total = _summed(some, value)
+        return (total, np.add.reduce(some, 1), _common(value, some)) if mean else (total,)
 
-    start = np.zeros((len(alpha), width), alpha.dtype)
-    if not width:
-        return start
+    def merge(one: tuple[Any, ...], two: tuple[Any, ...]) -> tuple[Any, ...]:
+        sums = [a + b for a, b in zip(one[:2], two[:2], strict=True)]
+        return *sums, *map(_both, one[2:], two[2:])
+
+    none = (start, start[:, 0], None)[: 3 if mean else 1]
     size = max(min(streaming.READ // width, MOST), 512)
-    return np.asarray(Reader(of(alpha)).reduce(lift, np.add, start, rows.cuts(size)))
+    out, *more = Reader(of(alpha)).reduce(lift, merge, none, rows.cuts(size))
+    if mean and more[1] is not None:
+        mass, common = more
+        some = np.flatnonzero(mass > 0)
+        out[some] = np.where(np.isnan(common), out[some] / mass[some, None], common)
+    return np.asarray(out)
+
+
+def _common(value: np.ndarray, weight: np.ndarray) -> np.ndarray | None:
+    """What all rows with weight have in a column of values, NaN where they differ; None without
+    such a row."""
+    used = np.logical_or.reduce(weight != 0, 0) if len(weight) > 1 else weight[0] != 0
+    if not used.any():
+        return None
+    first, last = value[used.argmax()], value[len(used) - 1 - used[::-1].argmax()]
+    found = np.where(first == last, first, np.nan)
+    near = np.flatnonzero(first == last)
+    if len(near):
+        differ = ((value[:, near] != found[near]) & used[:, None]).any(axis=0)
+        found[near[differ]] = np.nan
+    return found
+
+
+def _both(one: np.ndarray | None, two: np.ndarray | None) -> np.ndarray | None:
+    if one is None or two is None:
+        return two if one is None else one
+    return np.where(one == two, one, np.nan)
+
+
+def _summed(weight: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Σᵢ αᵢ vᵢ (n, d_v), in which 0 times infinity is 0."""
+    finite = np.isfinite(value)
+    if finite.all():
+        return np.asarray(weight @ value)
+    up, down, sign = value == np.inf, value == -np.inf, np.sign(weight)
+    out = weight @ np.where(finite, value, 0)
+    for end in (1, -1):
+        out[(np.maximum(end * sign, 0) @ up + np.maximum(-end * sign, 0) @ down) > 0] += (
+            end * np.inf
+        )
+    out[(np.abs(sign) @ np.isnan(value)) > 0] = np.nan
+    return np.asarray(out)
