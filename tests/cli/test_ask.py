@@ -195,7 +195,7 @@ class TestAsk:
         connection.close()
         assert data("ask", path, "Li", "--table", "names")["value"] == "Mu"
         assert data("ask", "sqlite:///people.sqlite?table=names", "Li")["value"] == "Mu"
-        assert data("ask", path, "Li", code=2)["error"].count("names")
+        assert "--table names" in data("ask", path, "Li", code=2)["error"]
 
     def test_csv_on_stdin(self) -> None:
         assert data("ask", "-", "Li", stdin="last,first\nLi,Mu\nHu,Rachel\n")["value"] == "Mu"

@@ -160,9 +160,10 @@ class TestErrors:
         assert result.exit_code == 70
         assert result.stderr.startswith("qkv: a bug, ZeroDivisionError: by naught.")
         assert result.stderr.count("\n") == 1
-        result = qkv("weights", "a b", "--debug")
-        assert result.exit_code == 70
-        assert "Traceback" in result.stderr
+        for given in (("weights", "a b", "--debug"), ("--debug", "weights", "a b")):
+            result = qkv(*given)
+            assert result.exit_code == 70
+            assert "Traceback" in result.stderr
 
     def test_json_stays_json(self) -> None:
         assert data("weights", " ", code=2) == {

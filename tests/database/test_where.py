@@ -77,6 +77,10 @@ def passing(where, rows):
         ("stock != 3", True),
         ("stock is not None or year != 1988", False),
         ("year and not stock", False),
+        ("year\n== 1988", True),
+        ("(year == 1) or (year == 1988)\n  and genre == 'poetry'", False),
+        ("year == 1988 # of the first edition\n and genre == 'poetry'", False),
+        ("year == +1988 and year > -1", True),
         ("True", True),
         ("`first name` == 'P'", True),
         ("title == '`' or `first name` == 'P'", True),
@@ -96,9 +100,25 @@ def test_a_column_may_have_any_name():
     assert passing("_column_0_0 == 1 and `first name` == 2 and _column_0 == 3", [row]) == [True]
 
 
+def test_a_backtick_of_a_name_is_written_twice():
+    row = {"a`tick`b": 1, "`": 2}
+    assert passing("`a``tick``b` == 1 and ```` == 2", [row]) == [True]
+    for where in ("`a`tick`b` == 1", "`a` == 1", "`a``tick``b` + 1 == 2"):
+        with pytest.raises(ArgumentError) as caught:
+            condition(where, list(row))
+        assert "_column_" not in str(caught.value)
+
+
+def test_an_error_names_columns_without_their_control_characters():
+    with pytest.raises(ArgumentError, match=r"Known: '\\x1b\[31mred', year\.$"):
+        condition("yaer == 1", ["year", "\x1b[31mred"])
+
+
 @pytest.mark.parametrize(
     ("where", "error", "says"),
     [
+        ("year > 1) or (year < 2", ArgumentError, "cannot read"),
+        ("year\n> > 3", ArgumentError, "cannot read"),
         ({"yaer": 1}, ArgumentError, "did you mean 'year'"),
         ("yaer > 3", ArgumentError, "did you mean 'year'"),
         ("year > > 3", ArgumentError, "cannot read 'year > > 3' at character 8"),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from qkv.cli import ask, demo, keep, learn, rows, sentence
-from qkv.cli.command import CODES, STOPPED, Command, as_command
+from qkv.cli.command import CODES, STOPPED, Command, Debug, Given, as_command
 
 COMMANDS: dict[str, Command] = {
     "ask": ask.ask,
@@ -63,6 +63,7 @@ def _qkv(
             "own; give it again for several.",
         ),
     ] = None,
+    debug: Debug = False,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
@@ -73,7 +74,7 @@ def _qkv(
     Every row answers, weighted by how well its key matches. Results go to stdout, everything else
     to stderr. Every command takes --json.
     """
-    context.obj = plugin or []
+    context.obj = Given(plugin or [], debug)
 
 
 def main() -> None:

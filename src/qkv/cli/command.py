@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -64,6 +64,13 @@ Debug = Annotated[
 ]
 
 
+class Given(NamedTuple):
+    """What stood before the command: the plugins, and --debug, which may stand behind it too."""
+
+    plugins: list[str]
+    debug: bool
+
+
 def as_command(function: Command) -> Callable[..., None]:
     """The function as typer wants it: with --json and --debug, and with errors made one line."""
     names = {"as_json": Json, "debug": Debug}
@@ -76,9 +83,11 @@ def as_command(function: Command) -> Callable[..., None]:
     def run(
         *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
     ) -> None:
+        plugins, before = context.obj
+        debug = debug or before
         try:
             with _listening() if debug else contextlib.nullcontext():
-                plugin.load(context.obj)
+                plugin.load(plugins)
                 with warnings.catch_warnings():
                     warnings.showwarning = _warn
                     code = _print(function(**arguments), as_json)

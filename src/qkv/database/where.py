@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from qkv.errors import ArgumentError, DtypeError, unknown
 
 _EQUAL = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _IN = {ast.In: True, ast.NotIn: False}
+_NAME = re.compile(r"`((?:[^`]|``)*)`(?!`)")
+"""A name in backticks, one of its own written twice."""
 _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
 
@@ -62,12 +65,17 @@ class _Expression:
     def compiled(self) -> Condition:
         source, self.quoted = self._plain()
         try:
-            tree = ast.parse(source.strip(), mode="eval")
-            return self._built(tree.body)
+            # In brackets, so that it may go over several lines; on lines of its own, so that one
+            # which closes them itself is told from the others by where it begins.
+            body = ast.parse(f"(\n{source.strip()}\n)", mode="eval").body
+            if body.lineno == 1:
+                raise self._unread(None)
+            return self._built(body)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise self._unread(getattr(error, "offset", None)) from None
+            line, at = getattr(error, "lineno", None), getattr(error, "offset", None)
+            raise self._unread(at if line == 2 else None) from None
 
     def _unread(self, at: int | None) -> ArgumentError:
         where = f" at character {at}" if at else ""
@@ -88,17 +96,17 @@ class _Expression:
             if letter in "'\"":
                 end = _closing(self.text, at)
             elif letter == "`":
-                end = self.text.find("`", at + 1) + 1
-                if not end:
+                name = _NAME.match(self.text, at)
+                if name is None:
                     raise ArgumentError(f"where: a backtick in {_quoted(self.text)} is not closed")
                 place = next(
-                    name
+                    free
                     for i in range(len(self.names) + 1)
-                    if (name := f"_column_{len(quoted)}_{i}") not in self.names
+                    if (free := f"_column_{len(quoted)}_{i}") not in self.names
                 )
-                quoted[place] = self.text[at + 1 : end - 1]
-                parts.append(place)
-                at = end
+                quoted[place] = name[1].replace("``", "`")
+                parts.append(f" {place} ")
+                at = name.end()
                 continue
             else:
                 end = at + 1
@@ -144,6 +152,8 @@ class _Expression:
                 return Constant(value)
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
                 return Constant(-number)
+            case ast.UnaryOp(ast.UAdd(), ast.Constant(int() | float() as number)):
+                return Constant(number)
         raise self._strange(node)
 
     def _column(self, name: str) -> str:
@@ -152,8 +162,11 @@ class _Expression:
         return column
 
     def _strange(self, node: ast.expr) -> ArgumentError:
+        told = ast.unparse(node)
+        for place, column in self.quoted.items():
+            told = told.replace(place, f"`{column}`")
         return ArgumentError(
-            f"where: {_quoted(ast.unparse(node))} in {_quoted(self.text)} is not understood: only "
+            f"where: {_quoted(told)} in {_quoted(self.text)} is not understood: only "
             "columns, constants, comparisons, in, and, or, not"
         )
 

@@ -314,6 +314,7 @@ def test_json_not_a_number(tmp_path):
         ('{"a": 1}\n{"a": "\\ud800"}', 2, 1, "half a character"),
         ('{"a": 1e999}', 1, 1, "more than a float"),
         ('{"a": ' + "9" * 5000 + "}", 1, 1, "5,000 digits"),
+        ('{"a": 1}\n{"a": ' + "9" * 401 + "}", 2, 1, "401 digits"),
         ('{"a": ' + "[" * 100_000, 1, 1, "nested too deeply"),
         ('{"": 1}', None, None, "no name"),
         ("[]", None, None, "no objects"),

@@ -147,9 +147,11 @@ def _float(digits: str) -> float:
 
 def _int(digits: str) -> int:
     try:
-        return int(digits)
-    except ValueError:
+        number = int(digits)
+        float(number)
+    except (ValueError, OverflowError):
         raise _Refused(f"an int of {len(digits):,} digits: write it as text") from None
+    return number
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_int=_int)

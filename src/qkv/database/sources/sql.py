@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ class Wish:
         if len(tables) > 1:
             raise SourceError(
                 f"{len(tables)} tables ({', '.join(tables[:20])}{', …' * (len(tables) > 20)}): "
-                f"choose one with table={tables[0]!r} or ?table={quote(tables[0])}",
+                f"choose one with table={tables[0]!r} or ?table={quote(tables[0])}, on the command "
+                f"line with --table {shlex.quote(tables[0])}",
                 file=file,
             )
         return tables[0]
