@@ -37,6 +37,12 @@ class TestAsk:
         path.write_text('{"k":"x","v":1.5}\n{"k":"z","v":"t"}\n')
         assert qkv("ask", path, "x").stdout.splitlines()[0] == "1.5"
 
+    def test_infinite_values_have_no_spread(self, tmp_path: Path) -> None:
+        path = tmp_path / "ends.jsonl"
+        path.write_text('{"k": 1.0, "v": Infinity}\n{"k": 2.0, "v": Infinity}\n')
+        assert qkv("ask", path, "1.5", "-k", "k", "-v", "v").stdout.splitlines()[0] == "inf"
+        assert data("ask", path, "1.5", "-k", "k", "-v", "v")["value"] == "inf"
+
     def test_words_need_no_quotes(self, table: Path) -> None:
         assert (
             data("ask", table, "the", "odyssey", "-k", "title", "-v", "author")["value"] == "Homer"

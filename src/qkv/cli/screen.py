@@ -103,6 +103,8 @@ def around(value: float, spread: float) -> str:
     >>> around(74.7813, 4.92642), around(0.01234, 0.00031), around(5.0, 0.0), around(-2e300, 1e308)
     ('74.8 ± 4.9', '0.01234 ± 0.00031', '5 ± 0', '-2e+300 ± 1e+308')
     """
+    if math.isnan(spread):  # of infinite values
+        return cell(value)
     if not 1e-15 < spread < 1e15 or abs(value) > 1e9 * spread:
         return f"{cell(value)} ± {cell(spread)}"
     digits = max(1 - math.floor(math.log10(spread)), 0)
