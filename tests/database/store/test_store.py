@@ -895,6 +895,7 @@ HARMS = {
     "schema format": lambda path: flip(path, 47, 0x80),
     "schema": lambda path: flip(path, path.read_bytes().index(b"CREATE TABLE rows"), 0x80),
     "schema of settings": lambda path: flip(path, path.read_bytes().index(b"CREATE TABLE set"), 64),
+    "schema of an index": lambda path: flip(path, path.read_bytes().index(b"(digest)") + 1, 32),
     "schema of resting": lambda path: flip(path, path.read_bytes().index(b"tensors BLOB"), 0x80),
 }
 
@@ -908,7 +909,7 @@ def test_a_damaged_catalogue(tmp_path, small, harm):
     files = sorted(os.listdir(tmp_path))
     problems = check(tmp_path)
     assert problems and {problem.file for problem in problems} == {"catalogue.sqlite"}
-    if harm not in ("record", "settings", "short", "half", "schema of resting"):
+    if harm not in ("record", "settings", "short", "half"):
         with pytest.raises(Damaged, match=r"catalogue.sqlite.*qkv check --repair"):
             Store(tmp_path)
     if harm == "record":

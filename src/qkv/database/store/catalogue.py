@@ -40,9 +40,13 @@ CREATE TABLE discarded (file TEXT PRIMARY KEY);
 CREATE TABLE counters (files INTEGER NOT NULL);
 """
 
+STATEMENTS = {statement.strip() for statement in TABLES.split(";")[:-1]}
+WRITTEN = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+"""What SQLite keeps of them."""
+
 T = TypeVar("T")
 
-_DAMAGE = ("UTF-8", "no such table", "no such column", "unsupported file format")
+_DAMAGE = ("no such table", "no such column", "unsupported file format")
 """What SQLite says of damage under the code of a plain error."""
 
 SEGMENT = "file, generation, first, last, rows, bytes, checksum"
@@ -120,6 +124,8 @@ class Catalogue:
         if application == APPLICATION and number == FORMAT:
             if self.value("SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"):
                 raise self.damaged("it holds statements of its own, which a store never does")
+            if {sql for (sql,) in self.all(WRITTEN)} != STATEMENTS:
+                raise self.damaged("its tables are not those that were written")
             return True
         if application == APPLICATION and number > FORMAT:
             raise NotAStore(
@@ -269,7 +275,8 @@ class Catalogue:
         text = str(error)
         if "closed database" in text:
             return Closed(f"{self._name()} is closed: open it again")
-        if isinstance(error, UnicodeDecodeError):  # of SQLite's own message, which quotes the file
+        # The first of SQLite's own message, which quotes the file; the second quotes it too.
+        if isinstance(error, UnicodeDecodeError) or "UTF-8" in text:
             return self.damaged("its text is not UTF-8")
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or any(
             sign in text for sign in _DAMAGE

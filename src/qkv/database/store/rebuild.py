@@ -18,7 +18,16 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
-from qkv.database.store.catalogue import FILE, SEGMENT, Catalogue, Edition, line_crc, row_crc
+from qkv.database.store.catalogue import (
+    FILE,
+    SEGMENT,
+    STATEMENTS,
+    WRITTEN,
+    Catalogue,
+    Edition,
+    line_crc,
+    row_crc,
+)
 from qkv.database.store.layout import Layout
 from qkv.database.store.mark import Mark
 from qkv.database.store.segments import Entry, number, read_notes
@@ -75,7 +84,7 @@ class _Found:
     entries: list[Entry] = field(default_factory=list)
     files: int = 0
     whole: bool = True
-    """Whether every table could be read to its end."""
+    """Whether every table is what was made and could be read to its end."""
 
     @property
     def wealth(self) -> tuple[bool, int, int]:
@@ -196,6 +205,10 @@ def _read(path: Path) -> _Found:
         return found
     try:
         connection.text_factory = lambda text: text.decode("utf-8", "strict")
+        try:
+            found.whole = {sql for (sql,) in connection.execute(WRITTEN)} == STATEMENTS
+        except _FAULTS:
+            found.whole = False
         _read_tables(connection, found)
     finally:
         connection.close()
