@@ -68,9 +68,6 @@ class Torch(Framework):
             or _traced() is not None  # jit.trace
         )
 
-    def forward_mode(self, x: Array) -> bool:
-        return forward_ad._current_level >= 0
-
     def functional(self, x: Array) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
         for derivatives of both modes and any order, which fused kernels have not."""

@@ -105,8 +105,8 @@ def _all_arrays(record: Any) -> list[Array]:
         return [record]
     if isinstance(record, masks.Mask):
         return record.arrays()
-    inner = vars(record).values() if hasattr(type(record), "__dataclass_fields__") else ()
-    return [x for item in inner for x in _all_arrays(item)]
+    names = getattr(type(record), "__dataclass_fields__", ())
+    return [x for name in names for x in _all_arrays(getattr(record, name))]
 
 
 def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:

@@ -150,6 +150,18 @@ def test_a_short_causal_call_is_left_to_it(monkeypatch):
     assert declined(short, None) is None
 
 
+def test_it_leaves_torch_func_to_others():
+    x = torch.randn(2, 3, 5, 4, device=DEVICE)
+
+    def loss(x, **how):
+        return qkv.attend(x, x, x, score="gaussian", **how).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss))(x)
+    torch.testing.assert_close(each[1], torch.func.grad(loss)(x[1]))
+    with pytest.raises(EngineError, match=r"torch\.func"):
+        torch.func.grad(lambda x: loss(x, engine="triton"))(x)
+
+
 @pytest.mark.parametrize("place", [0, 7, 15])
 def test_a_nan_behind_the_causal_mask_stays_there(place):
     query, key, value = torch.randn(3, 1, 2, 16, 16, dtype=torch.float16, device=DEVICE).unbind()

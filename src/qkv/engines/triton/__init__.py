@@ -63,8 +63,8 @@ def cannot(call: Call) -> str | None:
         return "the kernels sum in float32"
     if isinstance(call.weighting, Tsallis):
         return "the kernels know an alpha between 1 and 2 that is not learned"
-    if fw.forward_mode(call.query):  # type: ignore[attr-defined]
-        return "the kernels have no forward-mode derivatives"
+    if fw.functional(call.query):  # type: ignore[attr-defined]
+        return "torch.func and forward mode ask for rules that the kernels have not"
     if type(call.weighting) not in WEIGHTINGS:
         return f"the kernels do not know {type(call.weighting).__name__}"
     if getattr(call.weighting, "on_empty", "zero") != "zero":
