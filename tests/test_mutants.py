@@ -72,10 +72,14 @@ SKIPPED |= {"done", "__new__"}
 is lowered or refused, which test_lowered.py and weightings/test_normalized.py are about."""
 
 EQUIVALENT = {
-    "product": {"2.0"},  # what a zero vector is divided by
+    "product": {
+        "2.0",  # what a zero vector is divided by
+        "1e+30",  # and 1
+    },
     "distance": {
         "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
-        "x + self.centre",  # both sides are shifted alike
+        "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
+        "reach * reach * scale < LENGTH",
     },
     "window": {
         "fw.detach(square) / -1.0",
@@ -112,6 +116,7 @@ EQUIVALENT = {
         "1.0",  # the sums of frameworks that cannot pick; the battery runs those
         "2.0",  # a start further below the root
         "0 >= scores.shape[-1] < SHORT",  # the longer way
+        "scores + top",  # in a graph of torch's, which test_transforms sees
         # Of these the gradient alone counts, which the battery sees.
         "bent + lean * (row_sum(bent) / nonzero(row_sum(lean)))",
         "lean / (row_sum(bent) / nonzero(row_sum(lean)))",
@@ -142,6 +147,23 @@ def check_score(cls, name, settings):
         huge = cls(**settings)(QUERY * 1e200, KEY)
         np.testing.assert_allclose(huge, want, rtol=1e-9)
         assert (cls()(np.zeros((1, D)), KEY) == 0).all()
+        _check_aside(cls(**settings), want)
+    if name == "Gaussian":
+        quick = cls.__call__.__globals__["Quick"](**settings)
+        np.testing.assert_allclose(quick(QUERY, KEY), want, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(quick(QUERY + 1e6, KEY + 1e6), want, atol=1e-6)
+        sharp, near = type(quick)(1e-6), QUERY + 1e-6
+        apart = (1e6 * (QUERY[:, None] - near) ** 2 * 1e6).sum(-1) / -2
+        np.testing.assert_allclose(sharp(QUERY, near), apart, rtol=1e-9)
+
+
+def _check_aside(score, want):
+    """What is kept of the keys serves every query, unless their squares would be no numbers."""
+    keys = np.concatenate([KEY, np.zeros((1, D))])
+    found = score.beside(QUERY, keys, score.aside(keys))
+    np.testing.assert_allclose(found[:, :-1], want, rtol=1e-9, atol=1e-12)
+    assert (found[:, -1] == 0).all()
+    assert score.aside(KEY * 1e16) is score.aside(KEY * 1e-16) is None
 
 
 def _check_lowered(score, want):

@@ -31,6 +31,13 @@ def _layer(make: Callable[[], Any], call: Function) -> Option:
         rows = (query[:, 0], key[:, 0], value[:, 0])
         return call(lambda *x: torch.func.functional_call(made[0], now, x), *rows)
 
+    def apart() -> Function:
+        """The same of a layer of its own: parameters are lent to it, which threads cannot share."""
+        own = _layer(make, call)
+        own.extra(0)
+        return own.call
+
+    function.apart = apart  # type: ignore[attr-defined]
     return Option("layers", function, parameters)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import threading
@@ -647,6 +648,19 @@ def test_compaction_keeps_the_rows(make):
     D.compact()
     assert dict(D.items()) == {k: v for k, v in NAMES.items() if k != "Li"}
     assert D.ask("Hu").value == "Rachel"
+
+
+def test_an_answer_holds_no_old_version(tmp_path):
+    gc.disable()  # a ring of references would hold one until the collector comes by
+    try:
+        with qkv.open(tmp_path / "d.qkv") as D:
+            D.add("a", 1)
+            D.ask("a")
+            D.add("b", 2)
+            D.compact()
+            assert [version.number for version in D.versions()] == [2]
+    finally:
+        gc.enable()
 
 
 def test_an_encoder_is_fitted_anew_when_the_keys_have_doubled(make):

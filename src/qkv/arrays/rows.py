@@ -73,7 +73,17 @@ class Rows:
     ):
         self.read, self.allowed, self.apart = read, allowed, apart
         self.kept = {} if kept is None else kept
-        self.key, self.value = Column(self, shape), Column(self, (shape[0], width))
+        self.shape, self.width = shape, width
+
+    # Not attributes: a ring of references would hold the rows until the collector comes by.
+
+    @property
+    def key(self) -> Column:
+        return Column(self, self.shape)
+
+    @property
+    def value(self) -> Column:
+        return Column(self, (self.shape[0], self.width))
 
     def cuts(self, size: int) -> Cuts:
         return Cuts(self, size)

@@ -142,7 +142,7 @@ def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
     """
     width = rows.value.shape[-1]
     start = np.zeros((len(alpha), width), alpha.dtype)
-    if not width:
+    if not start.size:
         return start
 
     def lift(cut: Cut) -> tuple[Any, ...]:

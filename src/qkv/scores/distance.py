@@ -89,7 +89,7 @@ class Expanded(Score):
 
     def scaled(self, x: Array) -> Array:
         if self.centre is not None:
-            x = x - self.centre[(None,) * (len(x.shape) - 1)]  # JAX may forbid to add axes
+            x = x - self.centre[(*[None] * (len(x.shape) - 1), ...)]  # JAX may forbid to add axes
         return over(x, self.bandwidth)
 
     def form(self, query: Array, key: Array) -> Form:

@@ -175,8 +175,9 @@ class TopK(Exponential):
     def chosen(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         xp = of(scores).xp
         _, _, least, at = found
-        tie = xp.logical_and(scores == least, k <= at)
-        chosen = xp.logical_or(xp.logical_or(scores > least, tie), xp.isnan(least + scores))
+        # A compiler may round a score anew, and the last of the chosen would not be found again.
+        last = xp.logical_or(xp.logical_and(scores == least, k <= at), k == at)
+        chosen = xp.logical_or(xp.logical_or(scores > least, last), xp.isnan(least + scores))
         return chosen if live is None else xp.logical_and(chosen, live)
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
