@@ -94,17 +94,7 @@ class Attention(nn.Module):
     ) -> Any:
         """The output; with `need_weights` a pair with α (…, n, m) beside it."""
         check_tensors(query=query, key=key, value=value)
-        out, alpha = attended(
-            query,
-            key,
-            value,
-            self.score,
-            self.weighting,
-            mask,
-            self.dropout if self.training else 0.0,
-            "heads" if need_weights else None,
-        )
-        return (out, alpha) if need_weights else out
+        return _answered(self, query, key, value, mask, need_weights)
 
     if TYPE_CHECKING:
 
@@ -165,17 +155,8 @@ class SelfAttention(nn.Module):
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
         check_tensors(x=x)
         check_dtype(self.w_query, x=x)
-        out, alpha = attended(
-            x @ self.w_query,
-            x @ self.w_key,
-            x @ self.w_value,
-            self.score,
-            self.weighting,
-            mask,
-            self.dropout if self.training else 0.0,
-            "heads" if need_weights else None,
-        )
-        return (out, alpha) if need_weights else out
+        query, key, value = (x @ w for w in (self.w_query, self.w_key, self.w_value))
+        return _answered(self, query, key, value, mask, need_weights)
 
     if TYPE_CHECKING:
 
@@ -185,6 +166,16 @@ class SelfAttention(nn.Module):
     def extra_repr(self) -> str:
         (d, d_qk), d_v = self.w_query.shape, self.w_value.shape[1]
         return f"{d}, d_qk={d_qk}, d_v={d_v}, {words(self)}"
+
+
+def _answered(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, need_weights: bool
+) -> Any:
+    """What a layer of one score and one weighting returns."""
+    dropout = layer.dropout if layer.training else 0.0
+    weights = "heads" if need_weights else None
+    found = attended(query, key, value, layer.score, layer.weighting, mask, dropout, weights)
+    return found if need_weights else found[0]
 
 
 def words(layer: Any) -> str:
