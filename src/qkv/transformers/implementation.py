@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from qkv import masks, scores, weightings
+from qkv.arrays import framework
 from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, ShapeError
 from qkv.scores import ScaledDot, Score, ScoreLike
@@ -144,13 +145,12 @@ class Implementation:
             score = (ScaledDot if fresh else _scaled_dot)(scaling, softcap)
         question = Question(query, key, value, score, self.weighting, mask, position_bias, s_aux)
         how = module, float(dropout), bool(output_attentions)
-        kind = query.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not torch.is_autocast_enabled(query.device.type):
             return self.answer(question, *how)
         # Norms in float32 leave some wider than others. And sums stay in float32 inside.
-        narrow = torch.get_autocast_dtype(kind)
-        query, key, value = (x.to(narrow) for x in (query, key, value))
-        with torch.autocast(kind, enabled=False):
+        fw = framework("torch")
+        query, key, value = map(fw.ambient, (query, key, value))
+        with fw.quiet():
             return self.answer(question._replace(query=query, key=key, value=value), *how)
 
     def answer(

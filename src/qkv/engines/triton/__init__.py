@@ -161,7 +161,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             band = (scale, *parts, lower, upper, lengths)
             alpha, rows = _searched(call, query, key, band)
         out, lse, _ = ops.pooled(
-            *ops.cast(query, key, _four_axes(call, call.value, few)), *parts, *rows,
+            query, key, _four_axes(call, call.value, few), *parts, *rows,
             lengths, layout, scale, weighting, alpha, lower, upper, size, False,
         )  # fmt: skip
         if form.offset is not None and call.wants_lse:
