@@ -12,7 +12,7 @@ PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
 BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
-INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,test,dev]' tensorflow-cpu
+INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,test,dev]' tensorflow-cpu
 # The demo shows no framework but NumPy, and need not wait for the others.
 INSTALL_SHOWN := -e '.[plot,text]'
 INSTALL_MXNET := -e '.[mxnet,test]'
