@@ -13,6 +13,7 @@ import typer
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import NOTHING, Result
 from qkv.cli.source import cell, opened
+from qkv.database import spelled
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ def _how(
     score: str | None, weighting: str | None, top: int, where: list[str] | None
 ) -> dict[str, Any]:
     return {
-        "score": values.score(score),
-        "weighting": values.weighting(weighting or "softmax"),
+        "score": spelled.score(score),
+        "weighting": spelled.weighting(weighting or "softmax"),
         "top": top,
         "where": values.where(where),
     }

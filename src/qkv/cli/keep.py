@@ -10,6 +10,7 @@ import typer
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
 from qkv.cli.source import cell, opened, picked, stored
+from qkv.database import spelled
 from qkv.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
@@ -98,13 +99,13 @@ def add(
     with stored(path, create=True) as database:
         about, example = database.info(), next(database.rows(), {})
         keys, columns = about["key"] or ["key"], about["value"] or ["value"]
-        wanted = cell(database, key, "the key") if example else values.guess(key)
+        wanted = cell(database, key, "the key") if example else spelled.guess(key)
         if value is None:
             given = dict(values.assignment(text, example) for text in cells or ())
         elif len(columns) > 1:
             raise ArgumentError(f"add: a value is {', '.join(columns)}: use --set for each")
         else:
-            given = {columns[0]: values.like(value, example.get(columns[0]), "the value")}
+            given = {columns[0]: spelled.like(value, example.get(columns[0]), "the value")}
         if update and wanted in database:
             inserted = _change(database, wanted, given, columns)
         else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.cli import screen, values
 from qkv.cli.command import Nothing
+from qkv.database import spelled
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -119,4 +120,4 @@ def cell(database: Database, text: str, what: str = "the query") -> Any:
     values.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):
         return text
-    return values.like(text, next(iter(database), text), what)
+    return spelled.like(text, next(iter(database), text), what)

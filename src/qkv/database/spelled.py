@@ -1,0 +1,171 @@
+"""Text, or JSON, as what it stands for: a cell of a column, a score, a weighting."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from qkv.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from qkv.names import Names
+
+
+def number(text: str) -> int | float | None:
+    """The number that a text is, if it is one.
+
+    >>> number("3"), number("3.5"), number("-1e3"), number("Li"), number("nan")
+    (3, 3.5, -1000.0, None, None)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if found == found else None
+
+
+def guess(text: str) -> Any:
+    """A cell of a column that has no type yet: a number if it prints back the same, else text.
+
+    >>> guess("7"), guess("007"), guess("3.5"), guess("Mu")
+    (7, '007', 3.5, 'Mu')
+    """
+    found = number(text)
+    return found if found is not None and str(found) == text else text
+
+
+def like(text: str, example: Any, what: str = "the query") -> Any:
+    """The text as the kind of cell that the example is; a guess where that is None.
+
+    >>> like("3.5", 2), like("3.5", "Li"), like("Li, 3", ("Hu", 1)), like('["Li", 3]', ("Hu", 1))
+    (3.5, '3.5', ('Li', 3), ('Li', 3))
+    """
+    from qkv.database.cells import kind
+
+    if example is None:
+        return guess(text)
+    match kind(example):
+        case "text":
+            return text
+        case "number":
+            found = number(text)
+            if found is None:
+                raise ArgumentError(f"{what} must be a number, as the column is, not {text!r}")
+            return found
+        case "vector":
+            import numpy as np
+
+            return np.asarray(_numbers(text, len(example), what), dtype=np.float32)
+        case "tuple":
+            parts = _parts(text)
+            if len(parts) != len(example):
+                raise ArgumentError(
+                    f"{what} must have {len(example)} parts, not {len(parts)}: write them as "
+                    """'first, second' or '["first", "second"]'"""
+                )
+            return tuple(
+                part if not isinstance(part, str) else like(part, wish, what)
+                for part, wish in zip(parts, example, strict=True)
+            )
+        case "date":
+            return _date(text, example, what)
+        case "bytes":
+            return text.encode()
+        case _:
+            try:
+                return json.loads(text)
+            except ValueError:
+                return text
+
+
+def cell(given: Any, example: Any, what: str = "the query") -> Any:
+    """What JSON gave as the kind of cell that the example is: text by `like` where the column is
+    not of text, a list as a tuple or a vector.
+
+    >>> cell(["Li", "3"], ("Hu", 1)), cell("3.5", 2), cell(["a"], None)
+    (('Li', 3), 3.5, ['a'])
+    """
+    from qkv.database.cells import kind
+
+    wish = "json" if example is None else kind(example)
+    if isinstance(given, str):
+        return given if wish in ("text", "json") else like(given, example, what)
+    if not isinstance(given, list):
+        return given
+    if wish == "vector":
+        return like(json.dumps(given), example, what)
+    if wish == "tuple" and len(given) == len(example):
+        return tuple(cell(part, sample, what) for part, sample in zip(given, example, strict=True))
+    return given
+
+
+def _parts(text: str) -> list[Any]:
+    """The parts of a JSON list, or of a line of CSV."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return found
+    return next(csv.reader([text], skipinitialspace=True), [])
+
+
+def _numbers(text: str, count: int, what: str) -> list[float]:
+    parts = [number(part) if isinstance(part, str) else part for part in _parts(text)]
+    if len(parts) != count or not all(isinstance(part, int | float) for part in parts):
+        raise ArgumentError(f"{what} must be {count} numbers, as in 0.5,1.0,…, not {text[:60]!r}")
+    return [float(part) for part in parts]  # type: ignore[arg-type]
+
+
+def _date(text: str, example: datetime.date | datetime.time, what: str) -> Any:
+    try:
+        return type(example).fromisoformat(text)
+    except ValueError:
+        form = example.isoformat()
+        raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}") from None
+
+
+def score(text: str | None) -> Any:
+    """A score by name, with its number if one follows.
+
+    >>> score("gaussian:0.5"), score("cosine")
+    (Gaussian(bandwidth=0.5), Cosine(temperature=1.0))
+    """
+    from qkv import scores
+
+    return None if text is None else _named(text, scores.NAMES)
+
+
+def weighting(text: str) -> Any:
+    """A weighting by name, with its number if one follows.
+
+    >>> weighting("topk:3"), weighting("entmax:1.3"), weighting("hard")
+    (TopK(k=3), Entmax(alpha=1.3), Hard(straight_through=False))
+    """
+    from qkv import weightings
+
+    if text.startswith("entmax:"):  # entmax15 is Entmax with its default
+        text = text.replace("entmax", "entmax15", 1)
+    return _named(text, weightings.NAMES)
+
+
+def _named(text: str, names: Names[Any]) -> Any:
+    name, colon, rest = text.partition(":")
+    takes = [p for p in names.parameters(name) if p.annotation not in ("bool", bool)]
+    needs = names.needs(name)
+    if not colon and len(needs) == 1 and re.search("int|float", str(takes[0].annotation)):
+        raise ArgumentError(f"{names.what} {name} needs a number: {name}:3")
+    if not colon or len(needs) > 1:
+        return names.build(name)
+    given = number(rest)
+    if not takes or given is None:
+        wish = "takes no number" if not takes else f"takes a number, not {rest!r}"
+        raise ArgumentError(f"{names.what} {name} {wish}")
+    return names.find(name)(given)

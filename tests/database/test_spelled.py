@@ -1,0 +1,56 @@
+"""Text as what it stands for."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.database import spelled
+from qkv.errors import ArgumentError
+
+
+class TestSpelled:
+    @pytest.mark.parametrize(
+        ("text", "example", "expected"),
+        [
+            ("007", "agent", "007"),
+            ("007", 1, 7),
+            ("1e3", 1, 1000.0),
+            ("2001-02-03", date(1999, 1, 1), date(2001, 2, 3)),
+            ('{"a": 1}', {"b": 2}, {"a": 1}),
+            ("text", {"b": 2}, "text"),
+            ("raw", b"x", b"raw"),
+            ('a, "b, c"', ("x", "y"), ("a", "b, c")),
+        ],
+    )
+    def test_like(self, text: str, example: Any, expected: Any) -> None:
+        assert spelled.like(text, example) == expected
+
+    def test_a_vector(self) -> None:
+        found = spelled.like("0.5, -1", np.zeros(2))
+        np.testing.assert_array_equal(found, [0.5, -1])
+        for text in ("0.5", "a,b", "[1, 2, 3]"):
+            with pytest.raises(ArgumentError, match="must be 2 numbers"):
+                spelled.like(text, np.zeros(2))
+
+    @pytest.mark.parametrize(
+        ("given", "example", "expected"),
+        [
+            ("3.5", "text", "3.5"),
+            ("3.5", {"a": 1}, "3.5"),
+            ("3.5", None, "3.5"),
+            (3.5, "text", 3.5),
+            (["2001-02-03", 1], (date(1999, 1, 1), 2), (date(2001, 2, 3), 1)),
+            ([1, 2, 3], ("a", "b"), [1, 2, 3]),
+        ],
+    )
+    def test_json_as_a_cell(self, given: Any, example: Any, expected: Any) -> None:
+        assert spelled.cell(given, example) == expected
+
+    def test_json_as_a_vector(self) -> None:
+        np.testing.assert_array_equal(spelled.cell([0.5, -1], np.zeros(2)), [0.5, -1])
+        with pytest.raises(ArgumentError, match="must be 2 numbers"):
+            spelled.cell([1, 2, 3], np.zeros(2))
