@@ -27,6 +27,7 @@ BENCH ?=
 RESULTS := build/test-results
 
 APART := src/qkv/nn src/qkv/keras src/qkv/transformers
+PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 SUITES := unit doctest layers mxnet
 
@@ -47,7 +48,7 @@ apt = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); } \
 	|| { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: help env env-mxnet demo test test-full $(STATIC) $(SUITES) bench clean
+.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -84,7 +85,18 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 demo: .venv/.shown ## Build books.qkv, ask it, tell the seeds' other stories, draw them into demo/
 	@$(BIN)/python examples/demo.py
 
-test: env env-mxnet ## Run every check below and count
+frontend/node_modules/.installed: frontend/package-lock.json
+	@npm ci --prefix frontend --no-progress --loglevel=error
+	@touch $@
+
+page: frontend/node_modules/.installed ## Check and bundle frontend/ into the package (needs Node)
+	@npm run --silent --prefix frontend check
+	@npm run --silent --prefix frontend build -- --outfile=$(abspath $(PAGE))
+
+browser: ## Find a Chromium, or install one
+	@command -v chromium chromium-browser google-chrome >/dev/null || $(call apt,chromium)
+
+test: env env-mxnet browser ## Run every check below and count
 	@rm -rf $(RESULTS); failed=; \
 	for check in $(STATIC) $(SUITES); do \
 		echo "--- $$check"; \
@@ -104,7 +116,7 @@ types: env ## Type check, and a page of a user's code by mypy and by pyright
 contract: env ## Floors: who may import whom
 	@$(BIN)/lint-imports
 
-unit: env ## Unit, property and conformance tests, and README's code
+unit: env browser ## Unit, property and conformance tests, and README's code
 	@$(BIN)/python $(PYTEST) $(XDIST) --junitxml=$(RESULTS)/$@.xml
 
 doctest: env ## Examples in the docstrings

@@ -1,0 +1,110 @@
+/** Elements, made by hand. Text is only ever text: nothing here reads markup. */
+
+export type Child = Node | string | number | null | undefined | false;
+type Handler = (event: any) => void;
+export interface Props {
+  class?: string;
+  /** `data-testid`: what a test finds it by. */
+  test?: string;
+  style?: Record<string, string>;
+  on?: Record<string, Handler>;
+  [attribute: string]: unknown;
+}
+
+/** Those that are properties first: an attribute would set their default alone. */
+const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "hidden", "open"]);
+
+function fill<E extends Element>(element: E, props: Props, children: Child[]): E {
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null) continue;
+    if (name === "on") {
+      for (const [event, handler] of Object.entries(value as Record<string, Handler>)) {
+        element.addEventListener(event, handler);
+      }
+    } else if (name === "style") {
+      // By the object model: a strict policy forbids the attribute.
+      const own = (element as unknown as HTMLElement).style;
+      for (const [key, v] of Object.entries(value as Record<string, string>)) own.setProperty(key, v);
+    } else if (name === "test") element.setAttribute("data-testid", String(value));
+    else if (PROPERTIES.has(name)) (element as any)[name] = value;
+    else if (name.startsWith("on")) throw new Error(`${name}: a handler goes into on: { … }`);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false) element.setAttribute(name, String(value));
+  }
+  add(element, ...children);
+  // A select takes its value once its options are there.
+  if ("value" in props && element instanceof HTMLSelectElement) element.value = String(props.value);
+  return element;
+}
+
+/** `h("p", { class: "note" }, "text")`: an element of HTML. */
+export function h<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  props: Props = {},
+  ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  return fill(document.createElement(tag), props, children);
+}
+
+/** The same of SVG. */
+export function s<K extends keyof SVGElementTagNameMap>(
+  tag: K,
+  props: Props = {},
+  ...children: Child[]
+): SVGElementTagNameMap[K] {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
+}
+
+export function add(element: Element, ...children: Child[]): void {
+  for (const child of children) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : String(child));
+  }
+}
+
+/** All children anew. */
+export function put(element: Element, ...children: Child[]): void {
+  element.replaceChildren();
+  add(element, ...children);
+}
+
+let count = 0;
+/** A name that no other element has: for `for`, `aria-labelledby` and their like. */
+export function unique(of: string): string {
+  count += 1;
+  return `qkv-${of}-${count}`;
+}
+
+/** A control below its label. */
+export function labelled(label: string, control: HTMLElement, hint?: string): HTMLElement {
+  control.id ||= unique("control");
+  return h(
+    "div",
+    { class: "field" },
+    h("label", { for: control.id }, label),
+    control,
+    hint ? h("span", { class: "hint" }, hint) : null,
+  );
+}
+
+/** A list to choose from: `[value, text]` or the value alone. */
+export function select(
+  options: (string | [string, string])[],
+  value: string,
+  change: (value: string) => void,
+  props: Props = {},
+): HTMLSelectElement {
+  const items = options.map((o) => (typeof o === "string" ? [o, o] : o));
+  return h(
+    "select",
+    { ...props, value, on: { change: (e) => change(e.target.value) } },
+    ...items.map(([v, text]) => h("option", { value: v }, text)),
+  );
+}
+
+/** A number as it stands beside a colour: `digits` after the point, never −0. */
+export function fixed(x: number, digits = 3): string {
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "none" : x > 0 ? "∞" : "−∞";
+  const text = x.toFixed(digits);
+  return (Number(text) === 0 ? text.replace("-", "") : text).replace("-", "−");
+}

@@ -1,0 +1,147 @@
+/** The frame around the views: a shadow root, tabs, the theme, and a voice for screen readers. */
+
+import { h, unique } from "./dom";
+import { STYLE } from "./style";
+import type { View } from "./view";
+import type { Backend, Descriptor, Host } from "./wire";
+
+export interface Shown {
+  views: Descriptor[];
+  backend: Backend | null;
+  host: Host;
+}
+
+type Theme = "auto" | "light" | "dark";
+const THEMES: Theme[] = ["auto", "light", "dark"];
+
+function sheet(css: string): CSSStyleSheet {
+  const made = new CSSStyleSheet();
+  made.replaceSync(css);
+  return made;
+}
+
+/** Shows views in `el` and returns what takes them away again. */
+export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void {
+  const box = h("div");
+  el.append(box);
+  const root = box.attachShadow({ mode: "open" });
+  root.adoptedStyleSheets = [sheet(STYLE), ...known.flatMap((v) => (v.style ? [sheet(v.style)] : []))];
+
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const start: Theme = el.dataset.theme === "dark" || el.dataset.theme === "light" ? el.dataset.theme : "auto";
+  let theme = start;
+  const dark = () => (theme === "auto" ? system.matches : theme === "dark");
+
+  const voice = h("div", { class: "unseen", role: "status", "aria-live": "polite", test: "announce" });
+  const panels: { tab: HTMLButtonElement; panel: HTMLElement; mount(): void; unmount(): void }[] = [];
+  const themed = () => {
+    if (theme === "auto") delete box.dataset.theme;
+    else box.dataset.theme = theme;
+    toggle.textContent = { auto: "◐", light: "○", dark: "●" }[theme];
+    toggle.setAttribute("aria-label", `Theme: ${theme}`);
+    toggle.title = `Theme: ${theme}`;
+    for (const { panel } of panels) panel.dispatchEvent(new CustomEvent("theme"));
+  };
+  const toggle = h("button", {
+    class: "quiet theme",
+    test: "theme",
+    on: {
+      click: () => {
+        theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+        themed();
+      },
+    },
+  });
+
+  const choose = (i: number, focus = false) => {
+    panels.forEach(({ tab, panel }, j) => {
+      tab.setAttribute("aria-selected", String(i === j));
+      tab.tabIndex = i === j ? 0 : -1;
+      panel.hidden = i !== j;
+    });
+    panels[i].mount();
+    if (focus) panels[i].tab.focus();
+  };
+
+  const times = new Map<string, number>();
+  shown.views.forEach((given, i) => {
+    const view = known.find((v) => v.name === given.view);
+    const seen = times.get(given.view) ?? 0;
+    times.set(given.view, seen + 1);
+    const name = seen ? `${given.view}-${seen}` : given.view;
+    const ids = [unique("tab"), unique("panel")];
+    const tab = h(
+      "button",
+      {
+        role: "tab",
+        id: ids[0],
+        "aria-controls": ids[1],
+        test: `tab-${name}`,
+        on: { click: () => choose(i) },
+      },
+      given.title || view?.title || given.view,
+    );
+    const panel = h("div", {
+      role: "tabpanel",
+      id: ids[1],
+      "aria-labelledby": ids[0],
+      test: `view-${name}`,
+      hidden: true,
+    });
+    let undo: (() => void) | null = null;
+    panels.push({
+      tab,
+      panel,
+      mount() {
+        if (undo) return;
+        if (!view) {
+          panel.append(h("p", { class: "error" }, `This page knows no view named ${given.view}.`));
+          undo = () => panel.replaceChildren();
+          return;
+        }
+        undo = view.mount(panel, {
+          data: given.data ?? {},
+          backend: shown.backend,
+          host: shown.host,
+          announce: (text) => {
+            voice.textContent = text;
+          },
+          dark,
+        });
+      },
+      unmount: () => undo?.(),
+    });
+  });
+
+  const tabs = h(
+    "div",
+    {
+      class: "tabs",
+      role: "tablist",
+      "aria-label": "Views",
+      on: {
+        keydown: (event: KeyboardEvent) => {
+          const now = panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
+          const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
+          if (next === undefined) return;
+          event.preventDefault();
+          choose((next + panels.length) % panels.length, true);
+        },
+      },
+    },
+    ...panels.map(({ tab }) => tab),
+  );
+  tabs.hidden = panels.length < 2;
+  system.addEventListener("change", themed);
+  root.append(
+    h("div", { class: "page" }, h("div", { class: "top" }, tabs, toggle), ...panels.map((p) => p.panel)),
+    voice,
+  );
+  themed();
+  if (panels.length) choose(0);
+  return () => {
+    system.removeEventListener("change", themed);
+    for (const panel of panels) panel.unmount();
+    box.remove();
+  };
+}

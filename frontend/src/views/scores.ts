@@ -1,0 +1,11 @@
+import { h } from "../dom";
+import type { View } from "../view";
+
+export const view: View = {
+  name: "scores",
+  title: "Scores",
+  mount(at) {
+    at.append(h("p", { class: "note" }, "This view is not built yet."));
+    return () => at.replaceChildren();
+  },
+};

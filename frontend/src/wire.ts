@@ -1,0 +1,129 @@
+/** What a page is given, and how it asks back: the same in all hosts. */
+
+/** anywidget's model, as far as it is used. */
+export interface Model {
+  get(name: string): any;
+  on?(event: string, callback: (...args: any[]) => void): void;
+  off?(event: string, callback?: (...args: any[]) => void): void;
+  send?(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
+}
+
+/** Python, where there is one. */
+export interface Backend {
+  call(name: string, args: Record<string, unknown>): Promise<any>;
+}
+
+export type Typed = Uint8Array | Uint16Array | Int32Array | Float32Array | Float64Array;
+/** An array with its shape, rows first. */
+export interface Tensor {
+  data: Typed;
+  shape: number[];
+}
+
+export interface Descriptor {
+  view: string;
+  title: string;
+  data: any;
+}
+
+export type Host = "notebook" | "server" | "file";
+
+const TYPES = {
+  u8: Uint8Array,
+  u16: Uint16Array,
+  i32: Int32Array,
+  f32: Float32Array,
+  f64: Float64Array,
+} as const;
+
+type Bytes = ArrayBuffer | ArrayBufferView;
+
+function bytes(of: Bytes): Uint8Array {
+  return of instanceof ArrayBuffer
+    ? new Uint8Array(of)
+    : new Uint8Array(of.buffer, of.byteOffset, of.byteLength);
+}
+
+/** JSON with `{"$": i, dtype, shape}` in it, and the bytes they refer to, as objects with tensors. */
+export function unpack(json: any, buffers: Bytes[]): any {
+  if (Array.isArray(json)) return json.map((item) => unpack(item, buffers));
+  if (json === null || typeof json !== "object") return json;
+  if (typeof json.$ === "number") {
+    // A copy: a view of the wire need not be aligned.
+    const own = bytes(buffers[json.$]).slice();
+    const data = new TYPES[json.dtype as keyof typeof TYPES](own.buffer);
+    return { data, shape: json.shape } satisfies Tensor;
+  }
+  // `pack` writes a name that begins with $ with one more.
+  const pairs = Object.entries(json).map(([name, item]) => [
+    name.startsWith("$") ? name.slice(1) : name,
+    unpack(item, buffers),
+  ]);
+  return Object.fromEntries(pairs);
+}
+
+export function isTensor(x: any): x is Tensor {
+  return x !== null && typeof x === "object" && ArrayBuffer.isView(x.data) && Array.isArray(x.shape);
+}
+
+/** A notebook's kernel, asked by messages: `{id, call, args}` → `{id, result}` or `{id, error}`. */
+export function kernel(model: Model): Backend | null {
+  if (!model.send || !model.on) return null;
+  const waiting = new Map<number, { done: (x: any) => void; fail: (e: Error) => void }>();
+  let last = 0;
+  model.on("msg:custom", (message: any, buffers: Bytes[] = []) => {
+    const who = waiting.get(message.id);
+    if (!who) return;
+    waiting.delete(message.id);
+    if ("error" in message) who.fail(new Error(message.error));
+    else who.done(unpack(message.result, buffers));
+  });
+  return {
+    call(name, args) {
+      last += 1;
+      const id = last;
+      return new Promise((done, fail) => {
+        waiting.set(id, { done, fail });
+        model.send!({ id, call: name, args });
+      });
+    },
+  };
+}
+
+export function fromBase64(text: string): Uint8Array {
+  const raw = atob(text);
+  const out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i += 1) out[i] = raw.charCodeAt(i);
+  return out;
+}
+
+/** A server, asked by HTTP: `POST <base>/call/<name>`. */
+export function server(base: string, headers: Record<string, string> = {}): Backend {
+  return {
+    async call(name, args) {
+      const response = await fetch(`${base}/call/${encodeURIComponent(name)}`, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", ...headers },
+        body: JSON.stringify(args),
+      });
+      const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
+      if ("error" in answer) throw new Error(String(answer.error));
+      return unpack(answer.result, (answer.buffers ?? []).map(fromBase64));
+    },
+  };
+}
+
+/** A file's data: base64 of the gzip of [length of the JSON, u32][JSON][buffers, one after another]. */
+export async function opened(base64: string): Promise<{ views: Descriptor[] }> {
+  const packed = new Blob([fromBase64(base64) as BlobPart]).stream();
+  const stream = packed.pipeThrough(new DecompressionStream("gzip"));
+  const all = await new Response(stream).arrayBuffer();
+  const length = new DataView(all).getUint32(0, true);
+  const head = JSON.parse(new TextDecoder().decode(new Uint8Array(all, 4, length)));
+  let at = 4 + length;
+  const buffers = (head.sizes as number[]).map((size) => {
+    at += size;
+    return new Uint8Array(all, at - size, size);
+  });
+  return { views: unpack(head.views, buffers) };
+}

@@ -1,0 +1,34 @@
+"""The page: one small front end for notebook, server and file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["show", "to_html"]
+
+
+def show(*shown: Any) -> Any:
+    """A live view of what is given, in a notebook: an answer, a database, captured heads."""
+    from qkv.page.views import views
+    from qkv.page.widget import Page
+
+    return Page(views(shown))
+
+
+def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str:
+    """The same as one HTML file that needs no network; written where `path` is given.
+
+    >>> from qkv import Database
+    >>> page = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
+    >>> page.startswith("<!doctype html>")
+    True
+    """
+    from qkv.page.file import page
+    from qkv.page.views import views
+
+    found = views(shown)
+    text = page(found, title or (found[0]["title"] if found else "qkv"))
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,45 @@
+"""What a page asks of Python, by name: the same in a notebook and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qkv.answer import Answer
+from qkv.database import Database
+from qkv.errors import ArgumentError
+
+Args = Mapping[str, Any]
+Databases = Mapping[str, Any]
+
+
+def ask(args: Args, databases: Databases) -> dict[str, Any]:
+    """The answer of `database`, named, or of `rows` that the page has edited."""
+    how = {name: args[name] for name in ("score", "weighting", "top") if args.get(name)}
+    if args.get("database") is not None:
+        found: Answer = _named(args["database"], databases).ask(args["query"], **how)
+    else:
+        rows = [(row["key"], row["value"]) for row in args["rows"]]
+        found = Database(rows, encoder=args.get("encoder")).ask(args["query"], **how)
+    return found.to_dict()
+
+
+CALLS: dict[str, Callable[[Args, Databases], Any]] = {"ask": ask}
+
+
+def call(name: str, args: Args, databases: Databases) -> Any:
+    """The answer to one call, arrays still arrays; QkvError where it makes no sense.
+
+    >>> rows = [{"key": "Li", "value": "Mu"}, {"key": "Smola", "value": "Alex"}]
+    >>> call("ask", {"rows": rows, "query": "Li"}, {})["value"]
+    'Mu'
+    """
+    if name not in CALLS:
+        raise ArgumentError(f"a page calls {', '.join(sorted(CALLS))}, not {name!r}")
+    return CALLS[name](args, databases)
+
+
+def _named(name: str, databases: Databases) -> Any:
+    if name not in databases:
+        raise ArgumentError(f"no database is named {name!r}")
+    return databases[name]

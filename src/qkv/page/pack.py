@@ -1,0 +1,47 @@
+"""What a page is given, as JSON and bytes: arrays travel beside the text, not spelled out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qkv.answer import jsonable
+
+DTYPES = {"uint8": "u8", "uint16": "u16", "int32": "i32", "float32": "f32", "float64": "f64"}
+
+
+def pack(thing: Any) -> tuple[Any, list[bytes]]:
+    """JSON in which an array is `{"$": i, "dtype", "shape"}`, and the bytes that i counts.
+
+    `unpack` of the page's `wire.ts` is its inverse.
+
+    >>> pack({"x": np.array([1, 2], np.uint8), "name": "Li"})
+    ({'x': {'$': 0, 'dtype': 'u8', 'shape': [2]}, 'name': 'Li'}, [b'\\x01\\x02'])
+    """
+    buffers: list[bytes] = []
+
+    def packed(x: Any) -> Any:
+        if isinstance(x, np.ndarray) and x.ndim and x.dtype.kind in "biuf":
+            x = _known(x)
+            buffers.append(x.astype(x.dtype.newbyteorder("<"), order="C", copy=False).tobytes())
+            return {"$": len(buffers) - 1, "dtype": DTYPES[x.dtype.name], "shape": list(x.shape)}
+        if isinstance(x, Mapping):
+            # So that no name in the data is taken for a reference.
+            named = {str(name): item for name, item in x.items()}
+            return {f"${k}" if k.startswith("$") else k: packed(v) for k, v in named.items()}
+        if isinstance(x, list | tuple):
+            return [packed(item) for item in x]
+        return jsonable(x)
+
+    return packed(thing), buffers
+
+
+def _known(x: np.ndarray) -> np.ndarray:
+    """x in one of the five types that the page reads."""
+    if x.dtype.name in DTYPES:
+        return x
+    if x.dtype.kind == "f":
+        return x.astype(np.float32 if x.dtype.itemsize < 4 else np.float64)
+    return x.astype(np.uint8 if x.dtype.kind == "b" else np.float64)

@@ -1,0 +1,3 @@
+from tests.browser import browser, page
+
+__all__ = ["browser", "page"]
