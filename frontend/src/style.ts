@@ -78,6 +78,16 @@ th.number { text-align: end; }
 .bar.second > i { background: var(--second); }
 canvas { display: block; }
 
+.heatmap { display: block; min-width: 0; accent-color: var(--accent); }
+.heatmap > canvas { touch-action: pan-y; cursor: crosshair; }
+.heatmap-foot { display: flex; flex-wrap: wrap; gap: 0.5rem 1.25rem; align-items: center; margin-top: 0.5rem; }
+.heatmap-readout { flex: 1 1 14ch; font-variant-numeric: tabular-nums; white-space: pre-wrap; overflow-wrap: anywhere; }
+.heatmap-scale { display: inline-flex; gap: 0.5rem; align-items: center; font-variant-numeric: tabular-nums; color: var(--soft); font-size: 0.85rem; }
+.heatmap-bar { width: 7rem; height: 0.6rem; border: 1px solid var(--line); }
+.heatmap-tools { display: inline-flex; gap: 0.25rem; }
+.heatmap-tools button { min-width: 2rem; padding: 0.1rem 0.5rem; color: var(--soft); }
+.heatmap-note { display: block; min-height: 1.4em; color: var(--soft); font-size: 0.85rem; }
+
 .unseen { position: absolute; width: 1px; height: 1px; margin: -1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 @media (prefers-reduced-motion: reduce) { *, *::before { transition: none !important; animation: none !important; } }
 @media (forced-colors: active) { .bar > i { forced-color-adjust: none; } }

@@ -1,0 +1,16 @@
+/** Numbers as they are read. */
+
+export function clamp(x: number, least: number, most: number): number {
+  return Math.min(Math.max(x, least), most);
+}
+
+/** A number with as many digits as are known of it, or `most` of them. */
+export function numeral(x: number, error = 0, most = 4): string {
+  if (Number.isNaN(x)) return "missing";
+  if (x === 0 && !error) return "0";
+  const size = Math.abs(error || x);
+  if (size < 1e-6 || size >= 1e6) return x.toExponential(most - 1).replace("-", "−");
+  const digits = clamp((error ? 1 : most - 1) - Math.floor(Math.log10(size)), 0, 8);
+  const text = x.toFixed(digits).replace("-", "−");
+  return error ? `${text} ± ${error.toFixed(digits)}` : text;
+}
