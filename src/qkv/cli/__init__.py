@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from qkv.cli import ask, demo, keep, learn, rows, sentence
+from qkv.cli import ask, demo, keep, learn, rows, sentence, serve
 from qkv.cli.command import CODES, STOPPED, Command, Debug, Given, as_command
 
 COMMANDS: dict[str, Command] = {
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "compact": keep.compact,
     "learn": learn.learn,
     "weights": sentence.weights,
+    "serve": serve.serve,
     "demo": demo.demo,
 }
 

@@ -1,0 +1,84 @@
+"""`qkv serve`: databases over HTTP, with a page to look at them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from qkv.cli import screen
+from qkv.cli.command import Result
+from qkv.errors import MissingExtra
+
+
+def serve(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCES]",
+            help="Folders such as books.qkv, or tables, which are read into memory.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Where to listen; one that others reach needs a token."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="NUMBER", min=0, max=65535, help="0 takes a free one.")
+    ] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="QKV_TOKEN",
+            help="Whoever sends it may read and write.",
+            show_default=False,
+        ),
+    ] = None,
+    read_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="QKV_READ_TOKEN",
+            help="Whoever sends it may read.",
+            show_default=False,
+        ),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Without tokens: whoever reaches it may write too.")
+    ] = False,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> Result:
+    """Serve databases over HTTP until Ctrl-C: an API at /v1, a page at /.
+
+    Others on the network reach it only by --host, and then only with a token.
+    """
+    try:
+        from qkv.serve.app import app
+        from qkv.serve.guard import Access, is_loopback
+        from qkv.serve.run import check_address, run
+        from qkv.serve.shelf import opened
+    except ImportError as error:
+        raise MissingExtra(f"serve needs {error.name}: pip install 'qkv[serve]'") from None
+    import socket
+
+    access = Access(token, read_token, write)
+    check_address(host, access)
+    shelf = opened(sources or [])
+    # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
+    hosts = [] if is_loopback(host) else [host, socket.gethostname()]
+
+    def started(port: int) -> None:
+        place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        names = ", ".join(shelf.databases) or "no database"
+        screen.note(f"qkv: serving {names} at {place}; Ctrl-C ends it")
+        if browse:
+            import webbrowser
+
+            webbrowser.open(place)
+
+    run(app(shelf, access, hosts), host, port, started)
+    return Result({"host": host, "port": port}, lambda: None)

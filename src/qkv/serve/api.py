@@ -1,0 +1,423 @@
+"""The routes of `/v1`: what a database does, by the names of `ask` and of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from qkv.answer import jsonable
+from qkv.database import spelled
+from qkv.errors import ArgumentError
+from qkv.serve import limits
+from qkv.serve.fit import Schema
+from qkv.serve.route import Given, Refused, Route
+from qkv.serve.shelf import Kept, Shelf, options
+
+VERSION = ("number", "time", "what", "added", "removed", "rows")
+
+
+async def ask(shelf: Shelf, given: Given) -> Any:
+    kept, how = given.kept, dict(given.body)
+    query = how.pop("query")
+    size = kept.size(query)
+    if size > limits.QUERIES:
+        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {size:,}")
+    same = json.dumps(how, sort_keys=True)
+    answers, single = await asyncio.wrap_future(kept.batches.ask(same, query, size))
+    told = [answer.to_dict() for answer in answers]
+    return told[0] if single else told
+
+
+def attend(shelf: Shelf, given: Given) -> Any:
+    kept, how = given.kept, dict(given.body)
+    query, version = how.pop("query"), how.pop("at", None)
+    queries, single = kept.queries(query)
+    if len(queries) > limits.QUERIES:
+        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {len(queries):,}")
+    value = kept.at(version).attend(queries, **options(how))
+    return {"value": jsonable(value[0] if single else value)}
+
+
+def weights(shelf: Shelf, given: Given) -> Any:
+    import qkv
+
+    how = dict(given.body)
+    query, key = (_array(name, how.pop(name)) for name in ("query", "key"))
+    if query.shape[-2] * key.shape[-2] > limits.NUMBERS:
+        raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
+    mask = how.pop("mask", None)
+    mask = np.asarray(mask, dtype=bool) if isinstance(mask, list) else mask
+    return {"weights": jsonable(qkv.weights(query, key, mask=mask, **options(how)))}
+
+
+def _array(name: str, given: Any) -> np.ndarray:
+    try:
+        found = np.asarray(given, dtype=float)
+    except (ValueError, OverflowError):
+        found = np.zeros(0)
+    if found.ndim != 2 or not found.size:
+        raise ArgumentError(f"{name} must be rows of equally many numbers")
+    return found
+
+
+def rows(shelf: Shelf, given: Given) -> Any:
+    at = given.at
+    database, where = given.kept.at(at.get("at")), at.get("where")
+    start, count = at.get("from", 0), at.get("count", 20)
+    found = list(database.rows(where=where, start=start, count=count))
+    return {"from": start, "total": database.count(where), "rows": jsonable(found)}
+
+
+async def add(shelf: Shelf, given: Given) -> Any:
+    kept = _writable(given.kept)
+    return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body))
+
+
+def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
+    database, example = kept.database, kept.about().row
+    cells = [
+        {name: spelled.cell(cell, example.get(name), name) for name, cell in row.items()}
+        for row in body["rows"]
+    ]
+    if not body.get("update"):
+        database.extend(cells)
+        return _now(kept)
+    about = database.info()
+    key, value = about["key"] or ["key"], about["value"] or ["value"]
+    changed: dict[Any, Any] = {}
+    for i, row in enumerate(cells):
+        if set(row) - {*key, *value} or not set(key) <= set(row):
+            raise ArgumentError(
+                f"rows[{i}]: an update has the key {', '.join(key)} and of the others "
+                f"{', '.join(value)}"
+            )
+        parts = tuple(row[name] for name in key)
+        told = {name: row[name] for name in value if name in row}
+        known = len(key) > 1 or not isinstance(parts[0], list | dict | np.ndarray)
+        if not known:
+            raise ArgumentError(f"rows[{i}]: a key of this kind cannot be updated: remove and add")
+        changed[parts if len(key) > 1 else parts[0]] = (
+            told if len(value) > 1 else told.get(value[0])
+        )
+    inserted = database.update(changed)
+    return {**_now(kept), "inserted": inserted}
+
+
+def get(shelf: Shelf, given: Given) -> Any:
+    database, key = given.kept.at(given.at.get("at")), given.kept.cell(given.key, "the key")
+    if given.at.get("all"):
+        found = database.all(key) or [database[key]]
+        return {"key": jsonable(key), "values": jsonable(list(found))}
+    return {"key": jsonable(key), "value": jsonable(database[key])}
+
+
+async def remove(shelf: Shelf, given: Given) -> Any:
+    kept = _writable(given.kept)
+
+    def removed() -> dict[str, Any]:
+        count = kept.database.remove([kept.cell(given.key, "the key")])
+        return {"removed": count, **_now(kept)}
+
+    return await asyncio.wrap_future(kept.writing.submit(removed))
+
+
+def _writable(kept: Kept) -> Kept:
+    if not kept.durable:
+        raise Refused(409, f"{kept.name} is a table in memory and cannot be written: import it")
+    return kept
+
+
+def _now(kept: Kept) -> dict[str, Any]:
+    return {"name": kept.name, "rows": len(kept.database), "version": kept.database.version}
+
+
+def versions(shelf: Shelf, given: Given) -> Any:
+    found = given.kept.database.versions()
+    told = [{name: getattr(version, name) for name in VERSION} for version in found]
+    return {"name": given.kept.name, "versions": jsonable(told)}
+
+
+def info(shelf: Shelf, given: Given) -> Any:
+    database = given.kept.at(given.at.get("at"))
+    about, described = dict(database.info()), database.describe()
+    del about["path"]  # where it lies is the server's own
+    return {
+        "name": given.kept.name,
+        **about,
+        "types": {name: column["type"] for name, column in described.items()},
+        "missing": {name: column["missing"] for name, column in described.items()},
+        "uploaded": given.kept.uploaded,
+    }
+
+
+def databases(shelf: Shelf, given: Given) -> Any:
+    return {"databases": [_short(kept) for kept in list(shelf.databases.values())]}
+
+
+def _short(kept: Kept) -> dict[str, Any]:
+    about = kept.database.info()
+    named = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
+    return {
+        "name": kept.name,
+        **{name: about[name] for name in named},  # type: ignore[literal-required]
+        "uploaded": kept.uploaded,
+    }
+
+
+def health(shelf: Shelf, given: Given) -> Any:
+    return {"status": "ok", "databases": len(shelf.databases)}
+
+
+def metrics(shelf: Shelf, given: Given) -> Any:
+    return Response(shelf.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {
+    "type": ["number", "string", "null"],
+    "description": 'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
+}
+AT: Schema = {
+    "type": "integer",
+    "minimum": 0,
+    "maximum": 2**53,
+    "description": "As of this version; by default the newest.",
+}
+WHERE: Schema = {
+    "type": "string",
+    "maxLength": 10_000,
+    "description": "Rows that pass: \"year < 1900 and genre == 'poetry'\".",
+}
+TEXTS: Schema = {"type": "array", "items": TEXT}
+
+
+def _record(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {**required, **more},
+        "required": list(required),
+    }
+
+
+def _body(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {**_record(title, required, **more), "additionalProperties": False}
+
+
+HOW: dict[str, Schema] = {
+    "score": {
+        "type": ["string", "null"],
+        "maxLength": 64,
+        "description": 'How keys are compared with the query: "cosine", "gaussian:0.5" …',
+    },
+    "weighting": {
+        "type": "string",
+        "maxLength": 64,
+        "description": 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …',
+    },
+    "tolerance": {"type": ["number", "null"], "minimum": 0},
+}
+WHERE_OR_CELLS: Schema = {
+    "anyOf": [
+        WHERE,
+        {
+            "type": "object",
+            "description": 'Columns and what they equal: {"genre": "poetry"}.',
+        },
+        {"type": "null"},
+    ]
+}
+QUERY: Schema = {
+    "description": "A query, of the kind that the keys are, or a list of queries.",
+    "type": ["string", "number", "boolean", "array", "object", "null"],
+}
+ROW = _record("Row", {"key": {}, "value": {}, "weight": NUMBER, "index": COUNT})
+ANSWER = _record(
+    "Answer",
+    {
+        "query": {},
+        "value": {},
+        "rows": {"type": "array", "items": ROW},
+        "entropy": NUMBER,
+        "effective_rows": NUMBER,
+        "total": COUNT,
+        "missing": COUNT,
+        "engine": TEXT,
+    },
+)
+ASK = _body(
+    "Ask",
+    {"query": QUERY},
+    **HOW,
+    top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
+    where=WHERE_OR_CELLS,
+    at=AT,
+)
+ATTEND = _body("Attend", {"query": QUERY}, **HOW, where=WHERE_OR_CELLS, at=AT)
+MATRIX: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "array", "minItems": 1, "items": {"type": "number"}},
+}
+WEIGHTS = _body(
+    "Weights",
+    {"query": MATRIX, "key": MATRIX},
+    **HOW,
+    mask={
+        "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
+        "anyOf": [
+            {"type": "string", "maxLength": 64},
+            {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
+            {"type": "null"},
+        ],
+    },
+)
+RECORD: Schema = {"type": "object", "description": "A cell for each column, by its name."}
+ADD = _body(
+    "Add",
+    {"rows": {"type": "array", "items": RECORD, "minItems": 1, "maxItems": limits.ROWS}},
+    update={"type": "boolean", "description": "Replace the newest row that has a row's key."},
+)
+NOW: dict[str, Schema] = {"name": TEXT, "rows": COUNT, "version": COUNT}
+KIND: Schema = {"type": ["string", "null"]}
+SHORT: dict[str, Schema] = {
+    **NOW,
+    "columns": TEXTS,
+    "key": TEXTS,
+    "value": TEXTS,
+    "key_kind": KIND,
+    "value_kind": KIND,
+    "uploaded": {"type": "boolean"},
+}
+INFO = _record(
+    "Info",
+    {
+        **SHORT,
+        "unique": {"type": "boolean"},
+        "encoder": {"type": ["object", "null"]},
+        "bytes": {"type": ["integer", "null"]},
+        "types": {"type": "object", "additionalProperties": TEXT},
+        "missing": {"type": "object", "additionalProperties": COUNT},
+    },
+)
+ONE = "/v1/databases/{name}"
+
+ROUTES: list[Route] = [
+    Route(
+        "GET",
+        "/v1/databases",
+        databases,
+        "The databases that are served.",
+        _record(
+            "Databases",
+            {"databases": {"type": "array", "items": _record("Database", SHORT)}},
+        ),
+    ),
+    Route(
+        "POST",
+        f"{ONE}/ask",
+        ask,
+        "Answer a query, or each of a list, from all rows: Σ α(q, k) v.",
+        {"anyOf": [ANSWER, {"type": "array", "items": ANSWER}]},
+        body=ASK,
+    ),
+    Route(
+        "POST",
+        f"{ONE}/attend",
+        attend,
+        "Pool the values for a query, or for each of a list, as numbers alone.",
+        _record("Pooled", {"value": {}}),
+        body=ATTEND,
+    ),
+    Route(
+        "GET",
+        f"{ONE}/rows",
+        rows,
+        "Rows with all their columns, the oldest first.",
+        _record(
+            "Rows", {"from": COUNT, "total": COUNT, "rows": {"type": "array", "items": RECORD}}
+        ),
+        query={
+            "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
+            "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
+            "where": WHERE,
+            "at": AT,
+        },
+    ),
+    Route(
+        "POST",
+        f"{ONE}/rows",
+        add,
+        "Add rows, all or none; they are on disk before the answer comes.",
+        _record("Added", NOW, inserted=COUNT),
+        right="write",
+        body=ADD,
+        refuses=(409,),
+    ),
+    Route(
+        "GET",
+        f"{ONE}/rows/{{key}}",
+        get,
+        "Look a key up exactly; where it is absent, the nearest are named.",
+        _record("Found", {"key": {}}, value={}, values={"type": "array"}),
+        query={
+            "all": {"type": "boolean", "description": "Every value of a key that repeats."},
+            "at": AT,
+        },
+    ),
+    Route(
+        "DELETE",
+        f"{ONE}/rows/{{key}}",
+        remove,
+        "Take out every row that has a key.",
+        _record("Removed", {"removed": COUNT, **NOW}),
+        right="write",
+        refuses=(409,),
+    ),
+    Route(
+        "GET",
+        f"{ONE}/versions",
+        versions,
+        "Every version that is kept, the oldest first.",
+        _record(
+            "Versions", {"name": TEXT, "versions": {"type": "array", "items": {"type": "object"}}}
+        ),
+    ),
+    Route(
+        "GET",
+        f"{ONE}/info",
+        info,
+        "What a database holds: rows, columns, encoder, size.",
+        INFO,
+        query={"at": AT},
+    ),
+    Route(
+        "POST",
+        "/v1/weights",
+        weights,
+        "α(q, k) of vectors that are given: a row for each query.",
+        _record("Weighed", {"weights": {"type": "array"}}),
+        body=WEIGHTS,
+    ),
+    Route(
+        "GET",
+        "/healthz",
+        health,
+        "Whether the server answers.",
+        _record("Health", {"status": TEXT, "databases": COUNT}),
+        right=None,
+    ),
+    Route(
+        "GET",
+        "/metrics",
+        metrics,
+        "What was counted, for Prometheus.",
+        TEXT,
+        media="text/plain",
+    ),
+]

@@ -1,0 +1,184 @@
+"""The app: the table of routes as Starlette has them, each request read, checked and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Path
+
+from qkv.errors import unknown
+from qkv.serve import api, fit, limits
+from qkv.serve.answers import refusal, refused_by, written
+from qkv.serve.guard import Access, Guard
+from qkv.serve.openapi import described
+from qkv.serve.route import Given, Refused, Route
+from qkv.serve.shelf import Shelf
+
+ANYTHING: fit.Schema = {"type": "object"}
+
+
+def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -> Starlette:
+    """The databases of a shelf as an ASGI app, which closes them when it ends.
+
+    >>> from qkv import Database
+    >>> from starlette.testclient import TestClient
+    >>> shelf = Shelf()
+    >>> _ = shelf.put("names", Database({"Li": "Mu", "Smola": "Alex"}))
+    >>> with TestClient(app(shelf), base_url="http://localhost") as client:
+    ...     client.post("/v1/databases/names/ask", json={"query": "Li"}).json()["value"]
+    'Mu'
+    """
+    access = access or Access()
+    routes = table(access)
+    paths: dict[str, list[Route]] = {}
+    for route in routes:
+        paths.setdefault(route.path, []).append(route)
+
+    @contextlib.asynccontextmanager
+    async def life(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(shelf.close)
+
+    return Starlette(
+        routes=[
+            Path(
+                path.replace("{key}", "{key:path}"),
+                _endpoint(shelf, access, same),
+                methods=[route.method for route in same],
+            )
+            for path, same in paths.items()
+        ],
+        middleware=[Middleware(Guard, metrics=shelf.metrics, hosts=hosts)],
+        exception_handlers={HTTPException: _unrouted},
+        lifespan=life,
+    )
+
+
+def table(access: Access) -> list[Route]:
+    """Every route of the server, this description's own among them."""
+
+    def openapi(shelf: Shelf, given: Given) -> Any:
+        return described(routes, list(shelf.databases), secured=not access.open)
+
+    own = Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None)
+    routes = [*api.ROUTES, own]
+    return routes
+
+
+def _endpoint(shelf: Shelf, access: Access, routes: Sequence[Route]) -> Any:
+    by_method = {route.method: route for route in routes}
+
+    async def endpoint(request: Request) -> Response:
+        route = by_method["GET" if request.method == "HEAD" else request.method]  # type: ignore[index]
+        request.scope["qkv.route"] = route.path
+        try:
+            if route.right is not None:
+                header = request.headers.get("authorization")
+                if (refused := access.refuses(header, route.right)) is not None:
+                    raise refused
+            given = await _timed(_given(shelf, route, request))
+            call = _called(shelf, route, given)
+            found = await (call if route.right == "write" else _timed(call))
+        except Exception as error:
+            refused = await shelf.work(refused_by, error)
+            if refused is None:
+                logging.getLogger("qkv").exception("a bug, in %s", route.path)
+                refused = Refused(500, "a bug in qkv: the server's log has where")
+            return refusal(refused)
+        return found if isinstance(found, Response) else written(found)
+
+    return endpoint
+
+
+async def _called(shelf: Shelf, route: Route, given: Given) -> Any:
+    if inspect.iscoroutinefunction(route.call):
+        return await route.call(shelf, given)
+    return await shelf.work(route.call, shelf, given)
+
+
+async def _timed(call: Any) -> Any:
+    try:
+        return await asyncio.wait_for(call, limits.SECONDS)
+    except TimeoutError:
+        raise Refused(503, f"this took longer than {limits.SECONDS:g} seconds, the limit") from None
+
+
+async def _given(shelf: Shelf, route: Route, request: Request) -> Given:
+    at = _parameters(route, request)
+    kept = shelf.find(request.path_params["name"]) if route.named else None
+    body = await _body(route, request) if route.body is not None or route.raw else None
+    key = request.path_params.get("key", "")
+    return Given(kept, key, at, body, request.headers)
+
+
+def _parameters(route: Route, request: Request) -> dict[str, Any]:
+    at: dict[str, Any] = {}
+    for name, text in request.query_params.multi_items():
+        schema = route.query.get(name)
+        if schema is None:
+            raise Refused(400, str(unknown("parameter", name, route.query)))
+        if name in at:
+            raise Refused(400, f"{name} came twice")
+        at[name] = fit.read(text, schema)
+        if fault := fit.fault(at[name], schema, name):
+            raise Refused(400, fault)
+    for name in route.needs:
+        if name not in at:
+            raise Refused(400, f"the parameter {name} is wanted")
+    return at
+
+
+async def _body(route: Route, request: Request) -> Any:
+    """The body as bytes where the route takes them raw, else as JSON that fits its schema."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    takes = [*route.raw, *(["application/json"] if route.body is not None else [])]
+    if media not in takes:
+        raise Refused(415, f"the body must be of type {' or '.join(takes)}, not {media[:80]!r}")
+    most = route.most or limits.BODY
+    raw = bytearray()
+    with contextlib.suppress(ValueError):
+        if int(request.headers.get("content-length", "")) > most:
+            raise Refused(413, f"the body may have at most {most:,} bytes")
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > most:
+            raise Refused(413, f"the body may have at most {most:,} bytes")
+    if media in route.raw or route.body is None:
+        return bytes(raw)
+    try:
+        body = json.loads(raw, parse_constant=_no_number)
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    try:
+        fault = fit.fault(body, route.body)
+    except RecursionError:
+        fault = "the body is nested too deeply"
+    if fault:
+        raise Refused(400, fault)
+    return body
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, as JSON."""
+    assert isinstance(error, HTTPException)
+    told = {404: "there is nothing at this path", 405: f"{request.method} is not for this path"}
+    refused = Refused(error.status_code, told.get(error.status_code, error.detail))
+    refused.headers.update(error.headers or {})
+    return refusal(refused)

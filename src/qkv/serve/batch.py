@@ -1,0 +1,78 @@
+"""Asks that come while others are computed are answered together, by one reading of the rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from qkv.serve import limits
+
+Answered = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+class Batches:
+    """A thread that computes one batch, and the asks that wait for the next.
+
+    `answer(how, asked)` gives a result for each ask, or the exception that is its own. Asks are
+    of one batch where their `how` is the same.
+
+    >>> batches = Batches(lambda how, asked: [f"{how} {one}" for one in asked])
+    >>> batches.ask("hello", "Li").result()
+    'hello Li'
+    >>> batches.close()
+    """
+
+    def __init__(self, answer: Answered, seen: Callable[[int], object] = lambda size: None):
+        self._answer, self._seen = answer, seen
+        self._thread = ThreadPoolExecutor(1, "qkv-ask")
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, list[tuple[Any, int, Future[Any]]]] = {}
+        self._busy = False
+
+    def ask(self, how: Hashable, asked: Any, size: int = 1) -> Future[Any]:
+        """The answer to come; `size` is how many queries were asked."""
+        found: Future[Any] = Future()
+        with self._lock:
+            self._waiting.setdefault(how, []).append((asked, size, found))
+            if not self._busy:
+                self._busy = True
+                self._thread.submit(self._work)
+        return found
+
+    def _work(self) -> None:
+        while batch := self._next():
+            how, asks = batch
+            asks = [ask for ask in asks if ask[2].set_running_or_notify_cancel()]
+            if not asks:
+                continue
+            self._seen(sum(size for _, size, _ in asks))
+            try:
+                answers = self._answer(how, [asked for asked, _, _ in asks])
+            except BaseException as error:
+                answers = [error] * len(asks)
+            for (_, _, found), answer in zip(asks, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    found.set_exception(answer)
+                else:
+                    found.set_result(answer)
+
+    def _next(self) -> tuple[Any, list[tuple[Any, int, Future[Any]]]] | None:
+        """The asks that have waited longest, as many as one batch may hold."""
+        with self._lock:
+            if not self._waiting:
+                self._busy = False
+                return None
+            how = next(iter(self._waiting))
+            asks, taken, count = self._waiting.pop(how), 0, 0
+            while taken < len(asks) and (not taken or count + asks[taken][1] <= limits.QUERIES):
+                count += asks[taken][1]
+                taken += 1
+            if asks[taken:]:
+                self._waiting[how] = asks[taken:]  # behind the others
+            return how, asks[:taken]
+
+    def close(self) -> None:
+        """Answer what waits, and end."""
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,154 @@
+"""JSON against its schema: the part of JSON Schema that the bodies here are written in.
+
+What is published in the OpenAPI description is what is checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from qkv.errors import unknown
+
+Schema = Mapping[str, Any]
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int, float),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def fault(x: Any, schema: Schema, place: str = "the body") -> str | None:
+    """Why x is not as the schema says, as a sentence that names the place; None where it is.
+
+    >>> top = {"type": "integer", "minimum": 1, "maximum": 1000}
+    >>> fault({"top": 0}, {"type": "object", "properties": {"top": top}})
+    'top must be at least 1, not 0'
+    >>> fault(5, top)
+    """
+    if "anyOf" in schema:
+        faults = [fault(x, option, place) for option in schema["anyOf"]]
+        if None in faults:
+            return None
+        told = " or ".join(_named(option) for option in schema["anyOf"])
+        return next((f for f in faults if f and " must be " not in f), f"{place} must be {told}")
+    if "enum" in schema and not any(x is y or (x == y and _kind(x, y)) for y in schema["enum"]):
+        return str(unknown(place, x, map(str, schema["enum"])))
+    kinds = schema.get("type")
+    if kinds is not None:
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not any(_is(x, kind) for kind in kinds):
+            return f"{place} must be {' or '.join(map(_a, kinds))}, not {_shown(x)}"
+    if isinstance(x, str):
+        return _text(x, schema, place)
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        return _number(x, schema, place)
+    if isinstance(x, list):
+        return _list(x, schema, place)
+    if isinstance(x, dict):
+        return _object(x, schema, place)
+    return None
+
+
+def read(text: str, schema: Schema) -> Any:
+    """A parameter's text as what its schema wants; as it is where it is no such thing.
+
+    >>> (
+    ...     read("5", {"type": "integer"}),
+    ...     read("true", {"type": "boolean"}),
+    ...     read("x", {"type": "integer"}),
+    ... )
+    (5, True, 'x')
+    """
+    match schema.get("type"):
+        case "integer" if re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", text):
+            return int(text)
+        case "boolean" if text in ("true", "false"):
+            return text == "true"
+    return text
+
+
+def _is(x: Any, kind: str) -> bool:
+    if isinstance(x, bool):
+        return kind == "boolean"
+    if kind == "integer" and isinstance(x, float):
+        return x.is_integer()
+    return isinstance(x, KINDS[kind])
+
+
+def _kind(x: Any, y: Any) -> bool:
+    return isinstance(x, bool) == isinstance(y, bool)
+
+
+def _text(x: str, schema: Schema, place: str) -> str | None:
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if len(x) < least:
+        return f"{place} must have at least {least} characters"
+    if most is not None and len(x) > most:
+        return f"{place} must have at most {most:,} characters, not {len(x):,}"
+    pattern = schema.get("pattern")
+    if pattern is not None and not re.search(pattern, x):
+        return f"{place} must be of the form {pattern}, not {_shown(x)}"
+    return None
+
+
+def _number(x: float, schema: Schema, place: str) -> str | None:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if least is not None and x < least:
+        return f"{place} must be at least {least:,}, not {x}"
+    if most is not None and x > most:
+        return f"{place} must be at most {most:,}, not {x}"
+    return None
+
+
+def _list(x: list[Any], schema: Schema, place: str) -> str | None:
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if len(x) < least:
+        return f"{place} must hold at least {least}"
+    if most is not None and len(x) > most:
+        return f"{place} may hold at most {most:,}, not {len(x):,}: send the rest by themselves"
+    items = schema.get("items")
+    if not items:
+        return None
+    found = (fault(item, items, f"{place}[{i}]") for i, item in enumerate(x))
+    return next((one for one in found if one), None)
+
+
+def _object(x: dict[str, Any], schema: Schema, place: str) -> str | None:
+    within = "" if place == "the body" else f"{place}."
+    known = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in x:
+            return f"{place} must have {name!r}"
+    rest = schema.get("additionalProperties", True)
+    if len(x) < schema.get("minProperties", 0):
+        return f"{place} must not be empty"
+    for name, item in x.items():
+        if name not in known and rest is False:
+            return str(unknown(f"name in {place}", name, known))
+        wish = known.get(name, rest if isinstance(rest, dict) else {})
+        if found := fault(item, wish, f"{within}{name}"):
+            return found
+    return None
+
+
+def _a(kind: str) -> str:
+    if kind == "null":
+        return kind
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def _named(schema: Schema) -> str:
+    kind = schema.get("type", "anything")
+    return _a(kind) if isinstance(kind, str) else " or ".join(map(_a, kind))
+
+
+def _shown(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else f"{text[:59]}…"

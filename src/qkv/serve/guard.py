@@ -1,0 +1,166 @@
+"""Who may ask, from where, and what browsers are told: tokens, Host, Origin, headers."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qkv.errors import ArgumentError
+from qkv.serve import limits
+from qkv.serve.answers import refusal
+from qkv.serve.metrics import Metrics
+from qkv.serve.route import Refused, Right
+
+LEAST = 16
+"""Characters of a token, so that it cannot be guessed."""
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may do what: `token` all, `read_token` read; without either everyone may read and
+    upload, and write where `write` says so.
+
+    >>> Access(read_token="0123456789abcdef").refuses("Bearer 0123456789abcdef", "write").status
+    403
+    """
+
+    token: str | None = None
+    read_token: str | None = None
+    write: bool = False
+
+    def __post_init__(self) -> None:
+        for name, token in (("token", self.token), ("read_token", self.read_token)):
+            if token is not None and not re.fullmatch(rf"[!-~]{{{LEAST},}}", token):
+                raise ArgumentError(
+                    f"{name}: at least {LEAST} visible characters without spaces are wanted, as "
+                    "`openssl rand -hex 16` prints them"
+                )
+
+    @property
+    def open(self) -> bool:
+        """Whether no token is asked for."""
+        return self.token is None and self.read_token is None
+
+    def refuses(self, header: str | None, right: Right) -> Refused | None:
+        """Why the bearer of an Authorization header may not do this, if so."""
+        if self.open:
+            if right != "write" or self.write:
+                return None
+            return Refused(403, "this server only reads: start it with --write, or with a --token")
+        scheme, _, given = (header or "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        # Both are compared, however the first ends: the time tells nothing.
+        all_, some = (_same(given, token) for token in (self.token, self.read_token))
+        if all_ or (some and right == "read"):
+            return None
+        if some:
+            return Refused(403, f"this token may read only, not {right}")
+        refused = Refused(401, "a token is wanted: send it as Authorization: Bearer TOKEN")
+        refused.headers["www-authenticate"] = "Bearer"
+        return refused
+
+
+def _same(given: str, token: str | None) -> bool:
+    wanted = (token or "").encode()
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted) and bool(wanted)
+
+
+class Guard:
+    """Around the whole app: its Host is checked, as many requests as may be are let in, what they
+    took is counted, and every answer has the headers above.
+
+    An IP address in Host is what a browser was given, never a name that was bent to this machine
+    (DNS rebinding); of names, `localhost` and those in `hosts` are ours.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Iterable[str] = ()):
+        self.app, self.metrics = app, metrics
+        self.hosts = {"localhost", *(host.lower() for host in hosts)}
+        self.inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 500
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        refused = self._refuses(Headers(scope=scope), scope)
+        self.inside += 1
+        self.metrics.open.set(self.inside)
+        try:
+            if refused is not None:
+                await refusal(refused)(scope, receive, sent)
+            else:
+                await self.app(scope, receive, sent)
+        finally:
+            self.inside -= 1
+            self.metrics.open.set(self.inside)
+            route = scope.get("qkv.route", "other")
+            method = scope["method"] if route != "other" else "other"
+            self.metrics.request(method, route, status, time.perf_counter() - start)
+
+    def _refuses(self, headers: Headers, scope: Scope) -> Refused | None:
+        host = headers.get("host", "")
+        if not self._ours(host):
+            return Refused(421, f"the Host {host[:80]!r} is not this server: use its address")
+        origin = headers.get("origin")
+        if origin is not None and origin != f"{scope['scheme']}://{host}":
+            return Refused(403, f"a page of {origin[:80]!r} may not use this server")
+        if self.inside >= limits.REQUESTS:
+            refused = Refused(503, f"{limits.REQUESTS} requests at a time are the limit: try again")
+            refused.headers["retry-after"] = "1"
+            return refused
+        return None
+
+    def _ours(self, host: str) -> bool:
+        name = re.sub(r":\d+$", "", host).lower()
+        if name in self.hosts:
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,26 @@
+"""How much a request may ask for; more is refused by an error that names the limit."""
+
+from __future__ import annotations
+
+BODY = 2**24
+"""Bytes of a body."""
+UPLOAD = 2**26
+"""Bytes of a file that is uploaded."""
+UPLOADS = 8
+"""Uploaded files that are kept at a time, in memory."""
+QUERIES = 1024
+"""Queries of one request, and of the batch that concurrent requests make."""
+ROWS = 10_000
+"""Rows of one request, in or out."""
+TOP = 1000
+"""Rows that an answer names."""
+NUMBERS = 2**20
+"""Numbers that one answer holds where they are not rows: weights, or what was pooled."""
+SECONDS = 60.0
+"""Until a request is answered; one that writes is finished however long it takes."""
+REQUESTS = 256
+"""Requests at a time."""
+CONNECTIONS = 512
+"""Connections at a time, so that files are left for the databases."""
+DATABASES = 64
+"""Databases of one server, each with files of its own."""

@@ -1,0 +1,122 @@
+"""The OpenAPI 3.1 description, written from the table of routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import qkv
+from qkv.serve.fit import Schema
+from qkv.serve.route import Route
+
+WHY = {
+    400: "Not of the form that is described here.",
+    401: "A token is wanted, or it is a wrong one.",
+    403: "This token, or this page, may not do that.",
+    404: "There is no such database, key or version.",
+    409: "It does not fit what is there now.",
+    413: "More than one request may ask for.",
+    415: "The body is of another media type.",
+    421: "The Host is not this server.",
+    422: "Of the right form, but without meaning here: the sentence says why.",
+    503: "Too much at a time, or it took too long.",
+}
+ERROR: Schema = {
+    "title": "Error",
+    "type": "object",
+    "properties": {"error": {"type": "string"}},
+    "required": ["error"],
+}
+KEY: Schema = {"type": "string", "description": "The key as text; of several columns as JSON."}
+
+
+def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> dict[str, Any]:
+    """The description of these routes over databases of these names.
+
+    >>> described([], [], secured=False)["openapi"]
+    '3.1.0'
+    """
+    named: dict[str, Any] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    name: Schema = {"type": "string", "enum": list(names) or ["none"]}
+    for route in routes:
+        path = route.path.replace("{key:path}", "{key}")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, name, secured, named)
+    told: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "qkv",
+            "version": qkv.__version__,
+            "summary": "Attention as a database query, over HTTP.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {"schemas": named},
+    }
+    if secured:
+        bearer = {"type": "http", "scheme": "bearer"}
+        told["components"]["securitySchemes"] = {"token": bearer}
+    return told
+
+
+def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any]) -> dict[str, Any]:
+    given = [_parameter("name", "path", name, True)] if route.named else []
+    if "{key" in route.path:
+        given.append(_parameter("key", "path", KEY, True))
+    given += [_parameter(x, "query", schema, x in route.needs) for x, schema in route.query.items()]
+    found: dict[str, Any] = {
+        "operationId": f"{route.call.__name__}_{route.method.lower()}",
+        "summary": route.tells,
+        "parameters": given,
+        "responses": {
+            "200": {
+                "description": "Done.",
+                "content": {route.media: {"schema": _hoisted(route.answer, named)}},
+            },
+            **{
+                str(status): {
+                    "description": WHY[status],
+                    "content": {"application/json": {"schema": _hoisted(ERROR, named)}},
+                }
+                for status in refusals(route, secured)
+            },
+        },
+    }
+    if route.body is not None or route.raw:
+        content: dict[str, Any] = {media: {"schema": {}} for media in route.raw}
+        if route.body is not None:
+            content["application/json"] = {"schema": _hoisted(route.body, named)}
+        found["requestBody"] = {"required": True, "content": content}
+    if secured and route.right is not None:
+        found["security"] = [{"token": []}]
+    return found
+
+
+def refusals(route: Route, secured: bool) -> list[int]:
+    """Every status but 200 that a route may answer with."""
+    found = {400, 403, 421, 503, *route.refuses}
+    if secured and route.right is not None:
+        found.add(401)
+    if route.named:
+        found |= {404, 422}
+    if route.body is not None or route.raw:
+        found |= {413, 415, 422}
+    return sorted(found)
+
+
+def _parameter(name: str, place: str, schema: Schema, needed: bool) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": needed, "schema": dict(schema)}
+
+
+def _hoisted(schema: Any, named: dict[str, Any]) -> Any:
+    """The schema with every titled one inside of it named once, among the components."""
+    if isinstance(schema, list):
+        return [_hoisted(part, named) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inside = {name: _hoisted(part, named) for name, part in schema.items()}
+    title = inside.get("title")
+    if not isinstance(title, str):
+        return inside
+    named[title] = inside
+    return {"$ref": f"#/components/schemas/{title}"}

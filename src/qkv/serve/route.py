@@ -1,0 +1,70 @@
+"""A route: one row of the table that the app, its checks and its description are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from qkv.serve.fit import Schema
+
+if TYPE_CHECKING:
+    from qkv.serve.shelf import Kept, Shelf
+
+Right = Literal["read", "write", "upload"]
+
+
+class Refused(Exception):
+    """What the server does not do: a status, a sentence, and what else joins it in the answer."""
+
+    def __init__(self, status: int, message: str, **data: Any):
+        super().__init__(message)
+        self.status, self.message, self.data = status, message, data
+        self.headers: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What came with a request, as its route says: `at` is the query string's."""
+
+    database: Kept | None = None
+    key: str = ""
+    at: Mapping[str, Any] = field(default_factory=dict)
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> Kept:
+        """The database that the path names."""
+        assert self.database is not None, "the route has no {name}"
+        return self.database
+
+
+@dataclass(frozen=True)
+class Route:
+    """`call(shelf, given)` answers what `answer` describes, or is an async function that does.
+
+    What it returns is sent as JSON, unless it is a `Response`. A function that is not async runs in
+    a thread. `body` is the schema of a JSON body; `raw` names the media types of one that is passed
+    on as bytes, or as JSON beside them where both are given. `refuses` are the statuses of its own
+    refusals, beside those that every route has.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    call: Callable[[Shelf, Given], Any]
+    tells: str
+    answer: Schema
+    right: Right | None = "read"
+    body: Schema | None = None
+    raw: tuple[str, ...] = ()
+    most: int | None = None
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    media: str = "application/json"
+    refuses: tuple[int, ...] = ()
+
+    @property
+    def named(self) -> bool:
+        """Whether the path names a database."""
+        return "{name}" in self.path

@@ -1,0 +1,208 @@
+"""The databases that are served, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from qkv.database import spelled
+from qkv.errors import ArgumentError, DtypeError, QkvError
+from qkv.serve import limits
+from qkv.serve.batch import Batches
+from qkv.serve.metrics import Metrics
+from qkv.serve.route import Refused
+
+if TYPE_CHECKING:
+    from qkv.answer import Answer
+    from qkv.database import Database
+
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
+"""What a database may be called: nothing that could be a path."""
+
+THREADS = 8
+"""Of what is not asked of one database."""
+
+
+class About(NamedTuple):
+    """What keys and cells are like at a version."""
+
+    version: int
+    kind: str | None
+    key: Any
+    row: dict[str, Any]
+
+
+class Kept:
+    """One database, the batches that it is asked by, and the thread that writes to it."""
+
+    def __init__(self, name: str, database: Database, metrics: Metrics, uploaded: bool = False):
+        self.name, self.database, self.uploaded = name, database, uploaded
+        self.batches = Batches(self._answers, metrics.batch(name))
+        self.writing = ThreadPoolExecutor(1, "qkv-write")
+        self._about: About | None = None
+        self.about()
+
+    @property
+    def durable(self) -> bool:
+        return self.database.path is not None
+
+    def at(self, version: int | None) -> Database:
+        return self.database if version is None else self.database.at(version)
+
+    def about(self) -> About:
+        """What keys and cells look like, found once for each version."""
+        held, version = self._about, self.database.version
+        if held is None or held.version != version:
+            kind = self.database.info()["key_kind"]
+            key, row = next(iter(self.database), None), next(self.database.rows(), {})
+            held = self._about = About(version, kind, key, row)
+        return held
+
+    def cell(self, text: Any, what: str = "the query") -> Any:
+        """Text of a path, or JSON, as the kind of key that the database has."""
+        return spelled.cell(text, self.about().key, what)
+
+    def queries(self, given: Any) -> tuple[Any, bool]:
+        """What was asked as a list or an array of queries, and whether it is a single one.
+
+        A list is many, as for `Database.ask`; but a list of numbers is one where keys are vectors,
+        and a list that holds no lists is one where keys have several columns.
+        """
+        about = self.about()
+        if about.kind == "vector":
+            try:
+                array = np.asarray(given, dtype=float)
+            except (TypeError, ValueError, OverflowError):
+                raise DtypeError(
+                    "query must be a vector of numbers, as the keys are, or a list of such"
+                ) from None
+            if array.ndim not in (1, 2):
+                raise DtypeError(f"query must be a vector or a list of such, not {array.ndim} deep")
+            return (array[None], True) if array.ndim == 1 else (array, False)
+        many = isinstance(given, list)
+        if about.kind == "tuple":
+            many = many and all(isinstance(one, list) for one in given)
+        each = given if many else [given]
+        return [spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each)], not many
+
+    def size(self, given: Any) -> int:
+        """How many queries these are, by what is known of the keys without a look."""
+        if not isinstance(given, list):
+            return 1
+        one = self._about is not None and self._about.kind in ("vector", "tuple")
+        return 1 if one and not all(isinstance(part, list) for part in given) else len(given)
+
+    def _answers(self, how: str, asked: list[Any]) -> list[Any]:
+        """For each ask its answers and whether it is a single one, or the error that is its own."""
+        try:
+            database, options = self._options(json.loads(how))
+            each = [self.queries(given) for given in asked]
+            many: Any = [query for queries, _ in each for query in queries]
+            if isinstance(each[0][0], np.ndarray):
+                many = np.stack(many) if many else many
+            answers: list[Answer] = database.ask(many, **options) if len(many) else []
+        except Exception as error:
+            if len(asked) == 1:
+                return [error]
+            return [self._answers(how, [one])[0] for one in asked]
+        found, start = [], 0
+        for queries, single in each:
+            found.append((answers[start : start + len(queries)], single))
+            start += len(queries)
+        return found
+
+    def _options(self, how: dict[str, Any]) -> tuple[Database, dict[str, Any]]:
+        return self.at(how.pop("at", None)), options(how)
+
+    def close(self) -> None:
+        self.batches.close()
+        self.writing.shutdown(wait=True)
+        self.database.close()
+
+
+def options(how: dict[str, Any]) -> dict[str, Any]:
+    """The options of `ask`, `attend` and `weights` with score and weighting built."""
+    found = dict(how)
+    if found.get("score") is not None:
+        found["score"] = spelled.score(found["score"])
+    if found.get("weighting") is not None:
+        found["weighting"] = spelled.weighting(found["weighting"])
+    return {name: option for name, option in found.items() if option is not None}
+
+
+class Shelf:
+    """All databases by name, and the threads that work on them.
+
+    >>> from qkv import Database
+    >>> shelf = Shelf()
+    >>> shelf.put("names", Database({"Li": "Mu"})).database["Li"]
+    'Mu'
+    >>> shelf.close()
+    """
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.databases: dict[str, Kept] = {}
+        self._pool = ThreadPoolExecutor(THREADS, "qkv-serve")
+
+    def put(self, name: str, database: Database, *, uploaded: bool = False) -> Kept:
+        """Serve a database under a name that no other has."""
+        if not re.fullmatch(NAME, name):
+            raise ArgumentError(
+                f"the name {name!r} cannot be served: letters, digits, '_', '.' and '-' can, at "
+                "most 64 of them"
+            )
+        if name in self.databases:
+            raise ArgumentError(f"the name {name!r} is taken: choose another")
+        if len(self.databases) >= limits.DATABASES:
+            raise ArgumentError(f"at most {limits.DATABASES} databases are served at a time")
+        kept = self.databases[name] = Kept(name, database, self.metrics, uploaded)
+        return kept
+
+    def find(self, name: str) -> Kept:
+        kept = self.databases.get(name)
+        if kept is None:
+            known = ", ".join(self.databases) or "none"
+            raise Refused(404, f"no database is called {name[:64]!r} here; there are: {known}")
+        return kept
+
+    async def work(self, call: Callable[..., Any], *given: Any) -> Any:
+        """The call's result, found in a thread."""
+        return await asyncio.wrap_future(self._pool.submit(call, *given))
+
+    def close(self) -> None:
+        """Finish what was taken, and close every database."""
+        self._pool.shutdown(wait=True)
+        for kept in self.databases.values():
+            kept.close()
+
+
+def opened(sources: Sequence[str | Path]) -> Shelf:
+    """A shelf of folders and tables, each under its name without the ending."""
+    from qkv.database import Database
+    from qkv.database import open as open_database
+
+    shelf = Shelf()
+    try:
+        for source in sources:
+            path = Path(source)
+            if path.is_dir() or path.suffix == ".qkv":
+                database = open_database(path, create=False)
+            else:
+                database = Database.from_source(source)
+            try:
+                shelf.put(path.name.removesuffix(path.suffix), database)
+            except QkvError as error:
+                database.close()
+                raise ArgumentError(f"{source}: {error}") from None
+    except BaseException:
+        shelf.close()
+        raise
+    return shelf
