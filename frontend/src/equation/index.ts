@@ -1,10 +1,12 @@
-/** The twin of the core's formulas. */
+/** The core's formulas once more, so that a page is live without Python. Tests keep both equal. */
 
-/** softmax(s / T): αᵢ = exp(sᵢ/T) / Σⱼ exp(sⱼ/T). */
-export function softmax(scores: ArrayLike<number>, temperature = 1): Float64Array {
-  const s = Float64Array.from(scores, (x) => x / temperature);
-  const top = Math.max(...s);
-  const e = s.map((x) => Math.exp(x - top));
-  const sum = e.reduce((a, b) => a + b, 0);
-  return e.map((x) => x / sum);
-}
+export { ask } from "./ask";
+export { attend, effective, entropy, pool, weigh, weights } from "./attend";
+export * as encoders from "./encoders";
+export { SCORES, resolve as score } from "./scores";
+export { WEIGHTINGS, resolve as weighting } from "./weightings";
+export type { Answer, Row } from "./ask";
+export type { Attended, How } from "./attend";
+export type { Encoder, Key } from "./encoders";
+export type { Like, Named, Score, Vector } from "./scores";
+export type { Live, Weighting } from "./weightings";

@@ -1,0 +1,145 @@
+/** Keys as vectors, and how those are compared: the encoders of a database that run here as well.
+ *
+ * Vectors are rounded to float32, as a database keeps them. */
+
+import { blake2b, digest, written } from "./digest";
+import { characters, placed, words } from "./letters";
+import type { Named, Vector } from "./scores";
+
+export type Key = string | number | Vector;
+
+export interface Encoder {
+  name: string;
+  encode(keys: Key[]): Vector[];
+  query(queries: Key[]): Vector[];
+  /** How its vectors are compared unless the caller says otherwise, in so many rows. */
+  score(rows: number): Named;
+}
+
+/** τ(m) = 8 + 1.6 ln m: the factor between a cosine and a score. */
+export function sharpness(rows: number): number {
+  return 8 + 1.6 * Math.log(Math.max(rows, 1));
+}
+
+function text(key: Key): string {
+  if (typeof key === "string") return key;
+  return typeof key === "number" ? written(key) : JSON.stringify(Array.from(key));
+}
+
+function alike(name: string, encode: (key: Key) => Vector, score: (rows: number) => Named): Encoder {
+  const all = (keys: Key[]) => keys.map(encode);
+  return { name, encode: all, query: all, score };
+}
+
+/** x = key − mean, compared by the Gaussian with the bandwidth of Scott's rule in each column. */
+function numbers(keys: Key[]): Encoder {
+  const row = (key: Key, i: number): number[] => {
+    const parts = typeof key === "object" ? Array.from(key) : [key];
+    return parts.map((part) => {
+      const x = typeof part === "number" ? part : part.trim() === "" ? NaN : Number(part);
+      if (!Number.isFinite(x)) throw new TypeError(`key ${i} must be a number, not ${part}: leave that row out`);
+      return x;
+    });
+  };
+  const rows = keys.map(row);
+  if (!rows.length) throw new RangeError("numbers needs at least one key to learn its units from");
+  const columns = rows[0].map((_, j) => rows.map((x) => x[j]));
+  const mean = columns.map((column) => column.reduce((a, b) => a + b, 0) / column.length);
+  const spread = columns.map((column, j) => {
+    const found = Math.sqrt(column.reduce((a, x) => a + (x - mean[j]) ** 2, 0) / column.length);
+    return found > 0 ? found : 1; // one value only: it has no spread to measure by
+  });
+  const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
+  const told = spread.map((x, j) => x / unit[j]);
+  const encode = (some: Key[]) =>
+    some.map((key, i) => Float32Array.from(row(key, i), (x, j) => (x - mean[j]) / unit[j]));
+  return {
+    name: "numbers",
+    encode,
+    query: encode,
+    score(count) {
+      const scott = Math.max(count, 1) ** (-1 / (told.length + 4));
+      if (told.length === 1) return { name: "gaussian", bandwidth: scott * told[0] };
+      return { name: "gaussian", bandwidth: Float32Array.from(told, (x) => Math.fround(x) * Math.fround(scott)) };
+    },
+  };
+}
+
+/** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) how often each is in the key. */
+function lexical(keys: Key[], width = 256, k1 = 1.2, b = 0.75): Encoder {
+  const counts = new Map<number, number>();
+  let all = 0;
+  for (const key of keys) {
+    for (const [code, f] of words(text(key))) {
+      counts.set(code, (counts.get(code) ?? 0) + 1);
+      all += f;
+    }
+  }
+  const m = Math.max(keys.length, 1);
+  const mean = Math.max(all / m, 1);
+  const idf = (count: number) => Math.log1p((m - count + 0.5) / (count + 0.5));
+  let usual = 0;
+  for (const count of counts.values()) usual += (count * idf(count)) / m;
+  const sum = (of: Map<number, number>, by: (code: number) => number) =>
+    Array.from(of).reduce((total, [code, f]) => total + f * by(code), 0);
+  return {
+    name: "lexical",
+    encode: (some) =>
+      some.map((key) => {
+        const found = words(text(key));
+        const long = sum(found, () => 1) / mean;
+        const weight = (f: number) => (f * (k1 + 1)) / (f + k1 * (1 - b + b * long));
+        return placed(Array.from(found, ([code, f]) => [code, weight(f)]), width);
+      }),
+    query: (some) =>
+      some.map((key) => {
+        const found = words(text(key));
+        // What nobody has would only disturb; it counts in what could have been found.
+        const told = sum(found, (code) => idf(counts.get(code) ?? 0));
+        const known = Array.from(found).filter(([code]) => counts.has(code));
+        return placed(known.map(([code, f]) => [code, (f * idf(counts.get(code)!)) / (told + usual)]), width);
+      }),
+    score: (rows) => ({ name: "scaled_dot", scale: sharpness(rows) }),
+  };
+}
+
+/** x = ±1/16, the signs being the bits of the key's digest. */
+function signs(key: Key, width = 256): Float32Array {
+  const code = blake2b(digest(key as string | number), width / 8);
+  const size = Math.fround(1 / Math.fround(Math.sqrt(width)));
+  return Float32Array.from({ length: width }, (_, i) => ((code[i >> 3] >> (7 - (i & 7))) & 1 ? size : -size));
+}
+
+const FITTED: Record<string, (keys: Key[]) => Encoder> = {
+  numbers,
+  lexical,
+  characters: () =>
+    alike("characters", (key) => characters(text(key)), (rows) => ({ name: "scaled_dot", scale: sharpness(rows) })),
+  exact: () =>
+    alike("exact", (key) => signs(key), (rows) => ({
+      name: "scaled_dot",
+      scale: Math.log(Math.max(rows, 1)) + 6,
+    })),
+  arrays: () => alike("arrays", (key) => Float32Array.from(key as Vector), () => ({ name: "scaled_dot" })),
+};
+
+/** The encoders that run here. */
+export const NAMES = Object.keys(FITTED);
+
+/** Whether an encoder runs here. Where it does not, its vectors come from Python. */
+export function can(name: string): boolean {
+  return Object.hasOwn(FITTED, name);
+}
+
+/** An encoder that has learned what it needs from the keys. */
+export function fit(name: string, keys: Key[]): Encoder {
+  if (can(name)) return FITTED[name](keys);
+  throw new RangeError(`the encoder ${name} does not run in a browser: ask Python, or use ${NAMES.join(", ")}`);
+}
+
+/** The one that fits the keys' types and runs here. */
+export function suits(keys: Key[]): string {
+  if (keys.length && keys.every((key) => typeof key === "number")) return "numbers";
+  if (keys.length && keys.every((key) => typeof key === "object")) return "arrays";
+  return "characters";
+}

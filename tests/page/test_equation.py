@@ -1,0 +1,353 @@
+"""The equation in JavaScript against the one in Python, on the same cases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import attention, scores, weightings
+from qkv.arrays.rows import Rows, Stored
+from qkv.database import encoders
+from qkv.errors import QkvError
+from tests.page.module import LOAD, SOURCE
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+RNG = np.random.default_rng(14)
+W_QUERY, W_KEY, V, BIAS = (RNG.normal(size=shape) for shape in ((4, 3), (4, 3), (4,), (4,)))
+
+SCORES: list[dict[str, Any]] = [
+    {"name": "dot"},
+    {"name": "scaled_dot"},
+    {"name": "scaled_dot", "scale": 0.3, "softcap": 2.0},
+    {"name": "cosine", "temperature": 0.5},
+    {"name": "multiplicative", "w": W_QUERY[:3]},
+    {"name": "additive", "w_query": W_QUERY, "w_key": W_KEY, "v": V, "bias": BIAS},
+    {"name": "additive", "w_query": W_QUERY[:3], "w_key": None, "v": V[:3]},
+    {"name": "gated", "w_query": W_QUERY[0], "w_key": W_KEY[0], "bias": -0.4},
+    {"name": "gated", "w_query": W_QUERY[0], "w_key": W_KEY[0], "score": "cosine"},
+    {"name": "gaussian", "bandwidth": 0.7},
+    {"name": "gaussian", "bandwidth": np.array([0.5, 1.0, 2.0])},
+    {"name": "laplace", "bandwidth": 1.3},
+    {"name": "boxcar", "width": 1.5},
+    {"name": "triangular", "width": 1.5},
+    {"name": "epanechnikov", "width": 1.5},
+    {"name": "constant"},
+    {"name": "exact"},
+]
+WEIGHTINGS: list[dict[str, Any]] = [
+    {"name": "softmax"},
+    {"name": "softmax", "temperature": 0.3},
+    {"name": "topk", "k": 1},
+    {"name": "topk", "k": 3},
+    {"name": "hard"},
+    {"name": "average"},
+    *({"name": "normalized", "on_empty": x} for x in ("zero", "nan", "uniform", "nearest")),
+    {"name": "raw"},
+    {"name": "sigmoid"},
+    {"name": "sparsemax"},
+    *({"name": "entmax15", "alpha": x} for x in (0.5, 1.0, 1.01, 1.3, 1.5, 2.0, 3.0)),
+]
+
+
+def built(names: Any, told: dict[str, Any]) -> Any:
+    settings = {
+        name: np.array(x) if isinstance(x, list) else x for name, x in told.items() if name != "name"
+    }
+    return names[told["name"]](**settings)
+
+
+def plain(x: Any) -> Any:
+    """Arrays as lists; NaN and infinity travel as they are."""
+    if isinstance(x, np.ndarray):
+        return x.tolist()
+    if isinstance(x, dict):
+        return {name: plain(item) for name, item in x.items()}
+    return [plain(item) for item in x] if isinstance(x, list | tuple) else x
+
+
+def names(of: list[dict[str, Any]]) -> Any:
+    return pytest.mark.parametrize("told", of, ids=lambda t: "-".join(map(str, t.values()))[:40])
+
+
+@pytest.fixture
+def run(page: Any) -> Any:
+    """run(body, argument): a function body of `equation` and `given`, in Chromium."""
+    page.goto("about:blank")
+    page.evaluate(LOAD, SOURCE.read_text("utf-8"))
+
+    def run(body: str, given: Any) -> Any:
+        return page.evaluate(
+            f"(given) => {{ const equation = globalThis.qkv.equation; {body} }}", plain(given)
+        )
+
+    return run
+
+
+ATTEND = """
+return given.map(({ query, keys, values, how }) => {
+  try {
+    const x = equation.attend(query, keys, values, how);
+    return { ...x, scores: [...x.scores], weights: [...x.weights], value: [...x.value] };
+  } catch (error) { return { error: String(error.message) }; }
+});
+"""
+
+
+def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
+    query, key = rng.normal(size=(1, 3)), rng.normal(size=(rows, 3))
+    key[rows // 2 :: 5] = query  # some keys are the query itself, and tie
+    return query, key, rng.normal(size=(rows, 2))
+
+
+def test_every_score_and_weighting(run: Any) -> None:
+    rng = np.random.default_rng(0)
+    cases, due = [], []
+    for score in SCORES:
+        for weighting in WEIGHTINGS:
+            for rows in (1, 7, 90):
+                query, key, value = draw(rng, rows)
+                if rows == 7:
+                    key += 9.0  # nothing within a window
+                how = {"score": score, "weighting": weighting}
+                cases.append({"query": query[0], "keys": key, "values": value, "how": how})
+                due.append(expected(query, key, value, how))
+    for case, found, wanted in zip(cases, run(ATTEND, cases), due, strict=True):
+        told = str(case["how"])
+        if wanted is None:
+            assert "error" in found, told
+            continue
+        for name, x in wanted.items():
+            if x is None:
+                assert found[name] is None, told
+            else:
+                np.testing.assert_allclose(found[name], x, err_msg=f"{told}: {name}", **CLOSE)
+
+
+def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | None:
+    """What Python gives; None where it refuses."""
+    score = built(scores.NAMES, how["score"])
+    weighting = built(weightings.NAMES, how["weighting"])
+    if weighting.refuses(score, False):
+        return None
+    rows = Rows(lambda: [Stored(key, value)], key.shape, 2)
+    seen = attention.weigh(rows, query, score=score, weighting=weighting)
+    out, alpha = qkv.attend(
+        query, key, value, score=score, weighting=weighting, engine="dense", return_weights=True
+    )
+    some = bool((np.abs(alpha[0]) > 0).any())
+    return {
+        "scores": weighting.reads(score)(query, key)[0],
+        "weights": alpha[0],
+        "value": out[0],
+        "entropy": seen.entropy[0],
+        "effective": math.exp(seen.entropy[0]) if some else 0.0,
+        "lse": None if seen.lse is None else seen.lse[0],
+    }
+
+
+ROWS: list[tuple[list[float], list[bool] | None]] = [
+    ([], None),
+    ([2.0], None),
+    ([1e30, -1e30, 1e30], None),
+    ([-1e30, -1e30], None),
+    ([1e30, 1e30 - 1e15, 0.0], None),
+    ([3.0, 3.0, 1.0, 3.0], None),
+    ([0.0, 0.0, 0.0], None),
+    ([0.1, math.nan, 0.7], None),
+    ([-math.inf, 0.5, 0.25], None),
+    ([-math.inf, -math.inf], None),
+    ([0.3, 0.9, 0.5, 2.0], [True, False, True, False]),
+    ([math.nan, 0.9, 0.5], [False, True, True]),
+    ([0.3, 0.9], [False, False]),
+    ([800.0, 799.0, -800.0], None),
+]
+
+
+@names(WEIGHTINGS)
+def test_rows_on_the_edge(run: Any, told: dict[str, Any]) -> None:
+    body = """
+    const weighting = equation.weighting(given.told);
+    return given.rows.map(([s, live]) => [[...weighting.weights(s, live)], weighting.lse(s, live)]);
+    """
+    weighting = built(weightings.NAMES, told)
+    negative = told["name"] == "normalized"
+    rows = [(np.abs(s).tolist() if negative else s, live) for s, live in ROWS]
+    for (s, live), (alpha, lse) in zip(
+        rows, run(body, {"told": told, "rows": rows}), strict=True
+    ):
+        x, at = np.array([s]), np.arange(len(s))[None]
+        mask = None if live is None else np.array([live])
+        wanted = weighting(x, mask)[0]
+        if told["name"] == "entmax15" and np.isnan(wanted).any():
+            assert np.isnan(alpha).any()  # which of them is the solver's own affair
+            continue
+        np.testing.assert_allclose(alpha, wanted, err_msg=f"{told} {s} {live}", **CLOSE)
+        if weighting.has_lse:
+            with np.errstate(invalid="ignore"):
+                due = weighting.lse_of(weighting.scale(x), mask, at)[0, 0]
+            np.testing.assert_allclose(lse, due, err_msg=f"{told} {s} {live}", **CLOSE)
+        else:
+            assert lse is None
+
+
+@names(SCORES)
+def test_pairs_on_the_edge(run: Any, told: dict[str, Any]) -> None:
+    ends = [0.0, -0.0, 1e30, -1e30, 1e-30, math.nan, 1.0]
+    query = np.array([[a, b, 0.5] for a in ends for b in ends])
+    key = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.5], [1e30, 2.0, 0.5], [math.nan, 1.0, 2.0]])
+    body = """
+    const score = equation.score(given.told);
+    return given.query.map((q) => given.key.map((k) => score.at(q, k)));
+    """
+    found = run(body, {"told": told, "query": query, "key": key})
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(found, built(scores.NAMES, told)(query, key), **CLOSE)
+
+
+def test_names_are_pythons(run: Any) -> None:
+    body = "return [Object.keys(equation.SCORES), Object.keys(equation.WEIGHTINGS)];"
+    mine, others = run(body, None)
+    assert set(mine) == set(scores.NAMES) - {"modified"}
+    assert set(others) == set(weightings.NAMES)
+
+
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        ("score", "gausian"),
+        ("score", {"name": "gaussian", "bandwidth": 0}),
+        ("score", {"name": "boxcar", "width": -1}),
+        ("weighting", "softmx"),
+        ("weighting", {"name": "topk", "k": 1.5}),
+        ("weighting", {"name": "softmax", "temperature": math.inf}),
+        ("weighting", {"name": "entmax15", "alpha": -1}),
+    ],
+)
+def test_bad_settings_are_refused(run: Any, what: str, told: Any) -> None:
+    body = "try { equation[given[0]](given[1]); return null } catch (e) { return e.message }"
+    message = run(body, [what, told])
+    assert message is not None
+    if isinstance(told, dict):
+        kinds = {"score": scores.NAMES, "weighting": weightings.NAMES}[what]
+        with pytest.raises((QkvError, ValueError)):
+            built(kinds, told)
+
+
+def test_an_empty_window_may_be_an_error(run: Any) -> None:
+    body = """
+    try { equation.weighting({ name: "normalized", on_empty: "raise" }).weights([0, 0]) }
+    catch (e) { return e.message }
+    """
+    assert "window" in run(body, None)
+
+
+TEXTS = [
+    "The Alchemist", "the alchmist", "Les Misérables", "Gulliver’s Travels", "C++ & C#", "",
+    "   ", "naïve café—déjà vu", "ΣΊΣΥΦΟΣ σίσυφος", "Straße STRASSE", "ıİ", "日本語 テスト", "ﬁne ½",
+    "a\x1eb", "Zhang", "Li", "Lee", "war and peace and war", "🎉 emoji 🎉", "don't stop", "x" * 300,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, keys, queries",
+    [
+        ("characters", TEXTS, TEXTS),
+        ("lexical", TEXTS, [*TEXTS, "the war of unknown words", "peace peace"]),
+        ("exact", [*TEXTS, 1, 1.5, -3, 1e-5, 1e22, 123456.789, 5e-324], ["Li", 1.0, 0.1]),
+        ("numbers", [2.0, 3.5, 3.5, 100.0, -7.25], [3.0, 1e6]),
+        ("numbers", [4.0, 4.0], [4.5]),
+        ("numbers", [(1.0, 1e-3), (2.0, 5e-3), (4.0, 1e-3)], [(2.0, 2e-3)]),
+        ("numbers", [1e-40, 3e-40], [2e-40]),
+        ("arrays", np.eye(3).tolist(), [[0.25, 0.1, -3.0]]),
+    ],
+)
+def test_encoders(run: Any, name: str, keys: list[Any], queries: list[Any]) -> None:
+    body = """
+    const encoder = equation.encoders.fit(given.name, given.keys);
+    const listed = (x) => x.map((row) => [...row]);
+    const score = encoder.score(given.keys.length);
+    if (typeof score.bandwidth === "object") score.bandwidth = [...score.bandwidth];
+    return [listed(encoder.encode(given.keys)), listed(encoder.query(given.queries)), score];
+    """
+    encoder = encoders.resolve(name).fit(keys)
+    vectors, asked, told = run(body, {"name": name, "keys": keys, "queries": queries})
+    np.testing.assert_allclose(vectors, encoder.encode(keys), **CLOSE)
+    np.testing.assert_allclose(asked, encoder.query(queries), **CLOSE)
+    mine, own = built(scores.NAMES, told), encoder.score(len(keys))
+    assert type(mine) is type(own)
+    for field in ("scale", "bandwidth"):
+        if getattr(own, field, None) is not None:
+            np.testing.assert_allclose(getattr(mine, field), getattr(own, field), rtol=1e-6)
+
+
+def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:
+    body = "return given.map((name) => equation.encoders.can(name));"
+    assert run(body, ["characters", "text", "words", "sentences"]) == [True, False, False, False]
+
+
+NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
+SALARIES = {3.1: 62.0, 3.4: 71.5, 3.5: 70.0, 3.6: 78.0, 4.0: 95.0, 2.9: None}
+MAJORS = {"Ann": "maths", "Anna": "art", "Anne": "maths", "Bob": None, "Rob": "art"}
+
+
+@pytest.mark.parametrize(
+    "rows, query, encoder, how",
+    [
+        (NAMES, "Lee", "characters", {}),
+        (NAMES, "Lee", "characters", {"weighting": {"name": "softmax", "temperature": 2.5}}),
+        (NAMES, "Li", "exact", {}),
+        (NAMES, "Li", "characters", {"score": "exact", "weighting": "normalized"}),
+        (NAMES, "Lo", "characters", {"score": "exact", "weighting": "normalized"}),
+        (NAMES, "Hu", "lexical", {"weighting": "sparsemax"}),
+        (MAJORS, "Ane", "characters", {"weighting": "entmax15"}),
+        (SALARIES, 3.55, "numbers", {}),
+        (SALARIES, 3.55, "numbers", {"score": {"name": "gaussian", "bandwidth": 0.15}}),
+        (SALARIES, 3.55, "numbers", {"weighting": "hard"}),
+        (SALARIES, 3.55, "numbers", {"weighting": "raw"}),
+        (
+            SALARIES,
+            5.0,
+            "numbers",
+            {"score": {"name": "boxcar", "width": 0.2}, "weighting": "normalized"},
+        ),
+        (
+            SALARIES,
+            5.0,
+            "numbers",
+            {
+                "score": {"name": "triangular", "width": 0.2},
+                "weighting": {"name": "normalized", "on_empty": "nearest"},
+            },
+        ),
+    ],
+)
+def test_a_database_answers_alike(
+    run: Any, rows: dict[Any, Any], query: Any, encoder: str, how: dict[str, Any]
+) -> None:
+    body = """
+    const x = equation.ask(given.rows, given.query, given.how);
+    return { ...x, weights: [...x.weights], scores: [], value: x.value && [...x.value] };
+    """
+    listed = [{"key": key, "value": value} for key, value in rows.items()]
+    found = run(body, {"rows": listed, "query": query, "how": {"encoder": encoder} | how})
+    made = {
+        name: x if isinstance(x, str) else built(getattr(qkv, f"{name}s").NAMES, x)
+        for name, x in how.items()
+    }
+    answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
+    if isinstance(answer.value, float):
+        np.testing.assert_allclose(found["pooled"], answer.value, **CLOSE)
+        np.testing.assert_allclose(found["spread"], answer.spread, **CLOSE)
+    else:
+        assert found["pooled"] == answer.value
+    np.testing.assert_allclose(found["weights"], answer.weights, **CLOSE)
+    np.testing.assert_allclose(found["entropy"], answer.entropy, **CLOSE)
+    np.testing.assert_allclose(found["effective"], answer.effective_rows, **CLOSE)
+    assert (found["total"], found["missing"]) == (answer.total, answer.missing)
+    assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows]
+    assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
