@@ -13,7 +13,7 @@ from qkv import attention, scores, weightings
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import encoders
 from qkv.errors import QkvError
-from tests.page.module import LOAD, SOURCE
+from qkv.page.file import module
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -56,7 +56,9 @@ WEIGHTINGS: list[dict[str, Any]] = [
 
 def built(names: Any, told: dict[str, Any]) -> Any:
     settings = {
-        name: np.array(x) if isinstance(x, list) else x for name, x in told.items() if name != "name"
+        name: np.array(x) if isinstance(x, list) else x
+        for name, x in told.items()
+        if name != "name"
     }
     return names[told["name"]](**settings)
 
@@ -70,22 +72,20 @@ def plain(x: Any) -> Any:
     return [plain(item) for item in x] if isinstance(x, list | tuple) else x
 
 
-def names(of: list[dict[str, Any]]) -> Any:
-    return pytest.mark.parametrize("told", of, ids=lambda t: "-".join(map(str, t.values()))[:40])
+LOAD = """
+async (source) => {
+  const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
+  globalThis.equation = (await import(url)).equation;
+}
+"""
 
 
 @pytest.fixture
 def run(page: Any) -> Any:
     """run(body, argument): a function body of `equation` and `given`, in Chromium."""
     page.goto("about:blank")
-    page.evaluate(LOAD, SOURCE.read_text("utf-8"))
-
-    def run(body: str, given: Any) -> Any:
-        return page.evaluate(
-            f"(given) => {{ const equation = globalThis.qkv.equation; {body} }}", plain(given)
-        )
-
-    return run
+    page.evaluate(LOAD, module())
+    return lambda body, given: page.evaluate(f"(given) => {{ {body} }}", plain(given))
 
 
 ATTEND = """
@@ -122,6 +122,8 @@ def test_every_score_and_weighting(run: Any) -> None:
             assert "error" in found, told
             continue
         for name, x in wanted.items():
+            if name in ("entropy", "effective") and np.abs(wanted["weights"]).sum() < 1e-9:
+                continue  # shares of what has no digits
             if x is None:
                 assert found[name] is None, told
             else:
@@ -132,7 +134,7 @@ def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | Non
     """What Python gives; None where it refuses."""
     score = built(scores.NAMES, how["score"])
     weighting = built(weightings.NAMES, how["weighting"])
-    if weighting.refuses(score, False):
+    if weighting.refuses(score, biased=False):
         return None
     rows = Rows(lambda: [Stored(key, value)], key.shape, 2)
     seen = attention.weigh(rows, query, score=score, weighting=weighting)
@@ -168,45 +170,53 @@ ROWS: list[tuple[list[float], list[bool] | None]] = [
 ]
 
 
-@names(WEIGHTINGS)
-def test_rows_on_the_edge(run: Any, told: dict[str, Any]) -> None:
+def test_rows_on_the_edge(run: Any) -> None:
     body = """
-    const weighting = equation.weighting(given.told);
-    return given.rows.map(([s, live]) => [[...weighting.weights(s, live)], weighting.lse(s, live)]);
+    return given.map(({ told, rows }) => {
+      const weighting = equation.weighting(told);
+      return rows.map(([s, live]) => [[...weighting.weights(s, live)], weighting.lse(s, live)]);
+    });
     """
-    weighting = built(weightings.NAMES, told)
-    negative = told["name"] == "normalized"
-    rows = [(np.abs(s).tolist() if negative else s, live) for s, live in ROWS]
-    for (s, live), (alpha, lse) in zip(
-        rows, run(body, {"told": told, "rows": rows}), strict=True
-    ):
-        x, at = np.array([s]), np.arange(len(s))[None]
-        mask = None if live is None else np.array([live])
-        wanted = weighting(x, mask)[0]
-        if told["name"] == "entmax15" and np.isnan(wanted).any():
-            assert np.isnan(alpha).any()  # which of them is the solver's own affair
-            continue
-        np.testing.assert_allclose(alpha, wanted, err_msg=f"{told} {s} {live}", **CLOSE)
-        if weighting.has_lse:
+    cases = []
+    for told in WEIGHTINGS:
+        positive = told["name"] == "normalized"
+        rows = [(np.abs(s).tolist() if positive else s, live) for s, live in ROWS]
+        cases.append({"told": told, "rows": rows})
+    for case, found in zip(cases, run(body, cases), strict=True):
+        weighting = built(weightings.NAMES, case["told"])
+        for (s, live), (alpha, lse) in zip(case["rows"], found, strict=True):
+            told = f"{weighting} {s} {live}"
+            x, at = np.array([s]), np.arange(len(s))[None]
+            mask = None if live is None else np.array([live])
+            wanted = weighting(x, mask)[0]
+            if isinstance(weighting, weightings.Entmax) and np.isnan(wanted).any():
+                # Which of a row's weights are NaN is the solver's own affair.
+                assert np.isnan(alpha).any() == np.isnan(s).any(), told
+                continue
+            np.testing.assert_allclose(alpha, wanted, err_msg=told, **CLOSE)
+            if not weighting.has_lse:
+                assert lse is None
+                continue
             with np.errstate(invalid="ignore"):
                 due = weighting.lse_of(weighting.scale(x), mask, at)[0, 0]
-            np.testing.assert_allclose(lse, due, err_msg=f"{told} {s} {live}", **CLOSE)
-        else:
-            assert lse is None
+            np.testing.assert_allclose(lse, due, err_msg=told, **CLOSE)
 
 
-@names(SCORES)
-def test_pairs_on_the_edge(run: Any, told: dict[str, Any]) -> None:
+def test_pairs_on_the_edge(run: Any) -> None:
     ends = [0.0, -0.0, 1e30, -1e30, 1e-30, math.nan, 1.0]
     query = np.array([[a, b, 0.5] for a in ends for b in ends])
     key = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.5], [1e30, 2.0, 0.5], [math.nan, 1.0, 2.0]])
     body = """
-    const score = equation.score(given.told);
-    return given.query.map((q) => given.key.map((k) => score.at(q, k)));
+    return given.scores.map((told) => {
+      const score = equation.score(told);
+      return given.query.map((q) => given.key.map((k) => score.at(q, k)));
+    });
     """
-    found = run(body, {"told": told, "query": query, "key": key})
-    with np.errstate(all="ignore"):
-        np.testing.assert_allclose(found, built(scores.NAMES, told)(query, key), **CLOSE)
+    all_found = run(body, {"scores": SCORES, "query": query, "key": key})
+    for told, found in zip(SCORES, all_found, strict=True):
+        with np.errstate(all="ignore"):
+            wanted = built(scores.NAMES, told)(query, key)
+        np.testing.assert_allclose(found, wanted, err_msg=str(told), **CLOSE)
 
 
 def test_names_are_pythons(run: Any) -> None:
@@ -216,26 +226,33 @@ def test_names_are_pythons(run: Any) -> None:
     assert set(others) == set(weightings.NAMES)
 
 
-@pytest.mark.parametrize(
-    "what, told",
-    [
-        ("score", "gausian"),
-        ("score", {"name": "gaussian", "bandwidth": 0}),
-        ("score", {"name": "boxcar", "width": -1}),
-        ("weighting", "softmx"),
-        ("weighting", {"name": "topk", "k": 1.5}),
-        ("weighting", {"name": "softmax", "temperature": math.inf}),
-        ("weighting", {"name": "entmax15", "alpha": -1}),
-    ],
-)
-def test_bad_settings_are_refused(run: Any, what: str, told: Any) -> None:
-    body = "try { equation[given[0]](given[1]); return null } catch (e) { return e.message }"
-    message = run(body, [what, told])
-    assert message is not None
-    if isinstance(told, dict):
-        kinds = {"score": scores.NAMES, "weighting": weightings.NAMES}[what]
-        with pytest.raises((QkvError, ValueError)):
-            built(kinds, told)
+BAD: list[tuple[str, Any]] = [
+    ("score", {"name": "gaussian", "bandwidth": 0}),
+    ("score", {"name": "boxcar", "width": -1}),
+    ("weighting", {"name": "topk", "k": 1.5}),
+    ("weighting", {"name": "softmax", "temperature": math.inf}),
+    ("weighting", {"name": "entmax15", "alpha": -1}),
+    ("weighting", {"name": "normalized", "on_empty": "none"}),
+]
+
+
+def test_bad_settings_are_refused(run: Any) -> None:
+    body = """
+    return given.map(([what, told]) => {
+      try { equation[what](told); return null } catch (error) { return error.message }
+    });
+    """
+    for (what, told), message in zip(BAD, run(body, BAD), strict=True):
+        assert message, told
+        assert told["name"] in message
+        with pytest.raises(QkvError):
+            built(getattr(qkv, f"{what}s").NAMES, told)
+
+
+def test_unknown_names_are_refused(run: Any) -> None:
+    body = "try { equation[given](given) } catch (error) { return error.message }"
+    assert "gaussian" in run(body, "score")
+    assert "softmax" in run(body, "weighting")
 
 
 def test_an_empty_window_may_be_an_error(run: Any) -> None:
@@ -248,41 +265,44 @@ def test_an_empty_window_may_be_an_error(run: Any) -> None:
 
 TEXTS = [
     "The Alchemist", "the alchmist", "Les Misérables", "Gulliver’s Travels", "C++ & C#", "",
-    "   ", "naïve café—déjà vu", "ΣΊΣΥΦΟΣ σίσυφος", "Straße STRASSE", "ıİ", "日本語 テスト", "ﬁne ½",
+    "   ", "naïve café—déjà vu", "ΣΊΣΥΦΟΣ σίσυφος", "Straße STRASSE", "ıİ", "日本語", "ﬁne ½",
     "a\x1eb", "Zhang", "Li", "Lee", "war and peace and war", "🎉 emoji 🎉", "don't stop", "x" * 300,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, keys, queries",
-    [
-        ("characters", TEXTS, TEXTS),
-        ("lexical", TEXTS, [*TEXTS, "the war of unknown words", "peace peace"]),
-        ("exact", [*TEXTS, 1, 1.5, -3, 1e-5, 1e22, 123456.789, 5e-324], ["Li", 1.0, 0.1]),
-        ("numbers", [2.0, 3.5, 3.5, 100.0, -7.25], [3.0, 1e6]),
-        ("numbers", [4.0, 4.0], [4.5]),
-        ("numbers", [(1.0, 1e-3), (2.0, 5e-3), (4.0, 1e-3)], [(2.0, 2e-3)]),
-        ("numbers", [1e-40, 3e-40], [2e-40]),
-        ("arrays", np.eye(3).tolist(), [[0.25, 0.1, -3.0]]),
-    ],
-)
-def test_encoders(run: Any, name: str, keys: list[Any], queries: list[Any]) -> None:
+ENCODED: list[tuple[str, list[Any], list[Any]]] = [
+    ("characters", TEXTS, TEXTS),
+    ("lexical", TEXTS, [*TEXTS, "the war of unknown words", "peace peace"]),
+    ("exact", [*TEXTS, 1, 1.5, -3, 1e-5, 1e22, 123456.789, 5e-324], ["Li", 1.0, 0.1]),
+    ("numbers", [2.0, 3.5, 3.5, 100.0, -7.25], [3.0, 1e6]),
+    ("numbers", [4.0, 4.0], [4.5]),
+    ("numbers", [(1.0, 1e-3), (2.0, 5e-3), (4.0, 1e-3)], [(2.0, 2e-3)]),
+    ("numbers", [1e-40, 3e-40], [2e-40]),
+    ("arrays", np.eye(3).tolist(), [[0.25, 0.1, -3.0]]),
+]
+
+
+def test_encoders(run: Any) -> None:
     body = """
-    const encoder = equation.encoders.fit(given.name, given.keys);
     const listed = (x) => x.map((row) => [...row]);
-    const score = encoder.score(given.keys.length);
-    if (typeof score.bandwidth === "object") score.bandwidth = [...score.bandwidth];
-    return [listed(encoder.encode(given.keys)), listed(encoder.query(given.queries)), score];
+    return given.map(([name, keys, queries]) => {
+      const encoder = equation.encoders.fit(name, keys);
+      const score = encoder.score(keys.length);
+      if (typeof score.bandwidth === "object") score.bandwidth = [...score.bandwidth];
+      return [listed(encoder.encode(keys)), listed(encoder.query(queries)), score];
+    });
     """
-    encoder = encoders.resolve(name).fit(keys)
-    vectors, asked, told = run(body, {"name": name, "keys": keys, "queries": queries})
-    np.testing.assert_allclose(vectors, encoder.encode(keys), **CLOSE)
-    np.testing.assert_allclose(asked, encoder.query(queries), **CLOSE)
-    mine, own = built(scores.NAMES, told), encoder.score(len(keys))
-    assert type(mine) is type(own)
-    for field in ("scale", "bandwidth"):
-        if getattr(own, field, None) is not None:
-            np.testing.assert_allclose(getattr(mine, field), getattr(own, field), rtol=1e-6)
+    for (name, keys, queries), (vectors, asked, told) in zip(
+        ENCODED, run(body, ENCODED), strict=True
+    ):
+        encoder = encoders.resolve(name).fit(keys)
+        np.testing.assert_allclose(vectors, encoder.encode(keys), err_msg=name, **CLOSE)
+        np.testing.assert_allclose(asked, encoder.query(queries), err_msg=name, **CLOSE)
+        mine, own = built(scores.NAMES, told), encoder.score(len(keys))
+        assert type(mine) is type(own)
+        for field in ("scale", "bandwidth"):
+            if getattr(own, field, None) is not None:
+                np.testing.assert_allclose(getattr(mine, field), getattr(own, field), rtol=1e-6)
 
 
 def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:
@@ -292,62 +312,55 @@ def test_encoders_that_do_not_run_here_say_so(run: Any) -> None:
 
 NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
 SALARIES = {3.1: 62.0, 3.4: 71.5, 3.5: 70.0, 3.6: 78.0, 4.0: 95.0, 2.9: None}
+EXACT, BOX = {"name": "exact"}, {"name": "boxcar", "width": 0.2}
 MAJORS = {"Ann": "maths", "Anna": "art", "Anne": "maths", "Bob": None, "Rob": "art"}
 
 
-@pytest.mark.parametrize(
-    "rows, query, encoder, how",
-    [
-        (NAMES, "Lee", "characters", {}),
-        (NAMES, "Lee", "characters", {"weighting": {"name": "softmax", "temperature": 2.5}}),
-        (NAMES, "Li", "exact", {}),
-        (NAMES, "Li", "characters", {"score": "exact", "weighting": "normalized"}),
-        (NAMES, "Lo", "characters", {"score": "exact", "weighting": "normalized"}),
-        (NAMES, "Hu", "lexical", {"weighting": "sparsemax"}),
-        (MAJORS, "Ane", "characters", {"weighting": "entmax15"}),
-        (SALARIES, 3.55, "numbers", {}),
-        (SALARIES, 3.55, "numbers", {"score": {"name": "gaussian", "bandwidth": 0.15}}),
-        (SALARIES, 3.55, "numbers", {"weighting": "hard"}),
-        (SALARIES, 3.55, "numbers", {"weighting": "raw"}),
-        (
-            SALARIES,
-            5.0,
-            "numbers",
-            {"score": {"name": "boxcar", "width": 0.2}, "weighting": "normalized"},
-        ),
-        (
-            SALARIES,
-            5.0,
-            "numbers",
-            {
-                "score": {"name": "triangular", "width": 0.2},
-                "weighting": {"name": "normalized", "on_empty": "nearest"},
-            },
-        ),
-    ],
-)
-def test_a_database_answers_alike(
-    run: Any, rows: dict[Any, Any], query: Any, encoder: str, how: dict[str, Any]
-) -> None:
+ASKED: list[tuple[dict[Any, Any], Any, str, dict[str, Any]]] = [
+    (NAMES, "Lee", "characters", {}),
+    (NAMES, "Lee", "characters", {"weighting": {"name": "softmax", "temperature": 2.5}}),
+    (NAMES, "Li", "exact", {}),
+    (NAMES, "Li", "characters", {"score": EXACT, "weighting": {"name": "normalized"}}),
+    (NAMES, "Lo", "characters", {"score": EXACT, "weighting": {"name": "normalized"}}),
+    (NAMES, "Hu", "lexical", {"weighting": {"name": "sparsemax"}}),
+    (MAJORS, "Ane", "characters", {"weighting": {"name": "entmax15"}}),
+    (SALARIES, 3.55, "numbers", {}),
+    (SALARIES, 3.57, "numbers", {"score": {"name": "gaussian", "bandwidth": 0.15}}),
+    (SALARIES, 3.55, "numbers", {"weighting": {"name": "hard"}}),
+    (SALARIES, 3.55, "numbers", {"weighting": {"name": "raw"}}),
+    (SALARIES, 5.0, "numbers", {"score": BOX, "weighting": {"name": "normalized"}}),
+    (
+        SALARIES,
+        5.0,
+        "numbers",
+        {"score": BOX, "weighting": {"name": "normalized", "on_empty": "nearest"}},
+    ),
+]
+
+
+def test_a_database_answers_alike(run: Any) -> None:
     body = """
-    const x = equation.ask(given.rows, given.query, given.how);
-    return { ...x, weights: [...x.weights], scores: [], value: x.value && [...x.value] };
+    return given.map(([rows, query, how]) => {
+      const x = equation.ask(rows, query, how);
+      return { ...x, weights: [...x.weights], scores: null, value: null };
+    });
     """
-    listed = [{"key": key, "value": value} for key, value in rows.items()]
-    found = run(body, {"rows": listed, "query": query, "how": {"encoder": encoder} | how})
-    made = {
-        name: x if isinstance(x, str) else built(getattr(qkv, f"{name}s").NAMES, x)
-        for name, x in how.items()
-    }
-    answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
-    if isinstance(answer.value, float):
-        np.testing.assert_allclose(found["pooled"], answer.value, **CLOSE)
-        np.testing.assert_allclose(found["spread"], answer.spread, **CLOSE)
-    else:
-        assert found["pooled"] == answer.value
-    np.testing.assert_allclose(found["weights"], answer.weights, **CLOSE)
-    np.testing.assert_allclose(found["entropy"], answer.entropy, **CLOSE)
-    np.testing.assert_allclose(found["effective"], answer.effective_rows, **CLOSE)
-    assert (found["total"], found["missing"]) == (answer.total, answer.missing)
-    assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows]
-    assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]
+    cases = [
+        ([{"key": key, "value": value} for key, value in rows.items()], query, how | {"encoder": e})
+        for rows, query, e, how in ASKED
+    ]
+    for (rows, query, encoder, how), found in zip(ASKED, run(body, cases), strict=True):
+        made = {name: built(getattr(qkv, f"{name}s").NAMES, x) for name, x in how.items()}
+        answer = qkv.Database(rows, encoder=encoder).ask(query, **made)
+        told = f"{query} {encoder} {how}"
+        if isinstance(answer.value, float):
+            np.testing.assert_allclose(found["pooled"], answer.value, err_msg=told, **CLOSE)
+            np.testing.assert_allclose(found["spread"], answer.spread, err_msg=told, **CLOSE)
+        else:
+            assert found["pooled"] == answer.value, told
+        np.testing.assert_allclose(found["weights"], answer.weights, err_msg=told, **CLOSE)
+        np.testing.assert_allclose(found["entropy"], answer.entropy, err_msg=told, **CLOSE)
+        np.testing.assert_allclose(found["effective"], answer.effective_rows, err_msg=told, **CLOSE)
+        assert (found["total"], found["missing"]) == (answer.total, answer.missing)
+        assert [row["key"] for row in found["rows"]] == [row.key for row in answer.rows], told
+        assert [share["value"] for share in found["values"]] == [s.value for s in answer.values]

@@ -118,9 +118,6 @@ const INSTEAD: Record<string, (s: Float64Array) => Float64Array> = {
 };
 
 function normalized(s: Float64Array, onEmpty: string): Float64Array {
-  if (!Object.hasOwn(INSTEAD, onEmpty)) {
-    throw new RangeError(`no on_empty is named "${onEmpty}": it is one of ${Object.keys(INSTEAD).join(", ")}`);
-  }
   const inside = onEmpty === "nearest" ? s.map((x) => (x <= 0 ? 0 : x)) : s;
   const sum = total(inside);
   if (sum === 0) return s.length ? INSTEAD[onEmpty](s) : s;
@@ -199,6 +196,10 @@ export function resolve(like: Like): Weighting {
   const kind = WEIGHTINGS[name];
   if (name === "topk" && !(Number.isInteger(settings.k) && Number(settings.k) >= 1)) {
     throw new RangeError(`topk: k must be a whole number of at least 1, not ${settings.k}`);
+  }
+  if (name === "normalized" && !Object.hasOwn(INSTEAD, String(settings.on_empty))) {
+    const known = Object.keys(INSTEAD).join(", ");
+    throw new RangeError(`normalized: no on_empty is named "${settings.on_empty}": it is one of ${known}`);
   }
   const some = (scores: Vector, live?: Live) =>
     Float64Array.from(live ? Array.from(scores).filter((_, i) => live[i]) : scores);
