@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from qkv.answer import Answer
 from qkv.database import Database
 from qkv.errors import ArgumentError
+from qkv.page import tables
 
 Args = Mapping[str, Any]
-Databases = Mapping[str, Any]
+Databases = MutableMapping[str, Any]
 
 
 def ask(args: Args, databases: Databases) -> dict[str, Any]:
@@ -24,7 +25,13 @@ def ask(args: Args, databases: Databases) -> dict[str, Any]:
     return found.to_dict()
 
 
-CALLS: dict[str, Callable[[Args, Databases], Any]] = {"ask": ask}
+CALLS: dict[str, Callable[[Args, Databases], Any]] = {
+    "ask": ask,
+    "databases": tables.databases,
+    "versions": tables.versions,
+    "upload": tables.upload,
+    "columns": tables.columns,
+}
 
 
 def call(name: str, args: Args, databases: Databases) -> Any:

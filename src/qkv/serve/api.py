@@ -13,7 +13,22 @@ from qkv.answer import jsonable
 from qkv.database import spelled
 from qkv.errors import ArgumentError
 from qkv.serve import limits
-from qkv.serve.fit import Schema
+from qkv.serve.bodies import (
+    ADD,
+    ANSWER,
+    ASK,
+    AT,
+    ATTEND,
+    COUNT,
+    INFO,
+    NOW,
+    RECORD,
+    SHORT,
+    TEXT,
+    WEIGHTS,
+    WHERE,
+    record,
+)
 from qkv.serve.route import Given, Refused, Route
 from qkv.serve.shelf import Kept, Shelf, options
 
@@ -176,135 +191,6 @@ def metrics(shelf: Shelf, given: Given) -> Any:
     return Response(shelf.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {
-    "type": ["number", "string", "null"],
-    "description": 'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
-}
-AT: Schema = {
-    "type": "integer",
-    "minimum": 0,
-    "maximum": 2**53,
-    "description": "As of this version; by default the newest.",
-}
-WHERE: Schema = {
-    "type": "string",
-    "maxLength": 10_000,
-    "description": "Rows that pass: \"year < 1900 and genre == 'poetry'\".",
-}
-TEXTS: Schema = {"type": "array", "items": TEXT}
-
-
-def _record(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
-    return {
-        "title": title,
-        "type": "object",
-        "properties": {**required, **more},
-        "required": list(required),
-    }
-
-
-def _body(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
-    return {**_record(title, required, **more), "additionalProperties": False}
-
-
-HOW: dict[str, Schema] = {
-    "score": {
-        "type": ["string", "null"],
-        "maxLength": 64,
-        "description": 'How keys are compared with the query: "cosine", "gaussian:0.5" …',
-    },
-    "weighting": {
-        "type": "string",
-        "maxLength": 64,
-        "description": 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …',
-    },
-    "tolerance": {"type": ["number", "null"], "minimum": 0},
-}
-WHERE_OR_CELLS: Schema = {
-    "anyOf": [
-        WHERE,
-        {
-            "type": "object",
-            "description": 'Columns and what they equal: {"genre": "poetry"}.',
-        },
-        {"type": "null"},
-    ]
-}
-QUERY: Schema = {
-    "description": "A query, of the kind that the keys are, or a list of queries.",
-    "type": ["string", "number", "boolean", "array", "object", "null"],
-}
-ROW = _record("Row", {"key": {}, "value": {}, "weight": NUMBER, "index": COUNT})
-ANSWER = _record(
-    "Answer",
-    {
-        "query": {},
-        "value": {},
-        "rows": {"type": "array", "items": ROW},
-        "entropy": NUMBER,
-        "effective_rows": NUMBER,
-        "total": COUNT,
-        "missing": COUNT,
-        "engine": TEXT,
-    },
-)
-ASK = _body(
-    "Ask",
-    {"query": QUERY},
-    **HOW,
-    top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
-    where=WHERE_OR_CELLS,
-    at=AT,
-)
-ATTEND = _body("Attend", {"query": QUERY}, **HOW, where=WHERE_OR_CELLS, at=AT)
-MATRIX: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "array", "minItems": 1, "items": {"type": "number"}},
-}
-WEIGHTS = _body(
-    "Weights",
-    {"query": MATRIX, "key": MATRIX},
-    **HOW,
-    mask={
-        "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
-        "anyOf": [
-            {"type": "string", "maxLength": 64},
-            {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
-            {"type": "null"},
-        ],
-    },
-)
-RECORD: Schema = {"type": "object", "description": "A cell for each column, by its name."}
-ADD = _body(
-    "Add",
-    {"rows": {"type": "array", "items": RECORD, "minItems": 1, "maxItems": limits.ROWS}},
-    update={"type": "boolean", "description": "Replace the newest row that has a row's key."},
-)
-NOW: dict[str, Schema] = {"name": TEXT, "rows": COUNT, "version": COUNT}
-KIND: Schema = {"type": ["string", "null"]}
-SHORT: dict[str, Schema] = {
-    **NOW,
-    "columns": TEXTS,
-    "key": TEXTS,
-    "value": TEXTS,
-    "key_kind": KIND,
-    "value_kind": KIND,
-    "uploaded": {"type": "boolean"},
-}
-INFO = _record(
-    "Info",
-    {
-        **SHORT,
-        "unique": {"type": "boolean"},
-        "encoder": {"type": ["object", "null"]},
-        "bytes": {"type": ["integer", "null"]},
-        "types": {"type": "object", "additionalProperties": TEXT},
-        "missing": {"type": "object", "additionalProperties": COUNT},
-    },
-)
 ONE = "/v1/databases/{name}"
 
 ROUTES: list[Route] = [
@@ -313,9 +199,9 @@ ROUTES: list[Route] = [
         "/v1/databases",
         databases,
         "The databases that are served.",
-        _record(
+        record(
             "Databases",
-            {"databases": {"type": "array", "items": _record("Database", SHORT)}},
+            {"databases": {"type": "array", "items": record("Database", SHORT)}},
         ),
     ),
     Route(
@@ -331,7 +217,7 @@ ROUTES: list[Route] = [
         f"{ONE}/attend",
         attend,
         "Pool the values for a query, or for each of a list, as numbers alone.",
-        _record("Pooled", {"value": {}}),
+        record("Pooled", {"value": {}}),
         body=ATTEND,
     ),
     Route(
@@ -339,9 +225,7 @@ ROUTES: list[Route] = [
         f"{ONE}/rows",
         rows,
         "Rows with all their columns, the oldest first.",
-        _record(
-            "Rows", {"from": COUNT, "total": COUNT, "rows": {"type": "array", "items": RECORD}}
-        ),
+        record("Rows", {"from": COUNT, "total": COUNT, "rows": {"type": "array", "items": RECORD}}),
         query={
             "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
             "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
@@ -354,7 +238,7 @@ ROUTES: list[Route] = [
         f"{ONE}/rows",
         add,
         "Add rows, all or none; they are on disk before the answer comes.",
-        _record("Added", NOW, inserted=COUNT),
+        record("Added", NOW, inserted=COUNT),
         right="write",
         body=ADD,
         refuses=(409,),
@@ -364,7 +248,7 @@ ROUTES: list[Route] = [
         f"{ONE}/rows/{{key}}",
         get,
         "Look a key up exactly; where it is absent, the nearest are named.",
-        _record("Found", {"key": {}}, value={}, values={"type": "array"}),
+        record("Found", {"key": {}}, value={}, values={"type": "array"}),
         query={
             "all": {"type": "boolean", "description": "Every value of a key that repeats."},
             "at": AT,
@@ -375,7 +259,7 @@ ROUTES: list[Route] = [
         f"{ONE}/rows/{{key}}",
         remove,
         "Take out every row that has a key.",
-        _record("Removed", {"removed": COUNT, **NOW}),
+        record("Removed", {"removed": COUNT, **NOW}),
         right="write",
         refuses=(409,),
     ),
@@ -384,7 +268,7 @@ ROUTES: list[Route] = [
         f"{ONE}/versions",
         versions,
         "Every version that is kept, the oldest first.",
-        _record(
+        record(
             "Versions", {"name": TEXT, "versions": {"type": "array", "items": {"type": "object"}}}
         ),
     ),
@@ -401,7 +285,7 @@ ROUTES: list[Route] = [
         "/v1/weights",
         weights,
         "α(q, k) of vectors that are given: a row for each query.",
-        _record("Weighed", {"weights": {"type": "array"}}),
+        record("Weighed", {"weights": {"type": "array"}}),
         body=WEIGHTS,
     ),
     Route(
@@ -409,7 +293,7 @@ ROUTES: list[Route] = [
         "/healthz",
         health,
         "Whether the server answers.",
-        _record("Health", {"status": TEXT, "databases": COUNT}),
+        record("Health", {"status": TEXT, "databases": COUNT}),
         right=None,
     ),
     Route(

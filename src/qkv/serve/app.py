@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Path
 
 from qkv.errors import unknown
-from qkv.serve import api, fit, limits
+from qkv.serve import api, fit, limits, page
 from qkv.serve.answers import refusal, refused_by, written
 from qkv.serve.guard import Access, Guard
 from qkv.serve.openapi import described
@@ -72,7 +72,7 @@ def table(access: Access) -> list[Route]:
         return described(routes, list(shelf.databases), secured=not access.open)
 
     own = Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None)
-    routes = [*api.ROUTES, own]
+    routes = [*api.ROUTES, *page.ROUTES, own]
     return routes
 
 
@@ -118,8 +118,7 @@ async def _given(shelf: Shelf, route: Route, request: Request) -> Given:
     at = _parameters(route, request)
     kept = shelf.find(request.path_params["name"]) if route.named else None
     body = await _body(route, request) if route.body is not None or route.raw else None
-    key = request.path_params.get("key", "")
-    return Given(kept, key, at, body, request.headers)
+    return Given(kept, request.path_params, at, body, request.headers)
 
 
 def _parameters(route: Route, request: Request) -> dict[str, Any]:

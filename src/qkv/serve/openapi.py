@@ -27,7 +27,10 @@ ERROR: Schema = {
     "properties": {"error": {"type": "string"}},
     "required": ["error"],
 }
-KEY: Schema = {"type": "string", "description": "The key as text; of several columns as JSON."}
+PATH: dict[str, Schema] = {
+    "key": {"type": "string", "description": "The key as text; of several columns as JSON."},
+    "call": {"type": "string", "pattern": "^[a-z]+$"},
+}
 
 
 def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> dict[str, Any]:
@@ -40,8 +43,9 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
     paths: dict[str, dict[str, Any]] = {}
     name: Schema = {"type": "string", "enum": list(names) or ["none"]}
     for route in routes:
-        path = route.path.replace("{key:path}", "{key}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, name, secured, named)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(
+            route, name, secured, named
+        )
     told: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -61,8 +65,9 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
 
 def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any]) -> dict[str, Any]:
     given = [_parameter("name", "path", name, True)] if route.named else []
-    if "{key" in route.path:
-        given.append(_parameter("key", "path", KEY, True))
+    for field, schema in PATH.items():
+        if f"{{{field}}}" in route.path:
+            given.append(_parameter(field, "path", schema, True))
     given += [_parameter(x, "query", schema, x in route.needs) for x, schema in route.query.items()]
     found: dict[str, Any] = {
         "operationId": f"{route.call.__name__}_{route.method.lower()}",

@@ -25,13 +25,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """What came with a request, as its route says: `at` is the query string's."""
+    """What came with a request, as its route says: `path` and `at` are its parameters, those of
+    the path and those behind the question mark."""
 
     database: Kept | None = None
-    key: str = ""
+    path: Mapping[str, str] = field(default_factory=dict)
     at: Mapping[str, Any] = field(default_factory=dict)
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return self.path["key"]
 
     @property
     def kept(self) -> Kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,6 +152,7 @@ class Shelf:
         self.metrics = Metrics()
         self.databases: dict[str, Kept] = {}
         self._pool = ThreadPoolExecutor(THREADS, "qkv-serve")
+        self._lock = threading.RLock()
 
     def put(self, name: str, database: Database, *, uploaded: bool = False) -> Kept:
         """Serve a database under a name that no other has."""
@@ -165,6 +167,29 @@ class Shelf:
             raise ArgumentError(f"at most {limits.DATABASES} databases are served at a time")
         kept = self.databases[name] = Kept(name, database, self.metrics, uploaded)
         return kept
+
+    def keep(self, name: str, database: Database) -> Kept:
+        """Serve an upload, in place of one that had its name."""
+        with self._lock:
+            taken = self.databases.get(name)
+            if taken is not None and not taken.uploaded:
+                raise Refused(409, f"the name {name!r} is taken: choose another")
+            kept = [one for one in self.databases.values() if one.uploaded]
+            if taken is None and len(kept) >= limits.UPLOADS:
+                told = ", ".join(one.name for one in kept)
+                raise Refused(
+                    409, f"{limits.UPLOADS} uploads are kept, the limit; remove one: {told}"
+                )
+            if taken is not None:
+                self.drop(name)
+            return self.put(name, database, uploaded=True)
+
+    def drop(self, name: str) -> None:
+        """Forget an upload; what was asked of it is answered first."""
+        with self._lock:
+            if not self.find(name).uploaded:
+                raise Refused(409, f"{name} was not uploaded, and stays")
+            self._pool.submit(self.databases.pop(name).close)
 
     def find(self, name: str) -> Kept:
         kept = self.databases.get(name)

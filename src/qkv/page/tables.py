@@ -1,0 +1,108 @@
+"""Tables that a page brings or looks at: what they are, uploaded ones, other columns as the key."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv.errors import ArgumentError, QkvError, unknown
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+Args = Mapping[str, Any]
+Databases = MutableMapping[str, "Database"]
+
+FORMATS = ("csv", "tsv", "jsonl", "parquet", "arrow")
+"""Files that may be uploaded, by their endings."""
+
+MOST = 200_000
+"""Rows that are encoded anew because a page asks by other columns."""
+
+SHORT = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
+
+
+def databases(args: Args, known: Databases) -> list[dict[str, Any]]:
+    """Every database that may be asked by name."""
+    return [about(name, database) for name, database in known.items()]
+
+
+def about(name: str, database: Database) -> dict[str, Any]:
+    """What a database holds, as far as one must know to ask it.
+
+    >>> from qkv import Database
+    >>> about("names", Database({"Li": "Mu"}))["columns"]
+    ['key', 'value']
+    """
+    told: Mapping[str, Any] = database.info()
+    return {"name": name, **{field: told[field] for field in SHORT}}
+
+
+def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
+    """The versions of a database, the oldest first."""
+    found = _named(args, known).versions()
+    fields = ("number", "time", "what", "added", "removed", "rows")
+    return [{name: getattr(version, name) for name in fields} for version in found]
+
+
+def upload(args: Args, known: Databases) -> dict[str, Any]:
+    """A file's rows as a database of that `name`; its bytes are `data`, or `base64` of them."""
+    data = args.get("data")
+    if data is None:
+        try:
+            data = base64.b64decode(args["base64"], validate=True)
+        except (KeyError, TypeError, binascii.Error):
+            raise ArgumentError("upload wants the file as base64") from None
+    name = str(args["name"])
+    made = table(data, name, str(args["format"]), args.get("key"), args.get("value"))
+    try:
+        known[name] = made
+    except QkvError:
+        made.close()
+        raise
+    return about(name, made)
+
+
+def columns(args: Args, known: Databases) -> dict[str, Any]:
+    """The rows of `database` by another `key` and `value`, as the database called `name`."""
+    source = _named(args, known)
+    if len(source) > MOST:
+        raise ArgumentError(
+            f"{args['database']} has {len(source):,} rows, and at most {MOST:,} are encoded anew: "
+            "import it with this key"
+        )
+    made = source.by(args["key"], args.get("value"))
+    name = str(args.get("name") or args["database"])
+    known[name] = made
+    return about(name, made)
+
+
+def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None) -> Database:
+    """A file's bytes as a database in memory, its columns chosen as `Database.from_columns` does.
+
+    >>> table(b"name,major\\nAnn,art\\nBo,law\\n", "students", "csv")["Bo"]
+    'law'
+    """
+    from qkv.database import Database
+
+    if form not in FORMATS:
+        raise unknown("format", form, FORMATS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"upload.{form}"
+        path.write_bytes(data)
+        try:
+            return Database.from_source(path, key=key or None, value=value or None)
+        except QkvError as error:
+            # Where the file lay for a moment is nobody's business.
+            raise ArgumentError(str(error).replace(str(path), name)) from None
+
+
+def _named(args: Args, known: Databases) -> Database:
+    name = args.get("database")
+    if name not in known:
+        raise unknown("database", name, known)
+    return known[str(name)]

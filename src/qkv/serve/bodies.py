@@ -1,0 +1,136 @@
+"""What goes in and what comes out, as JSON Schema: what is checked, and what is published."""
+
+from __future__ import annotations
+
+from qkv.serve import limits
+from qkv.serve.fit import Schema
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {
+    "type": ["number", "string", "null"],
+    "description": 'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
+}
+AT: Schema = {
+    "type": "integer",
+    "minimum": 0,
+    "maximum": 2**53,
+    "description": "As of this version; by default the newest.",
+}
+WHERE: Schema = {
+    "type": "string",
+    "maxLength": 10_000,
+    "description": "Rows that pass: \"year < 1900 and genre == 'poetry'\".",
+}
+TEXTS: Schema = {"type": "array", "items": TEXT}
+
+
+def record(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {**required, **more},
+        "required": list(required),
+    }
+
+
+def body(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
+    return {**record(title, required, **more), "additionalProperties": False}
+
+
+HOW: dict[str, Schema] = {
+    "score": {
+        "type": ["string", "null"],
+        "maxLength": 64,
+        "description": 'How keys are compared with the query: "cosine", "gaussian:0.5" …',
+    },
+    "weighting": {
+        "type": "string",
+        "maxLength": 64,
+        "description": 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …',
+    },
+    "tolerance": {"type": ["number", "null"], "minimum": 0},
+}
+WHERE_OR_CELLS: Schema = {
+    "anyOf": [
+        WHERE,
+        {
+            "type": "object",
+            "description": 'Columns and what they equal: {"genre": "poetry"}.',
+        },
+        {"type": "null"},
+    ]
+}
+QUERY: Schema = {
+    "description": "A query, of the kind that the keys are, or a list of queries.",
+    "type": ["string", "number", "boolean", "array", "object", "null"],
+}
+ROW = record("Row", {"key": {}, "value": {}, "weight": NUMBER, "index": COUNT})
+ANSWER = record(
+    "Answer",
+    {
+        "query": {},
+        "value": {},
+        "rows": {"type": "array", "items": ROW},
+        "entropy": NUMBER,
+        "effective_rows": NUMBER,
+        "total": COUNT,
+        "missing": COUNT,
+        "engine": TEXT,
+    },
+)
+ASK = body(
+    "Ask",
+    {"query": QUERY},
+    **HOW,
+    top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
+    where=WHERE_OR_CELLS,
+    at=AT,
+)
+ATTEND = body("Attend", {"query": QUERY}, **HOW, where=WHERE_OR_CELLS, at=AT)
+MATRIX: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "array", "minItems": 1, "items": {"type": "number"}},
+}
+WEIGHTS = body(
+    "Weights",
+    {"query": MATRIX, "key": MATRIX},
+    **HOW,
+    mask={
+        "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
+        "anyOf": [
+            {"type": "string", "maxLength": 64},
+            {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
+            {"type": "null"},
+        ],
+    },
+)
+RECORD: Schema = {"type": "object", "description": "A cell for each column, by its name."}
+ADD = body(
+    "Add",
+    {"rows": {"type": "array", "items": RECORD, "minItems": 1, "maxItems": limits.ROWS}},
+    update={"type": "boolean", "description": "Replace the newest row that has a row's key."},
+)
+NOW: dict[str, Schema] = {"name": TEXT, "rows": COUNT, "version": COUNT}
+KIND: Schema = {"type": ["string", "null"]}
+SHORT: dict[str, Schema] = {
+    **NOW,
+    "columns": TEXTS,
+    "key": TEXTS,
+    "value": TEXTS,
+    "key_kind": KIND,
+    "value_kind": KIND,
+    "uploaded": {"type": "boolean"},
+}
+INFO = record(
+    "Info",
+    {
+        **SHORT,
+        "unique": {"type": "boolean"},
+        "encoder": {"type": ["object", "null"]},
+        "bytes": {"type": ["integer", "null"]},
+        "types": {"type": "object", "additionalProperties": TEXT},
+        "missing": {"type": "object", "additionalProperties": COUNT},
+    },
+)

@@ -1,0 +1,215 @@
+"""The page under a server: its files, what it is given, and the calls that it makes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, MutableMapping
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from qkv.errors import ArgumentError, QkvError
+from qkv.page import calls, tables
+from qkv.page.file import module
+from qkv.page.pack import pack
+from qkv.page.views import views
+from qkv.serve import limits
+from qkv.serve.bodies import SHORT, TEXT, record
+from qkv.serve.route import Given, Refused, Route
+from qkv.serve.shelf import NAME, Shelf
+
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+HTML = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>qkv</title>
+<link rel="stylesheet" href="/page/page.css">
+<link rel="icon" href="data:,">
+<main></main>
+<form hidden data-testid="token-form">
+<p role="status"></p>
+<label for="token">Token</label>
+<input id="token" type="password" autocomplete="current-password" required>
+<button>Show the page</button>
+</form>
+<script type="module" src="/page/boot.js"></script>
+</html>
+"""
+
+
+class Databases(MutableMapping[str, "Database"]):
+    """A shelf as the page's calls see it; what they put there is an upload, and only those go."""
+
+    def __init__(self, shelf: Shelf):
+        self.shelf = shelf
+
+    def __getitem__(self, name: str) -> Database:
+        return self.shelf.databases[name].database
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.shelf.databases))
+
+    def __len__(self) -> int:
+        return len(self.shelf.databases)
+
+    def __setitem__(self, name: str, database: Database) -> None:
+        self.shelf.keep(name, database)
+
+    def __delitem__(self, name: str) -> None:
+        self.shelf.drop(name)
+
+
+def index(shelf: Shelf, given: Given) -> Any:
+    return Response(HTML, media_type="text/html")
+
+
+def script(shelf: Shelf, given: Given) -> Any:
+    return Response(module(), media_type="text/javascript")
+
+
+def boot(shelf: Shelf, given: Given) -> Any:
+    return Response(_static("boot.js"), media_type="text/javascript")
+
+
+def style(shelf: Shelf, given: Given) -> Any:
+    return Response(_static("page.css"), media_type="text/css")
+
+
+def _static(name: str) -> str:
+    return resources.files("qkv.serve").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def call(shelf: Shelf, given: Given) -> Any:
+    """A call of the page, answered as a notebook answers it."""
+    name = given.path["call"]
+    if name not in {"views", *calls.CALLS} - KEEPS:
+        known = ", ".join(sorted({"views", *calls.CALLS} - KEEPS))
+        raise Refused(404, f"a page calls {known}, not {name[:40]!r}")
+    return _packed(shown(shelf) if name == "views" else _answered(name, shelf, given.body))
+
+
+KEEPS = {"upload", "columns"}
+"""Calls that keep something, and so need more than to read."""
+
+
+def columns(shelf: Shelf, given: Given) -> Any:
+    return _packed(_answered("columns", shelf, given.body))
+
+
+def _answered(name: str, shelf: Shelf, args: dict[str, Any]) -> Any:
+    try:
+        return calls.call(name, args, Databases(shelf))
+    except QkvError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        # The page knows what a call takes; whoever sends something else is told no more than this.
+        told = f"{name}: these are not its arguments ({type(error).__name__}: {error})"
+        raise ArgumentError(told) from error
+
+
+def _packed(found: Any) -> dict[str, Any]:
+    result, buffers = pack(found)
+    texts = [base64.b64encode(buffer).decode("ascii") for buffer in buffers]
+    return {"result": result, "buffers": texts}
+
+
+def shown(shelf: Shelf) -> list[dict[str, Any]]:
+    """The views of the page: each database by itself, then those that need none."""
+    found = [view for kept in shelf.databases.values() for view in _view(kept.name, kept.database)]
+    rest = ["data", "sentence", "regression", "scores", "model"]
+    own = tables.databases({}, Databases(shelf))
+    return [
+        *(found or views({"view": "database", "data": {"examples": True}})),
+        *views(
+            [{"view": name, "data": {"databases": own} if name == "data" else {}} for name in rest]
+        ),
+    ]
+
+
+def _view(name: str, database: Database) -> list[dict[str, Any]]:
+    first = next(iter(database), None)
+    found = [] if first is None else views(database.ask(first))
+    return [{**view, "title": name} for view in found]
+
+
+def upload(shelf: Shelf, given: Given) -> Any:
+    at = given.at
+    how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
+    args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
+    return {**tables.upload(args, Databases(shelf)), "uploaded": True}
+
+
+def forget(shelf: Shelf, given: Given) -> Any:
+    shelf.drop(given.kept.name)
+    return {"name": given.kept.name}
+
+
+FILE = ("text/csv", "text/tab-separated-values", "application/octet-stream")
+NAMED = {"type": "string", "pattern": NAME}
+PICKED = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 64}
+CALLED = record("Called", {"result": {}, "buffers": {"type": "array", "items": TEXT}})
+ROUTES: list[Route] = [
+    Route("GET", "/", index, "The page.", TEXT, right=None, media="text/html"),
+    Route("GET", "/page/qkv.js", script, "Its module.", TEXT, right=None, media="text/javascript"),
+    Route(
+        "GET", "/page/boot.js", boot, "What starts it.", TEXT, right=None, media="text/javascript"
+    ),
+    Route("GET", "/page/page.css", style, "Around it.", TEXT, right=None, media="text/css"),
+    Route(
+        "POST",
+        "/page/call/columns",
+        columns,
+        "What the page asks to be kept: the rows of a database by another key and value.",
+        CALLED,
+        right="upload",
+        body={
+            "title": "Columns",
+            "type": "object",
+            "properties": {"database": TEXT, "name": NAMED, "key": PICKED, "value": PICKED},
+            "required": ["database", "key"],
+            "additionalProperties": False,
+        },
+        refuses=(409,),
+    ),
+    Route(
+        "POST",
+        "/page/call/{call}",
+        call,
+        "What the page asks, by name.",
+        CALLED,
+        body={"title": "Call", "type": "object"},
+        refuses=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/databases",
+        upload,
+        "Read a file's rows into memory, to be asked until the server ends.",
+        record("Uploaded", SHORT),
+        right="upload",
+        raw=FILE,
+        most=limits.UPLOAD,
+        query={
+            "name": NAMED,
+            "format": {"type": "string", "enum": list(tables.FORMATS)},
+            "key": {**TEXT, "description": "The key's columns, with commas between."},
+            "value": {**TEXT, "description": "The value's columns, with commas between."},
+        },
+        needs=("name", "format"),
+        refuses=(409,),
+    ),
+    Route(
+        "DELETE",
+        "/v1/databases/{name}",
+        forget,
+        "Forget an upload.",
+        record("Forgotten", {"name": TEXT}),
+        right="upload",
+        refuses=(409,),
+    ),
+]
