@@ -1,27 +1,250 @@
-import { fixed, h } from "../dom";
+/** Rows and a query: scores → weights → value, live, soft beside hard. */
+
+import { card, percent } from "../database/cards";
+import { choices } from "../database/choices";
+import { EXAMPLES } from "../database/examples";
+import { type Outcome, State, spell } from "../database/state";
+import { table } from "../database/table";
+import { fixed, h, labelled } from "../dom";
 import type { View } from "../view";
+
+/** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
+const PAUSE = 200;
+
+const STYLE = `
+.database .examples { margin-bottom: 1.25rem; }
+.database .examples button[aria-pressed="true"] { border-color: var(--accent); box-shadow: inset 0 0 0 1px var(--accent); font-weight: 600; }
+.database .about { max-width: none; }
+.database .asking { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 5fr); gap: 0.75rem 1.5rem; align-items: start; margin-bottom: 0.9rem; }
+.database .controls { margin: 0; align-items: start; grid-template-columns: repeat(auto-fill, minmax(min(12rem, 100%), 1fr)); }
+.database .query input { font-size: 1.2rem; font-weight: 600; }
+.database :is(.query input, .controls select) { height: 2.5rem; }
+.database .formulas { display: flex; flex-wrap: wrap; gap: 0.25rem 0.9rem; font-family: var(--mono); font-size: 0.9rem; color: var(--soft); margin-bottom: 1.25rem; }
+.database .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: var(--gap); margin-bottom: 1.5rem; }
+.database .answer { border-top: 4px solid var(--accent); min-width: 0; }
+.database .answer.hard { border-top-color: var(--second); }
+.database .answer h3 { margin: 0; }
+.database .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.database dl { display: flex; flex-wrap: wrap; gap: 0.25rem 2rem; margin: 0.75rem 0 0; }
+.database dl div { display: flex; gap: 0.6rem; align-items: baseline; }
+.database dt { color: var(--soft); font-size: 0.85rem; }
+.database dd { margin: 0; }
+.database .shares { display: flex; height: 1.1rem; border-radius: 2px; overflow: hidden; background: var(--wash); gap: 1px; }
+.database .shares i { height: 100%; transition: width 0.15s ease-out; }
+.database .legend { overflow-wrap: anywhere; list-style: none; margin: 0.5rem 0 0; padding: 0; display: flex; flex-wrap: wrap; gap: 0.15rem 1.25rem; font-size: 0.9rem; }
+.database .legend li { display: flex; gap: 0.4rem; align-items: center; }
+.database .legend i { width: 0.75rem; height: 0.75rem; border-radius: 2px; flex: none; }
+.database .share-0 { background: light-dark(#1b62a5, #6cb2ea); }
+.database .share-1 { background: light-dark(#b3540a, #f0a14a); }
+.database .share-2 { background: light-dark(#00795c, #4fc9a4); }
+.database .share-3 { background: light-dark(#9c4f7e, #dd9cc2); }
+.database .share-4 { background: light-dark(#8a6d00, #d9bf4a); }
+.database .share-5 { background: light-dark(#5f4b9b, #ada0e0); }
+.database .share-6 { background: light-dark(#9aa5b0, #5c6874); }
+.database .line { width: 100%; height: auto; max-height: 5.5rem; display: block; }
+.database .line .axis { stroke: var(--line); stroke-width: 2; }
+.database .line .dot { fill: var(--accent); fill-opacity: 0.45; stroke: var(--accent); }
+.database .hard .line .dot { fill: var(--second); stroke: var(--second); }
+.database .line .mark { stroke: var(--ink); stroke-width: 3; }
+.database .line .tick { font-size: 13px; fill: var(--soft); }
+.database .line .end { text-anchor: end; }
+.database .rows { margin-bottom: 0.75rem; }
+.database .rows td { padding-block: 0.15rem; }
+.database .rows td.cell input { border-color: transparent; background: none; padding: 0.25rem 0.4rem; margin-inline-start: -0.4rem; text-overflow: ellipsis; }
+.database .rows td.cell input:hover { border-color: var(--line); }
+.database .rows td.cell input:focus { border-color: var(--accent); background: var(--paper); }
+.database .rows .best td.cell:first-child input { font-weight: 650; }
+.database .rows td.weight > * { display: inline-block; vertical-align: middle; }
+.database .rows td.weight .number { width: 3.2rem; text-align: start; }
+.database .rows td.weight .bar { width: calc(100% - 4rem); margin-inline-start: 0.4rem; }
+.database .rows th:nth-child(1) { width: 24%; }
+.database .rows th:nth-child(2) { width: 24%; }
+.database .rows th:nth-child(3) { width: 6rem; }
+.database .rows td.score { padding-inline-end: 1.5rem; }
+.database .rows th.number { padding-inline-end: 1.5rem; }
+.database .rows th:nth-child(5) { width: 20%; }
+.database .rows th:nth-child(6) { width: 2.5rem; }
+.database .rows td.end { text-align: end; padding-inline-end: 0; }
+.database .rows td.end button { padding: 0 0.5rem; }
+@container page (max-width: 60rem) { .database .asking { grid-template-columns: minmax(0, 1fr); } }
+@container page (max-width: 44rem) {
+  .database .rows thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  .database .rows, .database .rows tbody { display: block; }
+  .database .rows tr { display: grid; grid-template-columns: 1fr 1fr auto; border-top: 1px solid var(--line); padding: 0.35rem 0; }
+  .database .rows td { border: 0; padding: 0.05rem 0.3rem 0.05rem 0; }
+  .database .rows td.end { grid-area: 1 / 3; }
+  .database .rows td.score { grid-area: 2 / 3; min-width: 3.2rem; padding: 0; font-size: 0.85rem; color: var(--soft); align-self: center; }
+  .database .rows td.weight { grid-row: 2; font-size: 0.9rem; }
+  .database .rows td.weight .number { width: 2.8rem; }
+  .database .rows td.weight .bar { width: calc(100% - 3.4rem); min-width: 1.5rem; }
+}
+`;
 
 export const view: View = {
   name: "database",
   title: "Database",
-  mount(at, { data }) {
-    const rows = (data.answer?.rows ?? data.rows ?? []) as { key: unknown; value: unknown; weight?: number }[];
-    at.append(
-      h("h2", { test: "answer-value" }, String(data.answer?.value ?? "")),
+  style: STYLE,
+  mount(at, given) {
+    const state = new State(given.backend);
+    const own = Array.isArray(given.data.rows);
+    const starts = [
+      ...(own ? [{ name: "given", title: "Your rows", open: () => state.open(given.data) }] : []),
+      ...(given.data.examples === false ? [] : EXAMPLES).map((example) => ({
+        name: example.name,
+        title: example.title,
+        open: () => state.example(example),
+      })),
+    ];
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    let gone = false;
+
+    const about = h("p", { class: "note about", test: "about" });
+    const trouble = h("p", { class: "error", role: "alert", test: "trouble", hidden: true });
+    const asked = h("p", { class: "note", test: "note", hidden: true });
+    const query = h("input", {
+      type: "text",
+      test: "query",
+      autocomplete: "off",
+      spellcheck: "false",
+      on: {
+        input: () => {
+          state.query.text = query.value;
+          changed(false);
+        },
+      },
+    });
+    const soft = card("answer", "Soft", "every row counts, as far as its key resembles the query");
+    const hard = card("hard", "Hard", "the row with the largest score, and no other");
+    soft.element.classList.add("soft");
+
+    const show = () => {
+      let outcome: Outcome | null = null;
+      trouble.hidden = true;
+      try {
+        outcome = state.outcome();
+      } catch (error) {
+        trouble.textContent = error instanceof Error ? error.message : String(error);
+        trouble.hidden = false;
+      }
+      rows.show(outcome);
+      chosen.show(outcome);
+      if (!outcome) {
+        soft.fail();
+        hard.fail();
+        asked.hidden = true;
+        return;
+      }
+      const values = state.table().map((row) => row.value);
+      const colours = new Map(outcome.soft.values.map((share, i) => [spell(share.value), i]));
+      soft.show(outcome.soft, values, colours);
+      hard.show(outcome.hard, values, colours);
+      asked.textContent = remark(state, outcome);
+      asked.hidden = asked.textContent === "";
+      speak(outcome);
+    };
+    const speak = (outcome: Outcome) => {
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        if (gone) return;
+        const [first] = outcome.soft.rows;
+        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : spell(outcome.soft.pooled);
+        given.announce(
+          first
+            ? `${value}. ${spell(first.key)} counts ${percent(first.weight)}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
+            : "No row answers: every weight is 0.",
+        );
+      }, 3 * PAUSE);
+    };
+    const changed = (structure: boolean, untouched = false) => {
+      if (!untouched) state.touch();
+      if (structure) {
+        query.value = state.query.text;
+        rows.draw();
+        chosen.draw();
+      }
+      show();
+      if (state.wants && state.backend) void ask();
+    };
+    let waiting: ReturnType<typeof setTimeout> | undefined;
+    const ask = () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(async () => {
+        try {
+          await state.fetch();
+        } catch (error) {
+          if (gone) return;
+          trouble.textContent = `Python: ${error instanceof Error ? error.message : error}`;
+          trouble.hidden = false;
+          return;
+        }
+        if (gone) return;
+        show();
+        if (state.wants) ask();
+      }, PAUSE);
+    };
+
+    const rows = table(state, (structure) => changed(structure));
+    const chosen = choices(state, () => changed(false));
+    const buttons = starts.map(({ name, title, open }) =>
       h(
-        "table",
-        {},
-        ...rows.map((row, i) =>
-          h(
-            "tr",
-            {},
-            h("td", { class: "number", test: `row-${i}-weight` }, fixed(row.weight ?? 0)),
-            h("td", {}, String(row.key)),
-            h("td", {}, String(row.value)),
-          ),
-        ),
+        "button",
+        {
+          test: `example-${name}`,
+          "aria-pressed": "false",
+          on: {
+            click: () => {
+              open();
+              for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.testid === `example-${name}`));
+              about.textContent = state.note;
+              about.hidden = !state.note;
+              changed(true, true);
+            },
+          },
+        },
+        title,
       ),
     );
-    return () => at.replaceChildren();
+    const element = h(
+      "div",
+      { class: "database" },
+      starts.length > 1 ? h("div", { class: "row examples", role: "group", "aria-label": "Start from" }, ...buttons) : null,
+      about,
+      h("div", { class: "asking" }, h("div", { class: "query" }, labelled("Query q", query)), chosen.element),
+      chosen.formulas,
+      trouble,
+      asked,
+      h("div", { class: "answers" }, soft.element, hard.element),
+      rows.element,
+    );
+    at.append(element);
+    buttons[0].click();
+    return () => {
+      gone = true;
+      clearTimeout(timer);
+      clearTimeout(waiting);
+      element.remove();
+    };
   },
 };
+
+/** What a reader must know of where the numbers come from. */
+function remark(state: State, outcome: Outcome): string {
+  const parts: string[] = [];
+  if (state.others) {
+    const here = state.lines.length.toLocaleString("en");
+    const all = (state.lines.length + state.others).toLocaleString("en");
+    parts.push(
+      outcome.asked
+        ? `Answered from ${all} rows, of which the ${here} heaviest are here.`
+        : `From here on only the ${here} rows that are here are asked, not all ${all}.`,
+    );
+  }
+  if (outcome.encoder !== state.encoder) {
+    parts.push(
+      state.backend
+        ? `Python is asked for the vectors of the encoder “${state.encoder}”; until they come, letters are compared.`
+        : `The encoder “${state.encoder}” runs in Python, and knows no vector for what was typed: here letters are compared.`,
+    );
+  }
+  return parts.join(" ");
+}

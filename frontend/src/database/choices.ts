@@ -1,0 +1,185 @@
+/** What a reader chooses: encoder, score, weighting, and the one number that each may have. */
+
+import { h, labelled, put, select, unique } from "../dom";
+import { type Like, SCORES, WEIGHTINGS, encoders } from "../equation";
+import { rounded } from "./cards";
+import { type Outcome, PYTHON, type State } from "./state";
+
+const ENCODERS: Record<string, string> = {
+  characters: "letters",
+  lexical: "words that are rare (BM25)",
+  exact: "each key only itself",
+  numbers: "numbers",
+  arrays: "vectors as they are",
+  text: "text: letters, meaning and words",
+  words: "meaning of words",
+  sentences: "meaning of sentences (MiniLM)",
+};
+const OWN = "own";
+/** The setting of each that a slider moves: where it starts, and its ends. */
+const NUMBERS: Record<string, { setting: string; label: string; low: number; high: number; start: number }> = {
+  scaled_dot: { setting: "scale", label: "Scale τ", low: 0.1, high: 100, start: 10 },
+  cosine: { setting: "temperature", label: "Temperature τ", low: 0.01, high: 10, start: 0.1 },
+  gaussian: { setting: "bandwidth", label: "Bandwidth σ", low: 0.01, high: 10, start: 0.5 },
+  laplace: { setting: "bandwidth", label: "Bandwidth b", low: 0.01, high: 10, start: 0.5 },
+  boxcar: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
+  triangular: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
+  epanechnikov: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
+  softmax: { setting: "temperature", label: "Temperature T", low: 0.05, high: 20, start: 1 },
+  topk: { setting: "k", label: "k rows", low: 1, high: 20, start: 2 },
+  entmax15: { setting: "alpha", label: "Order α", low: 1.01, high: 4, start: 1.5 },
+};
+
+const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
+const setting = (like: Like, name: string) => (typeof like === "string" ? undefined : like[name]);
+
+/** A slider over the logarithm of a number, and the number. */
+function slider(label: string, test: string, low: number, high: number, whole: boolean, move: (x: number) => void) {
+  const text = h("output", { test: `${test}-value` });
+  const id = unique("slider");
+  const range = h("input", {
+    type: "range",
+    id,
+    test,
+    ...(whole ? { min: low, max: high, step: 1 } : { min: 0, max: 1000, step: 1 }),
+    on: {
+      input: () => {
+        const x = whole ? range.valueAsNumber : low * (high / low) ** (range.valueAsNumber / 1000);
+        move(Number(x.toPrecision(3)));
+      },
+    },
+  });
+  return {
+    element: h("div", { class: "field" }, h("label", { for: id }, `${label} = `, text), range),
+    set(x: number) {
+      range.valueAsNumber = whole ? x : (1000 * Math.log(x / low)) / Math.log(high / low);
+      text.textContent = rounded(x);
+      range.setAttribute("aria-valuetext", rounded(x));
+    },
+  };
+}
+
+export interface Choices {
+  element: HTMLElement;
+  formulas: HTMLElement;
+  /** After another table was opened, or another encoder was chosen. */
+  draw(): void;
+  show(outcome: Outcome | null): void;
+}
+
+export function choices(state: State, changed: () => void): Choices {
+  const element = h("div", { class: "controls" });
+  const formulas = h("div", { class: "formulas", test: "formulas" });
+
+  const number = (like: Like, test: string, own: number | undefined, set: (like: Like) => void) => {
+    const name = nameOf(like);
+    const about = NUMBERS[name];
+    if (!about) return null;
+    const told = setting(like, about.setting);
+    const start = typeof told === "number" ? told : (own ?? about.start);
+    // Wide enough for what was given, whatever its units.
+    const low = Math.min(about.low, start / 10);
+    const made = slider(about.label, test, low, Math.max(about.high, start * 10), name === "topk", (x) => {
+      set({ ...(typeof like === "string" ? { name } : like), [about.setting]: x });
+      made.set(x);
+      changed();
+    });
+    made.set(start);
+    if (typeof told !== "number" && (own === undefined || name !== "scaled_dot")) set({ name, [about.setting]: start });
+    return made.element;
+  };
+
+  /** The bandwidth that the numbers' own score has, in the keys' units. */
+  const unitOf = (): number | undefined => {
+    try {
+      const keys = state.table().map((row) => row.key);
+      if (state.encoder !== "numbers") return undefined;
+      const found = encoders.fit("numbers", keys).score(keys.length).bandwidth;
+      return typeof found === "number" ? Number(found.toPrecision(3)) : undefined;
+    } catch {
+      return undefined;
+    }
+  };
+
+  const draw = () => {
+    const numeric = state.table().every((row) => typeof row.key === "number");
+    const here = encoders.NAMES.filter((name) =>
+      name === "numbers" ? numeric : name === "arrays" ? state.encoder === "arrays" : true,
+    );
+    const python = state.backend && !numeric ? PYTHON : [];
+    const all = new Set([...(state.given ? [state.given] : []), ...python, ...here, state.encoder]);
+    const text = (name: string) => {
+      const known = ENCODERS[name] ?? name;
+      return name === state.given && !encoders.can(name) && !state.backend ? `${known}, from Python` : known;
+    };
+    const scoreName = state.score === null ? OWN : nameOf(state.score);
+    const own = (name: string) => (["gaussian", "laplace", "boxcar", "triangular", "epanechnikov"].includes(name) ? unitOf() : undefined);
+    const scoreNumber =
+      state.score === null
+        ? null
+        : number(state.score, "score-number", own(scoreName), (like) => {
+            state.score = like;
+          });
+    const weightingNumber = number(state.weighting, "temperature", undefined, (like) => {
+      state.weighting = like;
+    });
+    // Learned ones need arrays, and cannot be chosen by name.
+    const plain = Object.keys(SCORES).filter((name) => !["multiplicative", "additive", "gated"].includes(name));
+    const scores = new Set([...plain, ...(state.score ? [scoreName] : [])]);
+    const redraw = (test: string) => {
+      draw();
+      element.querySelector<HTMLElement>(`[data-testid="${test}"]`)?.focus();
+      changed();
+    };
+    put(
+      element,
+      labelled(
+        "Encoder: keys as vectors",
+        select([...all].map((name) => [name, text(name)]), state.encoder, (name) => {
+          state.encoder = name;
+          redraw("encoder");
+        }, { test: "encoder" }),
+      ),
+      labelled(
+        "Score a(q, k)",
+        select([[OWN, "the encoder’s own"], ...[...scores].map((n): [string, string] => [n, SCORES[n]?.title ?? n])], scoreName, (name) => {
+          state.score = name === OWN ? null : name;
+          redraw("score");
+        }, { test: "score" }),
+      ),
+      scoreNumber,
+      labelled(
+        "Weighting α",
+        select(Object.entries(WEIGHTINGS).map(([n, { title }]) => [n, title]), nameOf(state.weighting), (name) => {
+          state.weighting = name;
+          redraw("weighting");
+        }, { test: "weighting" }),
+      ),
+      weightingNumber,
+    );
+  };
+
+  return {
+    element,
+    formulas,
+    draw,
+    show(outcome) {
+      if (!outcome) return put(formulas);
+      const used = outcome.soft.score;
+      const score = SCORES[nameOf(used)];
+      const weighting = WEIGHTINGS[nameOf(state.weighting)];
+      const numbers = typeof used === "string" ? [] : Object.entries(used).filter(([, x]) => typeof x === "number");
+      const scaled = nameOf(used) === "scaled_dot" && typeof setting(used, "scale") === "number";
+      const formula = scaled ? "s = τ qᵀk" : score?.formula ?? "";
+      const named = numbers.map(([name, x]) => `${name === "scale" ? "τ" : name === "bandwidth" ? "σ" : name} = ${rounded(x as number)}`);
+      put(
+        formulas,
+        h("span", {}, formula + (named.length ? `,  ${named.join(", ")}` : "")),
+        h("span", { "aria-hidden": "true" }, "→"),
+        h("span", {}, weighting?.formula ?? ""),
+        h("span", { "aria-hidden": "true" }, "→"),
+        h("span", {}, outcome.soft.values.length ? "the value with the most weight" : "Σᵢ αᵢ vᵢ"),
+      );
+    },
+  };
+}

@@ -1,0 +1,221 @@
+/** The table, the query and the choices, and what the equation makes of them. No element is touched here. */
+
+import { type Answer, type Key, type Like, type Vector, ask, encoders } from "../equation";
+import { type Backend, isTensor } from "../wire";
+import type { Cell, Example } from "./examples";
+
+/** A cell as it was given, until somebody types into it. */
+export interface Field {
+  text: string;
+  given: unknown;
+}
+export interface Line {
+  key: Field;
+  value: Field;
+}
+
+export interface Outcome {
+  soft: Answer;
+  hard: Answer;
+  /** The rows that took part, as places in `lines`. */
+  used: number[];
+  encoder: string;
+  /** Whether the numbers are Python's own, of more rows than are here. */
+  asked: boolean;
+}
+
+/** Encoders that need Python, as a reader knows them. */
+export const PYTHON = ["text", "words", "sentences"];
+
+export function spell(x: unknown): string {
+  if (x === null || x === undefined) return "";
+  if (typeof x === "string") return x;
+  if (isTensor(x)) return JSON.stringify(Array.from(x.data, (y) => Number(y.toPrecision(6))));
+  return typeof x === "object" ? JSON.stringify(x) : String(x);
+}
+
+const field = (given: unknown): Field => ({ text: spell(given), given });
+const plain = (x: unknown) => (isTensor(x) ? Array.from(x.data) : x);
+
+function numeral(text: string): number | null {
+  const x = Number(text.replace("−", "-"));
+  return text.trim() !== "" && Number.isFinite(x) ? x : null;
+}
+
+/** A column of cells: numbers where all are, else as they were given or typed. */
+function column(fields: Field[], inferred: boolean): unknown[] {
+  const typed = fields.map((f) => (spell(f.given) === f.text ? plain(f.given) : f.text));
+  const texts = fields.filter((f) => f.text.trim() !== "");
+  const numbers = texts.map((f) => numeral(f.text));
+  const given = typed.some((x) => typeof x === "number");
+  if ((inferred || given) && texts.length && numbers.every((x) => x !== null)) {
+    return fields.map((f) => numeral(f.text));
+  }
+  return typed;
+}
+
+export class State {
+  lines: Line[] = [];
+  query: Field = field("");
+  names = { key: "key", value: "value" };
+  note = "";
+  encoder = "characters";
+  score: Like | null = null;
+  weighting: Like = "softmax";
+  /** Vectors of Python's encoder by the key's text, and of queries; one encoder at a time. */
+  private keys = new Map<string, Vector>();
+  private queries = new Map<string, Vector>();
+  private own: Like | null = null;
+  private of = "";
+  private inferred = true;
+  private data: any = null;
+  private touched = false;
+
+  constructor(readonly backend: Backend | null) {}
+
+  /** Rows that Python answered from, of which only the heaviest are here. */
+  get others(): number {
+    return Math.max((this.data?.answer?.total ?? 0) - (this.data?.rows?.length ?? 0), 0);
+  }
+
+  /** Python's encoder of the data, whose vectors came with them. */
+  get given(): string | null {
+    return this.data?.vectors?.encoder ?? null;
+  }
+
+  example(of: Example): void {
+    this.reset();
+    this.lines = of.rows.map(([key, value]) => ({ key: field(key), value: field(value) }));
+    this.query = field(of.query);
+    this.names = { key: of.key, value: of.value };
+    this.note = of.note;
+    this.encoder = encoders.suits(this.table().map((row) => row.key));
+  }
+
+  /** What a descriptor holds. */
+  open(data: any): void {
+    this.reset();
+    this.data = data;
+    this.inferred = false;
+    this.lines = (data.rows ?? []).map((row: any) => ({ key: field(row.key), value: field(row.value) }));
+    this.query = field(data.query ?? "");
+    this.names = { ...this.names, ...data.names };
+    this.score = data.score ?? null;
+    this.weighting = data.weighting ?? "softmax";
+    if (data.temperature) this.weighting = { name: "softmax", temperature: data.temperature };
+    this.encoder = data.encoder ?? this.given ?? encoders.suits(this.table().map((row) => row.key));
+    const found = data.vectors;
+    if (found) this.learn(found.encoder, this.lines, this.query.text, found);
+  }
+
+  private reset(): void {
+    Object.assign(this, { data: null, score: null, weighting: "softmax", touched: false, inferred: true });
+    Object.assign(this, { own: null, of: "", note: "", names: { key: "key", value: "value" } });
+    this.keys.clear();
+    this.queries.clear();
+  }
+
+  private learn(encoder: string, lines: Line[], query: string, found: any): void {
+    if (this.of !== encoder) {
+      this.keys.clear();
+      this.queries.clear();
+    }
+    this.of = encoder;
+    this.own = found.score ?? null;
+    const cut = (tensor: any, i: number): Vector => {
+      const width = tensor.shape.at(-1);
+      return tensor.data.subarray(i * width, (i + 1) * width);
+    };
+    if (found.keys) lines.forEach((line, i) => this.keys.set(line.key.text, cut(found.keys, i)));
+    if (found.query) this.queries.set(query, cut(found.query, 0));
+  }
+
+  /** Says that something was changed: from here on the numbers are of these rows. */
+  touch(): void {
+    this.touched = true;
+  }
+
+  swap(): void {
+    for (const line of this.lines) [line.key, line.value] = [line.value, line.key];
+    this.names = { key: this.names.value, value: this.names.key };
+    const first = this.lines[0]?.key;
+    if (first) this.query = { ...first };
+    const keys = this.table().map((row) => row.key);
+    if (!PYTHON.includes(this.encoder)) this.encoder = encoders.suits(keys);
+    this.score = null;
+    this.touch();
+  }
+
+  /** The rows that have a key, with the place of each. */
+  table(): { key: Key; value: unknown; place: number }[] {
+    const keys = column(this.lines.map((line) => line.key), this.inferred);
+    const values = column(this.lines.map((line) => line.value), this.inferred);
+    return this.lines
+      .map((line, i) => ({
+        key: keys[i] as Key,
+        value: line.value.text === "" ? null : values[i],
+        place: i,
+      }))
+      .filter((_, i) => this.lines[i].key.text !== "");
+  }
+
+  /** The query as the keys are: a number among numbers. */
+  private asks(rows: { key: Key }[]): Key {
+    const given = spell(this.query.given) === this.query.text ? plain(this.query.given) : this.query.text;
+    const numbers = rows.length > 0 && rows.every((row) => typeof row.key === "number");
+    return (numbers ? (numeral(this.query.text) ?? given) : given) as Key;
+  }
+
+  /** Whether the chosen encoder's vectors are missing, so that Python must be asked. */
+  get wants(): boolean {
+    if (encoders.can(this.encoder) && this.encoder !== this.given) return false;
+    if (this.of !== this.encoder) return true;
+    const known = this.lines.every((line) => line.key.text === "" || this.keys.has(line.key.text));
+    return !known || !this.queries.has(this.query.text);
+  }
+
+  /** Brings them. */
+  async fetch(): Promise<void> {
+    const lines = this.lines.filter((line) => line.key.text !== "");
+    const rows = this.table();
+    const { encoder } = this;
+    const query = this.query.text;
+    const found = await this.backend!.call("encode", {
+      encoder,
+      database: encoder === this.given ? (this.data.database ?? null) : null,
+      keys: rows.map((row) => row.key),
+      query: this.asks(rows),
+    });
+    this.learn(encoder, lines, query, found);
+  }
+
+  /** Scores → weights → value, soft and hard; an error where that means nothing. */
+  outcome(): Outcome {
+    const rows = this.table();
+    const query = this.asks(rows);
+    const used = rows.map((row) => row.place);
+    let encoder = this.encoder;
+    let vectors: { keys: Vector[]; query: Vector; score: Like } | undefined;
+    if (!this.wants && this.of === encoder) {
+      const keys = used.map((i) => this.keys.get(this.lines[i].key.text)!);
+      vectors = { keys, query: this.queries.get(this.query.text)!, score: this.own ?? "scaled_dot" };
+    } else if (!encoders.can(encoder)) encoder = encoders.suits(rows.map((row) => row.key));
+    const how = { encoder, vectors, score: this.score, top: rows.length };
+    const soft = ask(rows, query, { ...how, weighting: this.weighting });
+    const hard = ask(rows, query, { ...how, weighting: "hard" });
+    const asked = this.others > 0 && !this.touched;
+    if (asked) this.python(soft);
+    return { soft, hard, used, encoder, asked };
+  }
+
+  /** The numbers that Python found among all its rows, in the place of ours. */
+  private python(soft: Answer): void {
+    const told = this.data.answer;
+    soft.weights = Float64Array.from(told.weights.data);
+    Object.assign(soft, { pooled: plain(told.value), entropy: told.entropy, effective: told.effective_rows });
+    Object.assign(soft, { total: told.total, missing: told.missing, spread: told.spread ?? null });
+    soft.values = told.values ?? [];
+  }
+}
+
+export type { Cell };

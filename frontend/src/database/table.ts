@@ -1,0 +1,173 @@
+/** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
+
+import { fixed, h, put } from "../dom";
+import type { Outcome, State } from "./state";
+
+export interface Table {
+  element: HTMLElement;
+  /** The rows anew: some came, went or changed places. */
+  draw(): void;
+  show(outcome: Outcome | null): void;
+}
+
+interface Shown {
+  row: HTMLTableRowElement;
+  score: HTMLElement;
+  soft: Meter;
+  hard: Meter;
+}
+
+interface Meter {
+  cell: HTMLElement;
+  set(weight: number | null): void;
+}
+
+function meter(name: string, kind: string): Meter {
+  const part = h("i");
+  const number = h("span", { class: "number", test: name });
+  const cell = h("td", { class: `weight ${kind}` }, number, h("span", { class: `bar ${kind}`, "aria-hidden": "true" }, part));
+  return {
+    cell,
+    set(weight) {
+      number.textContent = weight === null ? "" : fixed(weight);
+      number.dataset.value = weight === null ? "" : String(weight);
+      part.style.width = `${100 * Math.min(Math.abs(weight ?? 0), 1)}%`;
+    },
+  };
+}
+
+export function table(state: State, changed: (rows: boolean) => void): Table {
+  const body = h("tbody");
+  const names = { key: h("span"), value: h("span") };
+  const head = h(
+    "thead",
+    {},
+    h(
+      "tr",
+      {},
+      h("th", { scope: "col" }, "key k ", names.key),
+      h("th", { scope: "col" }, "value v ", names.value),
+      h("th", { scope: "col", class: "number" }, "score s"),
+      h("th", { scope: "col", class: "weight" }, "soft α"),
+      h("th", { scope: "col", class: "weight" }, "hard α"),
+      h("th", { scope: "col" }, h("span", { class: "unseen" }, "remove")),
+    ),
+  );
+  let shown: Shown[] = [];
+
+  const input = (of: { text: string; given: unknown }, what: string, i: number) =>
+    h("input", {
+      type: "text",
+      value: of.text,
+      autocomplete: "off",
+      spellcheck: "false",
+      "aria-label": `${what} of row ${i + 1}`,
+      test: `row-${i}-${what}`,
+      readonly: of.given !== null && typeof of.given === "object",
+      on: {
+        input: (event) => {
+          of.text = event.target.value;
+          changed(false);
+        },
+      },
+    });
+
+  const remove = (i: number) => {
+    state.lines.splice(i, 1);
+    changed(true);
+    const next = body.rows[Math.min(i, body.rows.length - 1)];
+    (next?.querySelector("input") ?? add).focus();
+  };
+
+  const draw = () => {
+    names.key.textContent = state.names.key === "key" ? "" : `(${state.names.key})`;
+    names.value.textContent = state.names.value === "value" ? "" : `(${state.names.value})`;
+    shown = state.lines.map((line, i) => {
+      const score = h("td", { class: "number score", test: `row-${i}-score` });
+      const soft = meter(`row-${i}-weight`, "first");
+      const hard = meter(`row-${i}-hard`, "second");
+      const row = h(
+        "tr",
+        {},
+        h("td", { class: "cell" }, input(line.key, "key", i)),
+        h("td", { class: "cell" }, input(line.value, "value", i)),
+        score,
+        soft.cell,
+        hard.cell,
+        h(
+          "td",
+          { class: "end" },
+          h(
+            "button",
+            {
+              class: "quiet",
+              "aria-label": `Remove row ${i + 1}, ${line.key.text}`,
+              test: `row-${i}-remove`,
+              on: { click: () => remove(i) },
+            },
+            "×",
+          ),
+        ),
+      );
+      return { row, score, soft, hard };
+    });
+    put(body, ...shown.map(({ row }) => row));
+  };
+
+  const add = h(
+    "button",
+    {
+      test: "add-row",
+      on: {
+        click: () => {
+          state.lines.push({ key: { text: "", given: "" }, value: { text: "", given: "" } });
+          changed(true);
+          body.rows[body.rows.length - 1].querySelector("input")!.focus();
+        },
+      },
+    },
+    "Add a row",
+  );
+  const swap = h(
+    "button",
+    {
+      test: "swap",
+      on: {
+        click: () => {
+          state.swap();
+          changed(true);
+        },
+      },
+    },
+    "Swap keys and values",
+  );
+
+  return {
+    element: h(
+      "div",
+      {},
+      h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The database: its rows, and how much each counts"), head, body),
+      h("div", { class: "row" }, add, swap),
+    ),
+    draw,
+    show(outcome) {
+      const place = new Map(outcome?.used.map((line, i) => [line, i]));
+      let best = -1;
+      if (outcome) {
+        const { weights } = outcome.soft;
+        weights.forEach((w, i) => {
+          if (Math.abs(w) > (best < 0 ? 0 : Math.abs(weights[best]))) best = i;
+        });
+      }
+      shown.forEach(({ row, score, soft, hard }, i) => {
+        const at = place.get(i);
+        const told = outcome && at !== undefined ? outcome : null;
+        score.textContent = told ? fixed(told.soft.scores[at!], 2) : "";
+        score.dataset.value = told ? String(told.soft.scores[at!]) : "";
+        soft.set(told ? told.soft.weights[at!] : null);
+        hard.set(told ? told.hard.weights[at!] : null);
+        row.classList.toggle("best", told !== null && at === best);
+      });
+    },
+  };
+}
