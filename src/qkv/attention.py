@@ -383,7 +383,7 @@ def weigh(
 def _readable(rows: Rows, query: Array, score: Score, tolerance: float | None) -> Score:
     """The score, or a faster one within the tolerance where the keys lie together."""
     score.check(tuple(query.shape), rows.key.shape)
-    first = None if tolerance is None else next(iter(rows.read())).key
+    first = None if tolerance is None else next(iter(rows.read())).vectors()
     if first is None or len(first) != rows.key.shape[0]:
         return score
     fw = of(query)

@@ -11,17 +11,38 @@ import numpy as np
 from qkv.arrays.base import Framework, Tiling
 from qkv.types import Array, Arrays, Shape, Span
 
+CACHED = 2**18
+"""Numbers of keys in 8 bits that are made floats at a time, so that they are compared in cache."""
+
 
 class Stored(NamedTuple):
-    """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all)."""
+    """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all).
+
+    Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits.
+    """
 
     key: np.ndarray
     value: np.ndarray | None = None
     live: np.ndarray | None = None
+    scale: np.ndarray | None = None
 
     def some(self, at: slice) -> Stored:
-        value, live = (None if x is None else x[at] for x in self[1:])
-        return Stored(self.key[at], value, live)
+        return Stored(self.key[at], *(None if x is None else x[at] for x in self[1:]))
+
+    def scaled(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The keys that live, and what each is to be multiplied by."""
+        if self.live is None:
+            return self.key, self.scale
+        return self.key[self.live], None if self.scale is None else self.scale[self.live]
+
+    def vectors(self) -> np.ndarray:
+        """The keys that live, as vectors."""
+        key, scale = self.scaled()
+        if scale is None:
+            return key
+        key = key.astype(scale.dtype)
+        key *= scale[:, None]
+        return key
 
 
 class Cut(NamedTuple):
@@ -35,8 +56,7 @@ class Cut(NamedTuple):
     open: bool = False
 
     def key(self) -> np.ndarray:
-        stored = self.stored
-        return stored.key if stored.live is None else stored.key[stored.live]
+        return self.stored.vectors()
 
     def value(self, at: np.ndarray | None = None) -> np.ndarray:
         """The values, or those of some of the rows."""
@@ -94,7 +114,7 @@ class Rows:
         for stored in self.read():
             live = slice(None) if stored.live is None else stored.live
             value = np.empty((len(stored.key), 0)) if stored.value is None else stored.value
-            held[0].append(stored.key[live])
+            held[0].append(stored.vectors())
             held[1].append(value[live])
         key, value = (taken(fw, np.concatenate(x), like) for x in held)
         allowed = self.allowed
@@ -127,8 +147,11 @@ class Cuts:
     def __iter__(self) -> Iterator[list[Cut]]:
         at, allowed, group = 0, self.rows.allowed, []
         for stored in self.rows.read():
-            for start in range(0, len(stored.key), self.size):
-                some = stored.some(slice(start, start + self.size))
+            step = self.size
+            if stored.scale is not None:
+                step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
+            for start in range(0, len(stored.key), step):
+                some = stored.some(slice(start, start + step))
                 size = len(some.key) if some.live is None else int(np.count_nonzero(some.live))
                 if size == len(some.key):
                     some = some._replace(live=None)

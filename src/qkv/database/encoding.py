@@ -18,6 +18,10 @@ ENCODED = 8192
 """Keys that are encoded together, between two reports of progress."""
 
 
+ROUNDED = frozenset({"characters", "lexical", "sentences", "vectors", "words"})
+"""Kinds of encoders whose vectors lose no answer by it."""
+
+
 def fitted(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
     """The encoder fitted to the keys, and what the settings say: with twice how many it is fitted
     anew."""
@@ -31,15 +35,50 @@ def told(encoder: Encoder, keys: int) -> dict[str, Any]:
     return {"encoder": encoder.settings(), "fitted": keys}
 
 
-def encoded(encoder: Encoder, keys: Any, progress: Progress | None = None) -> np.ndarray:
-    """The vectors of some keys, (m, width)."""
-    if progress is None or len(keys) <= ENCODED:
-        return np.asarray(encoder.encode(keys))
+def encoded(
+    encoder: Encoder, keys: Any, rounded: bool, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
+    """The vectors of some keys as tensors: `code` (m, width), and `scale` (m,) where `rounded`."""
+    if len(keys) <= ENCODED or not (rounded or progress):
+        return tensors(encoder, keys, rounded)
     out = []
     for start in range(0, len(keys), ENCODED):
-        out.append(np.asarray(encoder.encode(keys[start : start + ENCODED])))
-        progress(min(start + ENCODED, len(keys)), len(keys))
-    return np.concatenate(out)
+        out.append(tensors(encoder, keys[start : start + ENCODED], rounded))
+        if progress is not None:
+            progress(min(start + ENCODED, len(keys)), len(keys))
+    return {name: np.concatenate([part[name] for part in out]) for name in out[0]}
+
+
+def tensors(encoder: Encoder, keys: Any, rounded: bool) -> dict[str, np.ndarray]:
+    vectors = np.asarray(encoder.encode(keys))
+    if not rounded:
+        return {"code": vectors}
+    code, scale = in_8_bits(vectors)
+    return {"code": code, "scale": scale}
+
+
+def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(m, d) → int8 (m, d) and float32 (m,), whose product is the vectors to 1/254 of the largest
+    number of each.
+
+    >>> code, scale = in_8_bits(np.array([[0.5, -1.27], [0.0, 0.0]]))
+    >>> code.tolist(), (code[0] * scale[0]).round(2).tolist()
+    ([[50, -127], [0, 0]], [0.5, -1.27])
+    """
+    top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
+    scale = (top / 127).astype(np.float32)
+    sound = np.isfinite(scale) & (scale > 0)
+    code = vectors * (1 / np.where(sound, scale, 1))[:, None]
+    code[~sound] = 0
+    return np.rint(code, out=code).astype(np.int8), scale
+
+
+def rounds(encoder: Encoder) -> bool:
+    """Whether its vectors are kept in 8 bits: those that are made of text here, as directions."""
+    from qkv.database.encoders.learned import Learned, leaves
+
+    base = encoder.base if isinstance(encoder, Learned) else encoder
+    return all(head.kind in ROUNDED for head, _ in leaves(base))
 
 
 def keeps_keys(encoder: Encoder, schema: Schema) -> bool:
@@ -53,12 +92,13 @@ def anew(
     """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
     # All that live, those among them whose file is lost.
     ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)
+    rounded = rounds(encoder)
     for start in range(0, len(ids), ENCODED):
         some, fresh = ids[start : start + ENCODED], keys[start : start + ENCODED]
-        tensors = {"code": np.asarray(encoder.encode(fresh))}
+        made = tensors(encoder, fresh, rounded)
         if raw:
-            tensors["key"] = fresh
-        tensors |= view.beside(some)
+            made["key"] = fresh
+        made |= view.beside(some)
         if progress is not None:
             progress(start + len(some), len(ids))
-        yield some, tensors
+        yield some, made

@@ -84,6 +84,7 @@ class Info(TypedDict):
     value_kind: str | None
     unique: bool
     encoder: Any
+    vectors: str | None
     bytes: int | None
 
 
@@ -331,6 +332,7 @@ class Reading(Generic[K, V]):
             "value_kind": None if schema is None else schema.value_kind,
             "unique": self._wish[2] if schema is None else schema.unique,
             "encoder": told if isinstance(told, dict) else None,
+            "vectors": self._view.precision,
             "bytes": None if self.path is None else sum(_sizes(self.path)),
         }
 

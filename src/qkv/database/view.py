@@ -262,6 +262,17 @@ class View:
         """Whether columns lie beside the vectors; else they are read from the records."""
         return any(map(columns.is_column, self.snapshot.names))
 
+    @property
+    def rounded(self) -> bool:
+        """Whether the keys' vectors are kept in 8 bits."""
+        return "scale" in self.snapshot.names
+
+    @property
+    def precision(self) -> str | None:
+        """The numbers of a key's vector, and their type; None before the first row."""
+        found = self.snapshot.kind("code")
+        return None if found is None else f"{' × '.join(map(str, found[1]))} {found[0].name}"
+
     def census(self, name: str) -> np.ndarray:
         """How many cells of a column are of each kind of `columns`, (6,)."""
         if name not in self._censuses:
@@ -327,7 +338,8 @@ class View:
                     else:
                         live = live.copy()
                         live[live] = some
-                yield Stored(part.tensors["code"], part.tensors.get(named), live)
+                tensors = part.tensors
+                yield Stored(tensors["code"], tensors.get(named), live, tensors.get("scale"))
 
         named, (width, value_width) = "value" if value else "", self._widths
         shape = len(self.ids) if picked is None else count, width

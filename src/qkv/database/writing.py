@@ -234,7 +234,8 @@ class Writing(Leaving[K, V]):
             arrays = encoder.arrays()
             first = {"schema": schema.to_dict(), "encoded": 1} | told
             self._encoder_wish = encoder
-        tensors = {"code": encoding.encoded(encoder, keys, progress)}
+        rounded = view.rounded if view.begun else encoding.rounds(encoder)
+        tensors = encoding.encoded(encoder, keys, rounded, progress)
         pooled = schema.pooled(columns)
         if pooled is not None:
             tensors["value"] = pooled

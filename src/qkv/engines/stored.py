@@ -67,7 +67,8 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
 
     def fill(cut: Cut) -> None:
         block: Any = call and calls.place(call, calls.all_rows(call), cut)  # type: ignore[arg-type]
-        key, at = cut.key().astype(query.dtype, copy=False), slice(cut.start, cut.start + cut.size)
+        key, scale = cut.stored.scaled() if score.linear else (cut.key(), None)
+        key, at = key.astype(query.dtype, copy=False), slice(cut.start, cut.start + cut.size)
         if aside is not None and kept is None:
             found = score.aside(key)
             aside[at] = np.nan if found is None else found
@@ -75,6 +76,8 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
             out[:, at] = evaluate(score, query, key, block)
         else:
             out[:, at] = score.beside(query, key, aside[at])
+        if scale is not None:
+            out[:, at] *= scale
 
     wide = max(width, score.footprint(width), n, 1)
     size = max(streaming.READ // wide, 512)

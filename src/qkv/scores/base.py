@@ -64,6 +64,11 @@ class Score(Record):
     ranged: ClassVar[bool] = False
     """Whether `lowered` must look at the range of its arguments first."""
 
+    @property
+    def linear(self) -> bool:
+        """Whether s(q, c k) = c s(q, k) for any number c."""
+        return False
+
     def __call__(self, query: Array, key: Array) -> Array:
         raise NotImplementedError("a score says how a query and a key are compared")
 

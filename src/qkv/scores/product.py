@@ -27,6 +27,10 @@ class Dot(Score):
     array([[11.,  2.]])
     """
 
+    @property
+    def linear(self) -> bool:
+        return True
+
     def __call__(self, query: Array, key: Array) -> Array:
         return product(query, key)
 
@@ -61,6 +65,10 @@ class ScaledDot(Score):
         if self.softcap is None:
             return s
         return namespace(s).tanh(s / self.softcap) * self.softcap
+
+    @property
+    def linear(self) -> bool:
+        return self.softcap is None
 
     def factor(self, query: Array) -> Any:
         if self.scale is not None:

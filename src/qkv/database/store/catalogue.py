@@ -17,7 +17,7 @@ from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
 
 FILE = "catalogue.sqlite"
-FORMAT = 1
+FORMAT = 2
 APPLICATION = 0x716B7601  # "qkv" and 1
 
 TABLES = """
@@ -121,7 +121,7 @@ class Catalogue:
         assert self.path is not None
         application = self.value("PRAGMA application_id")
         number = self.value("PRAGMA user_version")
-        if application == APPLICATION and number == FORMAT:
+        if application == APPLICATION and 0 < number <= FORMAT:
             if self.value("SELECT count(*) FROM sqlite_master WHERE type IN ('trigger', 'view')"):
                 raise self.damaged("it holds statements of its own, which a store never does")
             if {sql for (sql,) in self.all(WRITTEN)} != STATEMENTS:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from zlib import crc32
 
 from qkv.database.faults import DuplicateKey, UnknownRow
-from qkv.database.store.catalogue import SEGMENT, Catalogue, row_crc
+from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry
 from qkv.errors import ArgumentError, DtypeError
@@ -106,7 +106,8 @@ def generation(catalogue: Catalogue, number: int) -> None:
 
 
 def shape(catalogue: Catalogue, generation: int, layout: Layout) -> None:
-    """Fix the tensors of a generation."""
+    """Fix the tensors of a generation, which a release of an older format may misread."""
+    catalogue.run(f"PRAGMA user_version = {FORMAT}")
     statement = "UPDATE generations SET layout = ? WHERE number = ?"
     catalogue.run(statement, layout.text(), generation)
 

@@ -118,6 +118,10 @@ class Snapshot:
         """The names of the tensors."""
         return self._layout().names
 
+    def kind(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+        """The type of a tensor, and its shape in one row; None where there is none."""
+        return next((field[1:] for field in self._layout().fields if field[0] == name), None)
+
     def __len__(self) -> int:
         return self._edition.rows
 

@@ -1,0 +1,93 @@
+"""Vectors that are kept in 8 bits: what they are worth, who gets them, and stores without them."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import scores
+from qkv.database import encoding
+from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
+from qkv.database.store.catalogue import FILE
+
+TITLES = [
+    f"{a} {b} {c}" for a in ("old", "new") for b in ("man", "sea", "town") for c in "abcdefghij"
+]
+
+
+def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
+    x = np.random.default_rng(0).normal(size=(50, 33)) * np.logspace(-20, 20, 50)[:, None]
+    x[3] = 0
+    code, scale = encoding.in_8_bits(x.astype(np.float32))
+    assert code.dtype == np.int8 and scale.dtype == np.float32
+    top = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(code * scale[:, None].astype(np.float64) - x) <= top / 253.9).all()
+    assert np.abs(code).max() == 127 and not code[3].any()
+
+
+def test_a_vector_that_is_not_finite_stays_so():
+    code, scale = encoding.in_8_bits(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
+    assert not np.isfinite(scale).any() and not code.any()
+
+
+@pytest.mark.parametrize(
+    ("encoder", "rounded"),
+    [
+        (Characters(64), True),
+        (Heads([Characters(64), Characters(32)]), True),
+        (Learned.begin(Characters(64), rows=3), True),
+        (Heads([Characters(64), Numbers()]), False),
+        (Numbers(), False),
+        (resolve(lambda keys: np.ones((len(keys), 2))), False),
+    ],
+)
+def test_vectors_that_are_made_of_text_here_are_rounded(encoder, rounded):
+    assert encoding.rounds(encoder) is rounded
+
+
+@pytest.mark.parametrize("score", [None, "cosine", "gaussian", scores.ScaledDot(9.0, softcap=5.0)])
+@pytest.mark.parametrize("gone", [[], TITLES[:7]])
+def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
+    D = qkv.Database({title: i for i, title in enumerate(TITLES)}, encoder=Characters(64))
+    assert D.info()["vectors"] == "64 int8"
+    if gone:
+        D.remove(gone)
+    view, query = D._view, "old sea c"
+    code, scale = (view.snapshot.tensor(name, view.ids) for name in ("code", "scale"))
+    key = code.astype(np.float64) * scale[:, None]
+    chosen = view.encoder.score(len(D)) if score is None else scores.resolve(score)
+    alpha = qkv.weights(view.encoder.query([query]).astype(np.float64), key, score=chosen)
+    value = alpha @ np.arange(len(gone), len(TITLES))
+    how = {} if score is None else {"score": score}
+    np.testing.assert_allclose(D.ask(query, **how).weights, alpha[0], rtol=2e-4, atol=1e-7)
+    np.testing.assert_allclose(D.attend(query, **how), value, rtol=1e-4)
+
+
+def test_a_store_of_format_1_is_read_and_takes_rows_as_it_is(tmp_path, monkeypatch):
+    path, rows = tmp_path / "old", {title: i for i, title in enumerate(TITLES)}
+    with monkeypatch.context() as patch, qkv.open(path, encoder=Characters(64)) as D:
+        patch.setattr(encoding, "rounds", lambda encoder: False)
+        D.add(rows)
+    connection = sqlite3.connect(path / FILE)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    with qkv.open(path) as D:
+        assert D.info()["vectors"] == "64 float32"
+        D.add("one more", 99)
+        assert D.info()["vectors"] == "64 float32" and D.ask("one mor").rows[0].value == 99
+        assert _format(path) == 1
+        D.encode()
+        assert D.info()["vectors"] == "64 int8" and D.ask("one mor").rows[0].value == 99
+        assert _format(path) == 2
+        assert D.at(2).ask("one mor").rows[0].value == 99
+
+
+def _format(path):
+    connection = sqlite3.connect(path / FILE)
+    try:
+        return connection.execute("PRAGMA user_version").fetchone()[0]
+    finally:
+        connection.close()
