@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import ShapeError
-from qkv.plot.heatmaps import FRAME, INK, blank
+from qkv.plot import data, style
+from qkv.plot.style import INK, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-RED, REST = "#cb181d", "#d9d9d9"
 
 
 def bars(
@@ -23,22 +21,14 @@ def bars(
     >>> [f"{bar.get_width():.1f}" for bar in figure.axes[0].patches]
     ['0.8', '0.1', '0.1']
     """
-    if len(names) != len(weights) or not len(names):
-        raise ShapeError(
-            f"bars needs one weight for each name, not {len(weights)} for {len(names)}"
-        )
-    names, weights = list(names), [float(weight) for weight in weights]
-    colours = [RED] * len(names)
-    rest = 1 - sum(weights)
-    if others > 0 and rest > 0.0005:
-        names.append(f"{others:,} other row{'s' if others > 1 else ''}")
-        weights.append(rest)
-        colours.append(REST)
-    figure = blank((6.4, 0.9 + 0.34 * len(names)), "constrained")
+    given = len(names)
+    all_names, all_weights = data.bars(names, weights, others=others)
+    figure = style.blank((6.4, 0.9 + 0.34 * len(all_names)), "constrained")
     axes: Any = figure.subplots()
-    places = range(len(names))
-    axes.barh(places, weights, color=colours, height=0.62)
-    for at, weight in zip(places, weights, strict=True):
+    places = range(len(all_names))
+    colours = [RED if at < given else style.MISSING for at in places]
+    axes.barh(places, all_weights, color=colours, height=0.62)
+    for at, weight in zip(places, all_weights, strict=True):
         axes.annotate(
             f"{weight:.3f}",
             (max(weight, 0), at),
@@ -48,14 +38,12 @@ def bars(
             fontsize=8,
             color=INK,
         )
+    style.frame(axes, "weight")
     # A dollar sign in a key is no formula.
-    axes.set_yticks(places, names, fontsize=9, color=INK, parse_math=False)
+    axes.set_yticks(places, all_names, fontsize=9, color=INK, parse_math=False)
     axes.invert_yaxis()
-    axes.set_xlim(min(0, *weights), max(*weights, 1e-9) * 1.12)
-    axes.set_xlabel("weight", fontsize=9, color=INK)
+    axes.set_xlim(min(0, *all_weights), max(*all_weights, 1e-9) * 1.12)
     axes.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set(linewidth=0.5, color=FRAME)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
     return figure

@@ -1,0 +1,112 @@
+"""Scores as pictures: the shapes of kernels, and surfaces over query and key."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from qkv.plot import data, style
+from qkv.plot.data import KERNELS, Scores
+from qkv.plot.style import FRAME, INK, RED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMULAS = {
+    "Dot": "q·k",
+    "ScaledDot": "q·k / √d",
+    "Cosine": "q·k / ‖q‖‖k‖τ",
+    "Multiplicative": "q·Wk",
+    "Additive": "v·tanh(W₁q + W₂k + b)",
+    "Gated": "σ(w₁·q + w₂·k + b) q·k",
+    "Gaussian": "−‖q − k‖² / 2σ²",
+    "Laplace": "−‖q − k‖₁ / b",
+    "Boxcar": "1 where r ≤ 1",
+    "Triangular": "max(0, 1 − r)",
+    "Epanechnikov": "max(0, 1 − r²)",
+    "Constant": "1",
+    "Exact": "1 where k = q",
+}
+"""As in the README; r = ‖q − k‖ / width."""
+
+
+def kernels(scores: Scores = KERNELS, *, reach: float = 2.5) -> Figure:
+    """K(r) over the distance r = q − k, a panel for each kernel.
+
+    K is exp(s) for a score that softmax reads, and s itself for one that cannot be negative: what
+    a key counts for before the weights of a query are made to sum to 1. scores: one or many, by
+    name or built, or a dict of them by names of one's own. `qkv.plot.data.kernels` gives the
+    numbers.
+
+    >>> figure = kernels(["gaussian", "boxcar"])
+    >>> figure.axes[0].lines[0].get_ydata().max()
+    np.float64(1.0)
+    """
+    distance, values = data.kernels(scores, reach)
+    known = data.named(scores)
+    figure, panels = _panels(len(values), (2.0, 1.75), "constrained")
+    for panel, (name, value) in zip(panels, values.items(), strict=False):
+        panel.fill_between(distance, value, color=RED, alpha=0.12, linewidth=0)
+        panel.plot(distance, value, color=RED, linewidth=1.5)
+        style.frame(panel, "q − k", "", _heading(name, known[name], kernel=True))
+        panel.set(xlim=(-reach, reach), ylim=(0, 1.08 * max(1.0, float(np.nanmax(value)))))
+    panels[0].set_ylabel("K", fontsize=9, color=INK)
+    return figure
+
+
+def surfaces(scores: Scores, *, reach: float = 2.0) -> Figure:
+    """s(q, k) over numbers q (up) and k (across), from −reach to reach, with lines of equal s.
+
+    A panel and a scale for each score: red above 0, blue below, dark far from it. scores: one or
+    many, by name or built, or a dict of them by names of one's own. `qkv.plot.data.surfaces` gives
+    the numbers.
+
+    >>> figure = surfaces(["dot", "gaussian"])
+    >>> [panel.get_title().split("\\n")[0] for panel in figure.axes[:2]]
+    ['dot', 'gaussian']
+    """
+    query, key, values = data.surfaces(scores, reach)
+    known = data.named(scores)
+    figure, panels = _panels(len(values), (2.35, 2.2), "compressed")
+    for panel, (name, value) in zip(panels, values.items(), strict=False):
+        below = float(np.nanmin(value)) < 0 and float(np.nanmax(value)) <= 0
+        norm, colours = style.scale(value, "Blues_r" if below else "Reds")
+        norm.vmax = 0.0 if below else norm.vmax
+        image = panel.imshow(
+            value,
+            norm=norm,
+            cmap=colours,
+            interpolation="bilinear",
+            extent=(key[0], key[-1], query[0], query[-1]),
+            origin="lower",
+        )
+        levels = np.linspace(np.nanmin(value), np.nanmax(value), 9)[1:-1]
+        if levels[0] < levels[-1]:
+            panel.contour(key, query, value, levels, colors=INK, linewidths=0.4, alpha=0.5)
+        style.frame(panel, "k", "", _heading(name, known[name]))
+        panel.spines[:].set(visible=True, color=FRAME)
+        style.colour_bar(figure, image, panel, 1.5)
+    panels[0].set_ylabel("q", fontsize=9, color=INK)
+    return figure
+
+
+def _panels(
+    count: int, size: tuple[float, float], layout: Literal["compressed", "constrained"]
+) -> tuple[Figure, list[Any]]:
+    """So many panels in rows of up to five, or up to four where that leaves fewer gaps."""
+    columns = min(count, min((5, 4, 3), key=lambda c: (-count % c, -c)))
+    rows = math.ceil(count / columns)
+    figure = style.blank((columns * size[0], rows * size[1]), layout)
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for spare in grid.flat[count:]:
+        spare.set_axis_off()
+    return figure, list(grid.flat[:count])
+
+
+def _heading(name: str, score: Any, kernel: bool = False) -> str:
+    formula = FORMULAS.get(type(score).__name__, "")
+    if formula and kernel and not score.nonnegative:
+        formula = f"exp({formula})"
+    return f"{name}\n{formula}"

@@ -1,0 +1,173 @@
+"""What all pictures share: ink, colours that everyone can tell apart, words and numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from qkv.errors import ArgumentError, MissingExtra, ShapeError
+from qkv.plot.data import Matrix, Pool
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap, Normalize
+    from matplotlib.figure import Figure
+
+INK, FRAME, MISSING, RED, BLUE = "#333333", "#bbbbbb", "#d9d9d9", "#cb181d", "#2166ac"
+LONGEST_WORD = 24
+
+
+def blank(figsize: tuple[float, float], layout: Literal["compressed", "constrained"]) -> Figure:
+    """A figure to draw on, where matplotlib is there."""
+    try:
+        from qkv.plot.figures import Figure
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingExtra('a picture needs matplotlib: pip install "qkv[plot]"') from None
+    return Figure(figsize=figsize, layout=layout)
+
+
+def inches(figsize: tuple[float, float]) -> tuple[float, float]:
+    try:
+        width, height = (float(side) for side in figsize)
+    except (TypeError, ValueError):
+        width = height = 0.0
+    if not (0 < width < math.inf and 0 < height < math.inf):
+        raise ArgumentError(f"figsize is {figsize!r}; expected a width and a height in inches")
+    return width, height
+
+
+def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
+    import matplotlib
+    from matplotlib.colors import Normalize
+
+    low = float(np.fmin.reduce(grid, axis=None, initial=0.0))
+    high = float(np.fmax.reduce(grid, axis=None, initial=0.0))
+    # Rounding leaves weights a hair below zero; they are no reason for a second colour.
+    signed = low < -1e-6 * high
+    reach = max(-low, high) or 1.0
+    try:
+        colours = matplotlib.colormaps.get_cmap("RdBu_r" if signed and cmap == "Reds" else cmap)
+    except ValueError as error:
+        raise ArgumentError(f"cmap: {error}") from None
+    return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING)
+
+
+def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:
+    """One bar to the right of panels that are so many inches high together."""
+    # matplotlib sizes the bar by its panels; this keeps it as slim for all grids.
+    slimness = inches / 0.065
+    bar = figure.colorbar(image, ax=beside, aspect=slimness, fraction=0.5, pad=0.03)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
+    bar.ax.locator_params(nbins=max(1, min(5, int(inches * 72 // 14))))
+    bar.set_label(label, fontsize=8, color=INK)
+
+
+def pooling(block: tuple[int, int], pool: Pool, signed: bool = False) -> str:
+    """What a cell of a pooled matrix is, for its title."""
+    what = "strongest" if signed and pool == "max" else pool
+    return f"pooled: {what} of up to {block[0]} × {block[1]}"
+
+
+def frame(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> None:
+    """Two thin axes and their words."""
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[:].set(linewidth=0.5, color=FRAME)
+    panel.tick_params(length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
+    panel.set_xlabel(xlabel, fontsize=9, color=INK)
+    panel.set_ylabel(ylabel, fontsize=9, color=INK)
+    panel.set_title(title, fontsize=9, color=INK, parse_math=False)
+
+
+def words(words: Sequence[Any] | None, count: int, argument: str, role: str) -> list[str]:
+    if words is None:
+        return []
+    if isinstance(words, str):
+        raise ShapeError(f"{argument} is one string; expected a list of {count}, one per {role}")
+    texts = [str(word) for word in words]
+    if len(texts) != count:
+        raise ShapeError(f"{argument} has {len(texts)} entries; expected {count}, one per {role}")
+    return [t if len(t) <= LONGEST_WORD else t[: LONGEST_WORD - 1] + "…" for t in texts]
+
+
+def reach(words: list[str]) -> float:
+    """About how many inches the longest word takes."""
+    return 0.6 * 8 / 72 * max(map(len, words), default=0)
+
+
+def ticks(
+    panel: Axes, side: Literal["x", "y"], words: list[str], count: int, inches: float, shown: bool
+) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis = panel.xaxis if side == "x" else panel.yaxis
+    if not shown:
+        axis.set_ticks([])
+        return
+    if not words:
+        panel.tick_params(side, length=2, width=0.5, color=FRAME, labelsize=8, labelcolor=INK)
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+        return
+
+    pitch = inches * 72 / count
+    step = max(1, math.ceil(5 / pitch))  # below five points nobody reads: leave words out instead
+    pitch *= step
+    size = min(8.0, 0.9 * pitch)
+    axis.set_ticks(range(0, count, step), words[::step])
+    panel.tick_params(side, length=0, labelsize=size, labelcolor=INK)
+    fits = 0.6 * size * max(map(len, words)) < pitch
+    for label in axis.get_ticklabels():
+        # A word may hold a dollar or two and mean money.
+        label.set_parse_math(bool(re.fullmatch(r"\$[^$]+\$", label.get_text())))
+        if side == "x" and not fits:
+            steep = pitch < 1.5 * size
+            label.set(
+                rotation=90 if steep else 45,
+                horizontalalignment="center" if steep else "right",
+                rotation_mode="default" if steep else "anchor",
+            )
+
+
+def numbers(panel: Axes, cells: Matrix, norm: Normalize, colours: Colormap, inches: float) -> None:
+    """Write each value into its cell."""
+    texts = _formatted(cells, float(norm.vmax or 1.0))
+    size = min(9.0, inches * 72 / (0.7 * max(map(len, texts.values()), default=1)))
+    written(panel, texts, cells, norm, colours, size)
+
+
+def written(
+    panel: Axes,
+    texts: dict[tuple[int, ...], str],
+    cells: Matrix,
+    norm: Normalize,
+    colours: Colormap,
+    size: float,
+) -> None:
+    """Texts in their cells, dark on light and light on dark."""
+    for (i, j), text in texts.items():
+        red, green, blue, _ = colours(norm(cells[i, j]))
+        dark = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.25
+        panel.text(
+            j, i, text, color="white" if dark else INK, fontsize=size, ha="center", va="center"
+        )
+
+
+def _formatted(cells: Matrix, largest: float) -> dict[tuple[int, ...], str]:
+    """The values as text, with the digits the largest needs. A plain 0 is an exact one."""
+    power = math.floor(math.log10(largest))
+    whole = bool(np.all(np.isnan(cells) | (cells == np.round(cells))))
+    if not -4 <= power <= 4:
+        form = ".0e"
+    else:
+        form = f".{0 if whole else max(0, 2 - power if power >= 0 else 1 - power)}f"
+    return {
+        (i, j): format(x, "z" + form).replace("-", "−") if x else "0"
+        for (i, j), x in np.ndenumerate(cells.tolist())
+        if not math.isnan(x)
+    }

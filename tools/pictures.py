@@ -1,0 +1,81 @@
+"""Draw the pictures of docs/plots.md into docs/pictures, each small enough for a page.
+
+python tools/pictures.py
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import qkv
+from qkv import plot, scores
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+SENTENCE = "When he saw his owner, the dog was happy, so he wagged his tail"
+
+
+def shrink(png: bytes, path: Path, most: int = 100_000) -> None:
+    """The picture with a palette, of as many colours as leave it `most` bytes."""
+    with Image.open(io.BytesIO(png)) as picture:
+        for colours in (256, 128, 64, 32):
+            flat = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+            flat.save(path, optimize=True)
+            if path.stat().st_size <= most:
+                return
+
+
+def save(name: str, figure: Any) -> None:
+    file = io.BytesIO()
+    figure.savefig(file, dpi=144, bbox_inches="tight", pad_inches=0.05)
+    shrink(file.getvalue(), FOLDER / f"plot-{name}.png")
+
+
+def model() -> None:
+    from qkv.cli.heads import look
+
+    seen = look(SENTENCE, (2, 3))
+    words, alpha = seen.words, seen.alpha
+    save("heads", plot.heads(alpha, title="the 72 heads of MiniLM on one sentence"))
+    save("entropy", plot.entropy(alpha))
+    save("flow", plot.flow(alpha, words, words.index("wagged")))
+    save("alignment", plot.alignment(seen.chosen, words, words, least=0.1))
+
+
+def kernels() -> None:
+    save("kernels", plot.kernels())
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=(3, 2, 1))
+    learned = {
+        "multiplicative": scores.Multiplicative(np.array([[-0.5]])),
+        "additive": scores.Additive(w[0], w[1], w[2, :, 0]),
+        "gated": scores.Gated(np.array([2.0]), np.array([-1.0])),
+    }
+    plain = {name: name for name in ("dot", "gaussian", "laplace", "boxcar", "epanechnikov")}
+    save("surfaces", plot.surfaces({**plain, **learned}))
+
+    def truth(x: np.ndarray) -> np.ndarray:
+        return 2 * np.sin(x) + x**0.8
+
+    x = np.sort(rng.uniform(0, 5, 40))
+    y = truth(x) + rng.normal(0, 0.5, 40)
+    by = {"σ = 1": scores.Gaussian(1.0), "σ = 0.25": scores.Gaussian(0.25), "boxcar": "boxcar"}
+    save("regression", plot.regression(x, y, by, truth=truth))
+
+
+def large() -> None:
+    t = np.linspace(0, 40, 2048)[:, None]
+    curve = np.concatenate([np.cos(t), np.sin(t + t**2 / 90), t / 60], 1)
+    alpha = qkv.weights(curve, curve, score=scores.Gaussian(0.1))
+    save("pooled-max", plot.heatmaps(alpha, figsize=(3.4, 3.4)))
+    save("pooled-mean", plot.heatmaps(alpha, figsize=(3.4, 3.4), pool="mean"))
+
+
+if __name__ == "__main__":
+    model()
+    kernels()
+    large()
