@@ -149,7 +149,7 @@ export class Heatmap {
   private sentence(): string {
     const { row, col } = this.cursor!;
     const { matrix } = this.picture;
-    const number = numeral(value(matrix, row, col), blur(matrix));
+    const number = numeral(value(matrix, row, col), blur(matrix, row, col));
     return `${this.name("row", row)} → ${this.name("col", col)}  ${number}`;
   }
 
@@ -377,8 +377,9 @@ export class Heatmap {
     pen.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
     this.names(pen, style.color, soft, lies);
 
-    this.note.textContent =
-      k > 0 ? `Each dot shows the largest of ${part} × ${part} numbers; zoom in for each.` : "";
+    const coarse = `Each dot shows the largest of ${part} × ${part} numbers; zoom in for each.`;
+    const bent = `Colours go by the root: the middle one is ${numeral(picture.high / 4, 0, 3)}.`;
+    this.note.textContent = [picture.matrix.root ? bent : "", k > 0 ? coarse : ""].join(" ").trim();
     const image = new ImageData(256, 1);
     image.data.set(picture.colours(dark));
     this.bar.getContext("2d")!.putImageData(image, 0, 0);

@@ -3,23 +3,28 @@
 import { diverging, sequential, type Table } from "./colours";
 import type { Typed } from "./wire";
 
-/** Numbers, rows first; bytes stand for `data × scale`. */
+/** Numbers, rows first. */
 export interface Matrix {
   data: Typed;
   rows: number;
   cols: number;
+  /** A byte b stands for b × scale, or with `root` for b² × scale. */
   scale?: number;
+  /** Colours go by the root of a number, so that small ones are told apart. None is below 0. */
+  root?: boolean;
   /** The largest number of the colours; by default the matrix's own. */
   high?: number;
 }
 
 export function value(of: Matrix, i: number, j: number): number {
-  return of.data[i * of.cols + j] * (of.scale ?? 1);
+  const x = of.data[i * of.cols + j];
+  return (of.root && of.data instanceof Uint8Array ? x * x : x) * (of.scale ?? 1);
 }
 
-/** How far a number may lie from what it stands for: half a step of its bytes. */
-export function blur(of: Matrix): number {
-  return of.data instanceof Uint8Array ? (of.scale ?? 1) / 2 : 0;
+/** How far a number may lie from what its byte stands for: half a step. */
+export function blur(of: Matrix, i: number, j: number): number {
+  if (!(of.data instanceof Uint8Array)) return 0;
+  return (of.scale ?? 1) * (of.root ? of.data[i * of.cols + j] + 0.25 : 0.5);
 }
 
 interface Level {
@@ -44,7 +49,7 @@ export class Picture {
     if (data instanceof Uint8Array && matrix.high === undefined) {
       this.signed = false;
       this.low = 0;
-      this.high = 255 * scale;
+      this.high = (matrix.root ? 255 ** 2 : 255) * scale;
       this.levels = [{ bytes: data, rows, cols }];
       return;
     }
@@ -59,10 +64,10 @@ export class Picture {
     this.high = matrix.high ?? (Math.max(most, this.signed ? -least : 0) * scale || 1);
     this.low = this.signed ? -this.high : 0;
     const bytes = new Uint8ClampedArray(data.length);
-    const step = 255 / (this.high - this.low);
     for (let i = 0; i < data.length; i++) {
       if (Number.isNaN(data[i])) this.missing.push(i);
-      bytes[i] = (data[i] * scale - this.low) * step;
+      const share = (data[i] * scale - this.low) / (this.high - this.low);
+      bytes[i] = 255 * (matrix.root ? Math.sqrt(share) : share);
     }
     this.levels = [{ bytes: new Uint8Array(bytes.buffer), rows, cols }];
   }
@@ -108,17 +113,18 @@ export class Picture {
   private halved(of: Level): Level {
     const [rows, cols] = [Math.ceil(of.rows / 2), Math.ceil(of.cols / 2)];
     const bytes = new Uint8Array(rows * cols);
-    const zero = this.signed ? 127.5 : 0;
+    const all = of.bytes;
     for (let i = 0; i < rows; i++) {
       const top = 2 * i * of.cols;
       const below = Math.min(2 * i + 1, of.rows - 1) * of.cols;
       for (let j = 0; j < cols; j++) {
-        const [left, right] = [2 * j, Math.min(2 * j + 1, of.cols - 1)];
-        const [a, b] = [of.bytes[top + left], of.bytes[top + right]];
-        const [c, d] = [of.bytes[below + left], of.bytes[below + right]];
-        const least = Math.min(a, b, c, d);
-        const most = Math.max(a, b, c, d);
-        bytes[i * cols + j] = zero - least > most - zero ? least : most;
+        const left = 2 * j;
+        const right = Math.min(left + 1, of.cols - 1);
+        const most = Math.max(all[top + left], all[top + right], all[below + left], all[below + right]);
+        bytes[i * cols + j] = most;
+        if (!this.signed) continue;
+        const least = Math.min(all[top + left], all[top + right], all[below + left], all[below + right]);
+        if (255 - least > most) bytes[i * cols + j] = least;
       }
     }
     return { bytes, rows, cols };

@@ -83,10 +83,16 @@ canvas { display: block; }
 .heatmap-foot { display: flex; flex-wrap: wrap; gap: 0.5rem 1.25rem; align-items: center; margin-top: 0.5rem; }
 .heatmap-readout { flex: 1 1 14ch; font-variant-numeric: tabular-nums; white-space: pre-wrap; overflow-wrap: anywhere; }
 .heatmap-scale { display: inline-flex; gap: 0.5rem; align-items: center; font-variant-numeric: tabular-nums; color: var(--soft); font-size: 0.85rem; }
-.heatmap-bar { width: 7rem; height: 0.6rem; border: 1px solid var(--line); }
+.heatmap-bar { width: 5rem; height: 0.6rem; border: 1px solid var(--line); }
 .heatmap-tools { display: inline-flex; gap: 0.25rem; }
 .heatmap-tools button { min-width: 2rem; padding: 0.1rem 0.5rem; color: var(--soft); }
 .heatmap-note { display: block; min-height: 1.4em; color: var(--soft); font-size: 0.85rem; }
+
+.weights { list-style: none; margin: 0; padding: 0; max-width: 34rem; }
+.weights li { display: grid; grid-template-columns: minmax(4rem, 9rem) minmax(3rem, 1fr) 4rem; gap: 0.75rem; align-items: center; }
+.weights-name { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.weights-rest { color: var(--soft); }
+.weights-rest .bar > i { background: var(--line); }
 
 .unseen { position: absolute; width: 1px; height: 1px; margin: -1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 @media (prefers-reduced-motion: reduce) { *, *::before { transition: none !important; animation: none !important; } }

@@ -11,11 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv import database, masks, onnx, plot, scores, weightings
+    from qkv import database, masks, onnx, page, plot, scores, weightings
     from qkv.answer import Answer
     from qkv.attention import attend, explain, scaled_dot_product_attention, weights
     from qkv.database import Database, open
     from qkv.errors import QkvError
+    from qkv.page import show
 
 __version__ = "0.1.0"
 
@@ -29,9 +30,11 @@ __all__ = [
     "masks",
     "onnx",
     "open",
+    "page",
     "plot",
     "scaled_dot_product_attention",
     "scores",
+    "show",
     "weightings",
     "weights",
 ]
@@ -44,6 +47,7 @@ _HOMES = {
     "attend": "attention",
     "explain": "attention",
     "scaled_dot_product_attention": "attention",
+    "show": "page",
     "weights": "attention",
 }
 

@@ -13,6 +13,7 @@ from qkv.errors import ArgumentError, ShapeError
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.heads import MultiHeadAttention
 from qkv.plot import heatmaps
+from qkv.shown import Shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 Layer = (Attention, SelfAttention, MultiHeadAttention)
 
 
-class Seen(dict[str, torch.Tensor]):
-    """α of each layer by its name: (batch, heads, n, m), or (…, n, m) of a layer without heads."""
+class Seen(dict[str, torch.Tensor], Shown):
+    """α of each layer by its name: (batch, heads, n, m), or (…, n, m) of a layer without heads.
+
+    `show()` and `to_html(path)` open the heads of the batch's first sequence.
+    """
 
     def __repr__(self) -> str:
         heads = {name: f", {x.shape[1]} heads" if x.dim() == 4 else "" for name, x in self.items()}
@@ -33,15 +37,23 @@ class Seen(dict[str, torch.Tensor]):
 
         `options` go to `qkv.plot.heatmaps`.
         """
+        grid = self.grid(item)
+        heads = range(grid.shape[1])
+        options.setdefault("titles", [[f"{name}, head {i}" for i in heads] for name in self])
+        return heatmaps(grid, **options)
+
+    def grid(self, item: int = 0) -> torch.Tensor:
+        """α of one sequence, (layers, heads, n, m)."""
         if not self:
             raise ArgumentError("nothing was recorded: run the model inside `with capture(model)`")
         shapes = {name: tuple(x.shape) for name, x in self.items()}
         if len(set(shapes.values())) > 1 or any(len(x) != 4 for x in shapes.values()):
             raise ShapeError(f"a grid takes layers of one shape (batch, heads, n, m), not {shapes}")
-        grid = torch.stack([x[item] for x in self.values()])
-        heads = range(grid.shape[1])
-        options.setdefault("titles", [[f"{name}, head {i}" for i in heads] for name in self])
-        return heatmaps(grid, **options)
+        return torch.stack([x[item] for x in self.values()])
+
+    def one(self, item: int) -> Seen:
+        """One sequence of the batch alone: `seen.one(1).show()`."""
+        return Seen(zip(self, self.grid(item)[:, None], strict=True))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from qkv.answer import Answer, short
 from qkv.errors import DtypeError
+from qkv.page import heads
 
 Descriptor = dict[str, Any]
 
@@ -24,7 +25,13 @@ def views(shown: Any) -> list[Descriptor]:
         return [{"title": "", "data": {}} | shown]
     if isinstance(shown, Answer):
         return [answer(shown)]
-    raise DtypeError(f"show takes an answer, not {type(shown).__name__}")
+    # By name: what captured a model has loaded its framework, and nothing else need.
+    whole = f"{type(shown).__module__}.{type(shown).__name__}"
+    if whole == "qkv.transformers.captured.Captured":
+        return [heads.captured(shown)]
+    if whole == "qkv.nn.capture.Seen":
+        return [heads.seen(shown)]
+    raise DtypeError(f"show takes an answer or captured heads, not {type(shown).__name__}")
 
 
 def answer(found: Answer) -> Descriptor:

@@ -12,6 +12,7 @@ import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
 from qkv.plot import heatmaps
+from qkv.shown import Shown
 from qkv.transformers.words import token_ids, words_of
 
 if TYPE_CHECKING:
@@ -58,11 +59,12 @@ class Layer:
 
 
 @dataclass
-class Captured:
+class Captured(Shown):
     """The weights α of a forward pass, layer by layer.
 
     `layers` holds them as they were kept. `captured[i]` is one sequence of the batch, and
-    `captured.select("encoder")` the layers with that in their names.
+    `captured.select("encoder")` the layers with that in their names. `captured.show()` and
+    `captured.to_html(path)` open all heads, then one of them large.
     """
 
     layers: list[Layer]
@@ -152,17 +154,17 @@ class Captured:
         ]
         return self._with(kept, names)
 
+    def grid(self, most: int = DRAWN) -> Any:
+        """What is drawn, (layers, heads, rows, columns): what was kept, or of the largest weights
+        alone a picture of at most so many rows and columns."""
+        return np.concatenate([x.dense(min(x.n, most), min(x.m, most)) for x in self._one()])
+
     def plot(self, layer: int | None = None, head: int | None = None, **options: Any) -> Figure:
         """A heatmap for each head: layers from the top down, heads from left to right.
 
         `options` go to `qkv.plot.heatmaps`.
         """
-        layers = self._one()
-        first = layers[0]
-        if first.top is None:
-            grid = np.concatenate([x.cells for x in layers])
-        else:
-            grid = np.concatenate([x.dense(min(x.n, DRAWN), min(x.m, DRAWN)) for x in layers])
+        grid, first = self.grid(), self.layers[0]
         rows = _pick("layer", layer, grid.shape[0])
         columns = _pick("head", head, grid.shape[1])
         grid = grid[np.ix_(rows, columns)]

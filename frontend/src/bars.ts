@@ -1,0 +1,36 @@
+/** Weights of one query: the heaviest keys, a bar and a number each. */
+
+import { fixed, h, put } from "./dom";
+
+export interface Bar {
+  name: string;
+  weight: number;
+}
+
+/** A list that `show` fills anew: at most `most` bars, and what is left to the others. */
+export function bars(most: number, test: string): { element: HTMLElement; show(of: Bar[]): void } {
+  const element = h("ol", { class: "weights", test });
+  return {
+    element,
+    show(of) {
+      const heaviest = [...of].sort((a, b) => b.weight - a.weight).slice(0, most);
+      const top = Math.max(heaviest[0]?.weight ?? 0, 1e-9);
+      const sum = (some: Bar[]) => some.reduce((total, bar) => total + bar.weight, 0);
+      const rest = sum(of) - sum(heaviest);
+      const others = of.length - heaviest.length;
+      const line = (name: string, weight: number, at: string) =>
+        h(
+          "li",
+          { class: at === "rest" ? "weights-rest" : undefined },
+          h("span", { class: "weights-name", title: name }, name),
+          h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.min(weight, top)) / top}%` } })),
+          h("span", { class: "number", test: `${test}-${at}` }, fixed(weight)),
+        );
+      put(
+        element,
+        ...heaviest.map((bar, i) => line(bar.name, bar.weight, String(i))),
+        others > 0 && line(`${others} more`, Math.max(rest, 0), "rest"),
+      );
+    },
+  };
+}

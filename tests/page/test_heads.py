@@ -1,0 +1,134 @@
+"""Captured heads: as the page is given them, and as it shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.errors import DtypeError
+from qkv.page import to_html
+from qkv.page.heads import heads
+from qkv.page.views import views
+
+RNG = np.random.default_rng(14)
+TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
+
+
+def alpha(*shape: int) -> np.ndarray:
+    scores = np.exp(3 * RNG.standard_normal(shape))
+    found: np.ndarray = scores / scores.sum(-1, keepdims=True)
+    return found
+
+
+def entropy(weights: np.ndarray) -> Any:
+    return -(weights * np.log(weights)).sum(-1).mean(-1)
+
+
+def test_a_weight_is_its_byte_s_square_to_half_a_step() -> None:
+    weights = alpha(2, 3, 5, 7)
+    data = heads(weights, ["a", "b"])["data"]
+    scale, cells = data["scale"][..., None, None], data["weights"].astype(np.float64)
+    assert np.all(abs(scale * cells**2 - weights) <= scale * (cells + 0.25) * (1 + 1e-9))
+    assert np.allclose(data["entropy"], entropy(weights))
+    assert (data["queries"], data["keys"]) == (5, 7)
+
+
+def test_a_head_that_looks_at_nothing_is_zero() -> None:
+    data = heads(np.zeros((1, 1, 2, 2)), ["a"])["data"]
+    assert not data["weights"].any() and not data["entropy"].any()
+
+
+def test_what_a_transformer_s_capture_kept() -> None:
+    pytest.importorskip("transformers")
+    from qkv.transformers import Captured, Layer
+
+    weights = alpha(2, 1, 3, 5, 5).astype(np.float32)
+    layers = [Layer(f"layer.{i}", 5, 5, cells=x) for i, x in enumerate(weights)]
+    [view] = views(Captured(layers, TOKENS))
+    assert view["data"]["names"] == ["layer.0", "layer.1"]
+    assert view["data"]["tokens"] == TOKENS
+    assert np.allclose(view["data"]["entropy"], entropy(weights[:, 0].astype(np.float64)))
+    # Pooled: what is there cannot tell the entropy.
+    pooled = [Layer(x.name, 9, 9, cells=x.cells) for x in layers]
+    [view] = views(Captured(pooled))
+    assert np.isnan(view["data"]["entropy"]).all() and "largest" in view["data"]["note"]
+    assert (view["data"]["queries"], view["data"]["weights"].shape[-1]) == (9, 5)
+
+
+def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from qkv.nn.capture import Seen
+
+    weights = alpha(2, 2, 3, 4, 4)
+    seen = Seen({f"layers.{i}": torch.tensor(x) for i, x in enumerate(weights)})
+    [view] = views(seen.one(1))
+    assert view["data"]["names"] == ["layers.0", "layers.1"]
+    assert np.allclose(view["data"]["entropy"], entropy(weights[:, 1]))
+    text = seen.one(1).to_html(tmp_path / "seen.html")
+    assert text == (tmp_path / "seen.html").read_text() != seen.to_html()
+    with pytest.raises(qkv.QkvError, match="nothing was recorded"):
+        Seen().to_html()
+
+
+def test_what_cannot_be_shown_is_named() -> None:
+    with pytest.raises(DtypeError, match="captured heads, not object"):
+        views(object())
+
+
+def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
+    weights = alpha(2, 3, 5, 5)
+    view = heads(weights, ["layer.0", "layer.1"], labels=TOKENS)
+    to_html(view, tmp_path / "heads.html")
+    page.goto((tmp_path / "heads.html").as_uri())
+    found = entropy(weights)
+    for i, j in np.ndindex(2, 3):
+        shown = page.get_by_test_id(f"entropy-{i}-{j}").inner_text()
+        assert abs(float(shown) - found[i, j]) <= 0.0051
+
+    page.get_by_test_id("head-1-2").click()
+    assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 2"
+    page.keyboard.press("ArrowLeft")
+    assert page.get_by_test_id("head-title").inner_text() == "Layer 1, head 1"
+    assert f"Entropy {found[1, 1]:.3f}" in page.get_by_test_id("head-entropy").inner_text()
+
+    # The cell under the cursor: by keyboard, said and shown to half a step of its byte.
+    page.get_by_test_id("head").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    said = page.get_by_test_id("announce").text_content()
+    assert said == page.get_by_test_id("head-readout").text_content()
+    names, _, number = said.rpartition("  ")
+    assert names == f"{TOKENS[2]} → {TOKENS[1]}"
+    near, error = map(float, number.split(" ± "))
+    assert abs(near - weights[1, 1, 2, 1]) <= 2 * error < 0.02
+    assert page.get_by_test_id("head-row").inner_text() == f"{TOKENS[2]} looks at"
+    best = float(page.get_by_test_id("head-bars-0").inner_text())
+    assert abs(best - weights[1, 1, 2].max()) < 0.01
+    assert page.locator("img").count() == 0
+
+
+def test_a_large_head_is_read_cell_by_cell(page: Any, tmp_path: Path) -> None:
+    n = 2048
+    weights = np.zeros((1, 1, n, n))
+    weights[0, 0, 3, 2047] = 0.5
+    to_html(heads(weights, ["long"]), tmp_path / "long.html")
+    page.goto((tmp_path / "long.html").as_uri())
+    note = page.get_by_test_id("head-note")
+    assert "the largest of 4 × 4 numbers" in note.inner_text()
+    page.get_by_test_id("head").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown", "End"):
+        page.keyboard.press(key)
+    assert page.get_by_test_id("head-readout").inner_text().startswith("3 → 2047  0.500")
+    for _ in range(9):
+        page.keyboard.press("+")
+    page.wait_for_function(
+        "element => !element.textContent.includes('largest of')", arg=note.element_handle()
+    )
+    page.keyboard.press("0")
+    page.wait_for_function(
+        "element => element.textContent.includes('4 × 4')", arg=note.element_handle()
+    )
