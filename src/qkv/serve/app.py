@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Path
 
 from qkv.errors import unknown
-from qkv.serve import api, fit, limits, page
+from qkv.serve import api, fit, inference, limits, page
 from qkv.serve.answers import refusal, refused_by, written
 from qkv.serve.guard import Access, Guard
 from qkv.serve.openapi import described
@@ -72,7 +72,7 @@ def table(access: Access) -> list[Route]:
         return described(routes, list(shelf.databases), secured=not access.open)
 
     own = Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None)
-    routes = [*api.ROUTES, *page.ROUTES, own]
+    routes = [*api.ROUTES, *inference.ROUTES, *page.ROUTES, own]
     return routes
 
 

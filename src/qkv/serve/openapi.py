@@ -76,7 +76,10 @@ def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any])
         "responses": {
             "200": {
                 "description": "Done.",
-                "content": {route.media: {"schema": _hoisted(route.answer, named)}},
+                "content": {
+                    route.media: {"schema": _hoisted(route.answer, named)},
+                    **{media: {"schema": {}} for media in route.also},
+                },
             },
             **{
                 str(status): {
@@ -88,7 +91,7 @@ def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any])
         },
     }
     if route.body is not None or route.raw:
-        content: dict[str, Any] = {media: {"schema": {}} for media in route.raw}
+        content: dict[str, Any] = {media: {"schema": {}} for media in route.raw if media}
         if route.body is not None:
             content["application/json"] = {"schema": _hoisted(route.body, named)}
         found["requestBody"] = {"required": True, "content": content}

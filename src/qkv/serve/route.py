@@ -52,7 +52,7 @@ class Route:
     What it returns is sent as JSON, unless it is a `Response`. A function that is not async runs in
     a thread. `body` is the schema of a JSON body; `raw` names the media types of one that is passed
     on as bytes, or as JSON beside them where both are given. `refuses` are the statuses of its own
-    refusals, beside those that every route has.
+    refusals, beside those that every route has; `also` the media types of an answer in bytes.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -67,6 +67,7 @@ class Route:
     query: Mapping[str, Schema] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     media: str = "application/json"
+    also: tuple[str, ...] = ()
     refuses: tuple[int, ...] = ()
 
     @property

@@ -23,6 +23,7 @@ from qkv.serve.route import Refused
 if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.database import Database
+    from qkv.database.reading import Info
 
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
 """What a database may be called: nothing that could be a path."""
@@ -35,9 +36,13 @@ class About(NamedTuple):
     """What keys and cells are like at a version."""
 
     version: int
-    kind: str | None
+    info: Info
     key: Any
     row: dict[str, Any]
+
+    @property
+    def kind(self) -> str | None:
+        return self.info["key_kind"]
 
 
 class Kept:
@@ -61,9 +66,8 @@ class Kept:
         """What keys and cells look like, found once for each version."""
         held, version = self._about, self.database.version
         if held is None or held.version != version:
-            kind = self.database.info()["key_kind"]
             key, row = next(iter(self.database), None), next(self.database.rows(), {})
-            held = self._about = About(version, kind, key, row)
+            held = self._about = About(version, self.database.info(), key, row)
         return held
 
     def cell(self, text: Any, what: str = "the query") -> Any:
@@ -77,7 +81,7 @@ class Kept:
         and a list that holds no lists is one where keys have several columns.
         """
         about = self.about()
-        if about.kind == "vector":
+        if about.kind == "vector" or isinstance(given, np.ndarray):
             try:
                 array = np.asarray(given, dtype=float)
             except (TypeError, ValueError, OverflowError):
@@ -89,16 +93,19 @@ class Kept:
             return (array[None], True) if array.ndim == 1 else (array, False)
         many = isinstance(given, list)
         if about.kind == "tuple":
-            many = many and all(isinstance(one, list) for one in given)
+            many = many and all(isinstance(one, list | tuple) for one in given)
         each = given if many else [given]
         return [spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each)], not many
 
     def size(self, given: Any) -> int:
         """How many queries these are, by what is known of the keys without a look."""
+        if isinstance(given, np.ndarray) and given.ndim == 2:
+            return len(given)
         if not isinstance(given, list):
             return 1
         one = self._about is not None and self._about.kind in ("vector", "tuple")
-        return 1 if one and not all(isinstance(part, list) for part in given) else len(given)
+        many = not one or all(isinstance(part, list | tuple) for part in given)
+        return len(given) if many else 1
 
     def _answers(self, how: str, asked: list[Any]) -> list[Any]:
         """For each ask its answers and whether it is a single one, or the error that is its own."""

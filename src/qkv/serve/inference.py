@@ -1,0 +1,266 @@
+"""The Open Inference Protocol, version 2: a database as a model that its standard clients ask.
+
+Input `query`: texts, BYTES (n); numbers, FP64 (n); or vectors, FP32 (n, d), as the keys are; other
+keys as JSON text. Outputs: `value` (n, …), and of the `top` heaviest rows `weights`, `rows` (their
+places) and `keys`, each (n, top); `entropy` (n).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from qkv.answer import Answer, jsonable
+from qkv.errors import ArgumentError
+from qkv.serve import limits, tensors
+from qkv.serve.bodies import ASK, TEXT, TEXTS, record
+from qkv.serve.fit import fault
+from qkv.serve.route import Given, Refused, Route
+from qkv.serve.shelf import Kept, Shelf
+from qkv.serve.tensors import Tensor
+
+LENGTH = "inference-header-content-length"
+PROTOCOL = ("binary_data_output", "content_type", "headers", "priority", "timeout")
+"""Parameters that clients send of themselves, and that mean nothing here."""
+
+
+def server(shelf: Shelf, given: Given) -> Any:
+    import qkv
+
+    return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
+
+
+def live(shelf: Shelf, given: Given) -> Any:
+    return {}
+
+
+def ready(shelf: Shelf, given: Given) -> Any:
+    return {}
+
+
+def model_ready(shelf: Shelf, given: Given) -> Any:
+    return {}
+
+
+def model(shelf: Shelf, given: Given) -> Any:
+    """What the model takes and gives; its version is the database's."""
+    kept = given.kept
+    return {
+        "name": kept.name,
+        "versions": [str(kept.database.version)],
+        "platform": "qkv",
+        "inputs": [_input(kept)],
+        "outputs": [{"name": name, **told} for name, told in _outputs(kept).items()],
+    }
+
+
+async def infer(shelf: Shelf, given: Given) -> Any:
+    """Answer a batch of queries, as one with those of other clients."""
+    kept = given.kept
+    request, how, queries = await shelf.work(_read, kept, given)
+    same = json.dumps(how, sort_keys=True)
+    answers, _ = await asyncio.wrap_future(kept.batches.ask(same, queries, len(queries)))
+    return await shelf.work(_written, kept, request, answers, how["top"])
+
+
+def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The request, its parameters, and its queries."""
+    request, behind = given.body, b""
+    if isinstance(request, bytes):
+        request, behind = _parted(request, given.headers.get(LENGTH))
+    inputs = tensors.read(request.get("inputs"), behind)
+    if set(inputs) != {"query"}:
+        raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
+    tensors.wanted(request, _outputs(kept))
+    how, queries = _how(request), _queries(kept, inputs["query"])
+    if len(queries) > limits.QUERIES:
+        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {len(queries):,}")
+    return request, how, queries
+
+
+def _written(kept: Kept, request: dict[str, Any], answers: list[Answer], top: int) -> Response:
+    known = _outputs(kept)
+    names, binary = tensors.wanted(request, known)
+    found = {name: _tensor(name, known[name], answers, top) for name in names}
+    outputs, behind = tensors.write(found, binary)
+    told = {"model_name": kept.name, "model_version": str(kept.database.version)}
+    told |= {"id": request["id"]} if isinstance(request.get("id"), str) else {}
+    text = json.dumps({**told, "outputs": outputs}, separators=(",", ":")).encode()
+    if not behind:
+        return Response(text, media_type="application/json")
+    headers = {LENGTH: str(len(text))}
+    return Response(text + behind, media_type="application/octet-stream", headers=headers)
+
+
+def _parted(body: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
+    """The JSON of a body, and the bytes behind it."""
+    end = len(body)
+    if length is not None:
+        if not length.isdecimal() or int(length) > len(body):
+            raise ArgumentError(f"{LENGTH} must be a length within the body, not {length[:20]!r}")
+        end = int(length)
+    try:
+        request = json.loads(body[:end])
+    except (ValueError, RecursionError):
+        raise ArgumentError(f"the body must begin with JSON, as long as {LENGTH} says") from None
+    if not isinstance(request, dict):
+        raise ArgumentError("the request must be a JSON object with inputs")
+    return request, body[end:]
+
+
+def _how(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `ask` among a request's parameters."""
+    own = {
+        name: value
+        for name, value in (request.get("parameters") or {}).items()
+        if name not in PROTOCOL and not name.startswith(("sequence_", "triton_"))
+    }
+    if told := fault({"query": "", **own}, ASK):
+        raise ArgumentError(f"parameters: {told}")
+    return {"top": 5, **own}
+
+
+def _queries(kept: Kept, given: np.ndarray) -> Any:
+    """The queries as `ask` takes them: a list, or an array (n, d)."""
+    if given.dtype == object:
+        try:
+            cells = [kept.cell(text.decode()) for text in given.reshape(-1)]
+        except UnicodeDecodeError:
+            raise ArgumentError("query: BYTES must be text in UTF-8") from None
+        return cells
+    if given.ndim == 2 and kept.about().info["key_kind"] != "number":
+        return given.astype(float)
+    return given.reshape(-1).tolist()
+
+
+def _input(kept: Kept) -> dict[str, Any]:
+    about = kept.about()
+    if about.info["key_kind"] == "vector":
+        return {"name": "query", "datatype": "FP32", "shape": [-1, len(about.key)]}
+    return {
+        "name": "query",
+        "datatype": "FP64" if about.info["key_kind"] == "number" else "BYTES",
+        "shape": [-1],
+    }
+
+
+def _outputs(kept: Kept) -> dict[str, dict[str, Any]]:
+    """The datatype and shape of each output by its name."""
+    about = kept.about()
+    info, row = about.info, about.row
+    value: dict[str, Any] = {"datatype": "BYTES", "shape": [-1]}
+    match info["value_kind"]:
+        case "number":
+            value = {"datatype": "FP64", "shape": [-1]}
+        case "numbers":
+            value = {"datatype": "FP64", "shape": [-1, len(info["value"])]}
+        case "vector":
+            array = np.asarray(row[info["value"][0]])
+            wide = array.dtype == np.float64
+            value = {"datatype": "FP64" if wide else "FP32", "shape": [-1, array.shape[0]]}
+    return {
+        "value": value,
+        "weights": {"datatype": "FP32", "shape": [-1, -1]},
+        "rows": {"datatype": "INT64", "shape": [-1, -1]},
+        "keys": {"datatype": "BYTES", "shape": [-1, -1]},
+        "entropy": {"datatype": "FP64", "shape": [-1]},
+    }
+
+
+def _tensor(name: str, told: Mapping[str, Any], answers: list[Answer], top: int) -> Tensor:
+    """One output of all answers; where an answer has too few rows, −1 and a weight of 0."""
+    datatype, shape = told["datatype"], [len(answers), *told["shape"][1:]]
+    if name == "entropy":
+        return Tensor(datatype, np.array([answer.entropy for answer in answers], np.float64))
+    if name == "value":
+        return Tensor(datatype, _values(answers, datatype, shape))
+    shape[1] = top
+    empty: Any = {"weights": 0, "rows": -1, "keys": b""}[name]
+    found = np.full(shape, empty, tensors.DTYPES[datatype])
+    for line, answer in zip(found, answers, strict=True):
+        for at, row in enumerate(answer.rows):
+            line[at] = {"weights": row.weight, "rows": row.index, "keys": _text(row.key)}[name]
+    return Tensor(datatype, found)
+
+
+def _values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarray:
+    if datatype == "BYTES":
+        found = np.full(shape, b"", object)
+        found[:] = [_text(answer.value) for answer in answers]
+        return found
+    found = np.full(shape, np.nan, tensors.DTYPES[datatype])
+    for i, answer in enumerate(answers):
+        if answer.value is not None:
+            value = answer.value
+            found[i] = list(value.values()) if isinstance(value, Mapping) else value
+    return found
+
+
+def _text(cell: Any) -> bytes:
+    """A cell as the bytes of its text: text as it is, anything else as JSON."""
+    return (cell if isinstance(cell, str) else json.dumps(jsonable(cell))).encode()
+
+
+TENSORS = {"type": "array", "items": {"type": "object"}}
+TENSOR = record(
+    "Tensor",
+    {"name": TEXT, "datatype": {"enum": list(tensors.DTYPES)}, "shape": {"type": "array"}},
+    data={"type": "array"},
+    parameters={"type": "object"},
+)
+INFER = record(
+    "Infer",
+    {"inputs": {"type": "array", "items": TENSOR, "minItems": 1}},
+    outputs={"type": "array", "items": record("Output", {"name": TEXT})},
+    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
+    id=TEXT,
+)
+ONE = "/v2/models/{name}"
+
+ROUTES: list[Route] = [
+    Route(
+        "GET",
+        "/v2",
+        server,
+        "The server, and the extensions of the Open Inference Protocol that it has.",
+        record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}),
+    ),
+    Route("GET", "/v2/health/live", live, "Whether the server runs.", record("Live", {}), None),
+    Route("GET", "/v2/health/ready", ready, "Whether it answers.", record("Ready", {}), None),
+    Route(
+        "GET",
+        ONE,
+        model,
+        "What a database takes and gives as a model of the Open Inference Protocol.",
+        record(
+            "Model",
+            {
+                "name": TEXT,
+                "versions": TEXTS,
+                "platform": TEXT,
+                "inputs": TENSORS,
+                "outputs": TENSORS,
+            },
+        ),
+    ),
+    Route("GET", f"{ONE}/ready", model_ready, "Whether it answers.", record("Ready", {})),
+    Route(
+        "POST",
+        f"{ONE}/infer",
+        infer,
+        "Answer queries that come as a tensor by tensors, in JSON or as bytes behind it.",
+        record(
+            "Inferred",
+            {"model_name": TEXT, "model_version": TEXT, "outputs": TENSORS},
+            id=TEXT,
+        ),
+        body=INFER,
+        raw=("application/octet-stream", ""),  # the clients of Triton name no type
+        also=("application/octet-stream",),
+    ),
+]

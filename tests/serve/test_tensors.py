@@ -1,0 +1,115 @@
+"""Tensors of the Open Inference Protocol: what goes in comes out; what is malformed is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.errors import ArgumentError
+from qkv.serve import tensors
+from qkv.serve.tensors import DTYPES, Tensor
+
+ARRAYS = {
+    "BOOL": np.array([[True, False]]),
+    "UINT8": np.array([0, 255], np.uint8),
+    "INT64": np.array([[-(2**63), 2**63 - 1]]),
+    "FP16": np.array([0.5, -2.0], np.float16),
+    "FP32": np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
+    "FP64": np.array([[1 / 3], [1e300]]),
+    "BYTES": np.array([["the alchemist", "Ω"], ["", "x"]], dtype=object),
+}
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    made = np.empty(array.shape, object)
+    made.reshape(-1)[:] = [text.encode() for text in array.reshape(-1)]
+    return made
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("datatype", ARRAYS)
+def test_a_tensor_comes_back_as_it_was(datatype: str, binary: bool) -> None:
+    array = ARRAYS[datatype]
+    array = bytes_of(array) if datatype == "BYTES" else array
+    given = {"first": Tensor("INT32", np.arange(3, dtype=np.int32)), "x": Tensor(datatype, array)}
+    told, behind = tensors.write(given, set(given) if binary else set())
+    assert bool(behind) == binary
+    found = tensors.read(json.loads(json.dumps(told)), behind)
+    np.testing.assert_array_equal(found["x"], array)
+    np.testing.assert_array_equal(found["first"], np.arange(3))
+    assert datatype == "BYTES" or found["x"].dtype == np.dtype(DTYPES[datatype])
+
+
+def test_data_may_be_nested_as_the_shape_is() -> None:
+    given = [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2.5], [3, 4]]}]
+    np.testing.assert_array_equal(tensors.read(given, b"")["x"], [[1, 2.5], [3, 4]])
+
+
+def test_json_has_no_word_for_what_is_not_finite() -> None:
+    told, _ = tensors.write({"x": Tensor("FP64", np.array([np.nan, np.inf, 1.0]))}, set())
+    assert told[0]["data"] == [None, None, 1.0]
+
+
+def tensor(**changed: Any) -> dict[str, Any]:
+    given = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]} | changed
+    return {name: value for name, value in given.items() if value is not ...}
+
+
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+BAD: dict[str, tuple[Any, bytes]] = {
+    "inputs must be": (None, b""),
+    "inputs must be a": ([], b""),
+    "input 0 must be": ([3], b""),
+    "input 0 must be an": ([{"name": 3}], b""),
+    "comes twice": ([tensor(), tensor()], b""),
+    "datatype must be": ([tensor(datatype="FLOAT")], b""),
+    "datatype must be one": ([tensor(datatype=["FP32"])], b""),
+    "shape must be": ([tensor(shape=[-1])], b""),
+    "shape must be a": ([tensor(shape=[True, 2])], b""),
+    "shape must be a list": ([tensor(shape=2)], b""),
+    "2 elements came": ([tensor(shape=[3])], b""),
+    "0 elements came": ([tensor(data=DEEP)], b""),
+    "data must be a list": ([tensor(data=...)], b""),
+    "is no FP32": ([tensor(data=["1", 2])], b""),
+    "is no INT8": ([tensor(datatype="INT8", data=[1.5, 2])], b""),
+    "is too large for": ([tensor(datatype="INT8", data=[300, 2])], b""),
+    "is too large for FP32": ([tensor(data=[10**400, 2])], b""),
+    "must be text": ([tensor(datatype="BYTES")], b""),
+    "parameters must be": ([tensor(parameters=["x"])], b""),
+    "binary_data_size must lie": ([tensor(parameters={"binary_data_size": 9})], b"12345678"),
+    "binary_data_size must": ([tensor(parameters={"binary_data_size": -1})], b""),
+    "no whole number": ([tensor(parameters={"binary_data_size": 7})], b"1234567"),
+    "belong to no input": ([tensor()], b"1"),
+    "is cut short": (
+        [tensor(datatype="BYTES", parameters={"binary_data_size": 6})],
+        b"\xff\xff\xff\xffab",
+    ),
+    "cut short": ([tensor(datatype="BYTES", parameters={"binary_data_size": 2})], b"\x01\x00"),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_what_is_malformed_is_named(sentence: str) -> None:
+    inputs, behind = BAD[sentence]
+    with pytest.raises(ArgumentError, match=sentence):
+        tensors.read(inputs, behind)
+
+
+def test_outputs_are_those_asked_for() -> None:
+    known = {"value": "FP32", "rows": "INT64"}
+    assert tensors.wanted({}, known) == (["value", "rows"], set())
+    every = {"parameters": {"binary_data_output": True}}
+    assert tensors.wanted(every, known) == (["value", "rows"], {"value", "rows"})
+    one = {"outputs": [{"name": "rows", "parameters": {"binary_data": True}}]}
+    assert tensors.wanted(one, known) == (["rows"], {"rows"})
+    none = every | {"outputs": [{"name": "rows", "parameters": {"binary_data": False}}]}
+    assert tensors.wanted(none, known) == (["rows"], set())
+    for bad in ([{"name": "x"}], [3], "rows", [{"name": ["rows"]}]):
+        with pytest.raises(ArgumentError, match="output"):
+            tensors.wanted({"outputs": bad}, known)
