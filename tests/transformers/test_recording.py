@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkv import plot
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from tests.transformers.models import (
     SENTENCE,
@@ -95,7 +96,13 @@ def test_top_and_pool_and_budget() -> None:
     np.testing.assert_allclose(
         pooled.weights, whole.reshape(2, 4, 10, 4, 10, 4).max((3, 5)), atol=1e-7
     )
-    assert len(pooled.plot(layer=0, head=0).axes[0].get_yticklabels()) > 1
+    figure = pooled.plot(layer=0, head=0)
+    assert len(figure.axes[0].get_yticklabels()) > 1
+    assert figure.get_suptitle() == "pooled: max of up to 4 × 4"
+    assert plot.heads(pooled).axes[0].get_title() == "pooled: max of up to 4 × 4"
+    assert not plot.heads(top).axes[0].get_title()
+    with pytest.raises(ArgumentError, match="largest of each 4 × 4"):
+        plot.data.entropy(pooled)
 
     small = passing(model, ids, budget=2 * 4 * 4 * 20 * 20)
     assert small.weights.shape == (2, 4, 20, 20)

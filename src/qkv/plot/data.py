@@ -133,7 +133,9 @@ def heads(weights: Any, most: tuple[int, int] = (48, 48), pool: Pool = "max") ->
     >>> heads(np.ones((2, 3, 96, 96)) / 96).block
     (2, 2)
     """
-    return pooled(captured(weights), most, pool)
+    cells, kept = captured(weights)
+    cells, block = pooled(cells, most, pool)
+    return Cells(cells, (block[0] * kept[0], block[1] * kept[1]))
 
 
 def kernels(scores: Scores = KERNELS, reach: float = 2.5, points: int = 501) -> Kernels:
@@ -225,7 +227,7 @@ def flow(weights: Any) -> Flow:
            [[0.625, 0.375],
             [0.375, 0.625]]])
     """
-    alpha = captured(weights)
+    alpha = whole(weights)
     layers, _, n, m = alpha.shape
     if n != m:
         raise ShapeError(f"weights has {n} queries and {m} keys; flow needs queries that are keys")
@@ -246,7 +248,7 @@ def entropy(weights: Any) -> Entropy:
     >>> entropy(alpha[None]).entropy.round(2)
     array([[1.39, 0.  ]])
     """
-    alpha = captured(weights).astype(np.float64)
+    alpha = whole(weights).astype(np.float64)
     logs = np.log(alpha, where=alpha > 0, out=np.zeros_like(alpha))
     each = -(alpha * logs).sum(-1)
     looks = alpha.sum(-1) > 0
@@ -280,9 +282,22 @@ def grid(matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = 
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def captured(weights: Any) -> Matrix:
-    """α of a model's heads, (layers, heads, n, m); one layer may come without its axis."""
-    return grid(getattr(weights, "weights", weights), "weights", HEADS)
+def captured(weights: Any) -> Cells:
+    """α of a model's heads, (layers, heads, n, m), as a capture kept them; one layer may come
+    without its axis."""
+    alpha = grid(getattr(weights, "weights", weights), "weights", HEADS)
+    return Cells(alpha, getattr(weights, "block", (1, 1)))
+
+
+def whole(weights: Any) -> Matrix:
+    """The same, where no weight was pooled."""
+    alpha, block = captured(weights)
+    if block != (1, 1):
+        raise ArgumentError(
+            f"weights holds the largest of each {block[0]} × {block[1]}, and all are needed: "
+            "capture with a larger budget"
+        )
+    return alpha
 
 
 def pooled(cells: Matrix, most: tuple[int, int] | None, pool: Pool) -> Cells:

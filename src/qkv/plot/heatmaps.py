@@ -15,7 +15,7 @@ from qkv.plot.style import FRAME, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
+    from matplotlib.colors import Colormap, Normalize
     from matplotlib.figure import Figure
 
 # Text is sized before the layout that depends on it: about what labels leave of a panel, and what
@@ -37,6 +37,7 @@ def heatmaps(
     yticks: Sequence[Any] | None = None,
     annotate: bool = False,
     pool: Pool = "max",
+    block: tuple[int, int] = (1, 1),
 ) -> Figure:
     """Draw weights α(qᵢ, kⱼ) as a grid of heatmaps on one colour scale, with one colour bar.
 
@@ -53,6 +54,7 @@ def heatmaps(
     figsize: the inches of one panel.
     xticks, yticks: a word for each key and for each query, in place of their numbers.
     annotate: write the numbers into the cells of matrices up to 12 × 12.
+    block: how many weights a cell stands for already, for the title.
 
     >>> import numpy as np
     >>> from qkv.plot import heatmaps
@@ -105,7 +107,9 @@ def heatmaps(
             style.numbers(panel, grid[i, j], norm, colours, panel_width / keys)
 
     style.colour_bar(figure, image, axes[:, -1], rows * panel_height)
-    _settle(figure, axes, grid, pool)
+    if block != (1, 1):
+        _say(figure, block, pool, norm)
+    _settle(figure, axes, grid, pool, block)
     return figure
 
 
@@ -131,7 +135,11 @@ def _headings(titles: str | Sequence[Any] | None, rows: int, columns: int) -> li
     )
 
 
-def _settle(figure: Figure, axes: Any, grid: Matrix, pool: Pool) -> None:
+def _say(figure: Figure, block: tuple[int, int], pool: Pool, norm: Normalize) -> None:
+    figure.suptitle(style.pooling(block, pool, bool(norm.vmin)), fontsize=8, color=INK)
+
+
+def _settle(figure: Figure, axes: Any, grid: Matrix, pool: Pool, block: tuple[int, int]) -> None:
     """Lay the figure out and give each image no more cells than it has pixels.
 
     With more, drawing would skip cells, and the strongest may be among them.
@@ -144,10 +152,10 @@ def _settle(figure: Figure, axes: Any, grid: Matrix, pool: Pool) -> None:
         return
     layout.execute(figure)
     if data.pooled(grid[:1, :1], _pixels(axes), pool).block != (1, 1):
-        figure.suptitle(" ", fontsize=8, color=INK)
+        images = [panel.images[0] for panel in axes.flat]
+        _say(figure, block, pool, images[0].norm)  # which takes room
         layout.execute(figure)
         pooled = data.pooled(grid, _pixels(axes), pool)
-        images = [panel.images[0] for panel in axes.flat]
         each = pooled.cells.reshape(-1, *pooled.cells.shape[2:])
         for image, cells in zip(images, each, strict=True):
             image.set_data(cells)
@@ -155,7 +163,8 @@ def _settle(figure: Figure, axes: Any, grid: Matrix, pool: Pool) -> None:
         if pool == "mean":  # which no cell of the matrix need reach
             norm.vmax = float(np.nanmax(abs(pooled.cells))) or 1.0
             norm.vmin = -norm.vmax if norm.vmin else 0.0
-        figure.suptitle(style.pooling(pooled.block, pool, norm.vmin < 0), fontsize=8, color=INK)
+        rows, columns = pooled.block
+        _say(figure, (rows * block[0], columns * block[1]), pool, norm)
     if crowded:
         # It would run twice for each drawing, and takes seconds for a hundred panels.
         figure.set_layout_engine("none")

@@ -114,6 +114,12 @@ class Captured(Shown):
         return np.concatenate([layer.dense(layer.n, layer.m) for layer in layers])
 
     @property
+    def block(self) -> tuple[int, int]:
+        """How many queries and keys a cell of `weights` stands for, by the largest weight in it."""
+        first = self._one()[0]
+        return (1, 1) if first.top else _block(first, first.cells)
+
+    @property
     def top(self) -> tuple[Any, Any]:
         """The largest weights of each row and the keys they belong to, (layers, heads, n, k)."""
         layers = self._one()
@@ -165,6 +171,7 @@ class Captured(Shown):
         `options` go to `qkv.plot.heatmaps`.
         """
         grid, first = self.grid(), self.layers[0]
+        options.setdefault("block", _block(first, grid))
         rows = _pick("layer", layer, grid.shape[0])
         columns = _pick("head", head, grid.shape[1])
         grid = grid[np.ix_(rows, columns)]
@@ -201,6 +208,10 @@ def _map(layer: Layer, change: Callable[[Any], Any]) -> Layer:
     if layer.top is None:
         return replace(layer, cells=change(layer.cells))
     return replace(layer, top=(change(layer.top[0]), change(layer.top[1])))
+
+
+def _block(layer: Layer, cells: Any) -> tuple[int, int]:
+    return math.ceil(layer.n / cells.shape[-2]), math.ceil(layer.m / cells.shape[-1])
 
 
 def _pick(name: str, at: int | None, count: int) -> list[int]:
