@@ -1,0 +1,58 @@
+/** Nadaraya–Watson: f(q) = Σᵢ α(q, kᵢ) vᵢ over points, whose x are the keys and whose y the values. */
+
+import { type Attended, attend, paired } from "./attend";
+import type { Like } from "./scores";
+
+export interface Point {
+  x: number;
+  y: number;
+}
+
+/** A kernel as a score, with the weighting that makes an estimator of it. */
+export interface Kernel {
+  score: Like;
+  weighting: Like;
+}
+
+/** Windows are weights as they are, and divided by their sum; other scores go through a softmax.
+ *
+ * `onEmpty` says what a query gets that has no key in its window. */
+export function kernel(name: string, width: number, onEmpty = "nan"): Kernel {
+  if (name === "gaussian" || name === "laplace") {
+    return { score: { name, bandwidth: width }, weighting: "softmax" };
+  }
+  const score = name === "constant" ? name : { name, width };
+  const closest = name === "constant" && onEmpty === "nearest";
+  return { score, weighting: { name: "normalized", on_empty: closest ? "nan" : onEmpty } };
+}
+
+/** What the points say at x, and how much each counts. */
+export function regress(points: Point[], x: number, how: Kernel): Attended {
+  const [keys, values] = [points.map((p) => [p.x]), points.map((p) => [p.y])];
+  return attend([x], keys, values, how);
+}
+
+/** What the other points predict for each of them. */
+export function heldOut(points: Point[], how: Kernel): Float64Array {
+  const { score, weighting } = paired(how);
+  const keys = points.map((p) => [p.x]);
+  return Float64Array.from(points, (_, i) => {
+    const weights = weighting.weights(
+      keys.map((key) => score.at(keys[i], key)),
+      points.map((_, j) => i !== j),
+    );
+    return weights.reduce((sum, w, j) => (w === 0 ? sum : sum + w * points[j].y), 0);
+  });
+}
+
+/** The root of the mean squared error of `heldOut`; points that no other reaches are left out. */
+export function heldOutError(points: Point[], how: Kernel): { error: number; alone: number } {
+  const found = heldOut(points, how);
+  let [sum, count] = [0, 0];
+  found.forEach((y, i) => {
+    if (Number.isNaN(y)) return;
+    sum += (y - points[i].y) ** 2;
+    count += 1;
+  });
+  return { error: count ? Math.sqrt(sum / count) : NaN, alone: points.length - count };
+}
