@@ -115,8 +115,7 @@ def _texts(column: Sequence[Any]) -> Iterable[str]:
     """Each cell as JSON text: of plain columns by what the encoder of JSON calls itself."""
     kinds = set(map(type, column))
     if kinds == {str}:
-        for text in column:
-            utf8(text)
+        all_utf8(column)
         return map(_quoted, column)
     if kinds == {float} and all(map(math.isfinite, column)):
         return map(float.__repr__, column)
@@ -252,6 +251,8 @@ def digests(keys: Any) -> list[bytes]:
         starts = range(0, len(rows), 4096)
         parts = map(some, starts) if threads.inside() else threads.each(some, starts)
         return [digest for part in parts for digest in part]
+    if set(map(type, keys)) == {str}:
+        return [blake2b(b"s" + x, digest_size=DIGEST).digest() for x in all_utf8(keys)]
     return [digest(key) for key in keys]
 
 
@@ -322,3 +323,11 @@ def utf8(text: str) -> bytes:
             f"the text {text[:40]!r} holds a lone surrogate at {error.start}, which no file can "
             "keep: decode it with the right encoding first"
         ) from None
+
+
+def all_utf8(texts: Iterable[str]) -> list[bytes]:
+    """Each of them likewise."""
+    try:
+        return [text.encode() for text in texts]
+    except UnicodeEncodeError:
+        return [utf8(text) for text in texts]

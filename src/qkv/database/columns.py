@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,9 +87,13 @@ def coded(column: Sequence[Any]) -> Column:
             numbers[absent] = 0
             return Column(np.where(absent, MISSING, NUMBER).astype(np.uint8), numbers.view("u8"))
     if types <= _TEXT:
-        known = {text: _text(text) for text in set(column) - {None}}
-        codes = np.fromiter((known.get(text, 0) for text in column), np.uint64, len(column))
-        kinds = np.fromiter((0 if x is None else TEXT for x in column), np.uint8, len(column))
+        distinct = list(set(column) - {None})
+        hashes = [blake2b(x, digest_size=8).digest() for x in cells.all_utf8(distinct)]
+        known = dict(zip(distinct, np.frombuffer(b"".join(hashes), "<u8").tolist(), strict=True))
+        codes = np.fromiter(map(known.get, column, repeat(0)), np.uint64, len(column))
+        kinds = np.full(len(column), TEXT, np.uint8)
+        if type(None) in types:
+            kinds[[x is None for x in column]] = MISSING
         return Column(kinds, codes)
     return _each(column)
 

@@ -81,3 +81,16 @@ def test_long_and_short_texts_are_summed_alike() -> None:
     table, ids = rng.normal(size=(50, 8)).astype("float32"), rng.integers(50, size=offsets[-1])
     rows = [table[x].astype(float).sum(axis=0) for x in np.split(ids, offsets[1:-1])]
     np.testing.assert_allclose(words.sums(table, ids, offsets), rows, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [words.WORDS, 3])
+def test_a_text_has_the_tokens_that_its_tokenizer_gives_it_whole(monkeypatch, most) -> None:
+    monkeypatch.setattr(words, "WORDS", most)
+    rng = np.random.default_rng(0)
+    parts = [*"ab'-é日🙂\n\t<▁", " ", " ", " ", "the ", "<s>", "cat", "naïve", "x" * 40]
+    texts = ["", " ", "  ", "a ", " a", "a  b", "a <s> b", "</s>a b", "▁", "a ▁ b", "a\n b"]
+    texts += ["".join(rng.choice(parts, rng.integers(0, 9))) for _ in range(500)]
+    ids, offsets = Words(lower=False).tokens(texts)
+    whole = words._tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    assert [x.tolist() for x in np.split(ids, offsets[1:-1])] == [x.ids for x in whole]
+    assert Words().tokens([])[1].tolist() == [0]

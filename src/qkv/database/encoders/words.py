@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,11 @@ LONG, TOGETHER = 64, 256
 """Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
 together as stay in the cache."""
 MODEL = "l2_supercat_256"
+
+WORDS, LONGEST = 1 << 17, 32
+"""Words whose tokens are remembered, and the letters of the longest."""
+_KNOWN: dict[str, bytes] = {}
+_ID = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,13 @@ class Words(Encoder):
         ([278, 6635], [0, 2, 2])
         """
         keys = [text.lower() for text in texts(keys)] if self.lower else texts(keys)
-        found = _tokenizer().encode_batch_fast(keys, add_special_tokens=False)
-        lists = [item.ids for item in found]
-        offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        flat = np.fromiter((id for ids in lists for id in ids), np.int32, int(offsets[-1]))
-        return flat, offsets
+        parts = [_parts(text) for text in keys]
+        ends = np.cumsum([len(part) for part in parts])
+        pieces = _spelled(list(chain.from_iterable(parts)))
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces)) // _ID.itemsize
+        offsets = np.zeros(len(keys) + 1, np.int64)
+        offsets[1:] = np.cumsum(sizes)[ends - 1] if len(keys) else 0
+        return np.frombuffer(b"".join(pieces), _ID), offsets
 
     def encode(self, keys: Sequence[Any]) -> np.ndarray:
         keys = texts(keys)
@@ -81,6 +88,32 @@ class Words(Encoder):
     def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Words:
         folder()
         return cls(settings["lower"])
+
+
+def _parts(text: str) -> list[str]:
+    """The words of a text, each of which has the tokens that it has there; or the text itself.
+
+    No token reaches across one space. Several together are one, and what is in angles may be.
+
+    >>> _parts("the cat"), _parts("the  cat")
+    (['the', 'cat'], ['the  cat'])
+    """
+    odd = "  " in text or "<" in text or "▁" in text or text[:1] == " " or text[-1:] == " "
+    return [text] if odd else text.split(" ")
+
+
+def _spelled(words: list[str]) -> list[bytes]:
+    """The tokens of each word, or text of words, as the bytes of their numbers."""
+    global _KNOWN
+    known = _KNOWN
+    new = list(set(words).difference(known))
+    found = _tokenizer().encode_batch_fast(new, add_special_tokens=False)
+    own = {word: np.array(x.ids, _ID).tobytes() for word, x in zip(new, found, strict=True)}
+    spelled = [own[word] if word in own else known[word] for word in words]
+    # Another dictionary and not this one emptied: other threads may be reading it.
+    _KNOWN = {} if len(known) + len(own) > WORDS else known
+    _KNOWN.update((word, ids) for word, ids in own.items() if len(word) <= LONGEST)
+    return spelled
 
 
 def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
