@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from qkv.database import Database, open
     from qkv.errors import QkvError
     from qkv.page import show
+    from qkv.serve.client import Client
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
+    "Client",
     "Database",
     "QkvError",
     "attend",
@@ -41,6 +43,7 @@ __all__ = [
 
 _HOMES = {
     "Answer": "answer",
+    "Client": "serve.client",
     "Database": "database",
     "QkvError": "errors",
     "open": "database",

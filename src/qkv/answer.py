@@ -68,6 +68,8 @@ class Answer:
     """Rows that were asked, after `where`."""
     missing: int = field(kw_only=True, default=0)
     """Rows that passed `where` and were left out, because their value is missing."""
+    version: int = field(kw_only=True, default=0)
+    """The version of the database that answered."""
     engine: str
     score: str
     weighting: str

@@ -120,6 +120,7 @@ class Asked:
             values=values,
             total=self.total,
             missing=self.missing,
+            version=self.view.version,
             **told,
             _weights=lambda: self._of_all(given()),
             _spread=lambda: self._spread(given(), value),

@@ -133,7 +133,7 @@ _quoted = json.encoder.encode_basestring
 def loads(text: str) -> dict[str, Any]:
     cells = json.loads(text)
     if "$" in text:
-        return {name: _cell(cell) for name, cell in cells.items()}
+        return {name: restored(cell) for name, cell in cells.items()}
     return cells  # type: ignore[no-any-return]
 
 
@@ -178,17 +178,17 @@ def plain(cell: Any) -> Any:
     raise AssertionError(cell)
 
 
-def _cell(plain: Any) -> Any:
+def restored(plain: Any) -> Any:
     """The cell that `plain` made."""
     if isinstance(plain, list):
-        return [_cell(x) for x in plain]
+        return [restored(x) for x in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) == 1:
         ((tag, inner),) = plain.items()
         if tag in _TAGS:
             return _TAGS[tag](inner)
-    return {name: _cell(x) for name, x in plain.items()}
+    return {name: restored(x) for name, x in plain.items()}
 
 
 def _array(parts: Sequence[Any]) -> np.ndarray:
@@ -200,8 +200,8 @@ _TAGS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$decimal": Decimal,
     "$bytes": base64.b64decode,
-    "$tuple": lambda inner: tuple(_cell(x) for x in inner),
-    "$dict": lambda inner: {name: _cell(x) for name, x in inner.items()},
+    "$tuple": lambda inner: tuple(restored(x) for x in inner),
+    "$dict": lambda inner: {name: restored(x) for name, x in inner.items()},
     "$array": _array,
     "$date": datetime.date.fromisoformat,
     "$datetime": datetime.datetime.fromisoformat,

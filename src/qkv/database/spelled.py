@@ -169,3 +169,25 @@ def _named(text: str, names: Names[Any]) -> Any:
         wish = "takes no number" if not takes else f"takes a number, not {rest!r}"
         raise ArgumentError(f"{names.what} {name} {wish}")
     return names.find(name)(given)
+
+
+def of(thing: Any, names: Names[Any]) -> str:
+    """The text that stands for a score or a weighting, from which `score` or `weighting` makes it.
+
+    >>> from qkv import scores, weightings
+    >>> of(scores.Gaussian(0.5), scores.NAMES), of(weightings.TopK(3), weightings.NAMES)
+    ('gaussian:0.5', 'topk:3')
+    """
+    if isinstance(thing, str):
+        return thing
+    name = names.name_of(type(thing))
+    if name is None:
+        told = type(thing).__name__
+        raise ArgumentError(f"{names.what}: {told} has no name: give it as text, as in 'name:0.5'")
+    numbers = [p for p in names.parameters(name) if p.annotation not in ("bool", bool)]
+    text, first = name, getattr(thing, numbers[0].name) if numbers else None
+    if isinstance(first, int | float) and first != numbers[0].default:
+        text = f"{name}:{first!r}"
+    if repr(_named(text, names)) != repr(thing):
+        raise ArgumentError(f"{names.what}: {thing!r} cannot be written as text, as in 'name:0.5'")
+    return text

@@ -11,6 +11,7 @@ from qkv.answer import jsonable
 from qkv.database import AbsentKey
 from qkv.database.faults import Closed, Damaged, DuplicateKey, Locked, UnknownVersion
 from qkv.errors import MissingExtra, QkvError
+from qkv.serve import wire
 from qkv.serve.route import Refused
 
 STATUS: dict[type[QkvError], int] = {
@@ -25,17 +26,20 @@ STATUS: dict[type[QkvError], int] = {
 """What an error of ours is over HTTP; any other is 422: of the right form, but without meaning."""
 
 
-def written(found: Any, status: int = 200) -> Response:
+def written(found: Any, status: int = 200, *, exactly: bool = False) -> Response:
     """A result as JSON."""
+    if exactly:
+        return Response(wire.dumps(found), status, media_type=wire.CELLS)
     try:
         text = json.dumps(found, allow_nan=False, separators=(",", ":"))
-    except ValueError:
+    except (TypeError, ValueError):
         text = json.dumps(jsonable(found), separators=(",", ":"))
     return Response(text, status, media_type="application/json")
 
 
-def refusal(refused: Refused) -> Response:
-    answer = written({"error": refused.message, **refused.data}, refused.status)
+def refusal(refused: Refused, *, exactly: bool = False) -> Response:
+    told = {"error": refused.message, **refused.data}
+    answer = written(told, refused.status, exactly=exactly)
     answer.headers.update(refused.headers)
     return answer
 
@@ -45,10 +49,10 @@ def refused_by(error: Exception) -> Refused | None:
     if isinstance(error, Refused):
         return error
     if isinstance(error, AbsentKey):
-        return Refused(404, str(error), key=jsonable(error.key), nearest=jsonable(error.nearest))
+        return Refused(404, str(error), kind="AbsentKey", key=error.key, nearest=error.nearest)
     if isinstance(error, QkvError):
         found = (status for kind, status in STATUS.items() if isinstance(error, kind))
-        return Refused(next(found, 422), str(error))
+        return Refused(next(found, 422), str(error), kind=type(error).__name__)
     if isinstance(error, MemoryError):
         return Refused(413, "there is not enough memory for this: ask for less at a time")
     return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import numpy as np
 from starlette.responses import Response
 
-from qkv.answer import jsonable
+from qkv.answer import Answer
 from qkv.database import spelled
 from qkv.errors import ArgumentError
-from qkv.serve import limits
+from qkv.serve import limits, wire
 from qkv.serve.bodies import (
     ADD,
     ANSWER,
@@ -38,13 +37,23 @@ VERSION = ("number", "time", "what", "added", "removed", "rows")
 async def ask(shelf: Shelf, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query = how.pop("query")
+    more = [name for name in ("weights", "spread") if how.pop(name, False)]
     size = kept.size(query)
     if size > limits.QUERIES:
         raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {size:,}")
-    same = json.dumps(how, sort_keys=True)
-    answers, single = await asyncio.wrap_future(kept.batches.ask(same, query, size))
-    told = [answer.to_dict() for answer in answers]
+    answers, single = await asyncio.wrap_future(kept.batches.ask(wire.dumps(how), query, size))
+    told = [wire.told(answer, given.exactly) for answer in answers]
+    if more:
+        await shelf.work(_more, answers, more, told)
     return told[0] if single else told
+
+
+def _more(answers: list[Answer], names: list[str], told: list[dict[str, Any]]) -> None:
+    """What an answer says only where it is asked for: the weights of all rows, the spread."""
+    if "weights" in names and sum(answer.total for answer in answers) > limits.NUMBERS:
+        raise Refused(413, f"weights: at most {limits.NUMBERS:,} at a time: ask fewer queries")
+    for answer, one in zip(answers, told, strict=True):
+        one |= {name: getattr(answer, name) for name in names}
 
 
 def attend(shelf: Shelf, given: Given) -> Any:
@@ -54,7 +63,7 @@ def attend(shelf: Shelf, given: Given) -> Any:
     if len(queries) > limits.QUERIES:
         raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {len(queries):,}")
     value = kept.at(version).attend(queries, **options(how))
-    return {"value": jsonable(value[0] if single else value)}
+    return {"value": value[0] if single else value}
 
 
 def weights(shelf: Shelf, given: Given) -> Any:
@@ -66,7 +75,7 @@ def weights(shelf: Shelf, given: Given) -> Any:
         raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
     mask = how.pop("mask", None)
     mask = np.asarray(mask, dtype=bool) if isinstance(mask, list) else mask
-    return {"weights": jsonable(qkv.weights(query, key, mask=mask, **options(how)))}
+    return {"weights": qkv.weights(query, key, mask=mask, **options(how))}
 
 
 def _array(name: str, given: Any) -> np.ndarray:
@@ -84,7 +93,7 @@ def rows(shelf: Shelf, given: Given) -> Any:
     database, where = given.kept.at(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
     found = list(database.rows(where=where, start=start, count=count))
-    return {"from": start, "total": database.count(where), "rows": jsonable(found)}
+    return {"from": start, "total": database.count(where), "rows": found}
 
 
 async def add(shelf: Shelf, given: Given) -> Any:
@@ -126,8 +135,8 @@ def get(shelf: Shelf, given: Given) -> Any:
     database, key = given.kept.at(given.at.get("at")), given.kept.cell(given.key, "the key")
     if given.at.get("all"):
         found = database.all(key) or [database[key]]
-        return {"key": jsonable(key), "values": jsonable(list(found))}
-    return {"key": jsonable(key), "value": jsonable(database[key])}
+        return {"key": key, "values": list(found)}
+    return {"key": key, "value": database[key]}
 
 
 async def remove(shelf: Shelf, given: Given) -> Any:
@@ -153,7 +162,7 @@ def _now(kept: Kept) -> dict[str, Any]:
 def versions(shelf: Shelf, given: Given) -> Any:
     found = given.kept.database.versions()
     told = [{name: getattr(version, name) for name in VERSION} for version in found]
-    return {"name": given.kept.name, "versions": jsonable(told)}
+    return {"name": given.kept.name, "versions": told}
 
 
 def info(shelf: Shelf, given: Given) -> Any:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Path
 
 from qkv.errors import unknown
-from qkv.serve import api, fit, inference, limits, page
+from qkv.serve import api, fit, inference, limits, page, wire
 from qkv.serve.answers import refusal, refused_by, written
 from qkv.serve.guard import Access, Guard
 from qkv.serve.openapi import described
@@ -82,6 +82,7 @@ def _endpoint(shelf: Shelf, access: Access, routes: Sequence[Route]) -> Any:
     async def endpoint(request: Request) -> Response:
         route = by_method["GET" if request.method == "HEAD" else request.method]  # type: ignore[index]
         request.scope["qkv.route"] = route.path
+        exactly = wire.CELLS in request.headers.get("accept", "")
         try:
             if route.right is not None:
                 header = request.headers.get("authorization")
@@ -95,8 +96,8 @@ def _endpoint(shelf: Shelf, access: Access, routes: Sequence[Route]) -> Any:
             if refused is None:
                 logging.getLogger("qkv").exception("a bug, in %s", route.path)
                 refused = Refused(500, "a bug in qkv: the server's log has where")
-            return refusal(refused)
-        return found if isinstance(found, Response) else written(found)
+            return refusal(refused, exactly=exactly)
+        return found if isinstance(found, Response) else written(found, exactly=exactly)
 
     return endpoint
 
@@ -141,7 +142,7 @@ def _parameters(route: Route, request: Request) -> dict[str, Any]:
 async def _body(route: Route, request: Request) -> Any:
     """The body as bytes where the route takes them raw, else as JSON that fits its schema."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    takes = [*route.raw, *(["application/json"] if route.body is not None else [])]
+    takes = [*route.raw, *(["application/json", wire.CELLS] if route.body is not None else [])]
     if media not in takes:
         raise Refused(415, f"the body must be of type {' or '.join(takes)}, not {media[:80]!r}")
     most = route.most or limits.BODY
@@ -167,7 +168,7 @@ async def _body(route: Route, request: Request) -> Any:
         fault = "the body is nested too deeply"
     if fault:
         raise Refused(400, fault)
-    return body
+    return wire.restored(body) if media == wire.CELLS else body
 
 
 def _no_number(name: str) -> None:

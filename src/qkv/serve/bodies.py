@@ -77,7 +77,14 @@ ANSWER = record(
         "total": COUNT,
         "missing": COUNT,
         "engine": TEXT,
+        "score": TEXT,
+        "weighting": TEXT,
+        "values": {"type": "array", "items": record("Share", {"value": {}, "weight": NUMBER})},
+        "lse": NUMBER,
+        "version": COUNT,
     },
+    weights={"type": "array", "items": NUMBER},
+    spread={},
 )
 ASK = body(
     "Ask",
@@ -86,6 +93,8 @@ ASK = body(
     top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
     where=WHERE_OR_CELLS,
     at=AT,
+    weights={"type": "boolean", "description": "Give the weight of every row too."},
+    spread={"type": "boolean", "description": "Give how far the pooled values lie apart too."},
 )
 ATTEND = body("Attend", {"query": QUERY}, **HOW, where=WHERE_OR_CELLS, at=AT)
 MATRIX: Schema = {

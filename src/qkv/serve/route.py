@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from qkv.serve.fit import Schema
+from qkv.serve.wire import CELLS
 
 if TYPE_CHECKING:
     from qkv.serve.shelf import Kept, Shelf
@@ -37,6 +38,11 @@ class Given:
     @property
     def key(self) -> str:
         return self.path["key"]
+
+    @property
+    def exactly(self) -> bool:
+        """Whether the answer may have cells that JSON has no word for."""
+        return CELLS in self.headers.get("accept", "")
 
     @property
     def kept(self) -> Kept:

@@ -15,7 +15,7 @@ import numpy as np
 
 from qkv.database import spelled
 from qkv.errors import ArgumentError, DtypeError, QkvError
-from qkv.serve import limits
+from qkv.serve import limits, wire
 from qkv.serve.batch import Batches
 from qkv.serve.metrics import Metrics
 from qkv.serve.route import Refused
@@ -81,6 +81,8 @@ class Kept:
         and a list that holds no lists is one where keys have several columns.
         """
         about = self.about()
+        if about.kind == "number" and isinstance(given, np.ndarray):
+            given = given.tolist()
         if about.kind == "vector" or isinstance(given, np.ndarray):
             try:
                 array = np.asarray(given, dtype=float)
@@ -110,7 +112,7 @@ class Kept:
     def _answers(self, how: str, asked: list[Any]) -> list[Any]:
         """For each ask its answers and whether it is a single one, or the error that is its own."""
         try:
-            database, options = self._options(json.loads(how))
+            database, options = self._options(wire.restored(json.loads(how)))
             each = [self.queries(given) for given in asked]
             many: Any = [query for queries, _ in each for query in queries]
             if isinstance(each[0][0], np.ndarray):

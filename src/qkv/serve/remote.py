@@ -1,0 +1,303 @@
+"""One database of a server, with the methods that it has in-process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from urllib.parse import quote, urlencode
+
+from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.serve.transport import Transport
+from qkv.types import Shaped
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qkv.answer import Answer, Row
+    from qkv.database.reading import Asking, How, Info
+
+PAGE = 1000
+"""Rows that are fetched together."""
+
+NOTHING: Any = object()
+
+_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+
+
+class Remote:
+    """The database `name` of a server; `at(version)` is what it was."""
+
+    def __init__(self, transport: Transport, name: str, version: int | None = None):
+        self._transport, self.name, self._pin = transport, name, version
+        self._base = f"/v1/databases/{quote(name, safe='')}"
+        self._named: tuple[list[str], list[str]] | None = None
+
+    def _at(self, **more: Any) -> str:
+        """The query string: the version that is pinned, and what else is given."""
+        given = {**more, "at": self._pin}
+        told = {name: value for name, value in given.items() if value is not None}
+        return f"?{urlencode(told)}" if told else ""
+
+    # Asking
+
+    @overload
+    def ask(self, query: Shaped, **options: Unpack[Asking]) -> Any: ...
+    @overload
+    def ask(self, query: list[Any], **options: Unpack[Asking]) -> list[Answer]: ...
+    @overload
+    def ask(self, query: Any, **options: Unpack[Asking]) -> Answer: ...
+    def ask(self, query: Any, **options: Any) -> Any:
+        """Σᵢ α(q, kᵢ) vᵢ as an `Answer`; a list of queries gives a list.
+
+        Its weights, its spread and `above` are asked for when they are looked at.
+        """
+        body = self._body(query, options)
+        found = self._transport.read("POST", f"{self._base}/ask", body)
+        if isinstance(found, dict):
+            return self._answer(found, body)
+        each = zip(found, query, strict=True)
+        return [self._answer(told, {**body, "query": one}) for told, one in each]
+
+    def _answer(self, told: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
+        from qkv.answer import Answer, Row, Share
+
+        # Of the version that answered, whatever was written since.
+        then = partial(self._again, {**body, "at": told["version"]})
+
+        def above(weight: float) -> list[Row]:
+            count = int((then(weights=True)["weights"] >= weight).sum())
+            return [Row(**row) for row in then(top=count)["rows"]] if count else []
+
+        return Answer(
+            query=told["query"],
+            value=told["value"],
+            rows=[Row(**row) for row in told["rows"]],
+            values=[Share(**share) for share in told["values"]],
+            **{name: told[name] for name in _PLAIN},
+            _weights=lambda: then(weights=True)["weights"],
+            _spread=lambda: then(spread=True)["spread"],
+            _above=above,
+        )
+
+    def _again(self, body: Mapping[str, Any], **more: Any) -> Any:
+        return self._transport.read("POST", f"{self._base}/ask", {**body, **more})
+
+    def attend(self, query: Any, **options: Unpack[How]) -> np.ndarray:
+        """Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
+        body = self._body(query, dict(options))
+        found: np.ndarray = self._transport.read("POST", f"{self._base}/attend", body)["value"]
+        return found
+
+    def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
+        from qkv import scores, weightings
+        from qkv.database import spelled
+
+        for name, names in (("score", scores.NAMES), ("weighting", weightings.NAMES)):
+            if options.get(name) is not None:
+                options[name] = spelled.of(options[name], names)
+        if callable(options.get("where")):
+            raise ArgumentError("where: a function cannot be sent: write the condition as text")
+        options = {"at": self._pin, **options}
+        told = {name: value for name, value in options.items() if value is not None}
+        return {"query": query, **told}
+
+    # Looking up
+
+    def __getitem__(self, key: Any) -> Any:
+        """The value of the newest row with exactly this key."""
+        return self._found(key)["value"]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        from qkv.database import AbsentKey
+
+        try:
+            return self[key]
+        except AbsentKey:
+            return default
+
+    def all(self, key: Any) -> list[Any]:
+        """The value of every row with this key, oldest first; an empty list where there is none."""
+        from qkv.database import AbsentKey
+
+        try:
+            return list(self._found(key, all="true")["values"])
+        except AbsentKey:
+            return []
+
+    def __contains__(self, key: Any) -> bool:
+        return self.get(key, NOTHING) is not NOTHING
+
+    def _found(self, key: Any, **more: Any) -> Any:
+        return self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
+
+    def _row(self, key: Any) -> str:
+        """The path of a key: text as it is, other cells as the server reads them from text."""
+        from qkv.answer import jsonable
+
+        told = jsonable(key)
+        text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+        return f"{self._base}/rows/{quote(text, safe='')}"
+
+    def rows(
+        self, *, where: Any = None, start: int = 0, count: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Rows with all their columns, oldest first; of those that pass `where`, `count` from the
+        one numbered `start`."""
+        then = self if self._pin is not None else self.at(self.version)
+        while count is None or count > 0:
+            some = PAGE if count is None else min(count, PAGE)
+            found = then._page(where, start, some)["rows"]
+            yield from found
+            if len(found) < some:
+                return
+            start += len(found)
+            count = None if count is None else count - len(found)
+
+    def count(self, where: Any = None) -> int:
+        """How many rows pass a condition."""
+        return int(self._page(where, 0, 0)["total"])
+
+    def _page(self, where: Any, start: int, count: int) -> Any:
+        query = self._at(where=_condition(where), count=count, **{"from": start})
+        return self._transport.read("GET", f"{self._base}/rows{query}")
+
+    def __len__(self) -> int:
+        return self.info()["rows"]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        key, _ = self._columns()
+        for row in self.rows():
+            yield row[key[0]] if len(key) == 1 else tuple(row[name] for name in key)
+
+    # Changing
+
+    def add(self, keys: Any, values: Any = NOTHING) -> None:
+        """One row, or many: lists and arrays are many keys with as many values."""
+        if values is NOTHING:
+            pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
+        elif isinstance(keys, list) or len(getattr(keys, "shape", ())) > 1:
+            if len(keys) != len(values):
+                raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
+            pairs = list(zip(keys, values, strict=True))
+        else:
+            pairs = [(keys, values)]
+        self.extend([self._cells(key, value) for key, value in pairs])
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows with named columns, all or none."""
+        self._write({"rows": list(rows)})
+
+    def update(self, key: Any, value: Any) -> int:
+        """Give a key another value; 1 where no row had the key, and it was inserted."""
+        return int(self._write({"rows": [self._cells(key, value)], "update": True})["inserted"])
+
+    def remove(self, keys: Any) -> int:
+        """Take out every row of these keys (one, or a list), one after the other; how many rows
+        went. Where one is absent, none is taken out."""
+        keys = keys if isinstance(keys, list) else [keys]
+        for key in keys[1:]:
+            self[key]
+        told = (self._transport.write("DELETE", self._row(key)) for key in keys)
+        return sum(int(one["removed"]) for one in told)
+
+    def _write(self, body: dict[str, Any]) -> Any:
+        if self._pin is not None:
+            raise ArgumentError(f"version {self._pin} is past and cannot change")
+        return self._transport.write("POST", f"{self._base}/rows", body)
+
+    def _cells(self, key: Any, value: Any) -> dict[str, Any]:
+        """A row of these columns."""
+        keys, values = self._columns()
+        parts = key if len(keys) > 1 else (key,)
+        if not isinstance(parts, tuple) or len(parts) != len(keys):
+            raise ArgumentError(f"a key is {', '.join(keys)}: a tuple of {len(keys)}, not {key!r}")
+        told = {values[0]: value} if len(values) == 1 else value
+        if not isinstance(told, Mapping):
+            raise DtypeError(f"a value is a mapping of {', '.join(values)}, not {value!r}")
+        return {**dict.fromkeys(values), **dict(zip(keys, parts, strict=True)), **told}
+
+    # What it is
+
+    @property
+    def path(self) -> str:
+        return f"{self._transport.url}/{self.name}"
+
+    @property
+    def version(self) -> int:
+        return self.info()["version"] if self._pin is None else self._pin
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.info()["columns"])
+
+    def _columns(self) -> tuple[list[str], list[str]]:
+        """The names of the key's columns and of the value's, which the first rows fix."""
+        if self._named is None:
+            about = self.info()
+            found = about["key"] or ["key"], about["value"] or ["value"]
+            if not about["key"]:
+                return found
+            self._named = found
+        return self._named
+
+    def info(self) -> Info:
+        """What it is: rows, columns, types, encoder, versions, size."""
+        told = self._told()
+        about = {name: told[name] for name in told if name not in _SERVED}
+        return {"path": self.path, **about}  # type: ignore[typeddict-item]
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """The type of each column, and how many of its cells are missing."""
+        told = self._told()
+        return {
+            name: {"type": kind, "missing": told["missing"][name]}
+            for name, kind in told["types"].items()
+        }
+
+    def _told(self) -> Any:
+        return self._transport.read("GET", f"{self._base}/info{self._at()}")
+
+    def versions(self) -> list[Any]:
+        """Every version that is kept, oldest first."""
+        from qkv.database.store.store import Version
+
+        found = self._transport.read("GET", f"{self._base}/versions")
+        return [Version(**told) for told in found["versions"]]
+
+    def at(self, version: int) -> Self:
+        """The database as it was at a version, to be read."""
+        return type(self)(self._transport, self.name, version)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        past = "" if self._pin is None else f", version {self._pin}"
+        return f"<Database {self.path}{past}>"
+
+
+_SERVED = ("name", "types", "missing", "uploaded")
+"""What a server tells beside `Database.info`."""
+
+
+def _condition(where: Any) -> str | None:
+    """A condition as text; of a mapping, that each column equals its cell."""
+    if where is None or isinstance(where, str):
+        return where
+    if not isinstance(where, Mapping):
+        raise ArgumentError("where: a function cannot be sent: write the condition as text")
+    return " and ".join(
+        f"`{str(name).replace('`', '``')}` {'is' if cell is None else '=='} {cell!r}"
+        for name, cell in where.items()
+    )

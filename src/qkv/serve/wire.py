@@ -1,0 +1,57 @@
+"""Exactly over the wire: JSON in which a cell that it has no word for is tagged, as in a store.
+
+Whoever sends or accepts this media type gets tuples, dates, bytes, vectors and NaN as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from qkv.answer import Answer
+from qkv.database import cells
+from qkv.errors import ArgumentError
+
+CELLS = "application/vnd.qkv.cells+json"
+
+
+def dumps(found: Any) -> str:
+    """A result, cells and all, as text from which `restored(json.loads(text))` makes it again.
+
+    >>> dumps({"key": ("Li", 1)})
+    '{"key": {"$tuple": ["Li", 1]}}'
+    """
+    return json.dumps(cells.plain(found), sort_keys=True)
+
+
+def restored(body: Any) -> Any:
+    """What `dumps` wrote, of whoever wrote it."""
+    try:
+        return cells.restored(body)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ArgumentError(f"the body has a cell that is not one: {error}") from None
+
+
+def told(answer: Answer, records: bool) -> dict[str, Any]:
+    """All that an answer says of itself but the weights of every row; `records` with the columns of
+    the heaviest."""
+    rows = [
+        {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
+        | ({"record": dict(row.record)} if records else {})
+        for row in answer.rows
+    ]
+    return {
+        "query": answer.query,
+        "value": answer.value,
+        "rows": rows,
+        "values": [share._asdict() for share in answer.values],
+        "entropy": answer.entropy,
+        "effective_rows": answer.effective_rows,
+        "lse": answer.lse,
+        "total": answer.total,
+        "missing": answer.missing,
+        "engine": answer.engine,
+        "score": answer.score,
+        "weighting": answer.weighting,
+        "version": answer.version,
+    }

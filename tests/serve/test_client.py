@@ -1,0 +1,346 @@
+"""`qkv.Client`: over HTTP as in-process, to the last cell; its errors are those of the server."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import Client, Database, scores, weightings
+from qkv.database import AbsentKey
+from qkv.database.faults import DuplicateKey, NoStore, UnknownVersion
+from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.serve import transport
+from qkv.serve.transport import NotAllowed, Unreachable
+from tests.cli.run import BOOKS, NAMES
+from tests.serve.process import serving
+
+TOKEN = "0123456789abcdef-write"
+READ = "0123456789abcdef-read"
+RNG = np.random.default_rng(0)
+DAY = datetime.date(1988, 4, 1)
+
+MADE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "vectors": (
+        dict(zip(range(9), RNG.standard_normal((9, 3)).astype(np.float32), strict=True)),
+        {},
+    ),
+    "keyed": ((RNG.standard_normal((30, 4)).astype(np.float32), RNG.standard_normal(30)), {}),
+    "gpa": ([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, float("inf"))], {}),
+    "places": ({("Li", 1): DAY, ("Hu", 2): datetime.date(2000, 1, 2)}, {"key": ("name", "number")}),
+    "odd": ({"a": b"\xff\x00", "b": (1, "x"), "c": {"$d": [None, 1]}}, {}),
+    "unique": ({"a": 1}, {"unique": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    for name, (data, how) in MADE.items():
+        with qkv.open(folder / f"{name}.qkv", **how) as database:
+            database.add(*data) if isinstance(data, tuple) else database.add(data)
+    columns = dict(zip(NAMES, zip(*BOOKS, strict=True), strict=True))
+    Database.from_columns(columns, key="title", value="author", path=folder / "books.qkv").close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    tokens = ("--token", TOKEN, "--read-token", READ)
+    with serving(*sorted(folder.glob("*.qkv")), *tokens) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    with Client(url, TOKEN) as client:
+        yield client
+
+
+@pytest.fixture
+def kept(folder: Path, request: pytest.FixtureRequest) -> Iterator[Database]:
+    with qkv.open(folder / f"{request.param}.qkv") as database:
+        yield database
+
+
+def assert_same(found: qkv.Answer, wanted: qkv.Answer, alone: bool = True) -> None:
+    """Every field, and what is looked at later: of a query that was not `alone`, the weights are
+    found by it alone and differ in the last digit."""
+    for name in ("query", "value", "spread", "weights"):
+        here, there = getattr(wanted, name), getattr(found, name)
+        assert type(here) is type(there)
+        if alone or name in ("query", "value"):
+            np.testing.assert_equal(there, here)
+        elif here is not None:
+            np.testing.assert_allclose(there, here, rtol=1e-5)
+    for name in ("entropy", "lse", "total", "missing", "version", "engine", "score", "weighting"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    for name in ("rows", "values"):
+        np.testing.assert_equal(
+            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(found, name)],
+            [vars(x) if hasattr(x, "__dict__") else x for x in getattr(wanted, name)],
+        )
+    assert str(found) == str(wanted)
+    assert found.explain() == wanted.explain()
+    least = wanted.rows[-1].weight * (1 - 1e-5)
+    if least > 0:
+        assert [row.index for row in found.above(least)] == [
+            row.index for row in wanted.above(least)
+        ]
+
+
+ASKED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("books", "the alchmist", {}),
+    ("books", "war", {"where": {"genre": "fiction"}, "top": 2, "weighting": "hard"}),
+    ("books", "Emma", {"score": "exact", "weighting": "normalized"}),
+    ("keyed", RNG.standard_normal(4), {"weighting": weightings.TopK(3)}),
+    ("keyed", RNG.standard_normal(4).tolist(), {"score": scores.Gaussian(0.5)}),
+    ("vectors", 3.5, {"score": scores.Gaussian(0.7), "weighting": weightings.Softmax(2.0)}),
+    ("gpa", 3.4, {"where": "value < 90"}),
+    ("gpa", 4.0, {}),
+    ("places", ("Hu", 2), {}),
+    ("odd", "a", {}),
+    ("odd", "c", {"top": 1}),
+]
+
+
+@pytest.mark.parametrize(("kept", "query", "how"), ASKED, indirect=["kept"])
+def test_an_answer_is_the_same_as_in_process(
+    client: Client, kept: Database, query: Any, how: dict[str, Any]
+) -> None:
+    assert kept.path is not None
+    assert_same(client.ask(kept.path.stem, query, **how), kept.ask(query, **how))
+
+
+@pytest.mark.parametrize("kept", ["books"], indirect=True)
+def test_a_list_gives_a_list(client: Client, kept: Database) -> None:
+    queries = ["dune", "maus", "emma"]
+    for found, wanted in zip(client.ask("books", queries), kept.ask(queries), strict=True):
+        assert_same(found, wanted, alone=False)
+    assert client.ask("books", []) == []
+
+
+@pytest.mark.parametrize("kept", ["keyed"], indirect=True)
+def test_arrays_are_many_queries(client: Client, kept: Database) -> None:
+    queries = RNG.standard_normal((3, 4))
+    for found, wanted in zip(client.ask("keyed", queries), kept.ask(queries), strict=True):
+        assert_same(found, wanted, alone=False)
+    np.testing.assert_array_equal(client.attend("keyed", queries), kept.attend(queries))
+    np.testing.assert_array_equal(
+        client.attend("keyed", queries[0], score=scores.Gaussian(2.0)),
+        kept.attend(queries[0], score=scores.Gaussian(2.0)),
+    )
+
+
+@pytest.mark.parametrize("kept", MADE, indirect=True)
+def test_rows_and_values_are_the_same_cells(client: Client, kept: Database) -> None:
+    assert kept.path is not None
+    remote = client[kept.path.stem]
+    np.testing.assert_equal(list(remote.rows()), list(kept.rows()))
+    np.testing.assert_equal(list(remote), list(kept))
+    assert len(remote) == len(kept) == remote.count()
+    assert remote.columns == kept.columns
+    assert remote.describe() == kept.describe()
+    here, there = dict(kept.info()), dict(remote.info())
+    assert str(there.pop("path")).startswith("http://") and here.pop("path")
+    assert there == here
+    assert remote.versions() == kept.versions()
+    for key in kept:
+        np.testing.assert_equal(remote[key], kept[key])
+        np.testing.assert_equal(remote.all(key), kept.all(key))
+        assert key in remote
+
+
+def test_an_array_of_numbers_is_many_queries(client: Client) -> None:
+    found = client.ask("gpa", np.array([3.1, 3.5]), where="value < 90", weighting="hard")
+    assert [answer.value for answer in found] == [70.0, 82.0]
+
+
+def test_rows_come_in_pages_and_pass_a_condition(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qkv.serve import remote
+
+    monkeypatch.setattr(remote, "PAGE", 3)
+    titles = [book[0] for book in BOOKS]
+    assert [row["title"] for row in client.rows("books")] == titles
+    assert [row["title"] for row in client.rows("books", start=1, count=5)] == titles[1:6]
+    found = client.rows("books", where={"genre": "romance", "author": "Jane Austen"})
+    assert [row["title"] for row in found] == ["Emma", "Persuasion"]
+    assert client["books"].count("year < 1900") == 4
+    assert list(client.rows("books", count=0)) == []
+
+
+def test_what_is_written_is_there(tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "names.qkv", key="last", value="first") as database:
+        database.add("Li", "Mu")
+    with (
+        serving(tmp_path / "names.qkv", "--write") as (url, _),
+        Client(url) as client,
+    ):
+        assert client.databases() == ["names"]
+        names = client["names"]
+        client.add("names", "Hu", "Rachel")
+        client.add("names", ["Smola", "a/b?c#d%"], ["Alex", "odd"])
+        client.extend("names", [{"last": "Zhang", "first": "Aston"}])
+        names.add({"Lipton": "Zachary"})
+        assert names["a/b?c#d%"] == "odd"
+        assert (names.update("Li", "Wei"), names.update("Werness", "Brent")) == (0, 1)
+        assert names["Li"] == "Wei" and names.at(1)["Li"] == "Mu"
+        assert client.remove("names", "a/b?c#d%") == 1
+        with pytest.raises(AbsentKey):
+            names.remove(["Hu", "absent"])
+        assert "Hu" in names
+        assert names.remove(["Hu", "Zhang"]) == 2
+        assert len(names) == 4
+        assert [version.what for version in client.versions("names")][-2:] == ["remove", "remove"]
+        with pytest.raises(ArgumentError, match="past"):
+            names.at(1).add("a", "b")
+    with qkv.open(tmp_path / "names.qkv", create=False) as database:
+        assert dict(database.items()) == {
+            "Smola": "Alex",
+            "Lipton": "Zachary",
+            "Li": "Wei",
+            "Werness": "Brent",
+        }
+
+
+def test_errors_are_those_of_the_server(client: Client) -> None:
+    with pytest.raises(AbsentKey, match="nearest are 'Emma'") as absent:
+        client["books"]["Ema"]
+    assert absent.value.key == "Ema" and absent.value.nearest[0] == "Emma"
+    assert client.get("books", "Ema") is None
+    assert client.get("books", "Ema", 3) == 3
+    with pytest.raises(ArgumentError, match="did you mean 'gaussian'"):
+        client.ask("books", "Emma", score="gausian")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="top must be at least 1"):
+        client.ask("books", "Emma", top=0)
+    with pytest.raises(DtypeError, match="must be text"):
+        client.ask("books", [3])
+    with pytest.raises(CombinationError, match="only numbers can be pooled"):
+        client.attend("books", "Emma")
+    with pytest.raises(UnknownVersion):
+        client["books"].at(99).ask("Emma")
+    with pytest.raises(DuplicateKey, match="unique"):
+        client.add("unique", "a", 2)
+    with pytest.raises(NoStore, match="no database is called 'absent'"):
+        client.ask("absent", "Emma")
+    with pytest.raises(ArgumentError, match="function cannot be sent"):
+        client.ask("books", "Emma", where=lambda row: True)
+    with pytest.raises(ArgumentError, match="cannot be written as text"):
+        client.ask("keyed", np.ones(4), score=scores.Gaussian(np.ones(4)))
+
+
+def test_a_token_is_wanted(url: str) -> None:
+    with pytest.raises(NotAllowed, match="token"):
+        Client(url).databases()
+    reader = Client(url, READ)
+    assert reader["books"]["Emma"] == "Jane Austen"
+    with pytest.raises(NotAllowed, match="read only"):
+        reader.add("books", "a", "b")
+    with pytest.raises(PermissionError):
+        Client(url, "wrong").databases()
+
+
+def test_threads_share_a_client(client: Client) -> None:
+    titles = [book[0] for book in BOOKS] * 4
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda title: client.ask("books", title).rows[0].key, titles))
+    assert found == titles
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["books.qkv", "ftp://host", "http://", "http://host:x", "http://a:b@host", "http://h?a=b"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ArgumentError, match="url"):
+        Client(url)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable, match=f"127.0.0.1:{port} does not answer"):
+        Client(f"http://127.0.0.1:{port}").databases()
+
+
+class Stub:
+    """A server that answers each connection by the next of some bytes, and keeps what it heard."""
+
+    def __init__(self, *answers: bytes | None):
+        self.answers, self.heard = list(answers), list[bytes]()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        for answer in self.answers:
+            connection, _ = self.socket.accept()
+            with connection:
+                self.heard.append(connection.recv(65536))
+                if answer is None:
+                    connection.recv(1)  # until the client gives up
+                else:
+                    connection.sendall(answer)
+        self.socket.close()
+
+
+def http(status: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+FINE = http("200 OK", b'{"databases": [{"name": "books"}]}', "Connection: close")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PAUSE", 0.001)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("first", [b"", b"HTTP/1.1 20", http("503 Busy", b'{"error": "busy"}')])
+def test_what_reads_is_sent_again(first: bytes) -> None:
+    stub = Stub(first, FINE)
+    assert Client(stub.url).databases() == ["books"]
+    assert len(stub.heard) == 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_writes_is_sent_once() -> None:
+    stub = Stub(b"", FINE)
+    with pytest.raises(Unreachable):
+        Client(stub.url)["books"].extend([{"key": "a", "value": 1}])
+    assert len(stub.heard) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_server_that_is_slow_is_given_up() -> None:
+    stub = Stub(None, None, None)
+    with pytest.raises(Unreachable, match=r"within 0\.05 s"):
+        Client(stub.url, timeout=0.05).databases()
+    assert len(stub.heard) == 3
+
+
+@pytest.mark.usefixtures("hasty")
+def test_another_server_is_known_by_what_it_says() -> None:
+    page = http("200 OK", b"<html>", "Connection: close")
+    with pytest.raises(Unreachable, match="as qkv serve does"):
+        Client(Stub(page, page, page).url).databases()
+
+
+def test_a_connection_that_the_server_closed_is_not_used() -> None:
+    stub = Stub(FINE.replace(b"Connection: close\r\n", b""), FINE)
+    client = Client(stub.url)
+    assert client.databases() == client.databases() == ["books"]
+    assert len(stub.heard) == 2
