@@ -15,6 +15,7 @@ import numpy as np
 
 from qkv.errors import ArgumentError, CombinationError, printable
 from qkv.frames import frame
+from qkv.shown import Shown
 
 BAR = 24
 """Cells of the longest bar in the terminal."""
@@ -45,7 +46,25 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Source:
+    """Rows with their vectors: what it takes to ask them again elsewhere.
+
+    `keys` (r, d) and `query` (d) are what the score compares, or None where it compares the keys
+    themselves.
+    """
+
+    rows: list[Row]
+    keys: np.ndarray | None
+    query: np.ndarray | None
+    encoder: Any
+    score: Any
+    weighting: Any
+    names: tuple[str, str]
+    """What the key and the value are called."""
+
+
+@dataclass(frozen=True)
+class Answer(Shown):
     """What a database says to one query.
 
     `value` is Σᵢ αᵢ vᵢ where values are numbers or vectors, else the heaviest value, whose
@@ -76,6 +95,7 @@ class Answer:
     _weights: Callable[[], np.ndarray] = field(repr=False, compare=False)
     _spread: Callable[[], Any] = field(repr=False, compare=False)
     _above: Callable[[float], list[Row]] = field(repr=False, compare=False)
+    _source: Callable[[int], Source] | None = field(repr=False, compare=False, default=None)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -99,6 +119,13 @@ class Answer:
         if not 0 < weight <= 1:
             raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
         return self._above(weight)
+
+    def source(self, most: int) -> Source | None:
+        """All rows that were asked, or the `most` heaviest, in the database's order.
+
+        None where the answer came from elsewhere, without them.
+        """
+        return None if self._source is None else self._source(most)
 
     def explain(self) -> str:
         """One paragraph: which rows, which engine, how concentrated."""
@@ -206,13 +233,6 @@ class Answer:
             figure.savefig(path, dpi=160, bbox_inches="tight")
         return figure
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The answer as one page that needs nothing else; written where `path` is given."""
-        page = _PAGE.format(title=html.escape(short(self.query, 80)), body=self._repr_html_())
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
     def __str__(self) -> str:
         value = f"{short(self.query)} → {short(self.value, 60)}"
         if not self.rows:
@@ -312,11 +332,4 @@ border-bottom:1px solid #eee;text-align:left;background:none}
 .qkv-answer .b{width:9rem;min-width:5rem}
 .qkv-answer .b i{display:block;height:.8rem;margin-top:.35rem;background:#cb181d;min-width:1px}
 .qkv-answer .e{color:#555;font-size:.9rem}
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>body{{margin:2rem auto;max-width:52rem;padding:0 1rem}}</style>
-{body}
-</html>
 """

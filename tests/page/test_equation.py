@@ -12,6 +12,7 @@ import qkv
 from qkv import attention, scores, weightings
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import encoders
+from qkv.database.encoding import kept
 from qkv.errors import QkvError
 from qkv.page.file import module
 
@@ -296,7 +297,7 @@ def test_encoders(run: Any) -> None:
         ENCODED, run(body, ENCODED), strict=True
     ):
         encoder = encoders.resolve(name).fit(keys)
-        np.testing.assert_allclose(vectors, encoder.encode(keys), err_msg=name, **CLOSE)
+        np.testing.assert_allclose(vectors, kept(encoder, keys), err_msg=name, **CLOSE)
         np.testing.assert_allclose(asked, encoder.query(queries), err_msg=name, **CLOSE)
         mine, own = built(scores.NAMES, told), encoder.score(len(keys))
         assert type(mine) is type(own)

@@ -1,18 +1,119 @@
-"""One HTML file, opened from disk."""
+"""One HTML file, opened from disk: what it shows, against Python's own numbers."""
 
 from pathlib import Path
 from typing import Any
 
-from qkv import Database
+import pytest
+
+from qkv import Database, scores, weightings
 from qkv.page import to_html
+from qkv.page.file import module
 
-NAMES = {"Zhang": "Aston", "Li": "Mu", "Smola": "Alex"}
+NAMES = {"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu", "Smola": "Alex", "Hu": "Rachel"}
+SALARIES = {2.5: 60.0, 3.0: 70.0, 3.2: 71.0, 3.6: 86.0, 3.9: 95.0}
+EVIL = "</script><img src=x onerror=\"document.title='owned'\"><b>&lt;"
 
 
-def test_an_answer_opens_from_disk(page: Any, tmp_path: Path) -> None:
-    found = Database(NAMES).ask("Li")
-    to_html(found, tmp_path / "a.html")
-    page.goto((tmp_path / "a.html").as_uri())
-    assert page.get_by_test_id("answer-value").inner_text() == "Mu"
-    shown = float(page.get_by_test_id("row-0-weight").inner_text())
-    assert abs(shown - found.rows[0].weight) < 1e-3
+def opened(page: Any, shown: Any, path: Path) -> None:
+    to_html(shown, path)
+    page.goto(path.as_uri())
+
+
+def number(page: Any, test: str) -> float:
+    return float(page.get_by_test_id(test).get_attribute("data-value"))
+
+
+def weights(page: Any, rows: int, what: str = "weight") -> list[float]:
+    return [number(page, f"row-{i}-{what}") for i in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "query", "how"),
+    [
+        (NAMES, "Lee", {}),
+        (NAMES, "Lee", {"weighting": weightings.Softmax(temperature=3)}),
+        (NAMES, "Lee", {"weighting": "sparsemax"}),
+        (NAMES, "Li", {"score": "exact", "weighting": "normalized"}),
+        (SALARIES, 3.5, {}),
+        (SALARIES, 3.5, {"score": scores.Gaussian(0.15), "weighting": weightings.TopK(3)}),
+        (SALARIES, 3.5, {"score": scores.Epanechnikov(0.5), "weighting": "raw"}),
+    ],
+    ids=str,
+)
+def test_an_answer_is_computed_again_in_the_page(
+    page: Any, tmp_path: Path, rows: Any, query: Any, how: Any
+) -> None:
+    D: Any = Database(rows)
+    found = D.ask(query, **how)
+    opened(page, found, tmp_path / "a.html")
+    assert weights(page, len(rows)) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    hard = D.ask(query, **{**how, "weighting": "hard"})
+    assert weights(page, len(rows), "hard") == pytest.approx(hard.weights.tolist())
+    assert number(page, "answer-entropy") == pytest.approx(found.entropy, abs=1e-6)
+    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+    told = page.get_by_test_id("answer-value").get_attribute("data-value")
+    if isinstance(found.value, float):
+        assert float(told) == pytest.approx(found.value, rel=1e-6)
+    else:
+        assert told == found.value
+
+
+def test_of_many_rows_the_heaviest_are_there_with_the_weights_they_had(
+    page: Any, tmp_path: Path
+) -> None:
+    D: Any = Database([(x / 100, float(x)) for x in range(1000)])
+    found = D.ask(5.0)
+    opened(page, found, tmp_path / "a.html")
+    assert "1,000 rows, of which the 500 heaviest" in page.get_by_test_id("note").inner_text()
+    assert number(page, "answer-value") == pytest.approx(found.value)
+    heaviest = sorted(found.weights)[-500:]
+    assert sorted(weights(page, 500)) == pytest.approx(heaviest)
+
+
+def test_a_database_is_asked_for_its_first_key(page: Any, tmp_path: Path) -> None:
+    D: Any = Database(NAMES)
+    D.to_html(tmp_path / "d.html")
+    page.goto((tmp_path / "d.html").as_uri())
+    assert page.get_by_test_id("query").input_value() == "Zhang"
+    assert weights(page, 5) == pytest.approx(D.ask("Zhang").weights.tolist(), abs=1e-6)
+
+
+def test_text_never_becomes_markup(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({EVIL: EVIL, "b": EVIL}, value=EVIL)
+    opened(page, [D.ask(EVIL), D], tmp_path / "a.html")
+    assert page.get_by_test_id("row-0-key").input_value() == EVIL
+    assert page.get_by_test_id("answer-value").inner_text() == EVIL
+    assert page.title() != "owned"
+    assert page.locator("img").count() == 0
+    assert EVIL not in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_no_other_script_runs_and_no_address_is_reached(page: Any, tmp_path: Path) -> None:
+    opened(page, Database(NAMES).ask("Li"), tmp_path / "a.html")
+    page.expected += ["Content Security Policy", "Content-Security-Policy"]
+    page.evaluate(
+        """() => {
+          const script = document.createElement("script");
+          script.textContent = "document.title = 'owned'";
+          document.body.append(script);
+        }"""
+    )
+    reached = page.evaluate("fetch('data:,x').then(() => true, () => false)")
+    assert page.title() != "owned" and reached is False
+
+
+def test_the_same_page_is_the_same_file() -> None:
+    D: Any = Database(NAMES)
+    assert to_html(D.ask("Li")) == to_html(D.ask("Li"))
+    assert module() in to_html(D.ask("Li"))
+
+
+def test_without_scripts_the_answer_still_shows(browser: Any, tmp_path: Path, page: Any) -> None:
+    Database(NAMES).ask("Li").to_html(tmp_path / "a.html")
+    context = browser[0].new_context(java_script_enabled=False)
+    try:
+        still = context.new_page()
+        still.goto((tmp_path / "a.html").as_uri())
+        assert still.locator("noscript .v").inner_text() == "Mu"
+    finally:
+        context.close()

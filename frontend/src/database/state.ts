@@ -166,12 +166,20 @@ export class State {
     return (numbers ? (numeral(this.query.text) ?? given) : given) as Key;
   }
 
-  /** Whether the chosen encoder's vectors are missing, so that Python must be asked. */
+  /** Whether Python's vectors of the chosen encoder are all there. */
+  private get known(): boolean {
+    if (this.of !== this.encoder || !this.queries.has(this.query.text)) return false;
+    return this.lines.every((line) => line.key.text === "" || this.keys.has(line.key.text));
+  }
+
+  /** Whether the chosen encoder runs here, just as it does in Python. */
+  private get here(): boolean {
+    return encoders.can(this.encoder) && (this.encoder !== this.given || this.data.vectors.twin);
+  }
+
+  /** Whether vectors are missing, so that Python must be asked. */
   get wants(): boolean {
-    if (encoders.can(this.encoder) && this.encoder !== this.given) return false;
-    if (this.of !== this.encoder) return true;
-    const known = this.lines.every((line) => line.key.text === "" || this.keys.has(line.key.text));
-    return !known || !this.queries.has(this.query.text);
+    return !this.known && !this.here;
   }
 
   /** Brings them. */
@@ -196,15 +204,15 @@ export class State {
     const used = rows.map((row) => row.place);
     let encoder = this.encoder;
     let vectors: { keys: Vector[]; query: Vector; score: Like } | undefined;
-    if (!this.wants && this.of === encoder) {
+    if (this.known) {
       const keys = used.map((i) => this.keys.get(this.lines[i].key.text)!);
       vectors = { keys, query: this.queries.get(this.query.text)!, score: this.own ?? "scaled_dot" };
-    } else if (!encoders.can(encoder)) encoder = encoders.suits(rows.map((row) => row.key));
+    } else if (!this.here) encoder = encoders.suits(rows.map((row) => row.key));
     const how = { encoder, vectors, score: this.score, top: rows.length };
     const soft = ask(rows, query, { ...how, weighting: this.weighting });
     const hard = ask(rows, query, { ...how, weighting: "hard" });
-    const asked = this.others > 0 && !this.touched;
-    if (asked) this.python(soft);
+    const asked = !this.touched && (this.others > 0 || this.data?.told === false);
+    if (asked && this.data.answer) this.python(soft);
     return { soft, hard, used, encoder, asked };
   }
 

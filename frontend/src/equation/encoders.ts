@@ -26,6 +26,20 @@ function text(key: Key): string {
   return typeof key === "number" ? written(key) : JSON.stringify(Array.from(key));
 }
 
+/** Halves to the even neighbour, as NumPy rounds. */
+function rint(x: number): number {
+  const near = Math.round(x);
+  return near - x === 0.5 && near % 2 !== 0 ? near - 1 : near;
+}
+
+/** The vector of a key as a database keeps it: scale times 8 bits, where it is made of text. */
+function kept(x: Vector): Float32Array {
+  const largest = Array.from(x).reduce((top, y) => Math.max(top, Math.abs(y)), 0);
+  const scale = Math.fround(largest / 127);
+  const inverse = Math.fround(1 / (scale || 1));
+  return Float32Array.from(x, (y) => rint(Math.fround(y * inverse)) * scale);
+}
+
 function alike(name: string, encode: (key: Key) => Vector, score: (rows: number) => Named): Encoder {
   const all = (keys: Key[]) => keys.map(encode);
   return { name, encode: all, query: all, score };
@@ -89,7 +103,7 @@ function lexical(keys: Key[], width = 256, k1 = 1.2, b = 0.75): Encoder {
         const found = words(text(key));
         const long = sum(found, () => 1) / mean;
         const weight = (f: number) => (f * (k1 + 1)) / (f + k1 * (1 - b + b * long));
-        return placed(Array.from(found, ([code, f]) => [code, weight(f)]), width);
+        return kept(placed(Array.from(found, ([code, f]) => [code, weight(f)]), width));
       }),
     query: (some) =>
       some.map((key) => {
@@ -113,8 +127,11 @@ function signs(key: Key, width = 256): Float32Array {
 const FITTED: Record<string, (keys: Key[]) => Encoder> = {
   numbers,
   lexical,
-  characters: () =>
-    alike("characters", (key) => characters(text(key)), (rows) => ({ name: "scaled_dot", scale: sharpness(rows) })),
+  characters: () => {
+    const score = (rows: number) => ({ name: "scaled_dot", scale: sharpness(rows) });
+    const plain = alike("characters", (key) => characters(text(key)), score);
+    return { ...plain, encode: (keys) => plain.encode(keys).map(kept) };
+  },
   exact: () =>
     alike("exact", (key) => signs(key), (rows) => ({
       name: "scaled_dot",

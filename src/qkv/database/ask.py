@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qkv import attention
-from qkv.answer import Answer, Row, Share
+from qkv.answer import Answer, Row, Share, Source
 from qkv.arrays import is_array, to_numpy
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
@@ -125,6 +125,29 @@ class Asked:
             _weights=lambda: self._of_all(given()),
             _spread=lambda: self._spread(given(), value),
             _above=above,
+            _source=lambda most: self._source(query, given(), most),
+        )
+
+    def _source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
+        view, order = self.view, np.arange(len(alpha))
+        if self.places is None and self.live is not None:
+            order = np.flatnonzero(self.live)
+        if len(order) > most:
+            order = np.sort(self._order(alpha, most))
+        keys = code = None
+        if not self.score.compares_keys:
+            places = order if self.places is None else self.places[order]
+            keys = view.codes(view.ids[places])
+            code = self._encoded(query[None] if is_array(query) else [query])[0]
+        schema = view.schema
+        return Source(
+            rows=self._rows(alpha, order),
+            keys=keys,
+            query=code,
+            encoder=view.encoder,
+            score=self.score,
+            weighting=self.weighting,
+            names=(", ".join(schema.key), ", ".join(schema.value)),
         )
 
     def _again(self, query: Any) -> np.ndarray:
@@ -157,7 +180,9 @@ class Asked:
         return np.asarray(near[size[near] > 0])
 
     def _heaviest(self, alpha: np.ndarray, top: int) -> list[Row]:
-        order = self._order(alpha, top)
+        return self._rows(alpha, self._order(alpha, top))
+
+    def _rows(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
         if not len(order):
             return []
         places = order if self.places is None else self.places[order]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv.arrays.rows import Stored
 from qkv.database.schema import Schema
 from qkv.database.view import View
 from qkv.types import Progress
@@ -55,6 +56,12 @@ def tensors(encoder: Encoder, keys: Any, rounded: bool) -> dict[str, np.ndarray]
         return {"code": vectors}
     code, scale = in_8_bits(vectors)
     return {"code": code, "scale": scale}
+
+
+def kept(encoder: Encoder, keys: Any) -> np.ndarray:
+    """The vectors of some keys as a database would keep them, (m, width)."""
+    made = tensors(encoder, keys, rounds(encoder))
+    return Stored(made["code"], scale=made.get("scale")).vectors()
 
 
 def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qkv.database.reading import Reading
 from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, printable
+from qkv.shown import Shown
 from qkv.types import K, V
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ NAMED = 100
 """Keys up to which a picture names each."""
 
 
-class Leaving(Reading[K, V]):
+class Leaving(Shown, Reading[K, V]):
     """Rows that can be read, and taken elsewhere."""
 
     def rows(

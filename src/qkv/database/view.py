@@ -345,6 +345,13 @@ class View:
         shape = len(self.ids) if picked is None else count, width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce, kept)
 
+    def codes(self, ids: np.ndarray) -> np.ndarray:
+        """The vectors of some rows' keys, (len(ids), width)."""
+        read = self.snapshot.tensor
+        return Stored(
+            read("code", ids), scale=read("scale", ids) if self.rounded else None
+        ).vectors()
+
     def _parts(self) -> Iterator[Any]:
         if self._few is None:
             yield from self.snapshot.parts()

@@ -28,7 +28,9 @@ def to_html(shown: Any, path: str | Path | None = None, title: str | None = None
     from qkv.page.views import views
 
     found = views(shown)
-    text = page(found, title or (found[0]["title"] if found else "qkv"))
+    glance = getattr(shown, "_repr_html_", None)
+    still = glance() if glance is not None else "This page needs JavaScript."
+    text = page(found, title or (found[0]["title"] if found else "qkv"), still)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text

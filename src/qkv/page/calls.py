@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+from qkv import scores
 from qkv.answer import Answer
-from qkv.database import Database
-from qkv.errors import ArgumentError
+from qkv.database import Database, encoders
+from qkv.database.encoding import kept
+from qkv.errors import ArgumentError, unknown
 from qkv.page import tables
+from qkv.page.views import named
 
 Args = Mapping[str, Any]
 Databases = MutableMapping[str, Any]
@@ -25,8 +28,26 @@ def ask(args: Args, databases: Databases) -> dict[str, Any]:
     return found.to_dict()
 
 
+def encode(args: Args, databases: Databases) -> dict[str, Any]:
+    """The vectors of `keys` and of a `query`, and the score that compares them.
+
+    They are those of the encoder of `database`, or of the `encoder` so named, fitted to the keys.
+    """
+    keys = args["keys"]
+    if args.get("database") is not None:
+        encoder = _named(args["database"], databases).encoder
+    else:
+        encoder = encoders.resolve(_name(args["encoder"])).fit(keys)
+    return {
+        "keys": kept(encoder, keys),
+        "query": encoder.query([args["query"]])[0],
+        "score": named(scores.NAMES, encoder.score(len(keys))),
+    }
+
+
 CALLS: dict[str, Callable[[Args, Databases], Any]] = {
     "ask": ask,
+    "encode": encode,
     "databases": tables.databases,
     "versions": tables.versions,
     "upload": tables.upload,
@@ -44,6 +65,13 @@ def call(name: str, args: Args, databases: Databases) -> Any:
     if name not in CALLS:
         raise ArgumentError(f"a page calls {', '.join(sorted(CALLS))}, not {name!r}")
     return CALLS[name](args, databases)
+
+
+def _name(encoder: str) -> str:
+    """A name of the table: `module:function` would import what a stranger wants."""
+    if encoder not in encoders.ENCODERS:
+        raise unknown("encoder", encoder, encoders.ENCODERS)
+    return encoder
 
 
 def _named(name: str, databases: Databases) -> Any:

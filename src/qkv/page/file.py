@@ -18,17 +18,17 @@ _HTML = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src '{module}'; \
-style-src '{style}'; img-src data: blob:">
+style-src 'unsafe-inline'; img-src data: blob:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
-<style>{rules}</style>
+<style>body{{margin:0;background:light-dark(#fff,#14181d)}}</style>
 <body>
+<noscript>{still}</noscript>
 <script type="application/octet-stream" id="qkv-page">{data}</script>
 <script type="module">{code}</script>
 </html>
 """
-_RULES = "body{margin:0;background:light-dark(#fff,#14181d)}"
 
 
 @cache
@@ -37,8 +37,8 @@ def module() -> str:
     return resources.files("qkv.page").joinpath("static/qkv.js").read_text(encoding="utf-8")
 
 
-def page(views: list[dict[str, Any]], title: str) -> str:
-    """The views as the text of an HTML file.
+def page(views: list[dict[str, Any]], title: str, still: str = "") -> str:
+    """The views as the text of an HTML file; `still` is what shows where scripts do not run.
 
     Data stand in it as base64, so that nothing in them can become markup, and the policy in its
     head runs the one script that is ours and reaches no address.
@@ -49,9 +49,8 @@ def page(views: list[dict[str, Any]], title: str) -> str:
     code = module()
     return _HTML.format(
         module=_hash(code),
-        style=_hash(_RULES),
         title=html.escape(title),
-        rules=_RULES,
+        still=still,
         data=base64.b64encode(_bundle(views)).decode("ascii"),
         code=code,
     )

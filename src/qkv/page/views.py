@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from qkv.answer import Answer, short
+import numpy as np
+
+from qkv import scores, weightings
+from qkv.answer import Answer, Source, short
+from qkv.database import Database
+from qkv.database.encoders import Characters, Encoder, Exact, Numbers
 from qkv.errors import DtypeError
+from qkv.names import Names
 from qkv.page import heads
 
 Descriptor = dict[str, Any]
 
+MOST = 500
+"""Rows of a database that a page holds; of more, the heaviest."""
+
 
 def views(shown: Any) -> list[Descriptor]:
-    """The views of an answer; or of several things, each in a tab.
+    """The views of an answer or a database; or of several things, each in a tab.
 
-    >>> from qkv import Database
     >>> [view] = views(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
     >>> view["view"], view["data"]["answer"]["value"]
     ('database', 'Mu')
@@ -25,16 +34,89 @@ def views(shown: Any) -> list[Descriptor]:
         return [{"title": "", "data": {}} | shown]
     if isinstance(shown, Answer):
         return [answer(shown)]
+    if isinstance(shown, Database):
+        return [database(shown)]
     # By name: what captured a model has loaded its framework, and nothing else need.
     whole = f"{type(shown).__module__}.{type(shown).__name__}"
     if whole == "qkv.transformers.captured.Captured":
         return [heads.captured(shown)]
     if whole == "qkv.nn.capture.Seen":
         return [heads.seen(shown)]
-    raise DtypeError(f"show takes an answer or captured heads, not {type(shown).__name__}")
+    raise DtypeError(
+        f"show takes an answer, a database or captured heads, not {type(shown).__name__}"
+    )
+
+
+def database(shown: Database) -> Descriptor:
+    """A database, asked for its first key."""
+    title = "database" if shown.path is None else shown.path.stem
+    first = next(iter(shown), None)
+    if first is None:
+        return {"view": "database", "title": title, "data": {"rows": [], "query": ""}}
+    return {**answer(shown.ask(first)), "title": title}
 
 
 def answer(found: Answer) -> Descriptor:
-    rows = [{"key": row.key, "value": row.value} for row in found.rows]
-    data = {"rows": rows, "query": found.query, "answer": found.to_dict()}
+    """An answer, with what it takes to ask its rows anew."""
+    told = found.to_dict() | {"score": found.score, "weighting": found.weighting}
+    told["values"] = [share._asdict() for share in found.values]
+    data: dict[str, Any] = {"query": found.query, "answer": told}
+    source, rows = found.source(MOST), found.rows
+    if source is not None:
+        rows = source.rows
+        told["spread"] = found.spread
+        data |= {"names": dict(zip(("key", "value"), source.names, strict=True)), **_how(source)}
+    told["weights"] = np.array([row.weight for row in rows], np.float64)
+    data["rows"] = [{"key": row.key, "value": row.value} for row in rows]
     return {"view": "database", "title": short(found.query, 40), "data": data}
+
+
+def _how(source: Source) -> dict[str, Any]:
+    """Score, weighting and vectors as the page's equation knows them."""
+    encoder, count = source.encoder, len(source.rows)
+    score = named(scores.NAMES, source.score)
+    own = named(scores.NAMES, encoder.score(count))
+    found: dict[str, Any] = {
+        "score": None if score == own else score,
+        "weighting": named(weightings.NAMES, source.weighting),
+        "encoder": encoder.kind,
+        "told": None not in (score, own, named(weightings.NAMES, source.weighting)),
+    }
+    if source.keys is not None:
+        found["vectors"] = {
+            "keys": source.keys,
+            "query": source.query,
+            "encoder": encoder.kind,
+            "score": own,
+            "twin": _runs_here(encoder),
+        }
+    return found
+
+
+def named(names: Names[Any], thing: Any) -> dict[str, Any] | None:
+    """A score or weighting as its name and settings; None for what has no name.
+
+    >>> named(scores.NAMES, scores.Gaussian(0.5))
+    {'name': 'gaussian', 'bandwidth': 0.5}
+    """
+    name = names.name_of(type(thing))
+    if name is None:
+        return None
+    settings = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    plain = {key: _plain(x) for key, x in settings.items() if x is not None}
+    return None if NotImplemented in plain.values() else {"name": name, **plain}
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, bool | int | float | str):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        return x.tolist()
+    return NotImplemented
+
+
+def _runs_here(encoder: Encoder) -> bool:
+    """Whether the page's encoder of that kind gives the same vectors."""
+    if isinstance(encoder, Numbers):
+        return encoder.units is None and encoder.bandwidth is None
+    return encoder in (Characters(), Exact())

@@ -1,0 +1,188 @@
+"""The view of a database: examples, choices and edits, against Python's own numbers."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qkv
+from qkv import Database, scores, weightings
+from qkv.page import to_html
+from tests.page.test_file import number, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def view(page: Any, tmp_path: Path) -> Any:
+    to_html({"view": "database"}, tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    return page
+
+
+def rows_of(page: Any) -> list[tuple[str, str]]:
+    count = page.locator("tbody tr").count()
+    at = page.get_by_test_id
+    return [
+        (at(f"row-{i}-key").input_value(), at(f"row-{i}-value").input_value()) for i in range(count)
+    ]
+
+
+def shown_as(page: Any, D: Any, query: Any, **how: Any) -> None:
+    found, rows = D.ask(query, **how), len(D)
+    assert weights(page, rows) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, abs=1e-5)
+    told = page.get_by_test_id("answer-value").get_attribute("data-value")
+    if isinstance(found.value, float):
+        assert float(told) == pytest.approx(found.value, rel=1e-6)
+    else:
+        assert told == found.value
+
+
+def letters(page: Any) -> Any:
+    return Database(rows_of(page), encoder="characters")
+
+
+def test_six_names_by_their_letters(view: Any) -> None:
+    assert rows_of(view)[2] == ("Li", "Mu")
+    shown_as(view, letters(view), "Lee")
+    view.get_by_test_id("query").fill("Smith")
+    shown_as(view, letters(view), "Smith")
+
+
+def test_students_by_major_and_majors_by_student(view: Any) -> None:
+    view.get_by_test_id("example-majors").click()
+    shown_as(view, letters(view), "phychology")
+    view.get_by_test_id("swap").click()
+    assert rows_of(view)[0] == ("John Doe", "psychology")
+    shown_as(view, letters(view), "John Doe")
+
+
+def salaries(page: Any) -> Any:
+    return Database([(float(k), float(v)) for k, v in rows_of(page)])
+
+
+def test_gpa_to_salary_is_a_regression(view: Any) -> None:
+    view.get_by_test_id("example-salary").click()
+    D = salaries(view)
+    assert len(D) == 14
+    shown_as(view, D, 3.5)
+    view.get_by_test_id("score").select_option("gaussian")
+    view.get_by_test_id("score-number").focus()
+    for _ in range(5):
+        view.keyboard.press("ArrowLeft")
+    width = float(view.get_by_test_id("score-number-value").inner_text())
+    shown_as(view, D, 3.5, score=scores.Gaussian(width))
+    view.get_by_test_id("score").select_option("epanechnikov")
+    width = float(view.get_by_test_id("score-number-value").inner_text())
+    view.get_by_test_id("weighting").select_option("normalized")
+    shown_as(view, D, 3.5, score=scores.Epanechnikov(width), weighting="normalized")
+
+
+def test_books_are_an_excerpt_of_the_table(view: Any) -> None:
+    view.get_by_test_id("example-books").click()
+    with (ROOT / "examples/data/books.csv").open(encoding="utf-8", newline="") as file:
+        all_books = {(row["title"], row["author"]) for row in csv.DictReader(file)}
+    assert set(rows_of(view)) <= all_books
+    assert view.get_by_test_id("answer-value").inner_text() == "Paulo Coelho"
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    ["softmax", "topk", "hard", "average", "raw", "sigmoid", "sparsemax", "entmax15"],
+)
+def test_every_weighting(view: Any, weighting: str) -> None:
+    view.get_by_test_id("weighting").select_option(weighting)
+    how: Any = weightings.TopK(2) if weighting == "topk" else weighting
+    shown_as(view, letters(view), "Lee", weighting=how)
+
+
+def test_temperature(view: Any) -> None:
+    view.get_by_test_id("temperature").focus()
+    view.keyboard.press("End")
+    hot = float(view.get_by_test_id("temperature-value").inner_text())
+    assert hot == 20
+    shown_as(view, letters(view), "Lee", weighting=weightings.Softmax(temperature=hot))
+
+
+def test_what_means_nothing_is_said_and_not_shown(view: Any) -> None:
+    view.get_by_test_id("score").select_option("cosine")
+    view.get_by_test_id("weighting").select_option("normalized")
+    assert "can be negative" in view.get_by_test_id("trouble").inner_text()
+    assert view.get_by_test_id("answer-value").inner_text() == "–"
+    view.get_by_test_id("weighting").select_option("softmax")
+    assert view.get_by_test_id("trouble").is_hidden()
+
+
+def test_rows_are_edited_added_and_removed_by_keyboard(view: Any) -> None:
+    view.get_by_test_id("row-0-key").fill("Lee")
+    shown_as(view, letters(view), "Lee")
+    assert view.get_by_test_id("answer-value").inner_text() == "Aston"
+    view.get_by_test_id("row-0-remove").focus()
+    view.keyboard.press("Enter")
+    assert rows_of(view)[0][0] == "Lipton"
+    shown_as(view, letters(view), "Lee")
+    view.get_by_test_id("add-row").focus()
+    view.keyboard.press("Enter")
+    view.keyboard.type("Lee")
+    view.keyboard.press("Tab")
+    view.keyboard.type("Bruce")
+    assert rows_of(view)[-1] == ("Lee", "Bruce")
+    shown_as(view, letters(view), "Lee")
+    assert view.get_by_test_id("answer-value").inner_text() == "Bruce"
+
+
+def test_a_screen_reader_hears_the_answer(view: Any) -> None:
+    view.get_by_test_id("query").fill("Hu")
+    view.wait_for_function(
+        """() => document.querySelector("main > div").shadowRoot
+          .querySelector("[role=status]").textContent.startsWith("Rachel. Hu counts")"""
+    )
+
+
+def test_every_control_has_a_name(view: Any) -> None:
+    nameless = view.evaluate(
+        """() => {
+          const root = document.querySelector("main > div").shadowRoot;
+          return [...root.querySelectorAll("input, select, button")]
+            .filter((e) => !(e.labels?.length || e.ariaLabel || e.textContent.trim()))
+            .map((e) => e.outerHTML);
+        }"""
+    )
+    assert nameless == []
+
+
+@pytest.mark.parametrize("width", [360, 768, 1920])
+def test_it_fits_the_window(view: Any, width: int) -> None:
+    view.set_viewport_size({"width": width, "height": 800})
+    for example in ("names", "majors", "salary", "books"):
+        view.get_by_test_id(f"example-{example}").click()
+        assert view.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_theme_is_the_systems_until_it_is_chosen(view: Any) -> None:
+    background = "() => getComputedStyle(document.querySelector('main > div')).backgroundColor"
+    view.emulate_media(color_scheme="dark")
+    dark = view.evaluate(background)
+    view.emulate_media(color_scheme="light")
+    light = view.evaluate(background)
+    assert dark != light
+    toggle = view.get_by_test_id("theme")
+    toggle.click()
+    toggle.click()
+    assert toggle.get_attribute("aria-label") == "Theme: dark"
+    assert view.evaluate(background) == dark
+
+
+def test_a_text_encoder_lives_in_python_and_the_file_says_so(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({"Li": "Mu", "Hu": "Rachel"}, encoder="text")
+    qkv.page.to_html(D.ask("Lee"), tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    shown_as(page, D, "Lee")
+    page.get_by_test_id("query").fill("Hung")
+    assert "runs in Python" in page.get_by_test_id("note").inner_text()
+    shown_as(page, letters(page), "Hung")
+    page.get_by_test_id("query").fill("Lee")
+    assert page.get_by_test_id("note").is_hidden()
+    shown_as(page, D, "Lee")
