@@ -49,7 +49,11 @@ HOW: dict[str, Schema] = {
         "maxLength": 64,
         "description": 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …',
     },
-    "tolerance": {"type": ["number", "null"], "minimum": 0},
+}
+TOLERANCE: Schema = {
+    "type": ["number", "null"],
+    "minimum": 0,
+    "description": "An absolute error of a score that may be traded for speed.",
 }
 WHERE_OR_CELLS: Schema = {
     "anyOf": [
@@ -90,13 +94,14 @@ ASK = body(
     "Ask",
     {"query": QUERY},
     **HOW,
+    tolerance=TOLERANCE,
     top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
     where=WHERE_OR_CELLS,
     at=AT,
     weights={"type": "boolean", "description": "Give the weight of every row too."},
     spread={"type": "boolean", "description": "Give how far the pooled values lie apart too."},
 )
-ATTEND = body("Attend", {"query": QUERY}, **HOW, where=WHERE_OR_CELLS, at=AT)
+ATTEND = body("Attend", {"query": QUERY}, **HOW, tolerance=TOLERANCE, where=WHERE_OR_CELLS, at=AT)
 MATRIX: Schema = {
     "type": "array",
     "minItems": 1,
