@@ -59,7 +59,7 @@ def serve(
     try:
         from qkv.serve.app import app
         from qkv.serve.guard import Access, is_loopback
-        from qkv.serve.run import check_address, run
+        from qkv.serve.run import bound, check_address, run
         from qkv.serve.shelf import opened
     except ImportError as error:
         raise MissingExtra(f"serve needs {error.name}: pip install 'qkv[serve]'") from None
@@ -67,18 +67,18 @@ def serve(
 
     access = Access(token, read_token, write)
     check_address(host, access)
-    shelf = opened(sources or [])
-    # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
-    hosts = [] if is_loopback(host) else [host, socket.gethostname()]
-
-    def started(port: int) -> None:
-        place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    with bound(host, port) as place:
+        shelf = opened(sources or [])
+        found = place.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
         names = ", ".join(shelf.databases) or "no database"
-        screen.note(f"qkv: serving {names} at {place}; Ctrl-C ends it")
+        # Who asks before the server listens to it waits in the socket's queue.
+        screen.note(f"qkv: serving {names} at {url}; Ctrl-C ends it")
         if browse:
             import webbrowser
 
-            webbrowser.open(place)
-
-    run(app(shelf, access, hosts), host, port, started)
-    return Result({"host": host, "port": port}, lambda: None)
+            webbrowser.open(url)
+        # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
+        hosts = [] if is_loopback(host) else [host, socket.gethostname()]
+        run(app(shelf, access, hosts), place)
+    return Result({"host": host, "port": found}, lambda: None)

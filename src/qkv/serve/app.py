@@ -154,6 +154,8 @@ async def _body(route: Route, request: Request) -> Any:
         raw += chunk
         if len(raw) > most:
             raise Refused(413, f"the body may have at most {most:,} bytes")
+    if not raw and not media:
+        raise Refused(400, "a body is wanted")
     if media in route.raw or route.body is None:
         return bytes(raw)
     try:

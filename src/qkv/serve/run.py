@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,12 +23,27 @@ def check_address(host: str, access: Access) -> None:
         )
 
 
-def run(app: Starlette, host: str, port: int, started: Callable[[int], object]) -> None:
-    """Serve until Ctrl-C or SIGTERM, which let finish what was taken; tell `started` the port."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at the address; port 0 takes a free one.
+
+    >>> with bound("127.0.0.1", 0) as place:
+    ...     place.getsockname()[0]
+    '127.0.0.1'
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=limits.CONNECTIONS)
+    except OSError as error:
+        raise ArgumentError(
+            f"nobody can listen at {host} port {port}: {error.strerror or error}; --port 0 takes a "
+            "free one"
+        ) from None
+
+
+def run(app: Starlette, place: socket.socket) -> None:
+    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
     config = uvicorn.Config(
         app,
-        host,
-        port,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -38,16 +53,4 @@ def run(app: Starlette, host: str, port: int, started: Callable[[int], object]) 
         timeout_graceful_shutdown=LAST,
         ws="none",
     )
-    _Server(config, started).run()
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: Callable[[int], object]):
-        super().__init__(config)
-        self._told = started
-
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        await super().startup(sockets)  # type: ignore[arg-type]
-        if self.started:
-            port = self.servers[0].sockets[0].getsockname()[1]
-            self._told(port)
+    uvicorn.Server(config).run(sockets=[place])

@@ -1,0 +1,244 @@
+"""Every route of /v1 against the same database in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import qkv
+from qkv.answer import jsonable
+from qkv.scores import Gaussian
+from qkv.serve import limits
+from qkv.serve.shelf import Shelf
+from qkv.weightings import TopK
+from tests.serve.conftest import BOOKS, KEYS
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def alike(found: Any, expected: Any) -> None:
+    """The same answer, but for the last digits that a batch of another size may change."""
+    for name, wish in expected.items():
+        if name == "rows":
+            assert len(found["rows"]) == len(wish)
+            for row, other in zip(found["rows"], wish, strict=True):
+                assert (row["key"], row["value"], row["index"]) == (
+                    other["key"],
+                    other["value"],
+                    other["index"],
+                )
+                assert row["weight"] == pytest.approx(other["weight"], rel=1e-4, abs=1e-9)
+        elif isinstance(wish, float):
+            assert found[name] == pytest.approx(wish, rel=1e-4, abs=1e-6), name
+        else:
+            assert found[name] == pytest.approx(wish) if name == "value" else found[name] == wish
+    assert set(found) == set(expected)
+
+
+ASKS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+    ("books", "Ema", {}, {}),
+    ("books", ["Ema", "Ulises"], {"top": 2}, {"top": 2}),
+    ("books", [], {}, {}),
+    ("books", "Emma", {"where": "year > 1900"}, {"where": "year > 1900"}),
+    ("books", "Emma", {"where": {"genre": "poetry"}}, {"where": {"genre": "poetry"}}),
+    (
+        "books",
+        "Emma",
+        {"score": "exact", "weighting": "raw"},
+        {"score": "exact", "weighting": "raw"},
+    ),
+    ("books", "Emma", {"at": 1, "weighting": "topk:2"}, {"weighting": TopK(2)}),
+    ("grades", 3.55, {"score": "gaussian:0.1"}, {"score": Gaussian(0.1)}),
+    ("grades", [3.2, 3.9], {"weighting": "hard"}, {"weighting": "hard"}),
+    ("vectors", KEYS[3].tolist(), {}, {}),
+    ("vectors", KEYS[:4].tolist(), {"score": "cosine:0.2"}, {"score": qkv.scores.Cosine(0.2)}),
+]
+
+
+@pytest.mark.parametrize(("name", "query", "sent", "meant"), ASKS)
+def test_ask(
+    client: TestClient, shelf: Shelf, name: str, query: Any, sent: Any, meant: Any
+) -> None:
+    found = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
+    database = shelf.databases[name].database
+    asked = np.asarray(query) if name == "vectors" else query
+    expected = database.ask(asked, **meant)
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            alike(one, other.to_dict())
+    else:
+        alike(found, expected.to_dict())
+
+
+def test_a_key_of_several_columns_is_a_list(client: TestClient, shelf: Shelf) -> None:
+    database = shelf.databases["places"].database
+    found = post(client, "/v1/databases/places/ask", query=["Li", 1])
+    alike(found, database.ask(("Li", 1)).to_dict())
+    many = post(client, "/v1/databases/places/ask", query=[["Li", 1], ["Hu", 2]])
+    assert [one["value"] for one in many] == ["Mu", "Rachel"]
+    assert client.get('/v1/databases/places/rows/["Hu", 2]').json()["value"] == "Rachel"
+
+
+def test_text_is_read_as_the_keys_are(client: TestClient) -> None:
+    assert post(client, "/v1/databases/grades/ask", query="3.5")["query"] == 3.5
+
+
+def test_attend(client: TestClient, shelf: Shelf) -> None:
+    vectors, grades = (shelf.databases[name].database for name in ("vectors", "grades"))
+    found = post(
+        client, "/v1/databases/vectors/attend", query=KEYS[:3].tolist(), score="gaussian:2"
+    )
+    expected = vectors.attend(KEYS[:3].astype(float), score=Gaussian(2.0))
+    np.testing.assert_allclose(found["value"], expected, rtol=1e-6)
+    one = post(client, "/v1/databases/vectors/attend", query=KEYS[1].tolist())
+    np.testing.assert_allclose(one["value"], vectors.attend(KEYS[1].astype(float)), rtol=1e-6)
+    number = post(client, "/v1/databases/grades/attend", query=3.3, where="gpa < 4")
+    np.testing.assert_allclose(number["value"], grades.attend(3.3, where="gpa < 4"), rtol=1e-6)
+
+
+def test_weights(client: TestClient) -> None:
+    query, key = KEYS[:2].astype(float), KEYS[2:6].astype(float)
+    body = {"query": query.tolist(), "key": key.tolist()}
+    found = post(client, "/v1/weights", **body, score="gaussian:0.5", weighting="sparsemax")
+    expected = qkv.weights(query, key, score=Gaussian(0.5), weighting="sparsemax")
+    np.testing.assert_allclose(found["weights"], expected, rtol=1e-12)
+    mask = [[True, False, False, True]] * 2
+    found = post(client, "/v1/weights", **body, mask=mask)
+    np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask=np.array(mask)))
+    found = post(client, "/v1/weights", **body, mask="causal")
+    np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask="causal"))
+
+
+def test_rows(client: TestClient, shelf: Shelf) -> None:
+    database = shelf.databases["books"].database
+    assert client.get("/v1/databases/books/rows?at=1").json() == {
+        "from": 0,
+        "total": 5,
+        "rows": [dict(zip(BOOKS, row, strict=True)) for row in zip(*BOOKS.values(), strict=True)],
+    }
+    where = "year > 1816"
+    found = client.get(
+        "/v1/databases/books/rows", params={"from": 1, "count": 2, "where": where, "at": 1}
+    ).json()
+    expected = list(database.at(1).rows(where=where, start=1, count=2))
+    assert found == {"from": 1, "total": 4, "rows": expected}
+
+
+def test_write_update_remove_and_look_back(client: TestClient, shelf: Shelf) -> None:
+    database, path = shelf.databases["books"].database, "/v1/databases/books/rows"
+    before = database.version
+    row = {"title": "Middlemarch/1", "genre": "novel", "year": 1871}
+    told = post(client, path, rows=[row])
+    assert told == {"name": "books", "rows": 6, "version": before + 1}
+    assert client.get(f"{path}/Middlemarch/1").json() == {"key": "Middlemarch/1", "value": "novel"}
+    told = post(client, path, rows=[{"title": "Middlemarch/1", "genre": "classic"}], update=True)
+    assert told == {"name": "books", "rows": 6, "version": before + 2, "inserted": 0}
+    assert database["Middlemarch/1"] == "classic"
+    post(client, path, rows=[row])
+    both = client.get(f"{path}/Middlemarch%2F1?all=true").json()
+    assert both == {"key": "Middlemarch/1", "values": ["classic", "novel"]}
+    past = client.get(f"{path}/Middlemarch/1?at={before + 1}").json()
+    assert past["value"] == "novel"
+    told = client.delete(f"{path}/Middlemarch/1").json()
+    assert told == {"removed": 2, "name": "books", "rows": 5, "version": before + 4}
+    found = client.get("/v1/databases/books/versions").json()
+    assert found["versions"] == jsonable(
+        [
+            {n: getattr(v, n) for n in ("number", "time", "what", "added", "removed", "rows")}
+            for v in database.versions()
+        ]
+    )
+
+
+def test_an_absent_key_names_the_nearest(client: TestClient) -> None:
+    for answer in (
+        client.get("/v1/databases/books/rows/Ema"),
+        client.delete("/v1/databases/books/rows/Ema"),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["nearest"][0] == "Emma" and answer.json()["key"] == "Ema"
+
+
+def test_cells_are_read_as_the_columns_are(client: TestClient, shelf: Shelf) -> None:
+    path = "/v1/databases/grades/rows"
+    post(client, path, rows=[{"gpa": "3.8", "salary": "90"}])
+    assert shelf.databases["grades"].database[3.8] == 90
+    assert client.get(f"{path}/3.8").json() == {"key": 3.8, "value": 90}
+    assert client.delete(f"{path}/3.8").status_code == 200
+
+
+def test_rows_come_in_whole_or_not_at_all(client: TestClient, shelf: Shelf) -> None:
+    database = shelf.databases["grades"].database
+    rows = [{"gpa": 2.0, "salary": 50.0}, {"gpa": "much", "salary": 51.0}]
+    answer = client.post("/v1/databases/grades/rows", json={"rows": rows})
+    assert answer.status_code == 422 and "gpa" in answer.json()["error"]
+    assert 2.0 not in database
+
+
+def test_info_and_databases(client: TestClient, shelf: Shelf) -> None:
+    database = shelf.databases["books"].database
+    found = client.get("/v1/databases/books/info").json()
+    about = dict(database.info())
+    del about["path"]
+    assert {name: found[name] for name in about} == jsonable(about)
+    assert found["types"] == {"title": "text", "genre": "text", "year": "number"}
+    assert found["name"] == "books" and found["missing"] == {"title": 0, "genre": 0, "year": 0}
+    listed = client.get("/v1/databases").json()["databases"]
+    assert [one["name"] for one in listed] == ["books", "grades", "vectors", "places"]
+    assert listed[1]["key"] == ["gpa"] and listed[1]["rows"] == 4
+
+
+def test_health_and_metrics(client: TestClient) -> None:
+    assert client.get("/healthz").json()["status"] == "ok"
+    post(client, "/v1/databases/grades/ask", query=[3.1, 3.2, 3.3])
+    text = client.get("/metrics").text
+    assert 'qkv_requests_total{method="POST",route="/v1/databases/{name}/ask",status="200"}' in text
+    assert 'qkv_batch_queries_count{database="grades"}' in text
+
+
+def test_a_table_in_memory_is_not_written(client: TestClient) -> None:
+    answer = client.post("/v1/databases/places/rows", json={"rows": [{"name": "a", "number": 1}]})
+    assert answer.status_code == 409 and "in memory" in answer.json()["error"]
+
+
+def test_an_upload_is_asked_by_other_columns_and_forgotten(client: TestClient) -> None:
+    csv = b"name,major,year\nAnn,art,1\nBo,law,2\n"
+    told = client.post(
+        "/v1/databases?name=students&format=csv&key=name&value=major",
+        content=csv,
+        headers={"content-type": "text/csv"},
+    ).json()
+    assert (told["rows"], told["value"], told["uploaded"]) == (2, ["major"], True)
+    assert post(client, "/v1/databases/students/ask", query="Bo")["value"] == "law"
+    told = post(client, "/page/call/columns", database="students", key=["major"], value=["name"])
+    assert told["result"]["key"] == ["major"]
+    assert post(client, "/v1/databases/students/ask", query="art")["value"] == "Ann"
+    assert client.delete("/v1/databases/students").json() == {"name": "students"}
+    assert client.get("/v1/databases/students/info").status_code == 404
+
+
+def test_an_upload_takes_no_served_name_and_the_shelf_is_finite(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def upload(name: str, content: bytes = b"a,b\n1,2\n") -> Any:
+        head = {"content-type": "text/csv"}
+        path = f"/v1/databases?name={name}&format=csv"
+        return client.post(path, content=content, headers=head)
+
+    assert upload("books").status_code == 409
+    assert client.delete("/v1/databases/books").status_code == 409
+    answer = upload("broken", b"")
+    assert answer.status_code == 422 and "/" not in answer.json()["error"]
+    monkeypatch.setattr(limits, "UPLOADS", 1)
+    assert upload("one").status_code == 200 and upload("one").status_code == 200
+    answer = upload("two")
+    assert answer.status_code == 409 and "the limit" in answer.json()["error"]
+    assert client.delete("/v1/databases/one").status_code == 200

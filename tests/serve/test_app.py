@@ -1,0 +1,160 @@
+"""What a request may ask for, and how it is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import qkv
+from qkv.database.faults import Damaged
+from qkv.errors import ArgumentError
+from qkv.serve import api, limits
+from qkv.serve.shelf import Shelf, opened
+
+ASK = "/v1/databases/books/ask"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({}, 400, "must have 'query'"),
+        ([], 400, "must be an object"),
+        ({"query": "x", "tap": 1}, 400, "did you mean 'top'"),
+        ({"query": "x", "top": limits.TOP + 1}, 400, "top must be at most 1,000"),
+        ({"query": "x", "top": 1.5}, 400, "top must be an integer"),
+        ({"query": "x", "top": True}, 400, "top must be an integer"),
+        ({"query": "x", "where": 3}, 400, "where must be"),
+        ({"query": "x", "where": "1" * 10_001}, 400, "at most 10,000 characters"),
+        ({"query": "x", "where": "import os"}, 422, "where"),
+        ({"query": "x", "where": "nix == 1"}, 422, "nix"),
+        ({"query": "x", "score": "gausian"}, 422, "gaussian"),
+        ({"query": "x", "weighting": "topk"}, 422, "topk:3"),
+        ({"query": "x", "at": 99}, 404, "version 99"),
+        ({"query": 3}, 422, "must be text"),
+        ({"query": "\ud800"}, 422, "lone surrogate"),
+        ({"query": ["x"] * (limits.QUERIES + 1)}, 413, "at most 1,024"),
+    ],
+)
+def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, told: str) -> None:
+    answer = client.post(ASK, content=json.dumps(body), headers=JSON)
+    assert answer.status_code == status, answer.text
+    assert told in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{", "not JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b'{"query": NaN}', "NaN is no number"),
+        (b'{"query": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"query": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -> None:
+    answer = client.post(ASK, content=content, headers=JSON)
+    assert answer.status_code == 400 and told in answer.json()["error"]
+
+
+def test_a_body_of_another_type(client: TestClient) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        answer = client.post(ASK, content=b"{}", headers={"content-type": kind})
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_body_that_is_too_large(client: TestClient, told: bool) -> None:
+    """With its length told beforehand, and without."""
+    content: Any = b" " * (limits.BODY + 1)
+    answer = client.post(ASK, content=content if told else iter([content]), headers=JSON)
+    assert answer.status_code == 413 and "16,777,216 bytes" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("count=x", "count must be an integer"),
+        ("count=10001", "at most 10,000"),
+        ("from=-1", "at least 0"),
+        ("from=1&from=2", "came twice"),
+        ("form=1", "did you mean 'from'"),
+    ],
+)
+def test_a_parameter_that_does_not_fit(client: TestClient, query: str, told: str) -> None:
+    answer = client.get(f"/v1/databases/books/rows?{query}")
+    assert answer.status_code == 400 and told in answer.json()["error"]
+
+
+def test_rows_and_weights_are_limited(client: TestClient) -> None:
+    rows = [{"title": "x", "genre": "y"}] * (limits.ROWS + 1)
+    answer = client.post("/v1/databases/books/rows", json={"rows": rows})
+    assert answer.status_code == 400 and "10,000" in answer.json()["error"]
+    body = {"query": [[1.0]] * 1025, "key": [[1.0]] * 1024}
+    answer = client.post("/v1/weights", json=body)
+    assert answer.status_code == 413 and "1,048,576" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "name", ["nix", "..", "books.qkv", "%2e%2e%2fbooks", "..%2F..%2Fetc", "books%00", "%ff"]
+)
+def test_a_name_is_never_a_path(client: TestClient, name: str) -> None:
+    answer = client.get(f"/v1/databases/{name}/info")
+    assert answer.status_code == 404 and "error" in answer.json()
+
+
+def test_other_paths_and_methods(client: TestClient) -> None:
+    assert client.get("/nix").json() == {"error": "there is nothing at this path"}
+    answer = client.put("/v1/databases/books/rows", json={})
+    assert answer.status_code == 405 and "PUT" in answer.json()["error"]
+    assert {"GET", "POST"} <= set(answer.headers["allow"].split(", "))
+
+
+def test_what_takes_too_long(
+    client: TestClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    kept = shelf.databases["grades"]
+    monkeypatch.setattr(kept.database, "ask", lambda *_, **__: time.sleep(0.3), raising=False)
+    answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
+    assert answer.status_code == 503 and "0.05 seconds" in answer.json()["error"]
+
+
+def test_a_bug_tells_nothing(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("/secret/place")
+
+    monkeypatch.setattr(shelf.databases["grades"].database, "ask", broken, raising=False)
+    answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
+    assert answer.status_code == 500 and "secret" not in answer.text
+
+
+def test_a_damaged_file_is_told(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise Damaged("rows-1.safetensors is cut short")
+
+    monkeypatch.setattr(shelf.databases["grades"].database, "ask", broken, raising=False)
+    answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
+    assert answer.status_code == 500 and "cut short" in answer.json()["error"]
+
+
+def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path) -> None:
+    for folder, name in (("a", "names.qkv"), ("b", "names.qkv"), ("c", "my names.qkv")):
+        with qkv.open(tmp_path / folder / name) as database:
+            database.add("Li", "Mu")
+    with pytest.raises(ArgumentError, match="taken"):
+        opened([tmp_path / "a/names.qkv", tmp_path / "b/names.qkv"])
+    with pytest.raises(ArgumentError, match="letters, digits"):
+        opened([tmp_path / "c/my names.qkv"])
+    with pytest.raises(qkv.QkvError, match="does not exist"):
+        opened([tmp_path / "nix.qkv"])
+
+
+def test_every_route_is_named_once() -> None:
+    assert len({(route.method, route.path) for route in api.ROUTES}) == len(api.ROUTES)

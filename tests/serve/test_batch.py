@@ -1,0 +1,103 @@
+"""Asks that come together are answered together, and each by itself where one is wrong."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from qkv.serve import limits
+from qkv.serve.batch import Batches
+from qkv.serve.shelf import Shelf
+from tests.serve.conftest import KEYS
+
+
+class Slow:
+    """Answers by upper case; the first batch waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.seen: list[tuple[Any, list[Any]]] = []
+
+    def __call__(self, how: Any, asked: list[Any]) -> list[Any]:
+        self.seen.append((how, asked))
+        self.begun.set()
+        self.go.wait(10)
+        return [one.upper() if one != "bad" else ValueError(one) for one in asked]
+
+
+def test_those_that_wait_make_the_next_batch() -> None:
+    slow = Slow()
+    batches = Batches(slow)
+    first = batches.ask("x", "a")
+    slow.begun.wait(10)
+    rest = [
+        batches.ask(how, one) for how, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
+    ]
+    slow.go.set()
+    assert first.result(10) == "A"
+    assert [f.result(10) for f in (rest[0], rest[1], rest[3])] == ["B", "C", "D"]
+    with pytest.raises(ValueError, match="bad"):
+        rest[2].result(10)
+    assert slow.seen == [("x", ["a"]), ("x", ["b", "bad", "d"]), ("y", ["c"])]
+    batches.close()
+
+
+def test_a_batch_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "QUERIES", 3)
+    slow = Slow()
+    batches = Batches(slow)
+    found = [batches.ask("x", "a")]
+    slow.begun.wait(10)
+    found += [batches.ask("x", one, size) for one, size in (("b", 2), ("c", 2), ("d", 1))]
+    slow.go.set()
+    assert [f.result(10) for f in found] == ["A", "B", "C", "D"]
+    assert [asked for _, asked in slow.seen] == [["a"], ["b"], ["c", "d"]]
+    batches.close()
+
+
+def test_a_failure_is_everyones_and_the_next_goes_on() -> None:
+    def broken(how: Any, asked: list[Any]) -> list[Any]:
+        raise MemoryError
+
+    batches = Batches(broken)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            batches.ask("x", "a").result(10)
+    batches.close()
+
+
+def test_one_that_was_given_up_is_not_computed() -> None:
+    slow = Slow()
+    batches = Batches(slow)
+    first = batches.ask("x", "a")
+    slow.begun.wait(10)
+    given_up, kept = batches.ask("x", "b"), batches.ask("x", "c")
+    assert given_up.cancel()
+    slow.go.set()
+    assert (first.result(10), kept.result(10)) == ("A", "C")
+    assert slow.seen[1] == ("x", ["c"])
+    batches.close()
+
+
+def test_many_at_a_time_get_each_its_own(client: TestClient, shelf: Shelf) -> None:
+    """48 asks from 16 threads, one in six of them wrong: the answers are those of one by one."""
+    database = shelf.databases["vectors"].database
+
+    def ask(i: int) -> Any:
+        query = KEYS[i % 30].tolist() if i % 6 else [1.0, 2.0]
+        return client.post("/v1/databases/vectors/ask", json={"query": query, "top": 1 + i % 2})
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(48)))
+    for i, answer in enumerate(answers):
+        if i % 6 == 0:
+            assert answer.status_code == 422 and "vectors of 5" in answer.json()["error"]
+            continue
+        expected = database.ask(KEYS[i % 30].astype(float), top=1 + i % 2)
+        np.testing.assert_allclose(answer.json()["value"], expected.value, rtol=1e-5)
+        assert [row["index"] for row in answer.json()["rows"]] == [r.index for r in expected.rows]

@@ -1,0 +1,76 @@
+"""The checker of bodies against the jsonschema package, on the schemas that are served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.serve import api, fit, inference, page
+from qkv.serve.fit import fault
+
+BODIES = {
+    route.path: route.body
+    for route in (*api.ROUTES, *page.ROUTES, *inference.ROUTES)
+    if route.body is not None
+}
+NAMES = sorted({name for body in BODIES.values() for name in body.get("properties", {})})
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2000)
+    | st.sampled_from([0.0, 1.0, 2.5, -1.0, 1e300])
+    | st.sampled_from(["", "x", "softmax", "a" * 65, "a.b", "../b"])
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@given(data=st.data())
+def test_it_says_what_jsonschema_says(path: str, data: st.DataObject) -> None:
+    schema = BODIES[path]
+    known = schema.get("properties", {})
+    body = data.draw(
+        st.fixed_dictionaries(
+            dict.fromkeys(schema.get("required", ()), JSON),
+            optional={name: JSON for name in known if name not in schema.get("required", ())},
+        )
+        | JSON
+    )
+    valid = jsonschema.Draft202012Validator(schema).is_valid(body)
+    assert (fault(body, schema) is None) == valid, fault(body, schema)
+
+
+@pytest.mark.parametrize(
+    ("x", "schema", "told"),
+    [
+        (3, {"type": "string"}, "x must be a string, not 3"),
+        ("z", {"enum": ["abc", "xyz"]}, "unknown x 'z'"),
+        ([1, "a"], {"type": "array", "items": {"type": "integer"}}, "x[1] must be an integer"),
+        ({"a": {"b": 1}}, {"properties": {"a": {"properties": {"b": {"minimum": 2}}}}}, "x.a.b"),
+        ({"b": 1}, {"properties": {"a": {}}, "additionalProperties": False}, "Known: a"),
+        ({}, {"required": ["a"]}, "x must have 'a'"),
+        (1, {"anyOf": [{"type": "string"}, {"type": "null"}]}, "x must be a string or null"),
+        ("a/b", {"pattern": "^[a-z]+$"}, "of the form"),
+    ],
+)
+def test_it_names_the_place(x: Any, schema: fit.Schema, told: str) -> None:
+    found = fault(x, schema, "x")
+    assert found is not None and told in found
+
+
+def test_a_parameter_is_read_as_its_type() -> None:
+    integer = {"type": "integer"}
+    for text in ("", "1.0", "+1", "01", "1_0", " 1", "٣", "9" * 30):
+        assert fit.read(text, integer) == text
+    assert fit.read("-7", integer) == -7
+    assert fit.read("True", {"type": "boolean"}) == "True"

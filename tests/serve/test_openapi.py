@@ -1,0 +1,95 @@
+"""The description: what schemathesis makes of it is answered as it says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+from schemathesis.config._checks import NegativeDataRejectionConfig, PositiveDataAcceptanceConfig
+from schemathesis.engine import events, from_schema
+from starlette.testclient import TestClient
+
+from qkv.serve.app import app
+from qkv.serve.guard import Access
+from tests.serve.conftest import shelved
+
+TOKEN = "a-token-that-writes"
+CASES = 2000
+
+
+def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> None:
+    """All checks of schemathesis on every route, in-process; two are told what statuses mean here:
+    400 and 415 for what does not fit the description and nothing else, 422 for what fits it and
+    has no meaning."""
+    shelf, seen = shelved(tmp_path), Counter[int]()
+    inner = app(shelf, Access(TOKEN, "a-token-that-reads"), hosts=["testserver"])
+
+    async def lasting(scope: Any, receive: Any, send: Any) -> None:
+        """The app, which schemathesis starts and ends for every case, as one that stays."""
+        if scope["type"] == "lifespan":
+            for what in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{what}.complete"})
+            return
+
+        async def sent(message: Any) -> None:
+            seen[message.get("status", 0)] += message["type"] == "http.response.start"
+            await send(message)
+
+        await inner(scope, receive, sent)
+
+    caplog.set_level(logging.CRITICAL, "qkv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, of other packages
+        schema = schemathesis.openapi.from_asgi("/openapi.json", lasting)
+        how = schema.config
+        how.update(headers={"Authorization": f"Bearer {TOKEN}"})
+        how.generation.update(max_examples=70, deterministic=True)
+        how.continue_on_failure = True
+        how.checks.positive_data_acceptance = PositiveDataAcceptanceConfig(
+            expected_statuses=["2xx", "403", "404", "409", "413", "422"]
+        )
+        how.checks.negative_data_rejection = NegativeDataRejectionConfig(
+            expected_statuses=["400", "401", "404", "405", "415"]
+        )
+        faults = [fault for event in from_schema(schema).execute() for fault in _faults(event)]
+    shelf.close()
+    assert not faults, "\n\n".join(faults[:5])
+    assert sum(seen.values()) >= CASES, seen
+    assert {200, 400, 401, 404, 405, 409, 415, 422} <= set(seen)
+    assert max(seen) < 500, seen
+
+
+def _faults(event: Any) -> list[str]:
+    if isinstance(event, events.NonFatalError):
+        return [f"{event.label}: {event.value}"]
+    if isinstance(event, events.FatalError):
+        return [str(event.exception)]
+    if not isinstance(event, events.ScenarioFinished):
+        return []
+    return [
+        f"{check.name}: {check.failure_info.failure.message}\n{check.failure_info.code_sample}"
+        for checks in event.recorder.checks.values()
+        for check in checks
+        if check.failure_info is not None
+    ]
+
+
+def test_it_is_written_from_the_routes(client: TestClient) -> None:
+    told = client.get("/openapi.json").json()
+    assert told["openapi"] == "3.1.0"
+    ask = told["paths"]["/v1/databases/{name}/ask"]["post"]
+    body = ask["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert told["components"]["schemas"][body.rpartition("/")[2]]["properties"]["top"] == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 1000,
+    }
+    names = ask["parameters"][0]["schema"]["enum"]
+    assert names == ["books", "grades", "vectors", "places"]
+    each = [way["operationId"] for path in told["paths"].values() for way in path.values()]
+    assert len(each) == len(set(each))

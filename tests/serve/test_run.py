@@ -1,0 +1,122 @@
+"""The server as a process: how it begins, how it ends, and what outlives it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import qkv
+from tests.cli.run import run
+from tests.serve.process import serving
+
+
+def sent(url: str, path: str, **body: Any) -> Any:
+    """The status and the answer of one POST, on a connection of its own."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    head = {"content-type": "application/json"}
+    connection.request("POST", path, json.dumps(body), head)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> Path:
+    with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
+        database.add(["Li", "Hu"], ["Mu", "Rachel"])
+    return tmp_path / "names.qkv"
+
+
+def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:
+    """Four writers and two readers; the server is killed after a while, amid writes."""
+    acknowledged: list[str] = []
+    unanswered: list[str] = []
+
+    def write(who: int, url: str) -> None:
+        for i in range(10_000):
+            key = f"{who}-{i}"
+            try:
+                status, _ = sent(url, path, rows=[{"key": key, "value": str(i)}])
+            except (OSError, http.client.HTTPException, ValueError):
+                unanswered.append(key)
+                return
+            assert status == 200
+            acknowledged.append(key)
+
+    def read(url: str) -> None:
+        while not unanswered:
+            try:
+                sent(url, "/v1/databases/names/ask", query="Li")
+            except (OSError, http.client.HTTPException, ValueError):
+                return
+
+    path = "/v1/databases/names/rows"
+    with serving(names, "--write") as (url, server):
+        threads = [threading.Thread(target=write, args=(i, url)) for i in range(4)]
+        threads += [threading.Thread(target=read, args=(url,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 60
+        while len(acknowledged) < 40 and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+    assert len(acknowledged) >= 40
+    with qkv.open(names, create=False) as database:
+        kept = set(database)
+        assert set(acknowledged) <= kept
+        assert kept <= {"Li", "Hu", *acknowledged, *unanswered}
+        assert database["0-0"] == "0" and database.ask("0-0").value == "0"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_taken_is_finished(names: Path, how: signal.Signals) -> None:
+    """A request whose body is still coming when the signal comes is answered, and kept."""
+    with serving(names, "--write") as (url, server):
+        place = urlsplit(url)
+        body = json.dumps({"rows": [{"key": "Smola", "value": "Alex"}]}).encode()
+        connection = http.client.HTTPConnection(place.netloc, timeout=30)
+        connection.putrequest("POST", "/v1/databases/names/rows")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(len(body)))
+        connection.endheaders(body[:10])
+        sent(url, "/v1/databases/names/ask", query="Li")  # by now the other has been taken
+        server.send_signal(how)
+        time.sleep(0.3)
+        connection.send(body[10:])
+        answer = connection.getresponse()
+        assert answer.status == 200 and json.loads(answer.read())["rows"] == 3
+        connection.close()
+        assert server.wait(30) in (-how, 130)
+    with qkv.open(names, create=False) as database:
+        assert database["Smola"] == "Alex"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--host", "0.0.0.0"], "give a --token"),
+        (["--token", "short"], "at least 16 visible characters"),
+        (["nix.qkv"], "nix.qkv does not exist"),
+    ],
+)
+def test_it_does_not_begin(tmp_path: Path, arguments: list[str], told: str) -> None:
+    code, out, err = run("serve", *arguments, cwd=tmp_path)
+    assert (code, out) == (2, "") and told in err and len(err.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_one_line(names: Path) -> None:
+    with serving(names) as (url, _):
+        code, _, err = run("serve", "--port", str(urlsplit(url).port))
+    assert code == 2 and "in use" in err and len(err.splitlines()) == 1
