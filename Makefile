@@ -48,7 +48,7 @@ apt = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); } \
 	|| { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench clean
+.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench screenshots clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -95,6 +95,9 @@ page: frontend/node_modules/.installed ## Check and bundle frontend/ into the pa
 
 browser: ## Find a Chromium, or install one
 	@command -v chromium chromium-browser google-chrome >/dev/null || $(call apt,chromium)
+
+screenshots: env browser ## Take pictures of the page's views, light and dark, into docs/pictures
+	@$(BIN)/python -m tools.screenshots
 
 test: env env-mxnet browser ## Run every check below and count
 	@rm -rf $(RESULTS); failed=; \

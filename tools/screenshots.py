@@ -1,0 +1,82 @@
+"""Take pictures of each view of the page, light and dark, into docs/pictures/page-*.png.
+
+python -m tools.screenshots [VIEW …]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from qkv.cli.heads import look
+from qkv.page import to_html
+from qkv.page.heads import heads
+from tests.browser import FLAGS, chromium
+from tests.serve.process import serving
+from tools.pictures import FOLDER, SENTENCE, shrink
+
+BOOKS = "examples/data/books.csv"
+WIDE, MOST_HIGH = 1280, 1000
+
+
+def _head(page: Any) -> None:
+    page.get_by_test_id("head-2-3").click()
+
+
+HANDS: dict[str, Callable[[Any], None]] = {
+    "database": lambda page: None,
+    "sentence": lambda page: None,
+    "regression": lambda page: None,
+    "scores": lambda page: None,
+    "model": _head,
+    "data": lambda page: None,
+}
+"""What is done in each view before its picture is taken."""
+
+
+def written(folder: Path) -> str:
+    """The address of one file with every view that needs no server."""
+    seen = look(SENTENCE, (2, 3))
+    names = [f"layer {i}" for i in range(len(seen.alpha))]
+    shown: list[Any] = [
+        {"view": "database", "data": {"examples": True}},
+        {"view": "sentence"},
+        {"view": "regression"},
+        {"view": "scores"},
+        heads(seen.alpha, names, labels=seen.words),
+    ]
+    to_html(shown, folder / "page.html", title="qkv")
+    return (folder / "page.html").as_uri()
+
+
+def main(wanted: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
+        folder = Path(name)
+        browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
+        file = written(folder)
+        with serving(BOOKS) as (server, _):
+            for view, act in HANDS.items():
+                for scheme in ("light", "dark") if not wanted or view in wanted else ():
+                    page = browser.new_page(
+                        viewport={"width": WIDE, "height": 800},
+                        color_scheme=scheme,  # type: ignore[arg-type]
+                        reduced_motion="reduce",
+                    )
+                    page.goto(server if view == "data" else file)
+                    page.get_by_test_id(f"tab-{view}").click()
+                    page.get_by_test_id(f"view-{view}").wait_for()
+                    act(page)
+                    page.wait_for_timeout(600)
+                    height = page.evaluate("document.documentElement.scrollHeight")
+                    page.set_viewport_size({"width": WIDE, "height": min(height, MOST_HIGH)})
+                    shrink(page.screenshot(), FOLDER / f"page-{view}-{scheme}.png")
+                    page.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
