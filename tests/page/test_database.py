@@ -1,5 +1,6 @@
 """The view of a database: examples, choices and edits, against Python's own numbers."""
 
+import base64
 import csv
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ import pytest
 import qkv
 from qkv import Database, scores, weightings
 from qkv.page import to_html
+from qkv.page.calls import call
+from qkv.page.file import module
+from qkv.page.pack import pack
+from qkv.page.views import views
 from tests.page.test_file import number, weights
 
 ROOT = Path(__file__).parents[2]
@@ -186,3 +191,77 @@ def test_a_text_encoder_lives_in_python_and_the_file_says_so(page: Any, tmp_path
     page.get_by_test_id("query").fill("Lee")
     assert page.get_by_test_id("note").is_hidden()
     shown_as(page, D, "Lee")
+
+
+LIVE = """
+async ([source, views]) => {
+  const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
+  const { boot, unpack } = await import(url);
+  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const opened = ({ result, buffers }) => unpack(result, buffers.map(bytes));
+  const backend = {
+    async call(name, args) {
+      const told = await python(name, args);
+      if (told.error) throw new Error(told.error);
+      return opened(told);
+    },
+  };
+  document.body.append(document.createElement("main"));
+  boot(document.querySelector("main"), { views: opened(views), backend, host: "server" });
+}
+"""
+
+
+@pytest.fixture
+def live(page: Any) -> Any:
+    """Views with Python behind them; `databases` are those that a call may name."""
+
+    def wire(x: Any) -> dict[str, Any]:
+        result, buffers = pack(x)
+        return {"result": result, "buffers": [base64.b64encode(b).decode() for b in buffers]}
+
+    def start(shown: Any, databases: dict[str, Any]) -> list[str]:
+        asked: list[str] = []
+
+        def python(name: str, args: Any) -> Any:
+            asked.append(name)
+            try:
+                return wire(call(name, args, databases))
+            except qkv.QkvError as error:
+                return {"error": str(error)}
+
+        page.expose_function("python", python)
+        page.evaluate(LIVE, [module(), wire(views(shown))])
+        return asked
+
+    return start
+
+
+def test_what_was_typed_is_encoded_by_python(page: Any, live: Any) -> None:
+    D: Any = Database({"Li": "Mu", "Hu": "Rachel", "Smola": "Alex"}, encoder="text")
+    asked = live(D.ask("Lee"), {})
+    shown_as(page, D, "Lee")
+    page.get_by_test_id("query").fill("Schmola")
+    page.get_by_test_id("note").wait_for(state="hidden")
+    shown_as(page, D, "Schmola")
+    page.get_by_test_id("row-1-key").fill("Hung")
+    page.get_by_test_id("note").wait_for(state="hidden")
+    shown_as(page, Database(rows_of(page), encoder="text"), "Schmola")
+    assert set(asked) == {"encode"}
+
+
+def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: Any) -> None:
+    keys = [f"{a} {b}" for a in ("red", "blue", "old", "new") for b in "abcdefghijklmnopqrst"]
+    D: Any = Database([(key, key.upper()) for key in keys])
+    [descriptor] = views(D)
+    descriptor["data"]["database"] = "mine"
+    live(descriptor, {"mine": D})
+    page.get_by_test_id("query").fill("blew c")
+    page.get_by_test_id("note").wait_for(state="hidden")
+    shown_as(page, D, "blew c")
+
+
+@pytest.mark.parametrize("name", ["os:system", "nothing"])
+def test_only_encoders_that_have_a_name_are_made(name: str) -> None:
+    with pytest.raises(qkv.QkvError, match="encoder"):
+        call("encode", {"encoder": name, "keys": ["a"], "query": "a"}, {})

@@ -132,9 +132,8 @@ def shown(shelf: Shelf) -> list[dict[str, Any]]:
 
 
 def _view(name: str, database: Database) -> list[dict[str, Any]]:
-    first = next(iter(database), None)
-    found = [] if first is None else views(database.ask(first))
-    return [{**view, "title": name} for view in found]
+    found = views(database)
+    return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in found]
 
 
 def upload(shelf: Shelf, given: Given) -> Any:
