@@ -26,8 +26,9 @@ export function around(numbers: number[], more = 0.06): Range {
   return { low: low - room, high: high + room };
 }
 
-export function told(x: number): string {
-  return String(x).replace("-", "−");
+/** A round number as it is written on an axis. */
+export function said(x: number): string {
+  return String(Number(x.toPrecision(4))).replace("-", "−");
 }
 
 export interface Frame {
@@ -73,14 +74,14 @@ export function axes(of: Frame, x: Range, y: Range, names: { x: string; y: strin
     const at = of.x(value);
     out.push(
       s("line", { class: "grid", x1: at, x2: at, y1: of.top, y2: of.bottom }),
-      s("text", { class: "tick", x: at, y: of.bottom + 17, "text-anchor": "middle" }, told(value)),
+      s("text", { class: "tick", x: at, y: of.bottom + 17, "text-anchor": "middle" }, said(value)),
     );
   }
   for (const value of ticks(y, (of.bottom - of.top) / 50)) {
     const at = of.y(value);
     out.push(
       s("line", { class: "grid", x1: of.left, x2: of.right, y1: at, y2: at }),
-      s("text", { class: "tick", x: of.left - 8, y: at + 4, "text-anchor": "end" }, told(value)),
+      s("text", { class: "tick", x: of.left - 8, y: at + 4, "text-anchor": "end" }, said(value)),
     );
   }
   out.push(
