@@ -248,13 +248,15 @@ def entropy(weights: Any) -> Entropy:
     >>> entropy(alpha[None]).entropy.round(2)
     array([[1.39, 0.  ]])
     """
-    alpha = whole(weights).astype(np.float64)
-    logs = np.log(alpha, where=alpha > 0, out=np.zeros_like(alpha))
-    each = -(alpha * logs).sum(-1)
-    looks = alpha.sum(-1) > 0
-    count = looks.sum(-1)
-    mean = np.where(looks, each, 0).sum(-1) / np.maximum(count, 1)
-    return Entropy(np.where(count, mean, np.nan), float(np.log(alpha.shape[-1])))
+    alpha = whole(weights)
+    found = np.full(alpha.shape[:2], np.nan)
+    for at in np.ndindex(found.shape):
+        rows = alpha[at].astype(np.float64)
+        rows = rows[rows.sum(-1) > 0]
+        if len(rows):
+            logs = np.log(rows, where=rows > 0, out=np.zeros_like(rows))
+            found[at] = -(rows * logs).sum(-1).mean()
+    return Entropy(found, float(np.log(alpha.shape[-1])))
 
 
 def grid(matrices: Any, argument: str = "matrices", shapes: Mapping[int, str] = MATRICES) -> Matrix:

@@ -90,6 +90,6 @@ def entropy(weights: Any) -> Figure:
 def _panel(layers: int, count: int, cell: float, lines: int) -> tuple[Figure, Axes]:
     """A figure that so many cells fill, with so many lines above."""
     width, height = LABELS
-    size = max(2.6, count * cell + width), layers * cell + height + 0.15 * lines
+    size = max(3.0, count * cell + width), layers * cell + height + 0.15 * lines
     figure = style.blank(size, "compressed")
     return figure, figure.subplots()
