@@ -255,7 +255,7 @@ def entropy(weights: Any) -> Entropy:
         rows = rows[rows.sum(-1) > 0]
         if len(rows):
             logs = np.log(rows, where=rows > 0, out=np.zeros_like(rows))
-            found[at] = -(rows * logs).sum(-1).mean()
+            found[at] = 0.0 - (rows * logs).sum(-1).mean()
     return Entropy(found, float(np.log(alpha.shape[-1])))
 
 
