@@ -229,6 +229,27 @@ def test_unique_names_the_position(make):
     assert s.version == 1 and whole(s.at()) == expected(range(2))
 
 
+def test_files_that_are_written_aside_go_where_the_rows_are_refused(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    class Slow(shelf.Files):
+        def write(self, path, chunks):
+            begun.set()
+            time.sleep(0.05)
+            super().write(path, chunks)
+
+    digests = [b"%d" % i for i in range(sizes.RESTING_ROWS)] + [b"7"]
+    tensors = {"key": np.zeros((len(digests), 2))}
+    with Store(tmp_path, files=Slow()) as s:
+        with pytest.raises(DuplicateKey):
+            s.commit(records=["r"] * len(digests), digests=digests, tensors=tensors, unique=True)
+        assert begun.is_set() and not list(tmp_path.glob("*.safetensors*"))
+        assert s.version == 0 and len(s.at()) == 0
+        digests[-1] = b"new"
+        s.commit(records=["r"] * len(digests), digests=digests, tensors=tensors, unique=True)
+        assert len(s.at()) == len(digests)
+
+
 def test_bad_input_changes_nothing(make):
     s = make()
     add(s, 2)

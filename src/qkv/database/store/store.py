@@ -217,17 +217,14 @@ class Store:
             resting = desk.resting + len(records)
             full = bool(records) and not rests(layout, resting)
             absorbed: list[Entry] = []
+            rows: list[Segment] = []
             if full:
                 assert layout is not None
-                new = Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted)
-                absorbed, before = gather(catalogue, self._shelf, edition.generation, layout)
-                draft.segments(layout, [*before, new])
+                absorbed, rows = gather(catalogue, self._shelf, edition.generation, layout)
+                rows.append(Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted))
                 resting = 0
-            if arrays:
-                draft.fix(arrays)
-            draft.settle()
 
-            with catalogue.transaction():
+            with draft.aside(layout, rows, arrays), catalogue.transaction():
                 ledger.bury(catalogue, gone, edition.number + 1)
                 if unique:
                     ledger.distinct(catalogue, digests, look=bool(edition.rows))
@@ -239,6 +236,7 @@ class Store:
                 elif records and layout is not None:
                     ledger.rest(catalogue, edition.generation, ids, layout.pack(fitted, len(ids)))
                 ledger.discard(catalogue, absorbed)
+                draft.settle()
                 draft.enter(catalogue)
                 newest = Edition(
                     number=edition.number + 1,
