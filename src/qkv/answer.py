@@ -285,7 +285,8 @@ def bar(weight: float, width: int = BAR) -> str:
 def jsonable(x: Any) -> Any:
     """Anything a database holds as what JSON has: arrays as lists, the rest as text."""
     if isinstance(x, np.ndarray):
-        return jsonable(x.tolist())
+        plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
+        return x.tolist() if plain else jsonable(x.tolist())
     if isinstance(x, np.generic):
         return jsonable(x.item())
     if isinstance(x, float) and not math.isfinite(x):

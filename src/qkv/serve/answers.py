@@ -31,7 +31,7 @@ def written(found: Any, status: int = 200, *, exactly: bool = False) -> Response
     if exactly:
         return Response(wire.dumps(found), status, media_type=wire.CELLS)
     try:
-        text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(found, allow_nan=False, separators=(",", ":"), default=jsonable)
     except (TypeError, ValueError):
         text = json.dumps(jsonable(found), separators=(",", ":"))
     return Response(text, status, media_type="application/json")
