@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from qkv.errors import ArgumentError
+from qkv.page.sentence import farthest, quiet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +58,7 @@ def look(sentence: str, wish: tuple[int, int] | None) -> Seen:
     """What the model weighs while it reads; without a wish, the head that looks farthest."""
     from qkv.database.encoders import Sentences
 
-    with _quiet():
+    with quiet():
         model = Sentences().loaded()
     from qkv.transformers import capture
 
@@ -68,30 +67,4 @@ def look(sentence: str, wish: tuple[int, int] | None) -> Seen:
         reader(**tokenizer(sentence, return_tensors="pt"))
     told = seen.words(tokenizer, sentence)
     alpha = told.weights
-    return Seen(told.labels or [], alpha, *(wish or farthest(alpha)))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars that others draw for a moment's work."""
-    try:
-        from transformers.utils import logging
-    except ImportError:  # whoever needs it says so
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
-
-
-def farthest(alpha: Weights) -> tuple[int, int]:
-    """The head whose words look most at one word that is no neighbour, and no mark at an end."""
-    import numpy as np
-
-    at = np.arange(alpha.shape[-1])
-    far = abs(at[:, None] - at) > 1
-    far[[0, -1]] = far[:, [0, -1]] = False
-    layer, head = divmod(int((alpha * far).max(-1).sum(-1).argmax()), alpha.shape[1])
-    return layer, head
+    return Seen(told.labels or [], alpha, *(wish or divmod(farthest(alpha), HEADS)))

@@ -10,7 +10,7 @@ from qkv.answer import Answer
 from qkv.database import Database, encoders
 from qkv.database.encoding import kept
 from qkv.errors import ArgumentError, unknown
-from qkv.page import tables
+from qkv.page import sentence, tables
 from qkv.page.views import named
 
 Args = Mapping[str, Any]
@@ -49,6 +49,7 @@ CALLS: dict[str, Callable[[Args, Databases], Any]] = {
     "ask": ask,
     "encode": encode,
     "databases": tables.databases,
+    "sentence": sentence.call,
     "versions": tables.versions,
     "upload": tables.upload,
     "columns": tables.columns,

@@ -1,0 +1,129 @@
+"""A sentence as the bundled MiniLM reads it: X, Q, K, V and the weights of every head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+
+MOST = 128
+"""Tokens of a sentence that is read."""
+
+
+def sentence(text: str, *, model: bool = False) -> dict[str, Any]:
+    """The view of a sentence; with `model`, as MiniLM reads it, else by the page's own heads.
+
+    >>> sentence("I like NLP, a lot!")
+    {'view': 'sentence', 'title': 'Sentence', 'data': {'text': 'I like NLP, a lot!'}}
+    """
+    data: dict[str, Any] = {"text": text}
+    if model:
+        data["read"] = read(text)
+    return {"view": "sentence", "title": "Sentence", "data": data}
+
+
+def call(args: Mapping[str, Any], _: Any) -> dict[str, Any]:
+    """`read` of the page's text."""
+    return read(str(args["text"]))
+
+
+def read(text: str) -> dict[str, Any]:
+    """x (layers, n, d), q, k and v (layers, heads, n, d_Q), weights (layers, heads, n, n).
+
+    `tokens` are pieces of `words`: `groups` has for each the number of its word.
+    """
+    from qkv.database.encoders import Sentences
+
+    with quiet():
+        model = Sentences().loaded()
+    import torch
+
+    from qkv.transformers import capture
+    from qkv.transformers.words import words_of
+
+    reader, tokenizer = model[0].auto_model, model.tokenizer
+    found = tokenizer(text, return_tensors="pt")
+    ids = found["input_ids"][0].tolist()
+    if len(ids) > MOST:
+        raise ArgumentError(f"the sentence has {len(ids)} tokens; at most {MOST} are read")
+    heads, kept = reader.config.num_attention_heads, _Kept()
+    with torch.no_grad(), kept.watching(reader), capture(reader) as seen:
+        reader(**found)
+    words, groups = words_of(tokenizer, ids)
+    return {
+        "model": "all-MiniLM-L6-v2",
+        "tokens": tokenizer.convert_ids_to_tokens(ids),
+        "words": words,
+        "groups": groups,
+        "x": np.stack(kept.inputs),
+        **{name[0]: _split(kept.outputs[name], heads) for name in _Kept.NAMES},
+        "weights": seen.weights,
+        "first": farthest(seen.weights),
+    }
+
+
+def farthest(alpha: np.ndarray) -> int:
+    """The head whose words look most at one word that is no neighbour, and no mark at an end.
+
+    α (layers, heads, n, n) → layer · heads + head.
+    """
+    at = np.arange(alpha.shape[-1])
+    far = abs(at[:, None] - at) > 1
+    far[[0, -1]] = far[:, [0, -1]] = False
+    return int((alpha * far).max(-1).sum(-1).argmax())
+
+
+class _Kept:
+    """What goes into the projections of each layer, and what comes out."""
+
+    NAMES = ("query", "key", "value")
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.outputs: dict[str, list[Any]] = {name: [] for name in self.NAMES}
+
+    @contextlib.contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        def keep(name: str) -> Any:
+            def hook(_: Any, given: tuple[Any, ...], out: Any) -> None:
+                if name == "query":
+                    self.inputs.append(given[0][0].numpy())
+                self.outputs[name].append(out[0].numpy())
+
+            return hook
+
+        hooks = []
+        for path, module in model.named_modules():
+            name = path.rpartition(".")[2]
+            if name in self.NAMES:
+                hooks.append(module.register_forward_hook(keep(name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _split(layers: list[Any], heads: int) -> Any:
+    """(layers, n, heads · d) as (layers, heads, n, d)."""
+    whole = np.stack(layers)
+    return whole.reshape(*whole.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars that others draw for a moment's work."""
+    try:
+        from transformers.utils import logging
+    except ImportError:  # whoever needs it says so
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
