@@ -14,7 +14,7 @@ BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
 INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,test,dev]' tensorflow-cpu
 # The demo shows no framework but NumPy, and need not wait for the others.
-INSTALL_SHOWN := -e '.[plot,text]'
+INSTALL_SHOWN := -e '.[plot,text,serve]'
 INSTALL_MXNET := -e '.[mxnet,test]'
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
@@ -61,7 +61,7 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(call apt,python3-venv)
 	@echo "Making .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "Installing qkv, matplotlib and the vectors of words into it"
+	@echo "Installing qkv, matplotlib, a server and the vectors of words into it"
 	@$(BIN)/python $(PIP_INSTALL) $(INSTALL_SHOWN) -c constraints.txt
 	@$(BIN)/python -m compileall -q src # half of the time that a command takes from source
 	@touch $@

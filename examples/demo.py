@@ -66,7 +66,14 @@ def books(out: Path) -> None:
         show(f'{by_summary.ask("unhappy love") = }')
         show(f'{by_summary.ask("growing up in a war", where={"genre": "memoir"}) = }')
 
-        by_summary.ask(idea, top=10).to_html(out / "answer.html")
+        page = {
+            "Books by title": B.ask("the alchmist"),
+            "Books by what happens": by_summary.ask(idea),
+            "A sentence": {"view": "sentence"},
+            "Regression": {"view": "regression"},
+            "Scores": {"view": "scores"},
+        }
+        qkv.page.to_html(page, out / "page.html", title="Attention is a query")
         asked = {
             "keys: titles": [
                 ("hard", B.ask("war", weighting="hard")),
@@ -323,6 +330,8 @@ def next_steps(store: Path) -> None:
     say(f'  {command} add {store} "The Trial" "Franz Kafka"')
     say(f"  {command} versions {store}")
     say(f'  {command} weights "the dog was happy so he wagged his tail"')
+    say(f"\nLook at it: open {store.parent}/page.html in a browser, or ask it live by")
+    say(f"  {command} serve {store} --open")
 
 
 def main() -> None:

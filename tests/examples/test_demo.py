@@ -58,8 +58,8 @@ def test_the_books_are_in_order() -> None:
 def test_every_story_is_told(tmp_path: Path) -> None:
     told = run(tmp_path / "demo")
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {
-        "answer.html",
         "books.qkv",
+        "page.html",
         *PICTURES,
     }
     assert "the alchmist → Paulo Coelho" in told
@@ -69,6 +69,7 @@ def test_every_story_is_told(tmp_path: Path) -> None:
     assert "Lee → Mu" in told
     assert "['John Doe', 'Amina Diallo']" in told
     assert "3.5 → 79.08" in told
+    assert told.rstrip().endswith("books.qkv --open")
     with qkv.open(tmp_path / "demo" / "books.qkv", create=False) as B:
         assert len(B) == 300
         assert B["The Alchemist"] == "Paulo Coelho"

@@ -94,7 +94,7 @@ function shares(answer: Answer, colours: Map<string, number>): HTMLElement[] {
     h(
       "div",
       { class: "shares", "aria-hidden": "true" },
-      ...told.map(({ weight, colour }) =>
+      ...told.filter(({ weight }) => weight >= 0.002 * whole).map(({ weight, colour }) =>
         h("i", { class: `share-${colour}`, style: { width: `${(100 * Math.max(weight, 0)) / whole}%` } }),
       ),
     ),
@@ -102,7 +102,7 @@ function shares(answer: Answer, colours: Map<string, number>): HTMLElement[] {
       "ul",
       { class: "legend" },
       ...told
-        .filter(({ weight }, i) => i < 2 || weight >= 0.005)
+        .filter(({ weight }, i) => i < 1 || weight >= 0.005)
         .map(({ text, weight, colour }) =>
           h(
             "li",

@@ -7,13 +7,13 @@ import { type Outcome, PYTHON, type State } from "./state";
 
 const ENCODERS: Record<string, string> = {
   characters: "letters",
-  lexical: "words that are rare (BM25)",
-  exact: "each key only itself",
+  lexical: "rare words (BM25)",
+  exact: "each only itself",
   numbers: "numbers",
   arrays: "vectors as they are",
-  text: "text: letters, meaning and words",
+  text: "letters and meaning",
   words: "meaning of words",
-  sentences: "meaning of sentences (MiniLM)",
+  sentences: "meaning (MiniLM)",
 };
 const OWN = "own";
 /** The setting of each that a slider moves: where it starts, and its ends. */
@@ -108,10 +108,6 @@ export function choices(state: State, changed: () => void): Choices {
     );
     const python = state.backend && !numeric ? PYTHON : [];
     const all = new Set([...(state.given ? [state.given] : []), ...python, ...here, state.encoder]);
-    const text = (name: string) => {
-      const known = ENCODERS[name] ?? name;
-      return name === state.given && !encoders.can(name) && !state.backend ? `${known}, from Python` : known;
-    };
     const scoreName = state.score === null ? OWN : nameOf(state.score);
     const own = (name: string) => (["gaussian", "laplace", "boxcar", "triangular", "epanechnikov"].includes(name) ? unitOf() : undefined);
     const scoreNumber =
@@ -134,15 +130,15 @@ export function choices(state: State, changed: () => void): Choices {
     put(
       element,
       labelled(
-        "Encoder: keys as vectors",
-        select([...all].map((name) => [name, text(name)]), state.encoder, (name) => {
+        "Encoder",
+        select([...all].map((name) => [name, ENCODERS[name] ?? name]), state.encoder, (name) => {
           state.encoder = name;
           redraw("encoder");
         }, { test: "encoder" }),
       ),
       labelled(
         "Score a(q, k)",
-        select([[OWN, "the encoder’s own"], ...[...scores].map((n): [string, string] => [n, SCORES[n]?.title ?? n])], scoreName, (name) => {
+        select([[OWN, "encoder’s own"], ...[...scores].map((n): [string, string] => [n, SCORES[n]?.title ?? n])], scoreName, (name) => {
           state.score = name === OWN ? null : name;
           redraw("score");
         }, { test: "score" }),

@@ -1,6 +1,6 @@
 /** The table, the query and the choices, and what the equation makes of them. No element is touched here. */
 
-import { type Answer, type Key, type Like, type Vector, ask, encoders } from "../equation";
+import { type Answer, type Encoder, type Key, type Like, type Vector, ask, encoders } from "../equation";
 import { type Backend, isTensor } from "../wire";
 import type { Cell, Example } from "./examples";
 
@@ -22,6 +22,12 @@ export interface Outcome {
   encoder: string;
   /** Whether the numbers are Python's own, of more rows than are here. */
   asked: boolean;
+}
+
+interface Vectors {
+  keys: Vector[];
+  query: Vector;
+  score: Like;
 }
 
 /** Encoders that need Python, as a reader knows them. */
@@ -70,6 +76,7 @@ export class State {
   private inferred = true;
   private data: any = null;
   private touched = false;
+  private made: { mark: string; encoder: Encoder; keys: Vector[] } | null = null;
 
   constructor(readonly backend: Backend | null) {}
 
@@ -203,17 +210,33 @@ export class State {
     const query = this.asks(rows);
     const used = rows.map((row) => row.place);
     let encoder = this.encoder;
-    let vectors: { keys: Vector[]; query: Vector; score: Like } | undefined;
+    let vectors: Vectors | undefined;
     if (this.known) {
       const keys = used.map((i) => this.keys.get(this.lines[i].key.text)!);
       vectors = { keys, query: this.queries.get(this.query.text)!, score: this.own ?? "scaled_dot" };
-    } else if (!this.here) encoder = encoders.suits(rows.map((row) => row.key));
-    const how = { encoder, vectors, score: this.score, top: rows.length };
+    } else if (rows.length) {
+      const keys = rows.map((row) => row.key);
+      if (!this.here) encoder = encoders.suits(keys);
+      vectors = this.encoded(encoder, keys, query);
+    }
+    const how = { vectors, score: this.score, top: rows.length };
     const soft = ask(rows, query, { ...how, weighting: this.weighting });
     const hard = ask(rows, query, { ...how, weighting: "hard" });
     const asked = !this.touched && (this.others > 0 || this.data?.told === false);
     if (asked && this.data.answer) this.python(soft);
     return { soft, hard, used, encoder, asked };
+  }
+
+  /** What an encoder that runs here makes of them; the keys' vectors are kept while they stay. */
+  private encoded(name: string, keys: Key[], query: Key): Vectors {
+    const mark = JSON.stringify([name, keys]);
+    if (this.made?.mark !== mark) {
+      const encoder = encoders.fit(name, keys);
+      this.made = { mark, encoder, keys: encoder.encode(keys) };
+    }
+    const { encoder, keys: found } = this.made;
+    const own = this.own && name === this.of ? this.own : encoder.score(keys.length);
+    return { keys: found, query: encoder.query([query])[0], score: own };
   }
 
   /** The numbers that Python found among all its rows, in the place of ours. */

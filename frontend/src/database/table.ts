@@ -1,12 +1,15 @@
 /** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
 
-import { fixed, h, put } from "../dom";
+import { fixed, h, put, unique } from "../dom";
 import type { Outcome, State } from "./state";
+
+/** Rows that are shown at once, where the heaviest come first. */
+const FIRST = 25;
 
 export interface Table {
   element: HTMLElement;
-  /** The rows anew: some came, went or changed places. */
-  draw(): void;
+  /** The rows anew: some came or went, or all are `fresh`. */
+  draw(fresh: boolean): void;
   show(outcome: Outcome | null): void;
 }
 
@@ -54,6 +57,8 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
     ),
   );
   let shown: Shown[] = [];
+  let last: Outcome | null = null;
+  let all = false;
 
   const input = (of: { text: string; given: unknown }, what: string, i: number) =>
     h("input", {
@@ -73,13 +78,45 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
     });
 
   const remove = (i: number) => {
+    const at = Array.from(body.rows).indexOf(shown[i].row);
     state.lines.splice(i, 1);
     changed(true);
-    const next = body.rows[Math.min(i, body.rows.length - 1)];
+    const next = body.rows[Math.min(at, body.rows.length - 1)];
     (next?.querySelector("input") ?? add).focus();
   };
 
-  const draw = () => {
+  const sorted = h("input", { type: "checkbox", id: unique("sorted"), test: "sorted", on: { change: () => arrange() } });
+  const more = h("button", {
+    class: "quiet",
+    test: "more",
+    on: {
+      click: () => {
+        all = !all;
+        arrange();
+      },
+    },
+  });
+
+  /** The rows in their order, or by weight; not while one of them is being typed in. */
+  const arrange = () => {
+    const by = last?.soft.weights;
+    const weight = new Map(last?.used.map((line, i) => [line, Math.abs(by![i])]));
+    const order = shown.map((_, i) => i);
+    if (sorted.checked) order.sort((i, j) => (weight.get(j) ?? -1) - (weight.get(i) ?? -1) || i - j);
+    const few = sorted.checked && !all && shown.length > FIRST;
+    order.forEach((i, place) => {
+      shown[i].row.hidden = few && place >= FIRST;
+    });
+    more.hidden = !sorted.checked || shown.length <= FIRST;
+    more.textContent = few ? `Show all ${shown.length} rows` : `Show the ${FIRST} heaviest`;
+    const now = Array.from(body.rows);
+    if (order.some((i, place) => now[place] !== shown[i].row) && !body.matches(":focus-within")) {
+      body.append(...order.map((i) => shown[i].row));
+    }
+  };
+
+  const draw = (fresh: boolean) => {
+    if (fresh) sorted.checked = state.lines.length > FIRST;
     names.key.textContent = state.names.key === "key" ? "" : `(${state.names.key})`;
     names.value.textContent = state.names.value === "value" ? "" : `(${state.names.value})`;
     shown = state.lines.map((line, i) => {
@@ -122,7 +159,9 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
         click: () => {
           state.lines.push({ key: { text: "", given: "" }, value: { text: "", given: "" } });
           changed(true);
-          body.rows[body.rows.length - 1].querySelector("input")!.focus();
+          const { row } = shown[shown.length - 1];
+          row.hidden = false;
+          row.querySelector("input")!.focus();
         },
       },
     },
@@ -146,11 +185,13 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
     element: h(
       "div",
       {},
+      h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "heaviest first")),
       h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The database: its rows, and how much each counts"), head, body),
-      h("div", { class: "row" }, add, swap),
+      h("div", { class: "row" }, add, swap, more),
     ),
     draw,
     show(outcome) {
+      last = outcome;
       const place = new Map(outcome?.used.map((line, i) => [line, i]));
       let best = -1;
       if (outcome) {
@@ -168,6 +209,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
         hard.set(told ? told.hard.weights[at!] : null);
         row.classList.toggle("best", told !== null && at === best);
       });
+      arrange();
     },
   };
 }

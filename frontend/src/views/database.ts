@@ -11,6 +11,9 @@ import type { View } from "../view";
 /** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
 const PAUSE = 200;
 
+/** Letters from which a query has a line of its own. */
+const LONG = 24;
+
 const STYLE = `
 .database .examples { margin-bottom: 1.25rem; }
 .database .examples button[aria-pressed="true"] { border-color: var(--accent); box-shadow: inset 0 0 0 1px var(--accent); font-weight: 600; }
@@ -49,6 +52,7 @@ const STYLE = `
 .database .line .tick { font-size: 13px; fill: var(--soft); }
 .database .line .end { text-anchor: end; }
 .database .rows { margin-bottom: 0.75rem; }
+.database .order { justify-content: flex-end; font-size: 0.85rem; color: var(--soft); gap: 0.4rem; }
 .database .rows td { padding-block: 0.15rem; }
 .database .rows td.cell input { border-color: transparent; background: none; padding: 0.25rem 0.4rem; margin-inline-start: -0.4rem; text-overflow: ellipsis; }
 .database .rows td.cell input:hover { border-color: var(--line); }
@@ -66,8 +70,10 @@ const STYLE = `
 .database .rows th:nth-child(6) { width: 2.5rem; }
 .database .rows td.end { text-align: end; padding-inline-end: 0; }
 .database .rows td.end button { padding: 0 0.5rem; }
+.database .asking.long { grid-template-columns: minmax(0, 1fr); }
 @container page (max-width: 60rem) { .database .asking { grid-template-columns: minmax(0, 1fr); } }
 @container page (max-width: 44rem) {
+  .database .controls { grid-template-columns: repeat(auto-fill, minmax(min(9rem, 100%), 1fr)); }
   .database .rows thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
   .database .rows, .database .rows tbody { display: block; }
   .database .rows tr { display: grid; grid-template-columns: 1fr 1fr auto; border-top: 1px solid var(--line); padding: 0.35rem 0; }
@@ -155,11 +161,13 @@ export const view: View = {
         );
       }, 3 * PAUSE);
     };
-    const changed = (structure: boolean, untouched = false) => {
-      if (!untouched) state.touch();
+    const changed = (structure: boolean, fresh = false) => {
+      if (!fresh) state.touch();
       if (structure) {
         query.value = state.query.text;
-        rows.draw();
+        // While it is typed the query stays where it is.
+        asking.classList.toggle("long", query.value.length > LONG);
+        rows.draw(fresh);
         chosen.draw();
       }
       show();
@@ -204,12 +212,13 @@ export const view: View = {
         title,
       ),
     );
+    const asking = h("div", { class: "asking" }, h("div", { class: "query" }, labelled("Query q", query)), chosen.element);
     const element = h(
       "div",
       { class: "database" },
       starts.length > 1 ? h("div", { class: "row examples", role: "group", "aria-label": "Start from" }, ...buttons) : null,
       about,
-      h("div", { class: "asking" }, h("div", { class: "query" }, labelled("Query q", query)), chosen.element),
+      asking,
       chosen.formulas,
       trouble,
       asked,

@@ -22,7 +22,8 @@ MOST = 500
 
 
 def views(shown: Any) -> list[Descriptor]:
-    """The views of an answer or a database; or of several things, each in a tab.
+    """The views of an answer, a database or captured heads; or of several, each in a tab, by
+    title where they are a dict.
 
     >>> [view] = views(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
     >>> view["view"], view["data"]["answer"]["value"]
@@ -32,6 +33,8 @@ def views(shown: Any) -> list[Descriptor]:
         return [view for item in shown for view in views(item)]
     if isinstance(shown, dict) and "view" in shown:
         return [{"title": "", "data": {}} | shown]
+    if isinstance(shown, dict):
+        return [{**view, "title": name} for name, x in shown.items() for view in views(x)]
     if isinstance(shown, Answer):
         return [answer(shown)]
     if isinstance(shown, Database):
