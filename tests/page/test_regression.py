@@ -31,9 +31,15 @@ def opened(page: Any, tmp_path: Path) -> Any:
 
 
 def asked(page: Any, share: float) -> float:
-    """Moves the query to a share of the range, and gives it."""
-    page.get_by_test_id("regression-query").fill(str(round(1000 * share)))
-    return float(LOW + (HIGH - LOW) * share)
+    """Moves the query to about a share of the range, and gives it."""
+    at = round(float(LOW + (HIGH - LOW) * share), 2)
+    typed(page, "regression-query", at)
+    return at
+
+
+def typed(page: Any, name: str, to: float) -> None:
+    page.get_by_test_id(f"{name}-number").fill(str(to))
+    page.get_by_test_id(f"{name}-number").press("Enter")
 
 
 def number(page: Any, name: str) -> float:
@@ -93,15 +99,13 @@ def test_every_kernel_gives_pythons_numbers(opened: Any, share: float) -> None:
         opened.get_by_test_id("regression-kernel").select_option(name)
         settled(opened)
         if name != "constant":
-            opened.get_by_test_id("regression-bandwidth-number").fill(str(width))
-            opened.get_by_test_id("regression-bandwidth-number").press("Enter")
+            typed(opened, "regression-bandwidth", width)
         check(opened, at, kernel(name, width))
 
 
 def test_a_query_without_neighbours(opened: Any) -> None:
     opened.get_by_test_id("regression-kernel").select_option("boxcar")
-    opened.get_by_test_id("regression-bandwidth-number").fill("0.01")
-    opened.get_by_test_id("regression-bandwidth-number").press("Enter")
+    typed(opened, "regression-bandwidth", 0.01)
     at = asked(opened, 0.02)
     settled(opened)
     assert opened.get_by_test_id("regression-value").inner_text() == "no answer"
