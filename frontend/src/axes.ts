@@ -101,10 +101,3 @@ export function path(points: [number, number][]): string {
   }
   return out;
 }
-
-export const AXES = `
-svg.plot { display: block; width: 100%; overflow: visible; touch-action: pan-y; font-size: 13px; font-variant-numeric: tabular-nums; }
-svg.plot .grid { stroke: var(--line); stroke-width: 1; opacity: 0.7; }
-svg.plot .tick { fill: var(--soft); }
-svg.plot .axis { fill: var(--soft); font-style: italic; }
-`;

@@ -74,9 +74,3 @@ export function slider({ label, range, value, log, whole, test, change }: Slidin
     },
   };
 }
-
-export const SLIDER = `
-.pair { display: flex; gap: 0.75rem; align-items: center; }
-.pair > input[type="number"] { flex: 0 0 5.25rem; font-variant-numeric: tabular-nums; }
-@container page (min-width: 30rem) { .controls.several > .slider { grid-column: span 2; } }
-`;

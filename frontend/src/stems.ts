@@ -63,8 +63,3 @@ export function stems(svg: SVGSVGElement, { width, xs, at, weights, marked }: St
       : "No key has a weight",
   );
 }
-
-export const STEMS = `
-svg.plot .weight { fill: var(--accent); }
-svg.plot .weight.marked { fill: var(--second); }
-`;

@@ -94,6 +94,24 @@ canvas { display: block; }
 .weights-rest { color: var(--soft); }
 .weights-rest .bar > i { background: var(--line); }
 
+svg.plot { display: block; width: 100%; overflow: visible; touch-action: pan-y; font-size: 13px; font-variant-numeric: tabular-nums; }
+svg.plot .grid { stroke: var(--line); stroke-width: 1; opacity: 0.7; }
+svg.plot .tick { fill: var(--soft); }
+svg.plot .axis { fill: var(--soft); font-style: italic; }
+svg.plot .curve { fill: none; stroke: var(--accent); stroke-width: 3; stroke-linejoin: round; pointer-events: none; }
+svg.plot .query { stroke: var(--second); stroke-width: 2; stroke-dasharray: 5 4; }
+svg.plot .mark { fill: var(--second); stroke: var(--paper); stroke-width: 1.5; pointer-events: none; }
+svg.plot .weight { fill: var(--accent); }
+svg.plot .weight.marked { fill: var(--second); }
+
+.pair { display: flex; gap: 0.75rem; align-items: center; }
+.pair > input[type="number"] { flex: 0 0 5.25rem; font-variant-numeric: tabular-nums; }
+@container page (min-width: 30rem) { .controls.several > .slider { grid-column: span 2; } }
+.facts { display: flex; flex-wrap: wrap; gap: 0.5rem 2.5rem; margin: 0.75rem 0; }
+.facts dt { font-size: 0.85rem; color: var(--soft); }
+.facts dd { margin: 0; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; color: var(--soft); margin: 1.5rem 0 0.5rem; }
+
 .unseen { position: absolute; width: 1px; height: 1px; margin: -1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 @media (prefers-reduced-motion: reduce) { *, *::before { transition: none !important; animation: none !important; } }
 @media (forced-colors: active) { .bar > i { forced-color-adjust: none; } }

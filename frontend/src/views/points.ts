@@ -32,7 +32,7 @@ function sampled(count: number, reach: number, of: (x: number) => number, size: 
 
 export const EXAMPLES: Example[] = [
   {
-    name: "2 sin x + x, with noise",
+    name: "2 sin x + x",
     x: "x",
     y: "y",
     points: sampled(30, 5, (x) => 2 * Math.sin(x) + x, 0.5),

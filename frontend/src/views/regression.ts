@@ -1,14 +1,15 @@
 /** Nadaraya–Watson regression: points to drag, a kernel, a bandwidth, and the weights they make. */
 
-import { AXES, type Range, around } from "../axes";
+import { type Range, around } from "../axes";
 import { fixed, h, labelled, put, s, select } from "../dom";
 import * as equation from "../equation";
 import type { Point } from "../equation";
 import { Heatmap } from "../heatmap";
 import { clamp, numeral } from "../numbers";
-import { SLIDER, slider } from "../slider";
-import { STEMS, stems } from "../stems";
+import { slider } from "../slider";
+import { stems } from "../stems";
 import type { Given, View } from "../view";
+import { isTensor } from "../wire";
 import { BANDWIDTHS, Bandwidths } from "./bandwidths";
 import { EXAMPLES, type Example } from "./points";
 import { SCATTER, Scatter } from "./scatter";
@@ -32,8 +33,9 @@ const KEYS =
 
 /** The points that Python gave. */
 function own({ x, y, name, names, bandwidth }: any): Example[] {
-  if (!x?.length) return [];
-  const points = Array.from(x as number[], (value, i) => ({ x: value, y: y[i] }));
+  const [keys, values] = [x, y].map((some) => (isTensor(some) ? some.data : some) as ArrayLike<number>);
+  if (!keys?.length) return [];
+  const points = Array.from(keys, (key, i) => ({ x: key, y: values[i] }));
   return [{ name: name ?? "your points", x: names?.[0] ?? "x", y: names?.[1] ?? "y", points, bandwidth }];
 }
 
@@ -394,14 +396,10 @@ function mount(at: HTMLElement, given: Given): () => void {
 export const view: View = {
   name: "regression",
   title: "Regression",
-  style: `${AXES}${STEMS}${SLIDER}${SCATTER}${BANDWIDTHS}
+  style: `${SCATTER}${BANDWIDTHS}
 .regression { display: grid; grid-template-columns: minmax(0, 1.8fr) minmax(17rem, 1fr); gap: 1.5rem 2.5rem; }
 @container page (max-width: 56rem) { .regression { grid-template-columns: minmax(0, 1fr); } }
 .formula > span { display: inline-block; margin-inline-end: 2rem; }
-.facts { display: flex; flex-wrap: wrap; gap: 0.5rem 2.5rem; margin: 0.75rem 0; }
-.facts dt { font-size: 0.85rem; color: var(--soft); }
-.facts dd { margin: 0; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
-summary { cursor: pointer; color: var(--soft); margin: 1.5rem 0 0.5rem; }
 table.numbers { max-width: 40rem; }
 table.numbers input { padding: 0.15rem 0.35rem; min-width: 4.5rem; font-variant-numeric: tabular-nums; }
 table.numbers td { padding: 0.15rem 0.5rem 0.15rem 0; }

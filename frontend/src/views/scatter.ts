@@ -190,9 +190,6 @@ function set(element: SVGElement, attributes: Record<string, string | number>) {
 }
 
 export const SCATTER = `
-svg.plot .curve { fill: none; stroke: var(--accent); stroke-width: 3; stroke-linejoin: round; pointer-events: none; }
-svg.plot .query { stroke: var(--second); stroke-width: 2; stroke-dasharray: 5 4; }
-svg.plot .mark { fill: var(--second); stroke: var(--paper); stroke-width: 1.5; pointer-events: none; }
 svg.points { cursor: ew-resize; user-select: none; -webkit-user-select: none; }
 svg.points .shape { fill: var(--second); opacity: 0.18; stroke: none; pointer-events: none; }
 svg.points .value { fill: var(--ink); font-size: 15px; font-weight: 600; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; pointer-events: none; }

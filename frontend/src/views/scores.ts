@@ -1,13 +1,13 @@
 /** Similarity functions as surfaces over q and k, and the weights that are made of them. */
 
-import { AXES, around, axes, frame, path, said } from "../axes";
-import { STEMS, stems } from "../stems";
+import { around, axes, frame, path, said } from "../axes";
+import { stems } from "../stems";
 import { fixed, h, labelled, put, s, select } from "../dom";
 import * as equation from "../equation";
 import { Heatmap } from "../heatmap";
 import { clamp, numeral } from "../numbers";
 import { thumbnail } from "../picture";
-import { SLIDER, type Slider, slider } from "../slider";
+import { type Slider, slider } from "../slider";
 import type { Given, View } from "../view";
 import { SIMILARITIES, SPACES, type Setting, WEIGHTED } from "./similarities";
 
@@ -367,7 +367,7 @@ function mount(at: HTMLElement, given: Given): () => void {
 export const view: View = {
   name: "scores",
   title: "Scores",
-  style: `${AXES}${STEMS}${SLIDER}
+  style: `
 .cards { display: flex; flex-wrap: wrap; gap: 0.5rem; margin-bottom: 1.75rem; }
 .card { display: flex; flex-direction: column; align-items: center; gap: 0.35rem; padding: 0.5rem 0.1rem; width: 5.3rem; font-size: 0.75rem; line-height: 1.2; color: var(--soft); }
 .card canvas { width: 56px; height: 56px; border: 1px solid var(--line); }
