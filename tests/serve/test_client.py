@@ -169,6 +169,7 @@ def test_rows_come_in_pages_and_pass_a_condition(
 ) -> None:
     from qkv.serve import remote
 
+    monkeypatch.setattr(remote, "FIRST", 2)
     monkeypatch.setattr(remote, "PAGE", 3)
     titles = [book[0] for book in BOOKS]
     assert [row["title"] for row in client.rows("books")] == titles

@@ -45,6 +45,7 @@ def ask(
     encoder: options.Encoder = None,
     missing: options.Missing = None,
     skip: options.Skip = False,
+    token: options.Token = None,
 ) -> Iterator[Result]:
     """Answer QUERY from all rows, the best matches most.
 
@@ -54,7 +55,7 @@ def ask(
         raise ArgumentError("stdin cannot be both the table and the queries")
     how = _how(score, weighting, top, where)
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip, missing=missing) as database:
+    with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
             code = 0 if answer.rows else NOTHING
@@ -74,12 +75,14 @@ def get(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    token: options.Token = None,
 ) -> Result:
     """Look KEY up exactly.
 
     Where it is absent, the nearest keys are named and the exit code is 1.
     """
-    with opened(source, key=key, value=value, table=table, at=at, missing=missing) as database:
+    columns: dict[str, Any] = {"key": key, "value": value, "table": table}
+    with opened(source, **columns, at=at, missing=missing, token=token) as database:
         wanted = cell(database, key_text, "the key")
         if not all_rows:
             found = [database[wanted]]
@@ -117,13 +120,14 @@ def plot(
     encoder: options.Encoder = None,
     missing: options.Missing = None,
     skip: options.Skip = False,
+    token: options.Token = None,
 ) -> Result:
     """Ask, and draw the answer's weights into a file."""
     if query == ["-"]:
         raise ArgumentError("plot draws one query: - would be many")
     files.check_name(output, (*files.PICTURES, ".html"))
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip, missing=missing) as database:
+    with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
         answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)

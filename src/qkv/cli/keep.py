@@ -9,12 +9,13 @@ import typer
 
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
-from qkv.cli.source import cell, opened, picked, stored
+from qkv.cli.source import cell, held, is_url, opened, picked, stored
 from qkv.database import spelled
 from qkv.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from qkv.database import Database
+    from qkv.serve.remote import Remote
 
 
 def import_(
@@ -31,19 +32,17 @@ def import_(
     ] = False,
     table: options.Table = None,
     missing: options.Missing = None,
+    token: options.Token = None,
 ) -> Result:
     """Read SOURCE into the new database PATH, all of it or nothing."""
-    from qkv.database import Database, sources
+    from qkv.database import Database
 
     if append:
         if key or value or encoder or unique:
             raise ArgumentError("--append takes columns and encoder as the database has them")
         with stored(path) as database:
             with screen.progress("importing") as progress:
-                found = sources.read(
-                    source, table=table, missing=missing or None, progress=progress
-                )
-                read = found.columns
+                read, _ = _read(source, token, table, missing, progress)
                 rows = (
                     dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
                 )
@@ -53,23 +52,41 @@ def import_(
         raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
     files.check_parent(path)
     with screen.progress("importing") as progress:
-        made = Database.from_source(
-            source,
-            key=picked(key),
-            value=picked(value),
-            table=table,
-            missing=missing or None,
-            path=path,
-            encoder=encoder,
-            unique=unique,
+        read, own = _read(source, token, table, missing, progress)
+        how: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
+        made = Database.from_columns(
+            read,
+            key=picked(key or own["key"]),
+            value=picked(value or own["value"]),
             progress=progress,
+            **how,
         )
     with made:
         return _kept(made)
 
 
+def _read(
+    source: str,
+    token: str | None,
+    table: str | None,
+    missing: list[str] | None,
+    progress: screen.Progress | None,
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The columns of SOURCE, and which of them are key and value where it says so."""
+    from qkv.database import sources
+    from qkv.database.schema import transposed
+
+    if not is_url(source):
+        found = sources.read(source, table=table, missing=missing or None, progress=progress)
+        return dict(found.columns), {"key": [], "value": []}
+    with opened(source, table=table, missing=missing, token=token) as database:
+        about = database.info()
+        own = {"key": about["key"], "value": about["value"]}
+        return dict(transposed(database.rows())), own
+
+
 def add(
-    path: options.Folder,
+    path: options.Place,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key.", show_default=False)],
     value: Annotated[
         str | None,
@@ -86,6 +103,7 @@ def add(
     update: Annotated[
         bool, typer.Option("--update", help="Replace the newest row that has this key.")
     ] = False,
+    token: options.Token = None,
 ) -> Result:
     """Add one row to the database PATH.
 
@@ -96,8 +114,8 @@ def add(
         raise ArgumentError("add: give a VALUE, or --set for each column")
     for text in (key, value or "", *(cells or ())):
         values.check_text(text, "what was given")
-    with stored(path, create=True) as database:
-        about, example = database.info(), next(database.rows(), {})
+    with held(path, token, create=True) as database:
+        about, example = database.info(), next(database.rows(count=1), {})
         keys, columns = about["key"] or ["key"], about["value"] or ["value"]
         wanted = cell(database, key, "the key") if example else spelled.guess(key)
         if value is None:
@@ -117,7 +135,9 @@ def add(
         return _kept(database, bool(inserted) if update else None)
 
 
-def _change(database: Database, key: Any, given: dict[str, Any], columns: Sequence[str]) -> int:
+def _change(
+    database: Database | Remote, key: Any, given: dict[str, Any], columns: Sequence[str]
+) -> int:
     for name in given:
         if name not in columns:
             raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
@@ -127,13 +147,14 @@ def _change(database: Database, key: Any, given: dict[str, Any], columns: Sequen
 
 
 def remove(
-    path: options.Folder,
+    path: options.Place,
     keys: Annotated[
         list[str], typer.Argument(metavar="KEYS", help="The keys, exactly.", show_default=False)
     ],
+    token: options.Token = None,
 ) -> Result:
     """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
-    with stored(path) as database:
+    with held(path, token) as database:
         removed = database.remove([cell(database, key, "the key") for key in keys])
         data = {"path": str(path), "removed": removed, "rows": len(database)}
     return Result(data, lambda: screen.line(f"{path}: {screen.count(removed, 'row')} removed"))
@@ -146,9 +167,11 @@ def info(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    token: options.Token = None,
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, size."""
-    with opened(source, key=key, value=value, table=table, at=at, missing=missing) as database:
+    columns: dict[str, Any] = {"key": key, "value": value, "table": table}
+    with opened(source, **columns, at=at, missing=missing, token=token) as database:
         about, described = database.info(), database.describe()
     types = {name: column["type"] for name, column in described.items()}
     missing_cells = {name: column["missing"] for name, column in described.items()}
@@ -168,9 +191,9 @@ def info(
     return Result(data, lambda: screen.pairs(shown))
 
 
-def versions(path: options.Folder) -> Result:
+def versions(path: options.Place, token: options.Token = None) -> Result:
     """List the versions of the database PATH, for --at."""
-    with stored(path) as database:
+    with held(path, token) as database:
         found = [
             {name: getattr(version, name) for name in VERSION} for version in database.versions()
         ]
@@ -241,7 +264,7 @@ def compact(path: options.Folder) -> Result:
     return Result(data, show)
 
 
-def _kept(database: Database, inserted: bool | None = None) -> Result:
+def _kept(database: Database | Remote, inserted: bool | None = None) -> Result:
     """What a database holds after a change; of an update, whether it inserted."""
     path, rows, version = str(database.path), len(database), database.version
     data: dict[str, Any] = {"path": path, "rows": rows, "version": version}

@@ -35,12 +35,18 @@ def _encoders(incomplete: str) -> list[str]:
     return [name for name in ENCODERS if name.startswith(incomplete)]
 
 
+def _no_url(path: Path) -> Path:
+    if str(path).startswith(("http:/", "https:/")):
+        raise typer.BadParameter("this works on the folder itself, where it lies, not on a URL")
+    return path
+
+
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A .qkv folder, a CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, "
-        "sqlite:///FILE?table=NAME, a PostgreSQL URL, or - for CSV on stdin.",
+        help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON lines, Parquet, "
+        "Arrow or SQLite file, sqlite:///FILE?table=NAME, a PostgreSQL URL, or - for CSV on stdin.",
         show_default=False,
         autocompletion=_files,
     ),
@@ -52,6 +58,26 @@ Folder = Annotated[
         help="The folder of a database, such as books.qkv.",
         show_default=False,
         autocompletion=_files,
+        callback=_no_url,
+    ),
+]
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="The folder of a database, such as books.qkv, or the URL of one that is served.",
+        show_default=False,
+        autocompletion=_files,
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        metavar="TEXT",
+        envvar="QKV_TOKEN",
+        help="What a server asks for, where the database is one's.",
+        show_default=False,
     ),
 ]
 Key = Annotated[

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from qkv.cli.source import is_store, opened
 
 if TYPE_CHECKING:
     from qkv.database import Database
+    from qkv.serve.remote import Remote
 
 
 def rows(
@@ -32,9 +33,10 @@ def rows(
     table: options.Table = None,
     missing: options.Missing = None,
     skip: options.Skip = False,
+    token: options.Token = None,
 ) -> Result:
     """Show rows of SOURCE with all their columns, the oldest first."""
-    with _looked_at(source, at, table, missing, skip) as database:
+    with _looked_at(source, at, table, missing, skip, token) as database:
         wish = values.where(where)
         total = database.count(wish)
         found = list(database.rows(where=wish, start=start, count=count))
@@ -72,6 +74,7 @@ def export(
     table: options.Table = None,
     missing: options.Missing = None,
     skip: options.Skip = False,
+    token: options.Token = None,
 ) -> Iterator[Result]:
     """Write the rows of SOURCE into FILE.
 
@@ -79,7 +82,7 @@ def export(
     """
     from qkv.database import export as out
 
-    with _looked_at(source, at, table, missing, skip) as database:
+    with _looked_at(source, at, table, missing, skip, token) as database:
         wish = values.where(where)
         found = database.rows(where=wish)
         if str(output) == "-":
@@ -93,10 +96,16 @@ def export(
 
 
 def _looked_at(
-    source: str, at: int | None, table: str | None, missing: list[str] | None, skip: bool
-) -> contextlib.AbstractContextManager[Database]:
+    source: str,
+    at: int | None,
+    table: str | None,
+    missing: list[str] | None,
+    skip: bool,
+    token: str | None,
+) -> contextlib.AbstractContextManager[Database | Remote]:
     """SOURCE with keys that nobody asks softly, so that a table need not be encoded for it."""
     from qkv.database.encoders import Exact
 
     encoder = None if is_store(source) else Exact(64)
-    return opened(source, table=table, encoder=encoder, at=at, skip=skip, missing=missing)
+    how: dict[str, Any] = {"table": table, "encoder": encoder, "missing": missing}
+    return opened(source, **how, at=at, skip=skip, token=token)

@@ -1,4 +1,4 @@
-"""A SOURCE as an open database: a folder as it is, a table read into memory."""
+"""A SOURCE as an open database: a folder or a server's as it is, a table read into memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
 
 from qkv.cli import screen, values
 from qkv.cli.command import Nothing
@@ -17,6 +18,9 @@ from qkv.errors import ArgumentError
 if TYPE_CHECKING:
     from qkv.database import Database
     from qkv.database.encoders import EncoderLike
+    from qkv.serve.remote import Remote
+
+    Held = TypeVar("Held", Database, Remote)
 
 
 @contextlib.contextmanager
@@ -30,7 +34,8 @@ def opened(
     at: int | None = None,
     skip: bool = False,
     missing: Sequence[str] | None = None,
-) -> Iterator[Database]:
+    token: str | None = None,
+) -> Iterator[Database | Remote]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
     from qkv.database import Database
 
@@ -39,7 +44,7 @@ def opened(
         for option, given in own:
             if given is not None:
                 raise ArgumentError(f"{option}: {source} is a database and has its own already")
-        with stored(source, skip=skip) as database:
+        with held(source, token, skip=skip) as database:
             chosen = database if at is None else database.at(at)
             if not key and not value:
                 yield chosen
@@ -78,11 +83,45 @@ def named(source: str | Path) -> str:
     return re.sub(r"(?<=://)([^:/@]*):[^/@]*@", r"\1@", str(source))
 
 
+def is_url(source: str | Path) -> bool:
+    """Whether SOURCE is a database of a server."""
+    return re.match("https?://", str(source)) is not None
+
+
 def is_store(source: str | Path) -> bool:
-    """Whether SOURCE is the folder of a database, or is named like one that is missing."""
-    return os.path.isdir(source) or (
-        str(source).rstrip("/").endswith(".qkv") and not os.path.isfile(source)
+    """Whether SOURCE is a database: a server's, a folder, or named like one that is missing."""
+    return (
+        is_url(source)
+        or os.path.isdir(source)
+        or (str(source).rstrip("/").endswith(".qkv") and not os.path.isfile(source))
     )
+
+
+@contextlib.contextmanager
+def held(
+    place: str | Path, token: str | None, *, create: bool = False, skip: bool = False
+) -> Iterator[Database | Remote]:
+    """The database in a folder, or of a server; closed at the end."""
+    if not is_url(place):
+        with stored(place, create=create, skip=skip) as database:
+            yield database
+        return
+    if skip:
+        raise ArgumentError(f"--skip-damaged: {named(place)} is read by its server")
+    with closing(served(str(place), token)) as remote:
+        yield remote
+
+
+def served(url: str, token: str | None) -> Remote:
+    """The database of a URL such as http://127.0.0.1:8000/books."""
+    from qkv.serve.client import Client
+
+    server, _, name = url.rstrip("/").rpartition("/")
+    if server.endswith("/"):  # as of http://
+        with Client(url, token) as client:
+            known = ", ".join(client.databases()) or "none"
+        raise ArgumentError(f"{named(url)}: name a database behind a slash; there are: {known}")
+    return Client(server, token)[unquote(name)]
 
 
 @contextlib.contextmanager
@@ -97,7 +136,7 @@ def stored(path: str | Path, *, create: bool = False, skip: bool = False) -> Ite
 
 
 @contextlib.contextmanager
-def closing(database: Database) -> Iterator[Database]:
+def closing(database: Held) -> Iterator[Held]:
     """Close it at the end; before that, let an absent key look for its nearest."""
     from qkv.database import AbsentKey
 
@@ -115,7 +154,7 @@ def picked(names: Sequence[str] | None) -> Any:
     return names[0] if len(names) == 1 else tuple(names)
 
 
-def cell(database: Database, text: str, what: str = "the query") -> Any:
+def cell(database: Database | Remote, text: str, what: str = "the query") -> Any:
     """The text as the kind of key that the database has."""
     values.check_text(text, what)
     if database.info()["key_kind"] in (None, "text"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer, Row
+    from qkv.database import Database
     from qkv.database.reading import Asking, How, Info
 
-PAGE = 1000
-"""Rows that are fetched together."""
+FIRST, PAGE = 16, 1000
+"""Rows that are fetched together: at first, and at most."""
 
 NOTHING: Any = object()
 
@@ -145,15 +146,17 @@ class Remote:
     ) -> Iterator[dict[str, Any]]:
         """Rows with all their columns, oldest first; of those that pass `where`, `count` from the
         one numbered `start`."""
-        then = self if self._pin is not None else self.at(self.version)
+        size, then = FIRST, self
         while count is None or count > 0:
-            some = PAGE if count is None else min(count, PAGE)
+            some = size if count is None else min(count, size)
+            if some == size and then._pin is None:  # there may be more pages, of one version
+                then = self.at(self.version)
             found = then._page(where, start, some)["rows"]
             yield from found
             if len(found) < some:
                 return
-            start += len(found)
-            count = None if count is None else count - len(found)
+            start, size = start + some, min(4 * size, PAGE)
+            count = None if count is None else count - some
 
     def count(self, where: Any = None) -> int:
         """How many rows pass a condition."""
@@ -268,6 +271,15 @@ class Remote:
 
         found = self._transport.read("GET", f"{self._base}/versions")
         return [Version(**told) for told in found["versions"]]
+
+    def by(
+        self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **how: Any
+    ) -> Database:
+        """The same rows in memory here, with other columns as key and value."""
+        from qkv.database import Database
+        from qkv.database.schema import transposed
+
+        return Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
 
     def at(self, version: int) -> Self:
         """The database as it was at a version, to be read."""
