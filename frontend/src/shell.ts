@@ -20,9 +20,19 @@ function sheet(css: string): CSSStyleSheet {
   return made;
 }
 
+/** Whether the notebook around the page is dark: JupyterLab's and VS Code's word for it. */
+function around(): boolean | null {
+  const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
+  if (jpThemeLight) return jpThemeLight === "false";
+  if (vscodeThemeKind) return !vscodeThemeKind.endsWith("light");
+  return null;
+}
+
 /** Shows views in `el` and returns what takes them away again. */
 export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void {
-  const box = h("div");
+  // A notebook takes a key for a command of its own (x cuts the cell) unless it is told not to: it
+  // sees this element alone, not the field inside that is typed into.
+  const box = h("div", { "data-lm-suppress-shortcuts": "true", on: { keydown: (e) => e.stopPropagation() } });
   el.append(box);
   const root = box.attachShadow({ mode: "open" });
   root.adoptedStyleSheets = [sheet(STYLE), ...known.flatMap((v) => (v.style ? [sheet(v.style)] : []))];
@@ -30,13 +40,13 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
   const system = matchMedia("(prefers-color-scheme: dark)");
   const start: Theme = el.dataset.theme === "dark" || el.dataset.theme === "light" ? el.dataset.theme : "auto";
   let theme = start;
-  const dark = () => (theme === "auto" ? system.matches : theme === "dark");
+  const dark = () => (theme === "auto" ? (around() ?? system.matches) : theme === "dark");
 
   const voice = h("div", { class: "unseen", role: "status", "aria-live": "polite", test: "announce" });
   const panels: { tab: HTMLButtonElement; panel: HTMLElement; mount(): void; unmount(): void }[] = [];
   const themed = () => {
-    if (theme === "auto") delete box.dataset.theme;
-    else box.dataset.theme = theme;
+    if (theme === "auto" && around() === null) delete box.dataset.theme;
+    else box.dataset.theme = dark() ? "dark" : "light";
     toggle.textContent = { auto: "◐", light: "○", dark: "●" }[theme];
     toggle.setAttribute("aria-label", `Theme: ${theme}`);
     toggle.title = `Theme: ${theme}`;
@@ -133,6 +143,8 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
   );
   tabs.hidden = panels.length < 2;
   system.addEventListener("change", themed);
+  const turned = new MutationObserver(themed);
+  turned.observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
   root.append(
     h("div", { class: "page" }, h("div", { class: "top" }, tabs, toggle), ...panels.map((p) => p.panel)),
     voice,
@@ -141,6 +153,7 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
   if (panels.length) choose(0);
   return () => {
     system.removeEventListener("change", themed);
+    turned.disconnect();
     for (const panel of panels) panel.unmount();
     box.remove();
   };

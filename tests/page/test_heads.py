@@ -75,7 +75,7 @@ def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shown_is_named() -> None:
-    with pytest.raises(DtypeError, match="captured heads, not object"):
+    with pytest.raises(DtypeError, match="or a sentence, not object"):
         views(object())
 
 

@@ -9,11 +9,23 @@ __all__ = ["show", "to_html"]
 
 
 def show(*shown: Any) -> Any:
-    """A live view of what is given, in a notebook: an answer, a database, captured heads."""
+    """A live view of what is given, in a notebook, each in a tab.
+
+    That is an answer, a database, captured heads, or a sentence, which attends to itself.
+    """
+    from qkv.database import Database
     from qkv.page.views import views
     from qkv.page.widget import Page
 
-    return Page(views(shown))
+    found, databases = [], {}
+    for item in shown:
+        for view in views(item):
+            if isinstance(item, Database):
+                name = f"{len(databases)}"
+                databases[name] = item
+                view["data"]["database"] = name
+            found.append(view)
+    return Page(found, databases)
 
 
 def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str:

@@ -14,6 +14,7 @@ from qkv.database.encoders import Characters, Encoder, Exact, Numbers
 from qkv.errors import DtypeError
 from qkv.names import Names
 from qkv.page import heads
+from qkv.page.sentence import sentence
 
 Descriptor = dict[str, Any]
 
@@ -39,6 +40,8 @@ def views(shown: Any) -> list[Descriptor]:
         return [answer(shown)]
     if isinstance(shown, Database):
         return [database(shown)]
+    if isinstance(shown, str):
+        return [sentence(shown)]
     # By name: what captured a model has loaded its framework, and nothing else need.
     whole = f"{type(shown).__module__}.{type(shown).__name__}"
     if whole == "qkv.transformers.captured.Captured":
@@ -46,7 +49,8 @@ def views(shown: Any) -> list[Descriptor]:
     if whole == "qkv.nn.capture.Seen":
         return [heads.seen(shown)]
     raise DtypeError(
-        f"show takes an answer, a database or captured heads, not {type(shown).__name__}"
+        "show takes an answer, a database, captured heads or a sentence, not "
+        f"{type(shown).__name__}"
     )
 
 

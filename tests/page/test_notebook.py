@@ -1,0 +1,95 @@
+"""The page as a widget: its messages, and itself in JupyterLab."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import qkv
+from qkv.errors import MissingExtra
+from qkv.page.calls import call
+from qkv.page.pack import pack
+from tests.page.jupyter import Lab, lab
+
+__all__ = ["lab"]
+
+MARKUP = "<img src=x onerror=alert(1)>"
+ROWS = {"Zhang": "Aston", "Li": "Mu", "Smola": "Alex", MARKUP: "markup"}
+FIRST = f"""import numpy as np
+import qkv
+from qkv.page.heads import heads
+D = qkv.Database({ROWS!r}, encoder="text")
+D.show()"""
+SECOND = f"""alpha = np.array([[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]])
+qkv.show(heads(alpha, ["layer"], labels=["dog", {MARKUP!r}]), "I like {MARKUP}")"""
+
+
+def test_it_answers_what_it_is_asked() -> None:
+    D: Any = qkv.Database(ROWS)
+    page = qkv.show(D)
+    [view] = page.views
+    asked = {"database": view["data"]["database"], "query": "Lee"}
+    told, _ = page.answer({"id": 7, "call": "ask", "args": asked})
+    assert told == {"id": 7, "result": D.ask("Lee").to_dict()}
+    args = {"keys": list(ROWS), "query": "Li", "encoder": "text"}
+    told, buffers = page.answer({"id": 8, "call": "encode", "args": args})
+    assert (told["result"], buffers) == pack(call("encode", args, {}))
+    told, _ = page.answer({"id": 9, "call": "fly", "args": {}})
+    assert told["id"] == 9 and "not 'fly'" in told["error"]
+    told, _ = page.answer({"id": 10, "call": "ask", "args": {}})
+    assert told["id"] == 10 and told["error"]
+
+
+def test_without_anywidget_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "qkv.page.widget", raising=False)
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    with pytest.raises(MissingExtra, match=r'^show needs anywidget: pip install "qkv\[widget\]"$'):
+        qkv.show("a sentence")
+
+
+def test_two_widgets_in_jupyterlab(page: Any, lab: Lab) -> None:
+    lab.run(page, FIRST, SECOND)
+    first, second = (page.locator(".jp-CodeCell").nth(i) for i in range(2))
+    D: Any = qkv.Database(ROWS, encoder="text")
+
+    def counts(query: str) -> None:
+        answer = D.ask(query)
+        assert first.get_by_test_id("answer-value").inner_text() == answer.value
+        for row in answer.rows:
+            shown = float(first.get_by_test_id(f"row-{row.index}-weight").inner_text())
+            assert abs(shown - row.weight) < 1e-3
+
+    # The kernel encodes what is typed: the page has no such encoder of its own.
+    first.get_by_test_id("answer-value").wait_for(timeout=60_000)
+    counts("Zhang")
+    first.get_by_test_id("query").press("ControlOrMeta+a")
+    page.keyboard.type("bdd Smoler")  # b adds a cell, d d cuts it, where a notebook hears them
+    first.get_by_test_id("query").fill("Smoler")
+    first.get_by_test_id("note").wait_for(state="hidden")
+    counts("Smoler")
+    assert first.get_by_test_id("row-3-key").input_value() == MARKUP
+
+    second.get_by_test_id("head-0-1").click()
+    assert "Entropy 0.693" in second.get_by_test_id("head-entropy").inner_text()
+    second.get_by_test_id("head-0-0").click()
+    second.get_by_test_id("head").focus()
+    for key in ("ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    assert second.get_by_test_id("head-readout").inner_text().startswith(f"dog → {MARKUP}")
+    assert abs(float(second.get_by_test_id("head-bars-0").inner_text()) - 0.75) < 0.002
+    second.get_by_test_id("tab-sentence").click()
+    assert second.get_by_test_id("word-2").inner_text() == "<"
+    counts("Smoler")
+
+    # It is as dark as the notebook around it.
+    ground = "element => getComputedStyle(element.getRootNode().host).backgroundColor"
+    heading = second.get_by_role("heading", name="A sentence that attends to itself")
+    assert heading.evaluate(ground) == "rgb(255, 255, 255)"
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    page.wait_for_function(
+        f"e => ({ground})(e) != 'rgb(255, 255, 255)'", arg=heading.element_handle()
+    )
+    assert page.locator(".jp-CodeCell").count() == 3  # those two, and the empty one after them
+    assert page.locator(".jp-OutputArea img").count() == 0
