@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from qkv.errors import ArgumentError
-from qkv.page.sentence import farthest, quiet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +56,7 @@ def named(text: str) -> tuple[int, int]:
 def look(sentence: str, wish: tuple[int, int] | None) -> Seen:
     """What the model weighs while it reads; without a wish, the head that looks farthest."""
     from qkv.database.encoders import Sentences
+    from qkv.page.sentence import farthest, quiet
 
     with quiet():
         model = Sentences().loaded()

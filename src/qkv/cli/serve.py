@@ -52,9 +52,10 @@ def serve(
     ] = False,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> Result:
-    """Serve databases over HTTP until Ctrl-C: an API at /v1, a page at /.
+    """Serve databases over HTTP: a page and an API.
 
-    Others on the network reach it only by --host, and then only with a token.
+    Until Ctrl-C; the page is at /, the API at /v1, its reference at /reference. Others on the
+    network reach it only by --host, and then only with a token.
     """
     try:
         from qkv.serve.app import app

@@ -20,8 +20,10 @@ from starlette.routing import Route as Path
 from qkv.errors import unknown
 from qkv.serve import api, fit, inference, limits, page, wire
 from qkv.serve.answers import refusal, refused_by, written
+from qkv.serve.bodies import TEXT
 from qkv.serve.guard import Access, Guard
 from qkv.serve.openapi import described
+from qkv.serve.reference import page as read
 from qkv.serve.route import Given, Refused, Route
 from qkv.serve.shelf import Shelf
 
@@ -71,8 +73,17 @@ def table(access: Access) -> list[Route]:
     def openapi(shelf: Shelf, given: Given) -> Any:
         return described(routes, list(shelf.databases), secured=not access.open)
 
-    own = Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None)
-    routes = [*api.ROUTES, *inference.ROUTES, *page.ROUTES, own]
+    def reference(shelf: Shelf, given: Given) -> Any:
+        url = f"http://{given.headers['host']}"
+        return Response(read(openapi(shelf, given), url), media_type="text/html")
+
+    own = [
+        Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None),
+        Route(
+            "GET", "/reference", reference, "The same to be read.", TEXT, None, media="text/html"
+        ),
+    ]
+    routes = [*api.ROUTES, *inference.ROUTES, *page.ROUTES, *own]
     return routes
 
 

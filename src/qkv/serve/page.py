@@ -80,6 +80,10 @@ def style(shelf: Shelf, given: Given) -> Any:
     return Response(_static("page.css"), media_type="text/css")
 
 
+def reference_style(shelf: Shelf, given: Given) -> Any:
+    return Response(_static("reference.css"), media_type="text/css")
+
+
 def _static(name: str) -> str:
     return resources.files("qkv.serve").joinpath("static", name).read_text(encoding="utf-8")
 
@@ -159,6 +163,15 @@ ROUTES: list[Route] = [
         "GET", "/page/boot.js", boot, "What starts it.", TEXT, right=None, media="text/javascript"
     ),
     Route("GET", "/page/page.css", style, "Around it.", TEXT, right=None, media="text/css"),
+    Route(
+        "GET",
+        "/page/reference.css",
+        reference_style,
+        "How this is set.",
+        TEXT,
+        right=None,
+        media="text/css",
+    ),
     Route(
         "POST",
         "/page/call/columns",
