@@ -11,6 +11,8 @@ export interface Model {
 /** Python, where there is one. */
 export interface Backend {
   call(name: string, args: Record<string, unknown>): Promise<any>;
+  /** A table's file, under a name; what it holds comes back. */
+  upload(args: { name: string; format: string }, file: Blob): Promise<any>;
 }
 
 export type Typed = Uint8Array | Uint16Array | Int32Array | Float32Array | Float64Array;
@@ -78,7 +80,10 @@ export function kernel(model: Model): Backend | null {
     if ("error" in message) who.fail(new Error(message.error));
     else who.done(unpack(message.result, buffers));
   });
-  return {
+  const backend: Backend = {
+    async upload(args, file) {
+      return backend.call("upload", { ...args, base64: toBase64(new Uint8Array(await file.arrayBuffer())) });
+    },
     call(name, args) {
       last += 1;
       const id = last;
@@ -88,6 +93,13 @@ export function kernel(model: Model): Backend | null {
       });
     },
   };
+  return backend;
+}
+
+function toBase64(data: Uint8Array): string {
+  let text = "";
+  for (let at = 0; at < data.length; at += 0x8000) text += String.fromCharCode(...data.subarray(at, at + 0x8000));
+  return btoa(text);
 }
 
 export function fromBase64(text: string): Uint8Array {
@@ -97,17 +109,18 @@ export function fromBase64(text: string): Uint8Array {
   return out;
 }
 
-/** A server, asked by HTTP: `POST <base>/call/<name>`. */
+/** A server, asked by HTTP: `POST <base>/call/<name>`; a file is sent as it is. */
 export function server(base: string, headers: Record<string, string> = {}): Backend {
+  const post = async (path: string, type: string, body: BodyInit) => {
+    const response = await fetch(path, { method: "POST", headers: { "Content-Type": type, ...headers }, body });
+    const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
+    if ("error" in answer) throw new Error(String(answer.error));
+    return answer;
+  };
   return {
+    upload: (args, file) => post(`/v1/databases?${new URLSearchParams(args)}`, "application/octet-stream", file),
     async call(name, args) {
-      const response = await fetch(`${base}/call/${encodeURIComponent(name)}`, {
-        method: "POST",
-        headers: { "Content-Type": "application/json", ...headers },
-        body: JSON.stringify(args),
-      });
-      const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
-      if ("error" in answer) throw new Error(String(answer.error));
+      const answer = await post(`${base}/call/${encodeURIComponent(name)}`, "application/json", JSON.stringify(args));
       return unpack(answer.result, (answer.buffers ?? []).map(fromBase64));
     },
   };

@@ -1,11 +1,238 @@
-import { h } from "../dom";
+/** A table of one's own: upload it, or open one that is served, choose its columns, ask it. */
+
+import { percent, rounded } from "../database/cards";
+import { type About, type Found, local, remote } from "../data/source";
+import { fixed, h, labelled, put, select } from "../dom";
 import type { View } from "../view";
+
+const SCORES: [string, string][] = [
+  ["", "as the encoder says"],
+  ["cosine", "cosine"],
+  ["gaussian", "Gaussian"],
+  ["laplace", "Laplace"],
+  ["dot", "dot product"],
+];
+const WEIGHTINGS: [string, string][] = [
+  ["softmax", "softmax"],
+  ["topk:3", "softmax of the best 3"],
+  ["sparsemax", "sparsemax"],
+  ["entmax15", "entmax 1.5"],
+  ["hard", "hard: the best row"],
+  ["average", "average: all rows alike"],
+];
+/** All columns beside the key. */
+const REST = "";
+/** Milliseconds without a key pressed, before it is asked. */
+const PAUSE = 250;
+
+const STYLE = `
+.data .drop { border: 2px dashed var(--line); border-radius: var(--radius); padding: 1rem; display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; align-items: end; margin-bottom: 1.25rem; }
+.data .drop.over { border-color: var(--accent); background: var(--wash); }
+.data .drop > * { flex: 1 1 14rem; }
+.data .query input { font-size: 1.2rem; font-weight: 600; }
+.data .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; }
+.data td.wide { overflow-wrap: anywhere; }
+.data td.share { width: 30%; }
+.data td.number { white-space: nowrap; }
+`;
+
+/** A cell as one line. */
+function told(x: unknown): string {
+  if (x === null || x === undefined) return "nothing";
+  if (typeof x === "number") return rounded(x);
+  if (Array.isArray(x)) return x.map(told).join(", ");
+  if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${told(cell)}`).join(", ");
+  return String(x);
+}
 
 export const view: View = {
   name: "data",
   title: "Your data",
-  mount(at) {
-    at.append(h("p", { class: "note" }, "This view is not built yet."));
-    return () => at.replaceChildren();
+  style: STYLE,
+  mount(at, given) {
+    const source = given.backend ? remote(given.backend, given.data.databases ?? []) : local();
+    let chosen: About | null = source.about[0] ?? null;
+    let [gone, last] = [false, 0];
+    let timer: ReturnType<typeof setTimeout> | undefined;
+
+    const trouble = h("p", { class: "error", role: "alert", test: "data-error", hidden: true });
+    const about = h("p", { class: "note", test: "data-about" });
+    const answer = h("section", { "aria-label": "Answer", test: "data-answer" });
+    const columns = h("div", { class: "controls" });
+    const tables = h("div");
+    const input = (test: string, props = {}) =>
+      h("input", { type: "text", test, autocomplete: "off", spellcheck: "false", on: { input: () => later() }, ...props });
+    const query = input("data-query");
+    const where = input("data-where", { placeholder: "year < 1900" });
+    const score = select(SCORES, "", () => void show(), { test: "data-score" });
+    const weighting = select(WEIGHTINGS, "softmax", () => void show(), { test: "data-weighting" });
+    let version: HTMLSelectElement | null = null;
+
+    const fail = (error: unknown) => {
+      trouble.textContent = error instanceof Error ? error.message : String(error);
+      trouble.hidden = false;
+    };
+    const attempt = async (what: () => Promise<void>) => {
+      trouble.hidden = true;
+      try {
+        await what();
+      } catch (error) {
+        if (!gone) fail(error);
+      }
+    };
+
+    const later = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => void show(), PAUSE);
+    };
+    const show = () =>
+      attempt(async () => {
+        const of = chosen;
+        last += 1;
+        const mine = last;
+        if (!of || query.value.trim() === "") return put(answer);
+        const found = await source.ask(of, {
+          query: query.value,
+          score: score.value,
+          weighting: weighting.value,
+          where: where.value,
+          at: version?.value ? Number(version.value) : null,
+        });
+        if (gone || mine !== last) return;
+        draw(found, of);
+        const value = told(found.value);
+        given.announce(found.rows.length ? `${value}. ${told(found.rows[0].key)} counts ${percent(found.rows[0].weight)}.` : "No row answers.");
+      });
+
+    const draw = (found: Found, of: About) => {
+      const top = Math.max(...found.rows.map((row) => row.weight), 1e-9);
+      put(
+        answer,
+        h("p", { class: "value", test: "data-value-found" }, found.rows.length ? told(found.value) : "nothing"),
+        h("p", { class: "note", test: "data-explained" }, found.explained),
+        h(
+          "table",
+          {},
+          h(
+            "thead",
+            {},
+            h("tr", {}, h("th", { class: "number" }, "weight"), h("th", {}), h("th", {}, of.key.join(", ")), h("th", {}, of.value.join(", "))),
+          ),
+          h(
+            "tbody",
+            {},
+            ...found.rows.map((row, i) =>
+              h(
+                "tr",
+                {},
+                h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
+                h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.max(row.weight, 0)) / top}%` } }))),
+                h("td", { class: "wide", test: `data-row-${i}-key` }, told(row.key)),
+                h("td", { class: "wide", test: `data-row-${i}-value` }, told(row.value)),
+              ),
+            ),
+          ),
+        ),
+        h("p", { class: "note" }, "effective rows ", h("output", { test: "data-effective" }, fixed(found.effective_rows, 2)), ` of ${found.total.toLocaleString("en")}`),
+      );
+    };
+
+    /** The controls anew, for the table that is chosen now. */
+    const open = (of: About | null) =>
+      attempt(async () => {
+        chosen = of;
+        put(answer);
+        put(
+          tables,
+          source.about.length
+            ? labelled(
+                "Table",
+                select(source.about.map((one) => one.name), of?.name ?? "", (name) => void open(source.about.find((one) => one.name === name)!), { test: "data-table" }),
+              )
+            : h("p", { class: "note" }, "No table yet: choose a file, or drop one here."),
+        );
+        if (!of) return put(columns);
+        about.textContent = `${of.name}: ${of.rows.toLocaleString("en")} rows, ${of.key.join(", ")} → ${of.value.join(", ")}`;
+        const change = () => {
+          const [by, to] = [key.value, value.value === key.value ? REST : value.value];
+          return attempt(async () => open(await source.by(of, by, to || null)));
+        };
+        const key = select(of.columns, of.key[0], () => void change(), { test: "data-key" });
+        const all: [string, string] = [REST, "all other columns"];
+        const value = select([all, ...of.columns.map((name): [string, string] => [name, name])], of.value.length === 1 ? of.value[0] : REST, () => void change(), { test: "data-value" });
+        const past = await source.versions(of);
+        if (gone || chosen !== of) return;
+        const newest: [string, string] = ["", "the newest"];
+        const known = past.map((one): [string, string] => [String(one.number), `${one.number}: ${one.what}, ${one.rows} rows`]);
+        version = past.length > 1 ? select([newest, ...known.reverse()], "", () => void show(), { test: "data-version" }) : null;
+        put(
+          columns,
+          labelled("Key", key),
+          labelled("Value", value),
+          labelled("Score", score),
+          labelled("Weighting", weighting),
+          source.whole && labelled("Only rows where", where, "as in Python: year < 1900 and genre == 'poetry'"),
+          version && labelled("As of version", version),
+        );
+        await show();
+      });
+
+    const take = (files: FileList | null | undefined) =>
+      attempt(async () => {
+        const file = files?.[0];
+        if (!file) return;
+        about.textContent = `Reading ${file.name} …`;
+        try {
+          await open(await source.upload(file));
+          given.announce(`${file.name} is read.`);
+        } catch (error) {
+          about.textContent = "";
+          throw error;
+        }
+      });
+    const file = h("input", {
+      type: "file",
+      test: "data-file",
+      accept: source.formats.map((ending) => `.${ending}`).join(","),
+      on: { change: () => void take(file.files) },
+    });
+    const drop = h(
+      "div",
+      {
+        class: "drop",
+        test: "data-drop",
+        on: {
+          dragover: (event: DragEvent) => {
+            event.preventDefault();
+            drop.classList.add("over");
+          },
+          dragleave: () => drop.classList.remove("over"),
+          drop: (event: DragEvent) => {
+            event.preventDefault();
+            drop.classList.remove("over");
+            void take(event.dataTransfer?.files);
+          },
+        },
+      },
+      tables,
+      labelled(`A file of yours: ${source.formats.join(", ")}`, file, given.backend ? "It is kept in memory until Python ends." : "It stays in this page."),
+    );
+    const element = h(
+      "div",
+      { class: "data" },
+      drop,
+      about,
+      columns,
+      h("div", { class: "query" }, labelled("Query", query)),
+      trouble,
+      answer,
+    );
+    at.append(element);
+    void open(chosen);
+    return () => {
+      gone = true;
+      clearTimeout(timer);
+      element.remove();
+    };
   },
 };

@@ -19,12 +19,12 @@ Databases = MutableMapping[str, Any]
 
 def ask(args: Args, databases: Databases) -> dict[str, Any]:
     """The answer of `database`, named, or of `rows` that the page has edited."""
-    how = {name: args[name] for name in ("score", "weighting", "top") if args.get(name)}
     if args.get("database") is not None:
-        found: Answer = _named(args["database"], databases).ask(args["query"], **how)
-    else:
-        rows = [(row["key"], row["value"]) for row in args["rows"]]
-        found = Database(rows, encoder=args.get("encoder")).ask(args["query"], **how)
+        return tables.ask(args, databases)
+    how = {name: args[name] for name in ("score", "weighting", "top") if args.get(name)}
+    rows = [(row["key"], row["value"]) for row in args["rows"]]
+    encoder = encoders.resolve(_name(args["encoder"])) if args.get("encoder") else None
+    found: Answer = Database(rows, encoder=encoder).ask(args["query"], **how)
     return found.to_dict()
 
 

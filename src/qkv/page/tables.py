@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.database import spelled
 from qkv.errors import ArgumentError, QkvError, unknown
 
 if TYPE_CHECKING:
@@ -42,6 +43,24 @@ def about(name: str, database: Database) -> dict[str, Any]:
     return {"name": name, **{field: told[field] for field in SHORT}}
 
 
+def ask(args: Args, known: Databases) -> dict[str, Any]:
+    """The answer of `database` as of version `at`, and one paragraph that explains it.
+
+    >>> from qkv import Database
+    >>> ask({"database": "ages", "query": "3"}, {"ages": Database({3: "Li", 40: "Mu"})})["value"]
+    'Li'
+    """
+    database = _named(args, known)
+    query = spelled.cell(args["query"], next(iter(database), None))
+    how = {name: args[name] for name in ("top", "where") if args.get(name)}
+    if args.get("score"):
+        how["score"] = spelled.score(args["score"])
+    if args.get("weighting"):
+        how["weighting"] = spelled.weighting(args["weighting"])
+    found = (database if args.get("at") is None else database.at(args["at"])).ask(query, **how)
+    return {**found.to_dict(), "explained": found.explain()}
+
+
 def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
     """The versions of a database, the oldest first."""
     found = _named(args, known).versions()
@@ -59,12 +78,7 @@ def upload(args: Args, known: Databases) -> dict[str, Any]:
             raise ArgumentError("upload wants the file as base64") from None
     name = str(args["name"])
     made = table(data, name, str(args["format"]), args.get("key"), args.get("value"))
-    try:
-        known[name] = made
-    except QkvError:
-        made.close()
-        raise
-    return about(name, made)
+    return _kept(name, made, known)
 
 
 def columns(args: Args, known: Databases) -> dict[str, Any]:
@@ -76,8 +90,15 @@ def columns(args: Args, known: Databases) -> dict[str, Any]:
             "import it with this key"
         )
     made = source.by(args["key"], args.get("value"))
-    name = str(args.get("name") or args["database"])
-    known[name] = made
+    return _kept(str(args.get("name") or args["database"]), made, known)
+
+
+def _kept(name: str, made: Database, known: Databases) -> dict[str, Any]:
+    try:
+        known[name] = made
+    except BaseException:
+        made.close()
+        raise
     return about(name, made)
 
 

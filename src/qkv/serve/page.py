@@ -97,6 +97,9 @@ def call(shelf: Shelf, given: Given) -> Any:
     return _packed(shown(shelf) if name == "views" else _answered(name, shelf, given.body))
 
 
+TABS = 6
+"""Databases that have a tab of their own; the others are found among "Your data"."""
+
 KEEPS = {"upload", "columns"}
 """Calls that keep something, and so need more than to read."""
 
@@ -123,8 +126,9 @@ def _packed(found: Any) -> dict[str, Any]:
 
 
 def shown(shelf: Shelf) -> list[dict[str, Any]]:
-    """The views of the page: each database by itself, then those that need none."""
-    found = [view for kept in shelf.databases.values() for view in _view(kept.name, kept.database)]
+    """The views of the page: the first databases by themselves, then those that need none."""
+    first = list(shelf.databases.values())[:TABS]
+    found = [view for kept in first for view in _view(kept.name, kept.database)]
     rest = ["data", "sentence", "regression", "scores", "model"]
     own = tables.databases({}, Databases(shelf))
     return [
@@ -194,7 +198,11 @@ ROUTES: list[Route] = [
         call,
         "What the page asks, by name.",
         CALLED,
-        body={"title": "Call", "type": "object"},
+        body={
+            "title": "Call",
+            "type": "object",
+            "properties": {"top": {"type": "integer", "minimum": 1, "maximum": limits.TOP}},
+        },
         refuses=(404,),
     ),
     Route(

@@ -1,0 +1,160 @@
+/** A table that is asked: by Python where there is one, else by the twin. */
+
+import { type Key, type Like, ask } from "../equation";
+import type { Backend } from "../wire";
+import { type Cell, type Table, parse } from "./csv";
+
+export interface About {
+  name: string;
+  rows: number;
+  columns: string[];
+  key: string[];
+  value: string[];
+  version: number;
+}
+export interface Asked {
+  query: string;
+  score: string;
+  weighting: string;
+  where: string;
+  at: number | null;
+}
+export interface Found {
+  value: unknown;
+  rows: { key: unknown; value: unknown; weight: number }[];
+  effective_rows: number;
+  entropy: number;
+  total: number;
+  explained: string;
+}
+export interface Version {
+  number: number;
+  time: string;
+  what: string;
+  rows: number;
+}
+
+/** Rows that an answer names. */
+const TOP = 10;
+/** What a browser reads itself: rows, each a vector of up to a thousand numbers. */
+const MOST = 5000;
+const FORMATS = ["csv", "tsv", "jsonl", "parquet", "arrow"];
+
+export interface Source {
+  about: About[];
+  /** Whether conditions and versions are known. */
+  whole: boolean;
+  formats: string[];
+  ask(of: About, asked: Asked): Promise<Found>;
+  /** The same rows by other columns; no value: all that are not the key. */
+  by(of: About, key: string, value: string | null): Promise<About>;
+  versions(of: About): Promise<Version[]>;
+  upload(file: File): Promise<About>;
+}
+
+/** A file's name as a database may be called. */
+function named(file: string, taken: (name: string) => boolean): string {
+  const plain = file.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9_.-]+/g, "_").slice(0, 48);
+  const name = /^[A-Za-z0-9_]/.test(plain) ? plain : `table${plain}`;
+  return taken(name) ? `${name}-upload` : name;
+}
+
+function format(file: File): string {
+  const ending = file.name.split(".").at(-1)!.toLowerCase();
+  if (!FORMATS.includes(ending)) throw new Error(`${file.name}: the name must end in .${FORMATS.join(", .")}`);
+  return ending;
+}
+
+/** Python's databases, and files that it is sent. */
+export function remote(backend: Backend, given: About[]): Source {
+  const own = new Set<string>();
+  const keep = (about: About) => {
+    own.add(about.name);
+    source.about = [...source.about.filter((one) => one.name !== about.name), about];
+    return about;
+  };
+  const source: Source = {
+    about: given,
+    whole: true,
+    formats: FORMATS,
+    ask: (of, asked) =>
+      backend.call("ask", {
+        ...asked,
+        database: of.name,
+        top: TOP,
+        score: asked.score || null,
+        where: asked.where.trim() || null,
+      }),
+    async by(of, key, value) {
+      const name = own.has(of.name) ? of.name : named(`${of.name}-by-${key}`, () => false);
+      const columns = { key: [key], ...(value === null ? {} : { value: [value] }) };
+      return keep(await backend.call("columns", { database: of.name, name, ...columns }));
+    },
+    versions: (of) => backend.call("versions", { database: of.name }),
+    async upload(file) {
+      const taken = (name: string) => source.about.some((one) => one.name === name) && !own.has(name);
+      return keep(await backend.upload({ name: named(file.name, taken), format: format(file) }, file));
+    },
+  };
+  return source;
+}
+
+/** A file in the browser alone. */
+export function local(): Source {
+  const tables = new Map<string, Table>();
+  const source: Source = {
+    about: [],
+    whole: false,
+    formats: ["csv", "tsv"],
+    async ask(of, asked) {
+      const { rows } = tables.get(of.name)!;
+      const pick = (row: Record<string, Cell>) =>
+        of.value.length === 1 ? row[of.value[0]] : Object.fromEntries(of.value.map((name) => [name, row[name]]));
+      const pairs = rows
+        .filter((row) => row[of.key[0]] !== null)
+        .map((row) => ({ key: row[of.key[0]] as Key, value: pick(row) }));
+      const numbers = pairs.every((pair) => typeof pair.key === "number");
+      const number = Number(asked.query);
+      if (numbers && (asked.query.trim() === "" || Number.isNaN(number))) {
+        throw new Error(`the query must be a number, as ${of.key[0]} is`);
+      }
+      const how = { score: like(asked.score), weighting: like(asked.weighting) ?? "softmax", top: TOP };
+      const found = ask(pairs, numbers ? number : asked.query, how);
+      const [first] = found.rows;
+      const share = first && `${first.key} counts ${(100 * first.weight).toPrecision(3)} %. `;
+      return {
+        ...found,
+        value: found.pooled,
+        effective_rows: found.effective,
+        explained: `${share ? `Of ${found.total} rows, ${share}` : ""}Computed in this page, which compares letters and numbers.`,
+      };
+    },
+    async by(of, key, value) {
+      const about = { ...of, key: [key], value: value === null ? of.columns.filter((name) => name !== key) : [value] };
+      source.about = source.about.map((one) => (one.name === of.name ? about : one));
+      return about;
+    },
+    versions: async () => [],
+    async upload(file) {
+      if (!["csv", "tsv"].includes(format(file))) throw new Error(`${file.name}: this page reads .csv and .tsv; qkv serve reads the others`);
+      const table = parse(await file.text());
+      if (table.rows.length > MOST) throw new Error(`${file.name} has ${table.rows.length} rows; without Python ${MOST} are the most`);
+      const name = named(file.name, () => false);
+      const text = table.columns.find((column) => table.rows.some((row) => typeof row[column] === "string"));
+      const key = text ?? table.columns[0];
+      tables.set(name, table);
+      const value = table.columns.filter((column) => column !== key);
+      const about = { name, rows: table.rows.length, columns: table.columns, key: [key], value, version: 1 };
+      source.about = [...source.about.filter((one) => one.name !== name), about];
+      return about;
+    },
+  };
+  return source;
+}
+
+/** `topk:3` as the twin has it. */
+function like(text: string): Like | null {
+  if (!text) return null;
+  const [name, number] = text.split(":");
+  return number ? { name, k: Number(number) } : name;
+}

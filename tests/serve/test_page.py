@@ -1,0 +1,187 @@
+"""The page as a server gives it, used in a browser."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+import qkv
+from qkv.page import to_html
+from qkv.serve.app import app
+from qkv.serve.guard import Access
+from qkv.serve.run import bound
+from qkv.serve.shelf import Shelf
+from tests.serve.conftest import shelved
+
+EVIL = "<img src=x onerror=\"document.title='owned'\">"
+CSV = f"name,major,year\nAnn,art,1\nBo,law,2\nCy,{EVIL.replace(chr(34), chr(39))},3\n"
+TOKEN = "a-token-that-writes"
+
+
+@contextmanager
+def at_work(shelf: Shelf, access: Access) -> Iterator[str]:
+    """A real server in a thread: its address."""
+    with bound("127.0.0.1", 0) as place:
+        server = uvicorn.Server(uvicorn.Config(app(shelf, access), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{place.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    shelf = shelved(tmp_path_factory.mktemp("page"))
+    database = shelf.databases["books"].database
+    database.extend([{"title": EVIL, "genre": EVIL, "year": 2000}])
+    return shelf
+
+
+@pytest.fixture(scope="module")
+def url(own: Shelf) -> Iterator[str]:
+    with at_work(own, Access()) as url:
+        yield url
+
+
+def number(page: Any, test: str) -> float:
+    return float(page.get_by_test_id(test).get_attribute("data-value"))
+
+
+def test_the_served_databases_are_shown(page: Any, url: str, own: Shelf) -> None:
+    page.goto(url)
+    page.get_by_test_id("answer-value").first.wait_for()
+    tabs = page.get_by_role("tab").all_inner_texts()
+    assert tabs[:4] == ["books", "grades", "vectors", "places"]
+    assert tabs[4:] == ["Your data", "Sentence", "Regression", "Scores", "Model"]
+    assert page.get_by_test_id("answer-value").first.inner_text() == "novel"
+
+
+def test_a_served_database_is_asked(page: Any, url: str, own: Shelf) -> None:
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-query").fill("Ulises")
+    page.get_by_test_id("data-row-0-weight").wait_for()
+    expected = own.databases["books"].database.ask("Ulises", top=10)
+    assert page.get_by_test_id("data-value-found").inner_text() == expected.value
+    for i, row in enumerate(expected.rows):
+        assert page.get_by_test_id(f"data-row-{i}-key").inner_text() == row.key
+        assert number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, rel=1e-4)
+    assert page.get_by_test_id("data-explained").inner_text() == expected.explain()
+    # Only some rows, then an older version, then nonsense.
+    page.get_by_test_id("data-where").fill("year < 1850")
+    page.get_by_text("of 2", exact=False).last.wait_for()
+    found = own.databases["books"].database.ask("Ulises", where="year < 1850")
+    assert page.get_by_test_id("data-row-0-key").inner_text() == found.rows[0].key
+    page.get_by_test_id("data-where").fill("yaer < 1850")
+    page.expected.append("422")
+    page.get_by_test_id("data-error").wait_for()
+    assert "year" in page.get_by_test_id("data-error").inner_text()
+    page.get_by_test_id("data-where").fill("")
+    page.get_by_test_id("data-version").select_option("1")
+    page.get_by_text("of 5", exact=False).last.wait_for()
+    assert page.get_by_test_id("data-error").is_hidden()
+
+
+def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Shelf) -> None:
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "my students.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
+    )
+    page.get_by_text("my_students: 3 rows").wait_for()
+    page.get_by_test_id("data-value").select_option("major")
+    page.get_by_text("name → major").wait_for()
+    page.get_by_test_id("data-query").fill("Bo")
+    page.get_by_test_id("data-row-0-weight").wait_for()
+    assert page.get_by_test_id("data-value-found").inner_text() == "law"
+    database = own.databases["my_students"].database
+    expected = database.ask("Bo").rows[0].weight
+    assert number(page, "data-row-0-weight") == pytest.approx(expected, rel=1e-4)
+    page.get_by_test_id("data-key").select_option("year")
+    page.get_by_text("year → major").wait_for()
+    page.get_by_test_id("data-query").fill("1.2")
+    page.get_by_test_id("data-row-0-key").wait_for()
+    assert page.get_by_test_id("data-value-found").inner_text() == "art"
+    assert own.databases["my_students"].database.info()["key"] == ["year"]
+    page.expected.append("422")
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "empty.csv", "mimeType": "text/csv", "buffer": b""}
+    )
+    page.get_by_test_id("data-error").wait_for()
+    assert "empty" in page.get_by_test_id("data-error").inner_text()
+
+
+def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:
+    page.goto(url)
+    title = page.title()
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-query").fill(EVIL)
+    page.get_by_test_id("data-row-0-key").wait_for()
+    assert page.get_by_test_id("data-row-0-key").inner_text() == EVIL
+    assert page.get_by_test_id("data-value-found").inner_text() == EVIL
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": f"{EVIL}.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
+    )
+    page.get_by_test_id("data-query").fill("Cy")
+    page.get_by_text("3 rows").wait_for()
+    page.get_by_test_id("data-row-0-key").wait_for()
+    assert page.locator("img").count() == 0 and page.title() == title
+
+
+def test_inline_script_is_refused_by_the_policy(page: Any, url: str) -> None:
+    page.expected.append("Content Security Policy")
+    page.goto(url)
+    page.evaluate(
+        "() => { const s = document.createElement('script'); s.textContent = 'window.owned = 1';"
+        " document.body.append(s); }"
+    )
+    assert page.evaluate("() => window.owned") is None
+
+
+def test_the_page_asks_for_a_token(page: Any, tmp_path: Path) -> None:
+    page.expected.append("401")
+    with at_work(shelved(tmp_path), Access(TOKEN)) as url:
+        page.goto(url)
+        page.get_by_label("Token").fill("not-the-right-token")
+        page.get_by_role("button", name="Show the page").click()
+        page.get_by_text("Try again").wait_for()
+        page.get_by_label("Token").fill(TOKEN)
+        page.get_by_role("button", name="Show the page").click()
+        page.get_by_test_id("tab-data").click()
+        page.get_by_test_id("data-query").fill("Emma")
+        page.get_by_test_id("data-row-0-key").wait_for()
+        assert page.get_by_test_id("data-row-0-key").inner_text() == "Emma"
+        assert page.get_by_test_id("token-form").is_hidden()
+        page.goto("about:blank")
+
+
+def test_a_file_in_the_page_alone(page: Any, tmp_path: Path) -> None:
+    """Without Python: the twin's numbers are those of a database of the same rows."""
+    to_html({"view": "data", "title": "Your data"}, tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    text = 'gpa;salary\n3.1;70\n3.5;82\n3.6;86\n4.0;95\n"";1\n'
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "gpa.csv", "mimeType": "text/csv", "buffer": text.encode()}
+    )
+    page.get_by_test_id("data-query").fill("3.55")
+    page.get_by_test_id("data-row-3-weight").wait_for()
+    expected = qkv.Database([(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]).ask(3.55, top=10)
+    for i, row in enumerate(expected.rows):
+        assert number(page, f"data-row-{i}-weight") == pytest.approx(row.weight, abs=1e-6)
+    shown = float(page.get_by_test_id("data-value-found").inner_text())
+    assert shown == pytest.approx(expected.value, rel=1e-4)
+    page.get_by_test_id("data-query").fill("much")
+    page.get_by_test_id("data-error").wait_for()
+    assert "must be a number" in page.get_by_test_id("data-error").inner_text()
