@@ -16,6 +16,7 @@ from playwright.sync_api import sync_playwright
 from qkv.cli.heads import look
 from qkv.page import to_html
 from qkv.page.heads import heads
+from qkv.page.sentence import sentence
 from tests.browser import FLAGS, chromium
 from tests.serve.process import serving
 from tools.pictures import FOLDER, SENTENCE, shrink
@@ -25,12 +26,17 @@ WIDE, MOST_HIGH = 1280, 1000
 
 
 def _head(page: Any) -> None:
-    page.get_by_test_id("head-2-3").click()
+    page.get_by_test_id("head-2-3").locator("visible=true").click()
+
+
+def _word(page: Any) -> None:
+    _head(page)
+    page.get_by_test_id("word-15").locator("visible=true").hover()  # his
 
 
 HANDS: dict[str, Callable[[Any], None]] = {
     "database": lambda page: None,
-    "sentence": lambda page: None,
+    "sentence": _word,
     "regression": lambda page: None,
     "scores": lambda page: None,
     "model": _head,
@@ -45,7 +51,7 @@ def written(folder: Path) -> str:
     names = [f"layer {i}" for i in range(len(seen.alpha))]
     shown: list[Any] = [
         {"view": "database", "data": {"examples": True}},
-        {"view": "sentence"},
+        sentence(SENTENCE, model=True),
         {"view": "regression"},
         {"view": "scores"},
         heads(seen.alpha, names, labels=seen.words),
@@ -63,7 +69,7 @@ def main(wanted: list[str]) -> None:
             for view, act in HANDS.items():
                 for scheme in ("light", "dark") if not wanted or view in wanted else ():
                     page = browser.new_page(
-                        viewport={"width": WIDE, "height": 800},
+                        viewport={"width": WIDE, "height": MOST_HIGH},
                         color_scheme=scheme,  # type: ignore[arg-type]
                         reduced_motion="reduce",
                     )
