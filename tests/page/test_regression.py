@@ -11,6 +11,7 @@ import pytest
 import qkv
 from qkv import masks, scores, weightings
 from qkv.page import to_html
+from qkv.page.points import points as points_of
 
 RNG = np.random.default_rng(3)
 X = np.sort(RNG.uniform(0, 4, 14)).round(2)
@@ -190,3 +191,20 @@ def test_a_row_of_the_heatmap_moves_the_query(opened: Any) -> None:
     told = opened.get_by_test_id("regression-weights-readout").inner_text()
     alpha = qkv.weights(np.array([[at]]), X[:, None], score=scores.Gaussian(0.4))[0]
     np.testing.assert_allclose(float(told.split()[-1]), alpha[0], rtol=2e-3)
+
+
+def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Path) -> None:
+    rows = [(2.9, 58.0), (3.1, 60.0), (3.4, 70.0), (3.6, None), (3.9, 88.0), (4.0, 95.0)]
+    table = {"gpa": [x for x, _ in rows], "salary": [y for _, y in rows]}
+    D: Any = qkv.Database(table, key="gpa", value="salary")
+    to_html([D, points_of(D)], tmp_path / "d.html")
+    page.goto((tmp_path / "d.html").as_uri())
+    page.get_by_test_id("tab-regression").click()
+    for at in (3.0, 3.55):
+        typed(page, "regression-query", at)
+        settled(page)
+        value = number(page, "regression-value")
+        np.testing.assert_allclose(value, D.ask(at).value, rtol=1e-3)
+    assert "gpa" in page.get_by_test_id("regression-plot").text_content()
+    with pytest.raises(qkv.QkvError, match="numbers"):
+        points_of(qkv.Database({"Li": "Mu"}))
