@@ -196,7 +196,7 @@ def test_a_row_of_the_heatmap_moves_the_query(opened: Any) -> None:
 def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Path) -> None:
     rows = [(2.9, 58.0), (3.1, 60.0), (3.4, 70.0), (3.6, None), (3.9, 88.0), (4.0, 95.0)]
     table = {"gpa": [x for x, _ in rows], "salary": [y for _, y in rows]}
-    D: Any = qkv.Database(table, key="gpa", value="salary")
+    D: Any = qkv.Database.from_columns(table, key="gpa", value="salary")
     to_html([D, points_of(D)], tmp_path / "d.html")
     page.goto((tmp_path / "d.html").as_uri())
     page.get_by_test_id("tab-regression").click()
