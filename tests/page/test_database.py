@@ -5,6 +5,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import qkv
@@ -74,13 +75,15 @@ def test_gpa_to_salary_is_a_regression(view: Any) -> None:
     assert len(D) == 14
     shown_as(view, D, 3.5)
     view.get_by_test_id("score").select_option("gaussian")
-    view.get_by_test_id("score-number").focus()
+    view.get_by_test_id("score-setting").focus()
     for _ in range(5):
         view.keyboard.press("ArrowLeft")
-    width = float(view.get_by_test_id("score-number-value").inner_text())
+    width = float(view.get_by_test_id("score-setting-number").input_value())
     shown_as(view, D, 3.5, score=scores.Gaussian(width))
     view.get_by_test_id("score").select_option("epanechnikov")
-    width = float(view.get_by_test_id("score-number-value").inner_text())
+    view.get_by_test_id("score-setting-number").fill("0.4")
+    view.keyboard.press("Tab")
+    width = 0.4
     view.get_by_test_id("weighting").select_option("normalized")
     shown_as(view, D, 3.5, score=scores.Epanechnikov(width), weighting="normalized")
 
@@ -106,7 +109,7 @@ def test_every_weighting(view: Any, weighting: str) -> None:
 def test_temperature(view: Any) -> None:
     view.get_by_test_id("temperature").focus()
     view.keyboard.press("End")
-    hot = float(view.get_by_test_id("temperature-value").inner_text())
+    hot = float(view.get_by_test_id("temperature-number").input_value())
     assert hot == 20
     shown_as(view, letters(view), "Lee", weighting=weightings.Softmax(temperature=hot))
 
@@ -178,6 +181,74 @@ def test_the_theme_is_the_systems_until_it_is_chosen(view: Any) -> None:
     toggle.click()
     assert toggle.get_attribute("aria-label") == "Theme: dark"
     assert view.evaluate(background) == dark
+
+
+def test_a_notebooks_theme_counts_more_than_the_systems(view: Any) -> None:
+    box = view.locator("main > div")
+    view.emulate_media(color_scheme="light")
+    view.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    view.wait_for_function("document.querySelector('main > div').dataset.theme === 'dark'")
+    view.evaluate("document.body.dataset.jpThemeLight = 'true'")
+    view.wait_for_function("document.querySelector('main > div').dataset.theme === 'light'")
+    assert box.get_attribute("data-theme") == "light"
+
+
+def opened(page: Any, D: Any, query: Any, path: Path, **how: Any) -> None:
+    to_html(D.ask(query, **how), path)
+    page.goto(path.as_uri())
+
+
+def test_vectors_as_keys_and_values(page: Any, tmp_path: Path) -> None:
+    D: Any = Database(np.eye(3), np.array([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]]))
+    opened(page, D, np.array([1.0, 0.5, 0.0]), tmp_path / "p.html")
+    found = D.ask(np.array([1.0, 0.5, 0.0]))
+    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    page.get_by_test_id("query").fill("0, 0, 9")
+    found = D.ask(np.array([0.0, 0.0, 9.0]))
+    assert weights(page, 3) == pytest.approx(found.weights.tolist(), abs=1e-6)
+    told = page.get_by_test_id("answer-value").inner_text().split(", ")
+    assert [float(x) for x in told] == pytest.approx(found.value.tolist(), rel=1e-4)
+    page.get_by_test_id("query").fill("north")
+    assert "with commas between" in page.get_by_test_id("trouble").inner_text()
+
+
+def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path: Path) -> None:
+    rows = {("Li", 1): {"a": [1, None]}, ("Hu", 2): None, ("Smola", 3): "<b>"}
+    D: Any = Database(rows)
+    opened(page, D, ("Li", 1), tmp_path / "p.html")
+    found = D.ask(("Li", 1))
+    alpha = [found.weights[0], found.weights[2]]
+    assert found.total == 2
+    assert weights(page, 2) == pytest.approx(alpha, abs=1e-6)
+    assert page.get_by_test_id("answer-value").inner_text() == '{"a":[1,null]}'
+
+
+def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({1.0: 10.0, 2.0: 20.0, 4.0: 40.0})
+
+    def near(q: Any, k: Any) -> Any:
+        return -3 * abs(q - np.swapaxes(k, -1, -2))
+
+    opened(page, D, 1.5, tmp_path / "p.html", score=near)
+    found = D.ask(1.5, score=near)
+    assert weights(page, 3) == pytest.approx(found.weights.tolist())
+    assert number(page, "answer-value") == pytest.approx(found.value)
+    assert "run in Python alone" in page.get_by_test_id("note").inner_text()
+    page.get_by_test_id("query").fill("3")
+    assert "what is chosen above counts" in page.get_by_test_id("note").inner_text()
+    shown_as(page, D, 3.0)
+
+
+def test_an_empty_database_says_so(page: Any, tmp_path: Path) -> None:
+    to_html(Database(), tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    assert "empty" in page.get_by_test_id("trouble").inner_text()
+    page.get_by_test_id("add-row").click()
+    page.keyboard.type("Li")
+    page.keyboard.press("Tab")
+    page.keyboard.type("Mu")
+    page.get_by_test_id("query").fill("Lee")
+    assert page.get_by_test_id("answer-value").inner_text() == "Mu"
 
 
 def test_a_text_encoder_lives_in_python_and_the_file_says_so(page: Any, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ function shares(answer: Answer, colours: Map<string, number>): HTMLElement[] {
 }
 
 /** Values that are numbers: each row a dot on their line, as large as its weight; the answer a mark. */
-function line(answer: Answer, values: number[]): SVGElement {
+function line(answer: Answer, values: number[]): HTMLElement {
   const known = values.filter((x) => Number.isFinite(x));
   const pooled = answer.pooled as number;
   const [low, high] = [Math.min(...known), Math.max(...known)];
@@ -125,17 +125,17 @@ function line(answer: Answer, values: number[]): SVGElement {
   const at = (x: number) => pad + ((x - low) / (high - low || 1)) * (wide - 2 * pad);
   const top = Math.max(...answer.weights.map(Math.abs), 1e-12);
   const inside = Number.isFinite(pooled) && pooled >= low && pooled <= high;
-  return s(
+  const drawn = s(
     "svg",
-    { viewBox: `0 0 ${wide} 64`, class: "line", role: "img", "aria-label": `values from ${rounded(low)} to ${rounded(high)}, the answer at ${rounded(pooled)}` },
-    s("line", { x1: pad, x2: wide - pad, y1: 30, y2: 30, class: "axis" }),
+    { viewBox: `0 0 ${wide} 50`, class: "line", role: "img", "aria-label": `values from ${rounded(low)} to ${rounded(high)}, the answer at ${rounded(pooled)}` },
+    s("line", { x1: pad, x2: wide - pad, y1: 25, y2: 25, class: "axis" }),
     ...values.map((x, i) =>
       Number.isFinite(x)
-        ? s("circle", { cx: at(x), cy: 30, r: 2.5 + 11 * Math.sqrt(Math.abs(answer.weights[i]) / top), class: "dot" })
+        ? s("circle", { cx: at(x), cy: 25, r: 2.5 + 11 * Math.sqrt(Math.abs(answer.weights[i]) / top), class: "dot" })
         : null,
     ),
-    inside ? s("line", { x1: at(pooled), x2: at(pooled), y1: 8, y2: 52, class: "mark" }) : null,
-    s("text", { x: pad, y: 62, class: "tick" }, rounded(low)),
-    s("text", { x: wide - pad, y: 62, class: "tick end" }, rounded(high)),
+    inside ? s("line", { x1: at(pooled), x2: at(pooled), y1: 3, y2: 47, class: "mark" }) : null,
   );
+  const ends = [low, high].map((x) => h("span", {}, rounded(x)));
+  return h("div", {}, drawn, h("div", { class: "ends", "aria-hidden": "true" }, ...ends));
 }

@@ -1,7 +1,8 @@
 /** What a reader chooses: encoder, score, weighting, and the one number that each may have. */
 
-import { h, labelled, put, select, unique } from "../dom";
+import { h, labelled, put, select } from "../dom";
 import { type Like, SCORES, WEIGHTINGS, encoders } from "../equation";
+import { slider } from "../slider";
 import { rounded } from "./cards";
 import { type Outcome, PYTHON, type State } from "./state";
 
@@ -33,32 +34,6 @@ const NUMBERS: Record<string, { setting: string; label: string; low: number; hig
 const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
 const setting = (like: Like, name: string) => (typeof like === "string" ? undefined : like[name]);
 
-/** A slider over the logarithm of a number, and the number. */
-function slider(label: string, test: string, low: number, high: number, whole: boolean, move: (x: number) => void) {
-  const text = h("output", { test: `${test}-value` });
-  const id = unique("slider");
-  const range = h("input", {
-    type: "range",
-    id,
-    test,
-    ...(whole ? { min: low, max: high, step: 1 } : { min: 0, max: 1000, step: 1 }),
-    on: {
-      input: () => {
-        const x = whole ? range.valueAsNumber : low * (high / low) ** (range.valueAsNumber / 1000);
-        move(Number(x.toPrecision(3)));
-      },
-    },
-  });
-  return {
-    element: h("div", { class: "field" }, h("label", { for: id }, `${label} = `, text), range),
-    set(x: number) {
-      range.valueAsNumber = whole ? x : (1000 * Math.log(x / low)) / Math.log(high / low);
-      text.textContent = rounded(x);
-      range.setAttribute("aria-valuetext", rounded(x));
-    },
-  };
-}
-
 export interface Choices {
   element: HTMLElement;
   formulas: HTMLElement;
@@ -77,14 +52,19 @@ export function choices(state: State, changed: () => void): Choices {
     if (!about) return null;
     const told = setting(like, about.setting);
     const start = typeof told === "number" ? told : (own ?? about.start);
-    // Wide enough for what was given, whatever its units.
-    const low = Math.min(about.low, start / 10);
-    const made = slider(about.label, test, low, Math.max(about.high, start * 10), name === "topk", (x) => {
-      set({ ...(typeof like === "string" ? { name } : like), [about.setting]: x });
-      made.set(x);
-      changed();
+    const made = slider({
+      label: about.label,
+      // Wide enough for what was given, whatever its units.
+      range: { low: name === "topk" ? 1 : Math.min(about.low, start / 10), high: Math.max(about.high, start * 10) },
+      value: start,
+      log: name !== "topk",
+      whole: name === "topk",
+      test,
+      change(x) {
+        set({ ...(typeof like === "string" ? { name } : like), [about.setting]: x });
+        changed();
+      },
     });
-    made.set(start);
     if (typeof told !== "number" && (own === undefined || name !== "scaled_dot")) set({ name, [about.setting]: start });
     return made.element;
   };
@@ -113,7 +93,7 @@ export function choices(state: State, changed: () => void): Choices {
     const scoreNumber =
       state.score === null
         ? null
-        : number(state.score, "score-number", own(scoreName), (like) => {
+        : number(state.score, "score-setting", own(scoreName), (like) => {
             state.score = like;
           });
     const weightingNumber = number(state.weighting, "temperature", undefined, (like) => {

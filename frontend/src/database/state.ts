@@ -41,11 +41,26 @@ export function spell(x: unknown): string {
 }
 
 const field = (given: unknown): Field => ({ text: spell(given), given });
-const plain = (x: unknown) => (isTensor(x) ? Array.from(x.data) : x);
+const plain = (x: unknown) => (isTensor(x) ? Array.from(x.data as Float64Array) : x);
 
 function numeral(text: string): number | null {
   const x = Number(text.replace("−", "-"));
   return text.trim() !== "" && Number.isFinite(x) ? x : null;
+}
+
+const isVector = (x: unknown): x is number[] => Array.isArray(x) && x.length > 0 && x.every((y) => typeof y === "number");
+
+/** A vector as it is typed: numbers with commas between, in brackets or not. */
+function listed(text: string): Vector {
+  const parts = text.replace(/^\s*\[|\]\s*$/g, "").split(",").map(numeral);
+  if (parts.every((x) => x !== null)) return parts as number[];
+  throw new TypeError("the keys are vectors: type the query as numbers with commas between");
+}
+
+/** The encoder that runs here in the place of one that does not. */
+function instead(keys: Key[]): string {
+  const vectors = keys.every(isVector);
+  return keys.some((key) => typeof key === "object") && !vectors ? "characters" : encoders.suits(keys);
 }
 
 /** A column of cells: numbers where all are, else as they were given or typed. */
@@ -83,6 +98,12 @@ export class State {
   /** Rows that Python answered from, of which only the heaviest are here. */
   get others(): number {
     return Math.max((this.data?.answer?.total ?? 0) - (this.data?.rows?.length ?? 0), 0);
+  }
+
+  /** What Python scored and weighed by, where that has no name here. */
+  get foreign(): string | null {
+    const told = this.data?.answer;
+    return told && this.data.told === false ? `${told.score} and ${told.weighting}` : null;
   }
 
   /** Python's encoder of the data, whose vectors came with them. */
@@ -170,7 +191,9 @@ export class State {
   private asks(rows: { key: Key }[]): Key {
     const given = spell(this.query.given) === this.query.text ? plain(this.query.given) : this.query.text;
     const numbers = rows.length > 0 && rows.every((row) => typeof row.key === "number");
-    return (numbers ? (numeral(this.query.text) ?? given) : given) as Key;
+    if (numbers) return (numeral(this.query.text) ?? given) as Key;
+    const vectors = rows.length > 0 && rows.every((row) => isVector(row.key));
+    return (vectors && typeof given === "string" ? listed(given) : given) as Key;
   }
 
   /** Whether Python's vectors of the chosen encoder are all there. */
@@ -216,14 +239,14 @@ export class State {
       vectors = { keys, query: this.queries.get(this.query.text)!, score: this.own ?? "scaled_dot" };
     } else if (rows.length) {
       const keys = rows.map((row) => row.key);
-      if (!this.here) encoder = encoders.suits(keys);
+      if (!this.here) encoder = instead(keys);
       vectors = this.encoded(encoder, keys, query);
     }
     const how = { vectors, score: this.score, top: rows.length };
     const soft = ask(rows, query, { ...how, weighting: this.weighting });
     const hard = ask(rows, query, { ...how, weighting: "hard" });
-    const asked = !this.touched && (this.others > 0 || this.data?.told === false);
-    if (asked && this.data.answer) this.python(soft);
+    const asked = !this.touched && (this.others > 0 || this.foreign !== null);
+    if (asked) this.python(soft);
     return { soft, hard, used, encoder, asked };
   }
 

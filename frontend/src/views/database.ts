@@ -49,8 +49,7 @@ const STYLE = `
 .database .line .dot { fill: var(--accent); fill-opacity: 0.45; stroke: var(--accent); }
 .database .hard .line .dot { fill: var(--second); stroke: var(--second); }
 .database .line .mark { stroke: var(--ink); stroke-width: 3; }
-.database .line .tick { font-size: 13px; fill: var(--soft); }
-.database .line .end { text-anchor: end; }
+.database .ends { display: flex; justify-content: space-between; padding-inline: 2%; font-size: 0.8rem; color: var(--soft); }
 .database .rows { margin-bottom: 0.75rem; }
 .database .order { justify-content: flex-end; font-size: 0.85rem; color: var(--soft); gap: 0.4rem; }
 .database .rows td { padding-block: 0.15rem; }
@@ -246,6 +245,13 @@ function remark(state: State, outcome: Outcome): string {
       outcome.asked
         ? `Answered from ${all} rows, of which the ${here} heaviest are here.`
         : `From here on only the ${here} rows that are here are asked, not all ${all}.`,
+    );
+  }
+  if (state.foreign) {
+    parts.push(
+      outcome.asked
+        ? `Answered by ${state.foreign}, which run in Python alone.`
+        : `Python answered by ${state.foreign}; from here on what is chosen above counts.`,
     );
   }
   if (outcome.encoder !== state.encoder) {

@@ -10,7 +10,7 @@ import numpy as np
 from qkv import scores, weightings
 from qkv.answer import Answer, Source, short
 from qkv.database import Database
-from qkv.database.encoders import Characters, Encoder, Exact, Numbers
+from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
 from qkv.errors import DtypeError
 from qkv.names import Names
 from qkv.page import heads
@@ -126,4 +126,4 @@ def _runs_here(encoder: Encoder) -> bool:
     """Whether the page's encoder of that kind gives the same vectors."""
     if isinstance(encoder, Numbers):
         return encoder.units is None and encoder.bandwidth is None
-    return encoder in (Characters(), Exact())
+    return encoder in (Arrays(), Characters(), Exact())
