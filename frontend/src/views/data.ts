@@ -32,8 +32,10 @@ const STYLE = `
 .data .query input { font-size: 1.2rem; font-weight: 600; }
 .data .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; }
 .data td.wide { overflow-wrap: anywhere; }
-.data td.share { width: 30%; }
-.data td.number { white-space: nowrap; }
+.data .controls { align-items: start; }
+.data .query { margin-bottom: 1.25rem; }
+.data th.number { width: 4.5rem; }
+.data th.share { width: 25%; }
 `;
 
 /** A cell as one line. */
@@ -116,7 +118,7 @@ export const view: View = {
           h(
             "thead",
             {},
-            h("tr", {}, h("th", { class: "number" }, "weight"), h("th", {}), h("th", {}, of.key.join(", ")), h("th", {}, of.value.join(", "))),
+            h("tr", {}, h("th", { class: "number" }, "weight"), h("th", { class: "share" }), h("th", {}, of.key.join(", ")), h("th", {}, of.value.join(", "))),
           ),
           h(
             "tbody",
@@ -126,7 +128,7 @@ export const view: View = {
                 "tr",
                 {},
                 h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
-                h("td", { class: "share" }, h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.max(row.weight, 0)) / top}%` } }))),
+                h("td", {}, h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.max(row.weight, 0)) / top}%` } }))),
                 h("td", { class: "wide", test: `data-row-${i}-key` }, told(row.key)),
                 h("td", { class: "wide", test: `data-row-${i}-value` }, told(row.value)),
               ),
@@ -171,7 +173,7 @@ export const view: View = {
           labelled("Value", value),
           labelled("Score", score),
           labelled("Weighting", weighting),
-          source.whole && labelled("Only rows where", where, "as in Python: year < 1900 and genre == 'poetry'"),
+          source.whole && labelled("Only rows where", where, "and, or, in: as in Python"),
           version && labelled("As of version", version),
         );
         await show();

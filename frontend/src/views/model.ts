@@ -1,7 +1,7 @@
 /** The heads of a transformer: all of them small, one of them large. */
 
 import { bars } from "../bars";
-import { fixed, h } from "../dom";
+import { fixed, h, labelled } from "../dom";
 import { STYLE as HEADS, grid } from "../heads";
 import { Heatmap } from "../heatmap";
 import { type Matrix, value } from "../picture";
@@ -24,17 +24,60 @@ interface Heads {
 }
 
 const STYLE = `${HEADS}
+.model-ask { display: grid; grid-template-columns: minmax(0, 1fr) auto; gap: 0.75rem; align-items: end; margin-bottom: 1rem; }
 .model { display: grid; gap: 2rem; grid-template-columns: minmax(0, max-content); }
 @container page (min-width: 75rem) { .model { grid-template-columns: minmax(0, max-content) minmax(24rem, 1fr); } }
 .head-large { display: grid; gap: 0.75rem; align-content: start; align-self: start; min-width: 0; position: sticky; top: 1rem; }
 `;
 
-function mount(at: HTMLElement, given: Given): () => void {
-  const all: Heads = given.data;
-  if (!all.weights) {
-    at.append(h("p", { class: "note" }, "No model was captured: qkv.transformers.capture(model), then .show()."));
+/** Where nothing was captured Python is asked: a sentence that the bundled MiniLM reads. */
+function asking(at: HTMLElement, given: Given): () => void {
+  const note = "No model was captured: qkv.transformers.capture(model), then .show().";
+  if (!given.backend) {
+    at.append(h("p", { class: "note" }, note));
     return () => at.replaceChildren();
   }
+  const { backend } = given;
+  let undo = () => {};
+  const found = h("div");
+  const trouble = h("p", { class: "note", role: "status", test: "model-status" });
+  const text = h("input", { type: "text", test: "model-text", value: "The animal did not cross the street because it was tired." });
+  const read = async () => {
+    trouble.textContent = "MiniLM reads …";
+    try {
+      const data = await backend.call("model", { text: text.value });
+      undo();
+      found.replaceChildren();
+      undo = mount(found, { ...given, data });
+      trouble.textContent = "";
+    } catch (error) {
+      trouble.textContent = error instanceof Error ? error.message : String(error);
+    }
+  };
+  const form = h(
+    "form",
+    {
+      class: "model-ask",
+      on: {
+        submit: (event: Event) => {
+          event.preventDefault();
+          void read();
+        },
+      },
+    },
+    labelled("A sentence", text),
+    h("button", { class: "main", test: "model-read" }, "Show what MiniLM looks at"),
+  );
+  at.append(form, trouble, found);
+  return () => {
+    undo();
+    at.replaceChildren();
+  };
+}
+
+function mount(at: HTMLElement, given: Given): () => void {
+  const all: Heads = given.data;
+  if (!all.weights) return asking(at, given);
   const [layers, heads, rows, cols] = all.weights.shape;
   const size = rows * cols;
   const matrix = (layer: number, head: number): Matrix => {

@@ -50,6 +50,7 @@ CALLS: dict[str, Callable[[Args, Databases], Any]] = {
     "encode": encode,
     "databases": tables.databases,
     "sentence": sentence.call,
+    "model": sentence.model,
     "versions": tables.versions,
     "upload": tables.upload,
     "columns": tables.columns,

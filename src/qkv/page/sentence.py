@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
+from qkv.page.heads import heads
 
 MOST = 128
 """Tokens of a sentence that is read."""
@@ -29,6 +30,13 @@ def sentence(text: str, *, model: bool = False) -> dict[str, Any]:
 def call(args: Mapping[str, Any], _: Any) -> dict[str, Any]:
     """`read` of the page's text."""
     return read(str(args["text"]))
+
+
+def model(args: Mapping[str, Any], _: Any) -> dict[str, Any]:
+    """The heads of MiniLM while it reads the page's text, as the view of a model has them."""
+    found = read(str(args["text"]))
+    names = [f"layer {i}" for i in range(len(found["weights"]))]
+    return heads(np.asarray(found["weights"]), names, labels=found["tokens"])["data"]  # type: ignore[no-any-return]
 
 
 def read(text: str) -> dict[str, Any]:
