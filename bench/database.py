@@ -144,6 +144,7 @@ def rows():
         yield measured(f"D[key] in {M:,} rows", 1e3 * look, "≤ 15 µs", 1e6 * look, look <= 15e-6)
         yield soft(path)
         yield from otherwise(path)
+        yield from learned(path)
         yield from filtered(path)
         yield large(folder / "large.qkv")
     finally:
@@ -195,6 +196,33 @@ def otherwise(path):
                 },
                 queries,
                 goals={"softmax of dot products": 1 / most},
+                repeats=15,
+            )
+
+
+def learned(path):
+    """Σ αᵢ vᵢ and the gradient of the query, beside torch on arrays in memory."""
+    with qkv.open(path, create=False) as database:
+        parts = [part.tensors for part in database._view.snapshot.parts()]
+        key, value = (
+            torch.from_numpy(np.concatenate([x[n] for x in parts])) for n in ("code", "value")
+        )
+        value = value.float()
+
+        def ours(query):
+            query = query.clone().requires_grad_()
+            database.attend(query).sum().backward()
+
+        def torchs(query):
+            query = query.clone().requires_grad_()
+            (torch.softmax(query @ key.T / D**0.5, -1) @ value).sum().backward()
+
+        for n in (1, 16):
+            yield compare(
+                f"attend, forward and backward, {n} queries over {M:,} × {D} f32",
+                {"qkv": ours, "torch in memory": torchs},
+                [(torch.randn(n, D),) for _ in range(3)],
+                goals={"torch in memory": 1 / 1.2},
                 repeats=15,
             )
 

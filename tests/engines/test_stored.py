@@ -13,6 +13,7 @@ import tests.cases
 from qkv import attention, scores, weightings
 from qkv.arrays import to_numpy
 from qkv.arrays.rows import Rows, Stored
+from qkv.engines import read as engines_read
 from qkv.engines import stored as engine
 from qkv.engines import streaming
 from qkv.errors import ArgumentError, CombinationError, FrameworkError
@@ -138,6 +139,41 @@ def test_attend_and_its_gradients(fw, score, weighting, allowed, monkeypatch):
         found[-1] += slopes(fw, loss, arrays)
     for got, want in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+@each_allowed
+@pytest.mark.parametrize("weighting", ["softmax", "top3", "sparsemax", "cubed", "squares", "hard"])
+@pytest.mark.parametrize("score", [scores.Dot(), scores.ScaledDot(0.7), scores.Cosine()])
+def test_scores_that_are_held_give_the_same_gradient(score, weighting, allowed, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(streaming, "block_size", lambda call: (4, 64))
+    how, found, left = WEIGHTINGS[weighting], [], []
+    leave = streaming.Held.leave
+    monkeypatch.setattr(streaming.Held, "leave", lambda self: left.append(1) or leave(self))
+    for most in (2**25, 0):
+        monkeypatch.setattr(engines_read, "HELD", most)
+        q = torch.tensor(QUERY, requires_grad=True)
+        out = attention.over(stored(allowed=allowed), q, score=score, weighting=how)
+        for _ in range(2):  # what was held serves a second way back too
+            out.backward(torch.tensor(ALONG), retain_graph=True)
+        found.append(None if q.grad is None else q.grad.numpy())
+    linear = not isinstance(score, scores.Cosine)
+    assert len(left) == (linear and how.smooth and weighting != "cubed")
+    q = torch.tensor(QUERY, requires_grad=True)
+    (2 * dense(q, torch.tensor, score, how, allowed)[0] * torch.tensor(ALONG)).sum().backward()
+    for got in found:
+        want = np.zeros_like(QUERY) if q.grad is None else q.grad
+        got = np.zeros_like(QUERY) if got is None else got
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_a_score_that_only_inherits_from_a_product_is_scored_as_it_is():
+    class Cube(scores.Dot):
+        def __call__(self, query, key):
+            return super().__call__(query, key) ** 3
+
+    assert scores.Dot().linear and scores.ScaledDot(3.0).linear
+    assert not Cube().linear and not scores.ScaledDot(softcap=2.0).linear
 
 
 @each_allowed

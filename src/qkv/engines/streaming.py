@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from qkv import masks, scores
 from qkv.arrays import threads, tree
 from qkv.arrays.base import Framework, Tiling
-from qkv.arrays.rows import Column, Cut, Cuts, Reader, taken
+from qkv.arrays.rows import Column, Cut, Cuts, taken
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
+from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
 from qkv.types import Array, Arrays, Live, Slopes, Span
@@ -91,7 +92,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
     call = calls.seeded(call.precise())
     if 0 in (*call.lead, call.n, call.m):
-        return *dense.run(_whole(call))[:2], None
+        return *dense.run(whole(call))[:2], None
     fw = call.fw
     tiling = tiling_of(call, *(size or block_size(call)))
     if not any(keys for _, keys in tiling):
@@ -100,20 +101,21 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     call = hoist(call, tiling)
     leaves = tree.leaves(fw, call)
     learning = fw.needs_gradient(leaves)
+    held = Held.of(call) if learning and len(tiling) == 1 else None
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.rebuild(fw, call, arrays)
         lent = None if own else _lent(fresh)
         if lent is None:
-            return _forward(fresh, tiling, learning)
-        outputs, kept = _forward(lent, tiling, learning)
+            return _forward(fresh, tiling, learning, held)
+        outputs, kept = _forward(lent, tiling, learning, held)
         return tuple(map(fw.take_back, outputs)), tuple(map(fw.take_back, kept))
 
     def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
-        return _backward(tree.rebuild(fw, call, arrays), tiling, kept, gradients)
+        return _backward(tree.rebuild(fw, call, arrays), tiling, kept, gradients, held)
 
     def reference(*arrays: Array) -> Arrays:
-        out, lse, _ = dense.run(_whole(tree.rebuild(fw, call, arrays)))
+        out, lse, _ = dense.run(whole(tree.rebuild(fw, call, arrays)))
         return (out,) if lse is None else (out, lse)
 
     if learning:
@@ -121,19 +123,6 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
     else:
         outputs = forward(*leaves)[0]
     return outputs[0], outputs[1] if call.wants_lse else None, None
-
-
-def _whole(call: Call) -> Call:
-    """The call on arrays, with all its rows read."""
-    if not isinstance(call.key, Column):
-        return call
-    key, value, allowed = call.key.rows.whole(call.fw, call.query)
-    rule = None if allowed is None else masks.array(allowed)
-    return replace(call, key=key, value=value, rule=rule)
-
-
-def _loops(call: Call) -> Any:
-    return Reader(call.fw) if isinstance(call.key, Column) else call.fw
 
 
 def _lent(call: Call) -> Call | None:
@@ -189,7 +178,7 @@ def block_size(call: Call) -> tuple[int, int]:
     area = max(BLOCK // each, 1)
     if isinstance(call.key, Column):  # whatever is read serves as many queries as it can
         rows = max(min(call.n, area // 512), 1)
-        return rows, max(min(area // rows, READ // max(call.key.shape[-1], 1)), 512)
+        return rows, max(min(area // rows, 4 * READ // max(call.key.shape[-1], 1)), 512)
     if searches(call) and call.m <= area:  # searched in one go
         numbers = each * call.n * call.m
         parts = -(-numbers // (SEARCHED if call.fw.name in ("numpy", "torch") else BLOCK))
@@ -294,9 +283,9 @@ def value_of(call: Call, cols: Any, live: Live) -> Array:
 # Forward
 
 
-def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
+def _forward(call: Call, tiling: Tiling, learning: bool, held: Held | None) -> tuple[State, State]:
     """The outputs, and what is kept of each row for the way back where there is one."""
-    fw, loops = call.fw, _loops(call)
+    fw, loops = call.fw, loops_of(call)
     unscaled = replace(call, weighting=Weighting())
     width = fw.shape(call.value)[-1]
     keeps = learning or call.wants_lse or call.weighting.strict
@@ -332,6 +321,8 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
 
         def lift(cols: Span) -> State:
             s, live, k, block = scored(cols)
+            if held is not None:
+                held.put(cols.start, s)
             value = calls.share_heads(call, value_of(call, cols, live))
             return weighting.lift(s, live, k, found, value, calls.dropped(call, block))
 
@@ -347,17 +338,22 @@ def _forward(call: Call, tiling: Tiling, learning: bool) -> tuple[State, State]:
     if call.weighting.strict:
         call.weighting.check(tuple(kept))
     outputs = (out, call.weighting.lse(tuple(kept))) if call.wants_lse else (out,)
-    return outputs, tuple(kept)
+    return outputs, (*kept, *(() if held is None else held.leave()))
 
 
 # Backward
 
 
 def _backward(
-    call: Call, tiling: Tiling, kept: Sequence[Array], gradients: Sequence[Array]
+    call: Call,
+    tiling: Tiling,
+    kept: Sequence[Array],
+    gradients: Sequence[Array],
+    held: Held | None,
 ) -> Slopes:
     """One gradient for each leaf of the call."""
-    fw, weighting, loops = call.fw, call.weighting, _loops(call)
+    kept, known = (kept, {}) if held is None else held.found(kept)
+    fw, weighting, loops = call.fw, call.weighting, loops_of(call)
     parameters = tree.leaves(fw, (call.score, weighting))
     stored = isinstance(call.key, Column)
 
@@ -400,7 +396,9 @@ def _backward(
             dq, dk, dv, dbias, dparameters = totals
             part = piece(call, rows, cols)
             live, keep = part.live, calls.dropped(call, part.block)
-            if weighting.smooth:
+            if cols.start in known:
+                s, pull = known[cols.start], pulled(call, part.query, part.key)
+            elif weighting.smooth:
                 s, pull = scores_of(part, rows)
             else:
                 s = calls.scores(call, *part[2:], part.block)

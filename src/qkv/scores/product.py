@@ -29,7 +29,7 @@ class Dot(Score):
 
     @property
     def linear(self) -> bool:
-        return True
+        return type(self).__call__ is Dot.__call__
 
     def __call__(self, query: Array, key: Array) -> Array:
         return product(query, key)
@@ -68,7 +68,7 @@ class ScaledDot(Score):
 
     @property
     def linear(self) -> bool:
-        return self.softcap is None
+        return self.softcap is None and type(self).__call__ is ScaledDot.__call__
 
     def factor(self, query: Array) -> Any:
         if self.scale is not None:
