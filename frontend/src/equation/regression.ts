@@ -1,6 +1,6 @@
 /** Nadaraya–Watson: f(q) = Σᵢ α(q, kᵢ) vᵢ over points, whose x are the keys and whose y the values. */
 
-import { type Attended, attend, paired } from "./attend";
+import { type Attended, paired, weigh } from "./attend";
 import type { Like } from "./scores";
 
 export interface Point {
@@ -26,10 +26,11 @@ export function kernel(name: string, width: number, onEmpty = "nan"): Kernel {
   return { score, weighting: { name: "normalized", on_empty: closest ? "nan" : onEmpty } };
 }
 
-/** What the points say at x, and how much each counts. */
-export function regress(points: Point[], x: number, how: Kernel): Attended {
+/** f: what the points say at x, and how much each counts. */
+export function regress(points: Point[], how: Kernel): (x: number) => Attended {
+  const { score, weighting } = paired(how);
   const [keys, values] = [points.map((p) => [p.x]), points.map((p) => [p.y])];
-  return attend([x], keys, values, how);
+  return (x) => weigh(Float64Array.from(keys, (key) => score.at([x], key)), values, weighting);
 }
 
 /** What the other points predict for each of them. */

@@ -243,7 +243,8 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   function paint() {
     const how = kernel();
-    const here = equation.regress(points, query, how);
+    const f = equation.regress(points, how);
+    const here = f(query);
     const y = here.value![0];
     const off = equation.heldOutError(points, how);
     value.textContent = Number.isFinite(y) ? numeral(y) : "no answer";
@@ -264,10 +265,10 @@ function mount(at: HTMLElement, given: Given): () => void {
     where.set(query, xs);
     emptyField.hidden = constant || name === "gaussian" || name === "laplace";
     list(here.weights);
-    scatter(how, here);
+    scatter(how, f, here);
     stems(bars, { width: plot.width, xs, at: points.map((p) => p.x), weights: here.weights, marked: plot.focused });
     errors.paint(points, widths(), constant ? null : kernel, { width: bandwidth, error: off.error });
-    weigh(how);
+    weigh(f);
   }
 
   function list(weights: Float64Array) {
@@ -280,7 +281,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     });
   }
 
-  function scatter(how: equation.Kernel, here: equation.Attended) {
+  function scatter(how: equation.Kernel, f: (x: number) => equation.Attended, here: equation.Attended) {
     const fine = Array.from({ length: CURVE + 1 }, (_, i) => xs.low + (span() * i) / CURVE);
     const score = equation.score(how.score);
     const shape = (x: number) => score.at([query], [x]);
@@ -290,7 +291,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       ys,
       names: { x: example.x, y: example.y },
       fine,
-      fitted: fine.map((x) => equation.regress(points, x, how).value![0]),
+      fitted: fine.map((x) => f(x).value![0]),
       profile: fine.map((x) => (score.nonnegative ? shape(x) : Math.exp(shape(x)))),
       query,
       value: here.value![0],
@@ -306,11 +307,11 @@ function mount(at: HTMLElement, given: Given): () => void {
   }
 
   /** The weights of queries from left to right. */
-  function weigh(how: equation.Kernel) {
+  function weigh(f: (x: number) => equation.Attended) {
     const order = Array.from(points.keys()).sort((i, j) => points[i].x - points[j].x);
     const count = clamp(points.length, ...QUERIES);
     queries = Array.from({ length: count }, (_, i) => xs.low + (span() * (i + 0.5)) / count);
-    const found = queries.map((x) => equation.regress(points, x, how).weights);
+    const found = queries.map((x) => f(x).weights);
     const data = Float64Array.from(found.flatMap((weights) => order.map((j) => weights[j])));
     const matrix = { data, rows: count, cols: points.length };
     const names = {
