@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 
 import qkv
-from qkv.page import to_html
+from qkv.page import sentence, to_html
 from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.run import bound
 from qkv.serve.shelf import Shelf
+from tests.page import test_regression, test_scores, test_sentence
 from tests.serve.conftest import shelved
 
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
@@ -138,6 +140,40 @@ def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:
     page.get_by_text("3 rows").wait_for()
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.locator("img").count() == 0 and page.title() == title
+
+
+def test_the_views_that_need_no_database(page: Any, url: str) -> None:
+    """Those of the file host, whose numbers are tested there, show the same here."""
+    page.goto(url)
+    page.get_by_test_id("tab-sentence").click()
+    row = test_sentence.weights(page, 9)
+    assert row.sum() == pytest.approx(1, abs=5e-3) and row.argmax() == 0
+    page.get_by_test_id("tab-regression").click()
+    view = page.get_by_test_id("view-regression")
+    view.get_by_text("as numbers").click()
+    view.get_by_test_id("regression-kernel").select_option("gaussian")
+    test_regression.typed(page, "regression-bandwidth", 0.4)
+    test_regression.typed(page, "regression-query", 2.5)
+    test_regression.check(page, 2.5, test_regression.kernel("gaussian", 0.4))
+    page.get_by_test_id("tab-scores").click()
+    page.get_by_test_id("view-scores").get_by_text("as numbers").click()
+    page.get_by_test_id("score-gaussian").click()
+    test_scores.typed(page, "scores-q", 0.9)
+    score = test_scores.SIMILARITIES["gaussian"]
+    alpha = qkv.weights(np.array([[0.9]]), test_scores.KEYS[:, None], score=score)[0]
+    np.testing.assert_allclose(test_scores.column(page, "weight"), alpha, atol=6e-4)
+
+
+def test_a_model_reads_a_sentence(page: Any, url: str) -> None:
+    pytest.importorskip("sentence_transformers")
+    page.goto(url)
+    page.get_by_test_id("tab-model").click()
+    page.get_by_test_id("model-text").fill("Time flies.")
+    page.get_by_test_id("model-read").click()
+    page.get_by_test_id("model-about").wait_for(timeout=60_000)
+    alpha = np.asarray(sentence.read("Time flies.")["weights"])
+    entropy = -(alpha[0, 0] * np.log(alpha[0, 0])).sum(-1).mean()
+    assert f"Entropy {entropy:.3f}" in page.get_by_test_id("head-entropy").inner_text()
 
 
 def test_inline_script_is_refused_by_the_policy(page: Any, url: str) -> None:
