@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, tiles
 from tests.engines.triton import formulas
 
 PLAIN = launch.Tile(1, 1, 1, 4, 3)
@@ -24,10 +26,14 @@ class Compiled:
 
 
 class Kernel:
-    """Stands for a kernel of Triton's: notes what is compiled, and what is launched after that."""
+    """Stands for a kernel of Triton's: notes what is compiled, and what is launched after that.
 
-    def __init__(self):
+    Of its numbers it was told not to be compiled for the last.
+    """
+
+    def __init__(self, names=("x", "y", "scale", "stride", "step", "n")):
         self.made, self.launched = [], []
+        self.params = [SimpleNamespace(do_not_specialize=name in tiles.SIZES) for name in names]
 
     def __getitem__(self, grid):
         return lambda *args, **facts: self.made.append(grid) or Compiled(self.launched)
@@ -79,7 +85,9 @@ def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
     assert len(kernel.made) == 2 and not kernel.launched
 
 
-@pytest.mark.parametrize(("at", "other"), [(0, 5), (2, (0.25,)), (3, (32, 1, 9))])
+@pytest.mark.parametrize(
+    ("at", "other"), [(0, 5), (2, (0.25,)), (3, (32, 1, 9)), (3, (16, 1, 1)), (3, (16, 1, 32))]
+)
 def test_what_it_does_not_is_launched_at_once(kernel, at, other):
     launch.start(kernel, *SAME)
     launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])

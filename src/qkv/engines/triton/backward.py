@@ -23,6 +23,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     described,
     fetch,
     finite,
+    launched,
     length_of,
     listed,
     portion,
@@ -35,7 +36,7 @@ SCRATCH = 64 * 2**20
 """Bytes of score gradients held at once where φ is too wide to be summed on chip."""
 
 
-@triton.jit
+@launched
 def inner(
     along, out, along_lse, centre, lines,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -163,7 +164,7 @@ def keys_tiles(
     return dk, dv, dbias, dgate
 
 
-@triton.jit
+@launched
 def to_keys(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
     along, centre, kept, dkey, dvalue, dbias, dgate, ds, scale, alpha,
@@ -366,7 +367,7 @@ def queries_tiles(
     return dq, one, two
 
 
-@triton.jit
+@launched
 def to_queries(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
     along, centre, kept, dquery, one_out, two_out, scale, alpha,

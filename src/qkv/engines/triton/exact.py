@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.operators import operator, refuse
-from qkv.engines.triton.tiles import length_of
+from qkv.engines.triton.tiles import launched, length_of
 
 BLOCK = 64
 """Queries or keys of a tile."""
@@ -66,7 +66,7 @@ def _prepare(
     tl.store(peak + job, tl.max(top, 0))
 
 
-@triton.jit
+@launched
 def _prepare_kernel(
     a, b, ea, eb, peak_a, peak_b, when, jobs_a, jobs, n, m, pad_n, pad_m, h,
     PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -157,7 +157,7 @@ def _pool(weight, live, value, PRECISION: tl.constexpr):
     return pooled
 
 
-@triton.jit
+@launched
 def _forward_kernel(
     ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, heads, group, n, m, pad_n,
     pad_m, h, d, lower, upper, jobs,
@@ -236,7 +236,7 @@ def _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d):
     return do, tl.where(base == -float("inf"), 0.0, base), centre
 
 
-@triton.jit
+@launched
 def _query_grad_kernel(
     ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, ones, squares,
     sums, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
@@ -298,7 +298,7 @@ def _query_grad_kernel(
         tl.store(sums + lead * pad_n + row, whole)
 
 
-@triton.jit
+@launched
 def _key_grad_kernel(
     ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, slopes,
     dvalue, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
@@ -405,7 +405,7 @@ def _finish(
         tl.store(to, tl.trans(slope).to(dx.dtype.element_ty), mask=tl.trans(inside))
 
 
-@triton.jit
+@launched
 def _finish_kernel(
     ones, squares, sums, slopes, v, when, da, db, parts, jobs_a, jobs, n, m, pad_n, pad_m, h,
     PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -435,7 +435,7 @@ def _fold(parts, dv, count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr):
     tl.store(dv + col, tl.sum(total, 0).to(dv.dtype.element_ty), mask=col < h)
 
 
-@triton.jit
+@launched
 def _fold_kernel(
     parts, others, when, dv, count, others_count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr
 ):

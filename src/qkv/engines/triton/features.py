@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
+from qkv.engines.triton.tiles import launched
 from qkv.scores import separable
 
 TILE = 2048
@@ -52,7 +53,7 @@ def _largest(
     tl.store(parts + tl.program_id(0) * h + flat, tl.max(top, 0), mask=flat < h)
 
 
-@triton.jit
+@launched
 def _reach_kernel(
     a, b, parts, rows_a, rows_b, h, LOOKS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -74,7 +75,7 @@ def _first(parts, grid, col, h, G, COUNT: tl.constexpr, BLOCK_G: tl.constexpr):
     return tl.sum((half[:, None] < reach[None, :]).to(tl.int32), 0)
 
 
-@triton.jit
+@launched
 def _fit_kernel(
     parts, table, grid, fit, beyond, h, G,
     SIZE: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -156,7 +157,7 @@ def _fill(
             tl.store(to + j * h, nothing, mask=inside)
 
 
-@triton.jit
+@launched
 def _features_kernel(
     a, b, v, fit, beyond, phi, psi, rows_a, rows_b, tiles_a, h,
     J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -206,7 +207,7 @@ def _fill_grad(
         tl.store(dv + tile * h + flat, tl.sum(weighed, 0), mask=flat < h)
 
 
-@triton.jit
+@launched
 def _features_grad_kernel(
     dphi, dpsi, a, b, v, fit, beyond, da, db, dv, rows_a, rows_b, tiles_a, h,
     J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,

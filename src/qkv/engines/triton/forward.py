@@ -31,6 +31,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     described,
     fetch,
     finite,
+    launched,
     length_of,
     listed,
     portion,
@@ -129,7 +130,7 @@ def pool_tiles(
     return acc, top, total
 
 
-@triton.jit
+@launched
 def pool(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
     out, lse, kept, scale, alpha,
@@ -304,7 +305,7 @@ def finish(
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))
 
 
-@triton.jit
+@launched
 def merge(
     parts, tops, totals, out, lse, kept, lines, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WEIGHTING: tl.constexpr,

@@ -233,11 +233,17 @@ def start(
     at = [x if x is None else x.data_ptr() for x in arrays]
     odd = [x if x is None else x % 16 for x in at]
     known, device = facts.values(), arrays[0].device  # type: ignore[union-attr]
-    # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
+    if max(whole) <= LARGE:
+        # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
+        told = [
+            whole[i] if whole[i] == 1 else 2 * (whole[i] % 16 == 0)
+            for i in _strides(kernel, len(arrays) + len(floats), len(whole))
+        ]
+    else:
+        told = list(whole)
     about = (
         id(kernel), tile, device, *known, *odd,
-        *[x if x is None else x.dtype for x in arrays],
-        *([x if x == 1 else 2 * (x % 16 == 0) for x in whole] if max(whole) <= LARGE else whole),
+        *[x if x is None else x.dtype for x in arrays], *told,
     )  # fmt: skip
     compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
     if compiled is None:
@@ -251,6 +257,13 @@ def start(
     made = Launch(compiled, grid, device, (*whole, *known), described)
     made.start(at, floats)
     return None if any(odd) else made
+
+
+@cache
+def _strides(kernel: Any, first: int, count: int) -> tuple[int, ...]:
+    """Which of the whole numbers, from this parameter on, a kernel is compiled for."""
+    params = kernel.params[first : first + count]
+    return tuple(i for i, param in enumerate(params) if not param.do_not_specialize)
 
 
 def _hooked() -> bool:

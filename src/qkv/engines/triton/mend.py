@@ -17,7 +17,7 @@ from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator, watched
 from qkv.engines.triton.ops import check
 from qkv.engines.triton.score import left_over
-from qkv.engines.triton.tiles import NONE, bounds, fetch, finite
+from qkv.engines.triton.tiles import NONE, bounds, fetch, finite, launched
 from qkv.errors import ArgumentError
 
 
@@ -29,7 +29,7 @@ def sound(last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
 
 
-@triton.jit
+@launched
 def mend(
     query, key, value, out, kept, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
@@ -87,7 +87,7 @@ def mend(
         )  # fmt: skip
 
 
-@triton.jit
+@launched
 def mend_queries(
     query, key, value, out, along, kept, dquery, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,

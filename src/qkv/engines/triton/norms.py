@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch, ops
 from qkv.engines.triton.operators import operator, refuse
+from qkv.engines.triton.tiles import launched
 from qkv.errors import DtypeError, ShapeError
 
 TILE = 4096
@@ -44,14 +45,14 @@ def _scaled(x):
     return x, 1.0 / tl.sqrt(tl.where(total == 0, 1.0, total)), power
 
 
-@triton.jit
+@launched
 def _unit_kernel(x, out, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     _, at, inside = _place(rows, W, ROWS, BLOCK)
     y, short, _ = _scaled(tl.load(x + at, mask=inside, other=0.0))
     tl.store(out + at, (y * short[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@launched
 def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     _, at, inside = _place(rows, W, ROWS, BLOCK)
     y, short, power = _scaled(tl.load(x + at, mask=inside, other=0.0))
@@ -62,7 +63,7 @@ def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOC
     tl.store(dx + at, across.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@launched
 def _square_kernel(
     x, out, factor, x_b, x_h, x_m, heads, length, rows,
     W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -76,7 +77,7 @@ def _square_kernel(
     tl.store(out + row, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
-@triton.jit
+@launched
 def _square_slope_kernel(
     g, x, dx, factor, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -21,7 +21,7 @@ from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.score import gate_half, score
-from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, length_of, products
+from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, launched, length_of, products
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -201,7 +201,7 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
     return tl.where(on, (mass - size) / tl.where(slope > 0, slope, 1.0), 0.0)
 
 
-@triton.jit
+@launched
 def entmax_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, scale, alpha,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
@@ -335,7 +335,7 @@ def _fitting(equal, room):
     return tl.minimum(fit, COLS)
 
 
-@triton.jit
+@launched
 def topk_kernel(
     query, key, bias, gate_query, gate_key, lengths, out, position, scale,
     q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,

@@ -7,6 +7,8 @@ keys (queries, on the way to the keys) are counted from 0, and `at` lists them f
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 NONE = tl.constexpr(float("-inf"))
 
 INFINITY = tl.constexpr(float("inf"))
+
+SIZES = (
+    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "heads", "group", "lines", "lower",
+    "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
+    "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a",
+)  # fmt: skip
+"""Numbers that change from call to call, by name."""
+
+launched = partial(triton.jit, do_not_specialize=SIZES)
+"""A kernel that is launched. It is compiled once for all SIZES, where Triton would tell a 1 and a
+multiple of 16 from others. Of a stride it should: rows that begin evenly are read 16 bytes at once.
+"""
 
 
 @triton.jit
