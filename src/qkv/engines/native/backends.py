@@ -55,14 +55,14 @@ def told(parts: Sequence[Array], plain: bool) -> str:
 
 
 def _kind(query: Array, key: Array, value: Array, plain: bool) -> tuple[Any, ...]:
-    learning = query.requires_grad or key.requires_grad or value.requires_grad
+    learning = framework("torch").needs_gradient((query, key, value))
     shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
     return (*shapes, query.dtype, query.device, plain, learning)
 
 
 def _measured(attend: Callable[[], Array], parts: Sequence[Array]) -> Any:
     """The backend that clearly beats torch's own choice, None where none does."""
-    wanted = [x for x in parts if x.requires_grad]
+    wanted = [x for x in parts if x.requires_grad and torch.is_grad_enabled()]
 
     def seconds() -> float:
         times: list[float] = []

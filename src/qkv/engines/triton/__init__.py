@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from qkv.arrays import is_array
+from qkv.arrays import is_array, tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
@@ -132,7 +132,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     from qkv.engines.triton import ops
 
     if isinstance(call.score, Additive):
-        return _additive
+        return _together(_additive)
     weighting = WEIGHTINGS[type(call.weighting)]
     searched = weighting in ("entmax", "topk")
     found = lowering(call)
@@ -167,6 +167,23 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         if form.offset is not None and call.wants_lse:
             lse = lse[..., None] + _rows(call, form.offset, heads, 1 / temperature)
         return _as_asked(call, out, lse)
+
+    return _together(bound)
+
+
+def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """`run`, whose kernels are compiled side by side, with those of its gradient."""
+    from qkv.engines.triton import ahead
+
+    def bound(call: Call) -> Any:
+        def dry() -> None:
+            fw = call.fw
+            ahead.there_and_back(
+                lambda arrays: run(tree.rebuild(fw, call, arrays)), tree.leaves(fw, call)
+            )
+
+        with ahead.together(dry):
+            return run(call)
 
     return bound
 

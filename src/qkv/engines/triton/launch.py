@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton import tiles
+from qkv.engines.triton import ahead, tiles
 from qkv.errors import EngineError
 
 NARROWEST = 64
@@ -246,6 +246,16 @@ def start(
         *[x if x is None else x.dtype for x in arrays], *told,
     )  # fmt: skip
     compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
+    listed = ahead.LISTED.get()
+    if listed is not None:
+        if compiled is None and not any(odd):
+            dtypes = [x if x is None else x.dtype for x in arrays]
+            given = (*dtypes, *floats, *whole)
+            listed[about] = partial(_compiled, kernel, grid, given, facts | how, device)
+        return None
+    if compiled is None:
+        ahead.compile_all(COMPILED)
+        compiled = COMPILED.get(about)
     if compiled is None:
         if described:
             triton.set_allocator(_scratch)
@@ -257,6 +267,18 @@ def start(
     made = Launch(compiled, grid, device, (*whole, *known), described)
     made.start(at, floats)
     return None if any(odd) else made
+
+
+def _compiled(
+    kernel: Any,
+    grid: tuple[int, ...],
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+    device: torch.device,
+) -> Any:
+    """The kernel for arrays of the dtypes given, which is not launched."""
+    with on(device):
+        return kernel.warmup(*given, grid=grid, **named)
 
 
 @cache

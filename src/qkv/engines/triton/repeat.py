@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import launch, norms, ops, search
+from qkv.engines.triton import ahead, launch, norms, ops, search
 from qkv.engines.triton.launch import Launch
 from qkv.engines.triton.operators import watched
 
@@ -82,7 +82,7 @@ class Repeat:
             out = steps.again(query, key, value)
             if out is not None:
                 return out
-        with launch.noted() as notes:
+        with launch.noted() as notes, ahead.together(lambda: self._run(query, key, value)):
             made = self._run(query, key, value)
         steps = None if launch.OVERRIDE else self._steps(notes, (query, key, value, *made))
         if steps is not None:

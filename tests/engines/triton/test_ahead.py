@@ -1,0 +1,113 @@
+"""What a call and its gradient launch is compiled together, before the first launch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+import qkv
+from qkv import scores, weightings
+from qkv.engines import plan, triton
+from qkv.engines.triton import ahead, arguments, backward, forward, launch, norms, search
+from tests.engines.triton.test_repeat import Compiled, Kernel
+
+pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
+
+
+class Ready(Kernel):
+    """An interpreted kernel that can be compiled without a launch; notes both."""
+
+    def __init__(self, kernel, ahead, late):
+        super().__init__(kernel)
+        self.params, self.ahead, self.late = [], ahead, late
+
+    def __getitem__(self, grid):
+        self.late.append(self.kernel.__name__)
+        return super().__getitem__(grid)
+
+    def warmup(self, *given, grid, num_warps, num_stages, enable_fp_fusion, **facts):
+        self.ahead.append((self.kernel.__name__, threading.current_thread()))
+        arrays = [x for x in given if x is None or isinstance(x, torch.dtype)]
+        made = Compiled(self.kernel, [], facts, {"num_warps": num_warps, "num_stages": num_stages})
+        made.dtypes = arrays
+        return made
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """The kernels that were compiled ahead, and those when they were launched."""
+    early, late = [], []
+    for module, names in (
+        (forward, ("pool", "merge")), (backward, ("inner", "to_keys", "to_queries")),
+        (norms, ("_square_kernel", "_square_slope_kernel")),
+        (search, ("entmax_kernel", "topk_kernel")),
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, Ready(getattr(module, name), early, late))
+    for name in ("COMPILED", "MADE"):
+        monkeypatch.setattr(launch, name, {})
+    for name in ("_SEEN", "_KINDS"):
+        monkeypatch.setattr(plan, name, {})
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    monkeypatch.setattr(launch, "current", lambda device: True)
+    monkeypatch.setattr(launch, "_stream", lambda index: None)
+    facts = arguments._facts.__wrapped__
+    monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
+    return early, late
+
+
+def arrays_of(learned=True):
+    made = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 20, 16), (1, 2, 24, 16), (1, 2, 24, 8))
+    return [torch.randn(x, generator=made).requires_grad_(learned) for x in shapes]
+
+
+WAY_BACK = {"inner", "to_keys", "to_queries"}
+CASES = {
+    "gaussian": ({"score": scores.Gaussian(1.5)}, {"pool", *WAY_BACK}),
+    "entmax": ({"weighting": "entmax15"}, {"pool", "entmax_kernel", *WAY_BACK} - {"inner"}),
+    "top-k": ({"weighting": weightings.TopK(3)}, {"pool", "topk_kernel", *WAY_BACK}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_of_both_ways_are_compiled_in_threads_of_their_own(met, name):
+    early, late = met
+    how, kernels = CASES[name]
+    arrays = arrays_of()
+    out = qkv.attend(*arrays, engine="triton", **how)
+    assert {kernel for kernel, _ in early} == kernels
+    assert threading.main_thread() not in {thread for _, thread in early}
+    out.square().sum().backward()
+    assert not late, "the way back found all that it needs"
+    wide = [x.detach().double().requires_grad_() for x in arrays]
+    want = qkv.attend(*wide, engine="dense", **how)
+    want.square().sum().backward()
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    for x, y in zip(arrays, wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_gradient_the_way_back_is_not_compiled(met):
+    early, late = met
+    with torch.no_grad():
+        qkv.attend(*arrays_of(), engine="triton", weighting="entmax15")
+    assert {kernel for kernel, _ in early} == {"pool", "entmax_kernel"} and not late
+    qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
+    assert {kernel for kernel, _ in early} == {*CASES["entmax"][1]}
+
+
+def test_where_the_way_back_does_not_fit_each_kernel_waits_for_its_launch(met, monkeypatch):
+    early, late = met
+
+    def full(*given):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(ahead, "there_and_back", full)
+    qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
+    assert not early and set(late) == CASES["entmax"][1]
