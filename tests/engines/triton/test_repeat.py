@@ -39,7 +39,9 @@ class Compiled:
 
 
 def _tensor(at, dtype):
-    """Its first bytes: the interpreter looks at no length."""
+    """Its first bytes: the interpreter looks at no length. An empty array lies nowhere."""
+    if not at:
+        return torch.empty(1, dtype=dtype)
     return torch.frombuffer((ctypes.c_char * 16).from_address(at), dtype=dtype)
 
 
