@@ -21,7 +21,7 @@ NONE = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
 
 SIZES = (
-    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "heads", "group", "lines", "lower",
+    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "lines", "lower",
     "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
     "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a",
 )  # fmt: skip
