@@ -32,6 +32,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     fetch,
     finite,
     launched,
+    launched_by_rows,
     length_of,
     listed,
     portion,
@@ -130,7 +131,7 @@ def pool_tiles(
     return acc, top, total
 
 
-@launched
+@launched_by_rows
 def pool(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
     out, lse, kept, scale, alpha,
