@@ -148,6 +148,22 @@ def databases(x: Floats, t: Tensor) -> None:
     assert_type(qkv.open("books.qkv"), Database[Any, Any])
 
 
+def served(x: Floats) -> None:
+    """A server's database gives what one of this process gives."""
+    client = qkv.Client("http://127.0.0.1:8000", token="…", timeout=5.0)
+    assert_type(client.databases(), list[str])
+    assert_type(client.ask("books", "dune"), Answer)
+    assert_type(client.ask("books", ["dune", "maus"]), list[Answer])
+    assert_type(client["books"].ask("dune", score="gaussian", top=3), Answer)
+    assert_type(client.attend("vectors", x), np.ndarray)
+    assert_type(client.remove("books", "dune"), int)
+    assert_type(client.info("books")["rows"], int)
+    assert_type(client["books"].at(1).count("year < 1900"), int)
+    client.ask("books", "dune", score="gausian")  # type: ignore[call-overload]
+    client.ask("books", "dune", tops=3)  # type: ignore[call-overload]
+    client.info("books")["row"]  # type: ignore[typeddict-item]
+
+
 def layers(t: Tensor, x: Floats) -> None:
     """A layer gives what its `forward` gives."""
     assert_type(nn.Attention("gaussian")(t, t, t), Tensor)
