@@ -77,7 +77,7 @@ export function axes(of: Frame, x: Range, y: Range, names: { x: string; y: strin
       s("text", { class: "tick", x: at, y: of.bottom + 17, "text-anchor": "middle" }, said(value)),
     );
   }
-  for (const value of ticks(y, (of.bottom - of.top) / 50)) {
+  for (const value of ticks(y, (of.bottom - of.top) / 36)) {
     const at = of.y(value);
     out.push(
       s("line", { class: "grid", x1: of.left, x2: of.right, y1: at, y2: at }),

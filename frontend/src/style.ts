@@ -43,6 +43,7 @@ p { margin: 0 0 0.75rem; max-width: 70ch; }
 .hint { font-size: 0.85rem; }
 .error { color: var(--bad); }
 .formula { font-family: var(--mono); font-size: 0.95rem; overflow-wrap: anywhere; }
+.formula > span { display: inline-block; margin-inline-end: 2rem; }
 .number, td.number, th.number, output { font-variant-numeric: tabular-nums; }
 .number { text-align: end; }
 

@@ -400,7 +400,6 @@ export const view: View = {
   style: `${SCATTER}${BANDWIDTHS}
 .regression { display: grid; grid-template-columns: minmax(0, 1.8fr) minmax(17rem, 1fr); gap: 1.5rem 2.5rem; }
 @container page (max-width: 56rem) { .regression { grid-template-columns: minmax(0, 1fr); } }
-.formula > span { display: inline-block; margin-inline-end: 2rem; }
 table.numbers { max-width: 40rem; }
 table.numbers input { padding: 0.15rem 0.35rem; min-width: 4.5rem; font-variant-numeric: tabular-nums; }
 table.numbers td { padding: 0.15rem 0.5rem 0.15rem 0; }

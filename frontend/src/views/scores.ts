@@ -211,12 +211,13 @@ function mount(at: HTMLElement, given: Given): () => void {
     pair.textContent = numeral(score.at(here, space.vector(k)));
     (pair.closest("div")!.firstChild as HTMLElement).textContent = `s(${said(q)}, ${said(k)})`;
 
-    const told = Object.entries(SIMILARITIES[chosen].settings).map(([key, { label }]) => {
+    const { learned, settings: own } = SIMILARITIES[chosen];
+    const told = Object.entries(learned ? {} : own).map(([key, { label }]) => {
       const name = label.split(" ").at(-1);
       return `${name} = ${numeral(values(score.name, {})[key], 0, 3)}`;
     });
     const base = score.name === "scaled_dot" ? "s = qᵀk · scale" : equation.SCORES[score.name].formula;
-    formula.textContent = [base, ...told].join("    ");
+    put(formula, ...[base, ...told].map((text) => h("span", {}, text)));
     alpha.textContent = equation.WEIGHTINGS[weighting].formula;
     query.set(q);
     rows(keys, found, mine?.weights ?? null);
@@ -368,8 +369,8 @@ export const view: View = {
   name: "scores",
   title: "Scores",
   style: `
-.cards { display: flex; flex-wrap: wrap; gap: 0.5rem; margin-bottom: 1.75rem; }
-.card { display: flex; flex-direction: column; align-items: center; gap: 0.35rem; padding: 0.5rem 0.1rem; width: 5.3rem; font-size: 0.75rem; line-height: 1.2; color: var(--soft); }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.3rem, 1fr)); gap: 0.5rem; margin-bottom: 1.75rem; max-width: 78rem; }
+.card { display: flex; flex-direction: column; align-items: center; gap: 0.35rem; padding: 0.5rem 0.1rem; font-size: 0.75rem; line-height: 1.2; color: var(--soft); }
 .card canvas { width: 56px; height: 56px; border: 1px solid var(--line); }
 .card[aria-pressed="true"] { border-color: var(--accent); color: var(--ink); box-shadow: inset 0 0 0 1px var(--accent); }
 .surfaces { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 2rem 2.25rem; }
@@ -380,7 +381,6 @@ export const view: View = {
   .surfaces .wide { grid-column: 1 / -1; }
 }
 .surfaces .controls { grid-template-columns: minmax(0, 1fr); }
-.surfaces .formula { white-space: pre-wrap; }
 @container page (max-width: 56rem) { .surfaces { grid-template-columns: minmax(0, 1fr); } }
 svg.plot .key { fill: var(--paper); stroke: var(--accent); stroke-width: 1.5; }
 table.keys { max-width: 34rem; }
