@@ -17,7 +17,8 @@ def show(*shown: Any) -> Any:
     from qkv.page.views import views
     from qkv.page.widget import Page
 
-    found, databases = [], {}
+    found: list[dict[str, Any]] = []
+    databases: dict[str, Database[Any, Any]] = {}
     for item in shown:
         for view in views(item):
             if isinstance(item, Database):
