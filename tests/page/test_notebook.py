@@ -11,9 +11,7 @@ import qkv
 from qkv.errors import MissingExtra
 from qkv.page.calls import call
 from qkv.page.pack import pack
-from tests.page.jupyter import Lab, lab
-
-__all__ = ["lab"]
+from tests.page.jupyter import Lab
 
 MARKUP = "<img src=x onerror=alert(1)>"
 ROWS = {"Zhang": "Aston", "Li": "Mu", "Smola": "Alex", MARKUP: "markup"}

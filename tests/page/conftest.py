@@ -1,0 +1,3 @@
+from tests.page.jupyter import lab
+
+__all__ = ["lab"]

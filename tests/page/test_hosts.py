@@ -1,0 +1,153 @@
+"""Every view in every host: a number of each, against Python's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import scores
+from qkv.page import to_html
+from qkv.page.calls import call
+from qkv.serve.guard import Access
+from tests.page.jupyter import Lab
+from tests.page.test_sentence import numbers, softmax
+from tests.serve.conftest import shelved
+from tests.serve.test_page import at_work
+
+NAMES = {
+    "Zhang": "Aston",
+    "Lipton": "Zachary",
+    "Li": "Mu",
+    "Smola": "Alex",
+    "Hu": "Rachel",
+    "Werness": "Brent",
+}
+ALPHA = [[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]]
+SHOWN = f"""[
+    *({{"view": name}} for name in ("database", "sentence", "regression", "scores", "data")),
+    heads(np.array({ALPHA}), ["layer"]),
+]"""
+CSV = "gpa,salary\n3.1,70\n3.5,82\n3.6,86\n4.0,95\n"
+ROWS = [(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]
+
+
+def number(at: Any, test: str) -> float:
+    return float(at.get_by_test_id(test).inner_text().split()[0].replace("−", "-"))
+
+
+def typed(at: Any, test: str, to: float) -> None:
+    at.get_by_test_id(f"{test}-number").fill(str(to))
+    at.get_by_test_id(f"{test}-number").press("Enter")
+
+
+def database(at: Any) -> None:
+    D: Any = qkv.Database(NAMES, encoder="characters")
+    at.get_by_test_id("query").fill("Smole")
+    for row in D.ask("Smole", top=6).rows:
+        shown = at.get_by_test_id(f"row-{row.index}-weight").get_attribute("data-value")
+        assert float(shown) == pytest.approx(row.weight, abs=1e-6)
+
+
+def sentence(at: Any) -> None:
+    at.get_by_test_id("step-3").click()
+    scaled = numbers(at, "step-row")
+    at.get_by_test_id("step-4").click()
+    alpha = numbers(at, "step-row")
+    assert len(alpha) > 2 and np.allclose(softmax(scaled), alpha, atol=2e-3)
+
+
+def regression(at: Any) -> None:
+    typed(at, "regression-bandwidth", 0.5)
+    typed(at, "regression-query", 1.5)
+    at.get_by_text("as numbers").locator("visible=true").click()
+    read = "(all) => all.map((input) => Number(input.value))"
+    x, y = (
+        np.array(at.locator(f"[data-testid$='-{axis}'][type=number]").evaluate_all(read))
+        for axis in "xy"
+    )
+    value = qkv.attend([[1.5]], x[:, None], y[:, None], score=scores.Gaussian(0.5))[0, 0]
+    at.get_by_test_id("regression-value").filter(has_text=f"{value:.2f}"[:-1]).wait_for()
+    assert number(at, "regression-value") == pytest.approx(value, abs=1e-3)
+
+
+def similarity(at: Any) -> None:
+    at.get_by_test_id("score-gaussian").click()
+    typed(at, "scores-q", 0.9)
+    keys = np.linspace(-3, 3, 41).round(2)[:, None]
+    alpha = qkv.weights([[0.9]], keys, score=scores.Gaussian(0.6))[0]
+    due = -(alpha * np.log(alpha)).sum()
+    at.get_by_test_id("scores-entropy").filter(has_text=f"{due:.2f}").wait_for()
+    assert number(at, "scores-entropy") == pytest.approx(due, abs=6e-4)
+
+
+def data(at: Any) -> None:
+    at.get_by_test_id("data-file").set_input_files(
+        {"name": "gpa.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
+    )
+    at.get_by_text("gpa: 4 rows").wait_for()
+    at.get_by_test_id("data-query").fill("3.55")
+    at.get_by_test_id("data-row-3-weight").wait_for()
+    D: Any = qkv.Database(ROWS)
+    for i, row in enumerate(D.ask(3.55).rows):
+        shown = at.get_by_test_id(f"data-row-{i}-weight").get_attribute("data-value")
+        assert float(shown) == pytest.approx(row.weight, abs=1e-6)
+
+
+def model(at: Any) -> None:
+    assert number(at, "entropy-0-1") == pytest.approx(np.log(2), abs=0.006)
+
+
+TOUR = {
+    "database": database,
+    "sentence": sentence,
+    "regression": regression,
+    "scores": similarity,
+    "data": data,
+    "model": model,
+}
+
+
+def toured(at: Any, **instead: Any) -> None:
+    for name, look in (TOUR | instead).items():
+        at.get_by_test_id(f"tab-{name}").click()
+        look(at.get_by_test_id(f"view-{name}"))
+
+
+def test_a_file(page: Any, tmp_path: Path) -> None:
+    from qkv.page.heads import heads
+
+    to_html(eval(SHOWN, {"heads": heads, "np": np}), tmp_path / "all.html")
+    page.goto((tmp_path / "all.html").as_uri())
+    toured(page)
+
+
+def test_a_server(page: Any, tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+
+    def names(at: Any) -> None:
+        at.get_by_test_id("example-names").click()
+        database(at)
+
+    def minilm(at: Any) -> None:
+        text = at.get_by_role("textbox").input_value()
+        at.get_by_test_id("model-read").click()
+        at.get_by_test_id("entropy-5-11").wait_for(timeout=60_000)
+        due = call("model", {"text": text}, {})["entropy"]
+        for i, j in np.ndindex(*due.shape):
+            assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
+
+    with at_work(shelved(tmp_path), Access()) as url:
+        page.goto(url)
+        toured(page, database=names, model=minilm)
+        page.goto("about:blank")
+
+
+def test_a_notebook(page: Any, lab: Lab) -> None:
+    lab.run(page, f"import numpy as np, qkv\nfrom qkv.page.heads import heads\nqkv.show(*{SHOWN})")
+    cell = page.locator(".jp-CodeCell").first
+    cell.get_by_test_id("tab-database").wait_for(timeout=60_000)
+    toured(cell)
