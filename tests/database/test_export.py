@@ -84,13 +84,15 @@ def test_no_library_is_a_line_of_what_to_install(monkeypatch, tmp_path):
     assert D.to_csv(tmp_path / "a.csv") == 1
 
 
-def test_vectors_come_back_from_parquet(tmp_path):
-    keys = np.arange(6.0).reshape(3, 2)
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
+def test_vectors_come_back_from_files(tmp_path, ending):
+    keys = np.array([[0.0, 1.0], [0.1, -0.0], [np.float32(1 / 3), 1e-300]])
     D = Database(keys, [1.0, 2.0, 3.0])
-    D.to_parquet(tmp_path / "a.parquet")
-    back = Database.from_source(tmp_path / "a.parquet", key="key", value="value")
+    export.write(tmp_path / f"a{ending}", D.columns, D.rows())
+    back = Database.from_source(tmp_path / f"a{ending}", key="key", value="value")
+    np.testing.assert_array_equal(back._view.all_keys(), D._view.all_keys())
     assert back.info()["key_kind"] == "vector"
-    assert back[keys[1]] == 2.0
+    assert back[keys[0]] == 1.0
     query = np.array([[0.3, 0.1]])
     np.testing.assert_array_equal(back.attend(query), D.attend(query))
 
@@ -102,6 +104,9 @@ def test_a_missing_vector_is_missing_everywhere(tmp_path):
     assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["v"].to_pylist() == [[1, 1], None]
     back = Database.from_source(tmp_path / "a.parquet", key="k", value="v")
     assert back.describe() == D.describe()
+    export.write(tmp_path / "a.jsonl", D.columns, D.rows())
+    back = Database.from_source(tmp_path / "a.jsonl", key="k", value="v")
+    assert back.describe() == D.describe() and back["a"].tolist() == [1.0, 1.0]
     with pytest.warns(ChangedCells, match="column v"):
         D.to_csv(tmp_path / "a.csv")
     assert (tmp_path / "a.csv").read_text() == 'k,v\na,"[1.0, 1.0]"\nb,\n'

@@ -23,6 +23,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.errors import ArgumentError, DtypeError
 
 DIGEST = 16
+_NAN = "a key must not hold NaN, which equals no key"
 
 HUGE = int(sys.float_info.max)
 """The largest number that is kept."""
@@ -128,10 +129,14 @@ def _texts(column: Sequence[Any]) -> Iterable[str]:
 
 
 _quoted = json.encoder.encode_basestring
+_scan = json.JSONDecoder().scan_once
 
 
 def loads(text: str) -> dict[str, Any]:
-    cells = json.loads(text)
+    try:
+        cells, _ = _scan(text, 0)  # what `json.loads` comes to, of text that `dumps` made
+    except StopIteration:
+        raise json.JSONDecodeError("no JSON", text, 0) from None
     if "$" in text:
         return {name: restored(cell) for name, cell in cells.items()}
     return cells  # type: ignore[no-any-return]
@@ -220,7 +225,10 @@ def digest(key: Any) -> bytes:
     if key is None:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
-        return digests(key[None])[0]
+        row = np.ascontiguousarray(to_numpy(key), dtype="<f8") + 0.0
+        if math.isnan(row @ row):  # a sum of squares is NaN only where a number is
+            raise ArgumentError(_NAN)
+        return blake2b(b"v[%d]" % len(row) + row.tobytes(), digest_size=DIGEST).digest()
     try:
         text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     except RecursionError:
@@ -237,7 +245,7 @@ def digests(keys: Any) -> list[bytes]:
         def some(start: int) -> list[bytes]:
             block = np.ascontiguousarray(rows[start : start + 4096], dtype="<f8") + 0.0
             if np.isnan(block).any():
-                raise ArgumentError("a key must not hold NaN, which equals no key")
+                raise ArgumentError(_NAN)
             text, size = memoryview(block.tobytes()), 8 * block.shape[1]
             return [
                 blake2b(b"v" + shape + text[at : at + size], digest_size=DIGEST).digest()

@@ -181,7 +181,7 @@ class Reading(Generic[K, V]):
 
     def __getitem__(self, key: K) -> V:
         """The value of the newest row with exactly this key."""
-        value: V = self._view.value(key, NOTHING)
+        value: V = self._value(key, NOTHING)
         if value is NOTHING:
             raise AbsentKey(key, partial(self._nearest, key))
         return value
@@ -191,7 +191,13 @@ class Reading(Generic[K, V]):
     @overload
     def get(self, key: K, default: T) -> V | T: ...
     def get(self, key: K, default: Any = None) -> Any:
-        return self._view.value(key, default)
+        return self._value(key, default)
+
+    def _value(self, key: Any, default: Any) -> Any:
+        held = self._held
+        if held is None or self._pin is not None or not held.begun or held.apart:
+            return self._view.value(key, default)
+        return held.latest(key, default)  # which need not ask first whether there is a newer one
 
     def all(self, key: K) -> list[V]:
         """The value of every row with this key, oldest first; an empty list where there is none."""
@@ -225,7 +231,8 @@ class Reading(Generic[K, V]):
 
         `score` compares vectors of query and key (by default as the encoder says), "exact" the keys
         themselves. `top` rows are named. `where` leaves some rows out: {"genre": "poetry"},
-        "year > 1950 and genre != 'poetry'", or a function of a row.
+        "year > 1950 and genre != 'poetry'", or a function of a row, which makes Python read every
+        row where conditions look at columns.
 
         >>> from qkv import Database
         >>> D = Database([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, 95.0)])

@@ -56,7 +56,6 @@ class View:
         self.snapshot, self._given = snapshot, encoder
         self._asked: dict[str, np.ndarray] = {}
         self.version = snapshot.version
-        self._known: dict[Any, Any] = {}
         self._short: dict[int, dict[str, Any]] = {}
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
@@ -139,23 +138,26 @@ class View:
 
     def value(self, key: Any, default: Any) -> Any:
         """The value of the last row with exactly this key, or the default where there is none."""
-        plain = type(key) in PLAIN
-        if plain and (known := self._known.get(key, self)) is not self:
-            return known
         digest = self._digest(key)
         found = None if digest is None else self.snapshot.newest(digest)
         if found is None:
             return default
-        id_, text = found
-        row, schema = cells.loads(text), self.schema
-        if not schema.vectors.keys().isdisjoint(schema.value):
-            self._filled([id_], [row])
-        value = schema.value_of(row)
-        if plain and type(value) in PLAIN and len(text) <= SHORT:
-            if len(self._known) >= KNOWN:
-                self._known = {}
-            self._known[key] = value
-        return value
+        row = cells.loads(found[1])
+        if self.apart:
+            self._filled(found[:1], [row])
+        return self.schema.value_of(row)
+
+    def latest(self, key: Any, default: Any) -> Any:
+        """The same in the newest version, where nothing of a value lies apart: rows are of one
+        schema in all versions."""
+        digest = self._digest(key)
+        found = None if digest is None else self.snapshot.latest(digest)
+        return default if found is None else self.schema.value_of(cells.loads(found[1]))
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether values are vectors, which lie beside the keys' and not in the records."""
+        return not self.schema.vectors.keys().isdisjoint(self.schema.value)
 
     def _digest(self, key: Any) -> bytes | None:
         if isinstance(key, list) and self.begun and self.schema.key_kind == "vector":

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from qkv.database.sources import files
 from qkv.database.sources.table import SourceError, Table, build
 from qkv.types import Progress
@@ -24,7 +26,7 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
     """The table whose columns are the names in the objects, in the order they first appear.
 
     A name that an object lacks is None in its row. NaN and Infinity, which JSON does not have but
-    many write, are floats.
+    many write, are floats. A column of lists of floats, all of one length, is one of vectors.
 
     >>> read(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
     {'name': ['Li', 'Mu'], 'age': [34, None]}
@@ -53,7 +55,17 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
         raise SourceError("a list of no objects: add at least one", file=file)
     if progress is not None:
         progress(len(text), len(text))
-    return build(name, list(columns), columns.values(), file)
+    return build(name, list(columns), map(_vectors, columns.values()), file)
+
+
+def _vectors(column: list[Any]) -> list[Any]:
+    """The column, with vectors for cells that are lists of as many floats each."""
+    lists = [cell for cell in column if cell is not None]
+    if not all(type(cell) is list and cell and set(map(type, cell)) == {float} for cell in lists):
+        return column
+    if len(set(map(len, lists))) != 1:
+        return column
+    return [None if cell is None else np.array(cell) for cell in column]
 
 
 def _rows(text: str, file: str) -> Iterator[tuple[int, int, dict[str, Any]]]:

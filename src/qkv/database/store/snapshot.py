@@ -26,6 +26,7 @@ LIVE = "id <= ? AND (died IS NULL OR died > ?)"
 """Rows of a version: not younger than its last id, and not dead by then."""
 
 NEWEST = f"{ROW} WHERE digest = ? AND {LIVE} ORDER BY id DESC LIMIT 1"
+LATEST = f"{ROW} WHERE digest = ? AND died IS NULL ORDER BY id DESC LIMIT 1"
 
 
 class Graves:
@@ -143,6 +144,11 @@ class Snapshot:
     def newest(self, digest: bytes) -> tuple[int, str] | None:
         """The id and the record of the last live row with this digest; None where there is none."""
         found = self._catalogue.one(NEWEST, digest, *self._live)
+        return None if found is None else self._checked(*found)
+
+    def latest(self, digest: bytes) -> tuple[int, str] | None:
+        """The same in the newest version of the store, whichever this one is."""
+        found = self._catalogue.one(LATEST, digest)
         return None if found is None else self._checked(*found)
 
     def _checked(self, row: int, digest: bytes, record: str, crc: int) -> tuple[int, str]:
