@@ -34,13 +34,20 @@ def _word(page: Any) -> None:
     page.get_by_test_id("word-15").locator("visible=true").hover()  # his
 
 
+def _books(page: Any) -> None:
+    page.get_by_test_id("data-key").select_option("summary")
+    page.get_by_test_id("data-value").select_option("title")
+    page.get_by_test_id("data-query").fill("growing up in a war")
+    page.get_by_test_id("data-row-0-weight").wait_for()
+
+
 HANDS: dict[str, Callable[[Any], None]] = {
     "database": lambda page: None,
     "sentence": _word,
     "regression": lambda page: None,
     "scores": lambda page: None,
     "model": _head,
-    "data": lambda page: None,
+    "data": _books,
 }
 """What is done in each view before its picture is taken."""
 
