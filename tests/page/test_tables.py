@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import gc
+import io
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import qkv
 from qkv import QkvError
 from qkv.page.calls import call
 
@@ -43,12 +48,57 @@ def test_versions(known: dict[str, Any]) -> None:
     assert past["rows"][0]["key"] == "Ann" and past["total"] == 2
 
 
+def tar(files: dict[str, bytes]) -> str:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, content in files.items():
+            part = tarfile.TarInfo(name)
+            part.size = len(content)
+            archive.addfile(part, io.BytesIO(content))
+    return base64.b64encode(made.getvalue()).decode()
+
+
+def test_the_folder_of_a_database(tmp_path: Path, known: dict[str, Any]) -> None:
+    with qkv.open(tmp_path / "names.qkv") as database:
+        database.add("Li", "Mu")
+        database.add("Hu", "Rachel")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "names.qkv").iterdir()}
+    told = call("upload", {"name": "names", "format": "qkv", "base64": tar(files)}, known)
+    assert (told["rows"], told["version"]) == (2, 2)
+    assert call("ask", {"database": "names", "query": "Hu"}, known)["value"] == "Rachel"
+    place = known["names"].path
+    assert place.is_dir()
+    known.pop("names").close()
+    gc.collect()
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/catalogue.sqlite", "x.py", "lock/"])
+def test_a_folder_holds_nothing_else(known: dict[str, Any], name: str) -> None:
+    args = {"name": "x", "format": "qkv", "base64": tar({"readers": b"", name: b""})}
+    with pytest.raises(QkvError, match="no file of a database"):
+        call("upload", args, known)
+
+
+def test_a_link_in_a_folder_is_refused(known: dict[str, Any]) -> None:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        part = tarfile.TarInfo("catalogue.sqlite")
+        part.type, part.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(part)
+    args = {"name": "x", "format": "qkv", "base64": base64.b64encode(made.getvalue()).decode()}
+    with pytest.raises(QkvError, match="no file of a database"):
+        call("upload", args, known)
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [
         ("upload", {"name": "x", "format": "exe", "base64": ""}),
         ("upload", {"name": "x", "format": "csv", "base64": "!"}),
         ("upload", {"name": "x", "format": "csv"}),
+        ("upload", {"name": "x", "format": "qkv", "base64": "AAAA"}),
+        ("upload", {"name": "x", "format": "qkv", "base64": ""}),
         ("upload", {"name": "x", "format": "parquet", "base64": "AAAA"}),
         ("ask", {"database": "nix", "query": "x"}),
         ("columns", {"database": "students", "key": ["nix"]}),

@@ -125,6 +125,23 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own:
     assert "empty" in page.get_by_test_id("data-error").inner_text()
 
 
+def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Shelf, tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
+        database.add("Li", "Mu")
+        database.add("Hu", "Rachel")
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-folder").set_input_files(tmp_path / "names.qkv")
+    page.get_by_text("names: 2 rows").wait_for()
+    page.get_by_test_id("data-query").fill("Hu")
+    page.get_by_test_id("data-row-1-weight").wait_for()
+    assert page.get_by_test_id("data-value-found").inner_text() == "Rachel"
+    page.get_by_test_id("data-version").select_option("1")
+    page.get_by_text("of 1", exact=False).last.wait_for()
+    assert page.get_by_test_id("data-value-found").inner_text() == "Mu"
+    assert not own.databases["names"].durable
+
+
 def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:
     page.goto(url)
     title = page.title()

@@ -3,6 +3,7 @@
 import { type Key, type Like, ask } from "../equation";
 import type { Backend } from "../wire";
 import { type Cell, type Table, parse } from "./csv";
+import { tar } from "./tar";
 
 export interface About {
   name: string;
@@ -50,6 +51,8 @@ export interface Source {
   by(of: About, key: string, value: string | null): Promise<About>;
   versions(of: About): Promise<Version[]>;
   upload(file: File): Promise<About>;
+  /** The folder of a database; null: it cannot be read here. */
+  folder: ((files: File[]) => Promise<About>) | null;
 }
 
 /** A file's name as a database may be called. */
@@ -68,6 +71,7 @@ function format(file: File): string {
 /** Python's databases, and files that it is sent. */
 export function remote(backend: Backend, given: About[]): Source {
   const own = new Set<string>();
+  const taken = (name: string) => source.about.some((one) => one.name === name) && !own.has(name);
   const keep = (about: About) => {
     own.add(about.name);
     source.about = [...source.about.filter((one) => one.name !== about.name), about];
@@ -92,8 +96,13 @@ export function remote(backend: Backend, given: About[]): Source {
     },
     versions: (of) => backend.call("versions", { database: of.name }),
     async upload(file) {
-      const taken = (name: string) => source.about.some((one) => one.name === name) && !own.has(name);
       return keep(await backend.upload({ name: named(file.name, taken), format: format(file) }, file));
+    },
+    async folder(files) {
+      const [folder] = files[0].webkitRelativePath.split("/");
+      if (!files.some((file) => file.name === "catalogue.sqlite")) throw new Error(`${folder} is not the folder of a database`);
+      const parts = files.filter((file) => !file.name.endsWith("-shm"));
+      return keep(await backend.upload({ name: named(folder, taken), format: "qkv" }, tar(parts)));
     },
   };
   return source;
@@ -135,6 +144,7 @@ export function local(): Source {
       return about;
     },
     versions: async () => [],
+    folder: null,
     async upload(file) {
       if (!["csv", "tsv"].includes(format(file))) throw new Error(`${file.name}: this page reads .csv and .tsv; qkv serve reads the others`);
       const table = parse(await file.text());

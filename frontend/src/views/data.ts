@@ -179,14 +179,15 @@ export const view: View = {
         await show();
       });
 
-    const take = (files: FileList | null | undefined) =>
+    const take = (files: FileList | null | undefined, read = (some: File[]) => source.upload(some[0])) =>
       attempt(async () => {
-        const file = files?.[0];
-        if (!file) return;
-        about.textContent = `Reading ${file.name} …`;
+        const some = Array.from(files ?? []);
+        if (!some.length) return;
+        about.textContent = "Reading …";
         try {
-          await open(await source.upload(file));
-          given.announce(`${file.name} is read.`);
+          const of = await read(some);
+          await open(of);
+          given.announce(`${of.name} is read.`);
         } catch (error) {
           about.textContent = "";
           throw error;
@@ -197,6 +198,12 @@ export const view: View = {
       test: "data-file",
       accept: source.formats.map((ending) => `.${ending}`).join(","),
       on: { change: () => void take(file.files) },
+    });
+    const folder = h("input", {
+      type: "file",
+      test: "data-folder",
+      webkitdirectory: true,
+      on: { change: () => void take(folder.files, source.folder!) },
     });
     const drop = h(
       "div",
@@ -218,6 +225,7 @@ export const view: View = {
       },
       tables,
       labelled(`A file of yours: ${source.formats.join(", ")}`, file, given.backend ? "It is kept in memory until Python ends." : "It stays in this page."),
+      source.folder && labelled("A database of yours", folder, "Its folder, such as books.qkv."),
     );
     const element = h(
       "div",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
+import re
+import shutil
+import tarfile
 import tempfile
+import weakref
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +23,11 @@ if TYPE_CHECKING:
 Args = Mapping[str, Any]
 Databases = MutableMapping[str, "Database"]
 
-FORMATS = ("csv", "tsv", "jsonl", "parquet", "arrow")
-"""Files that may be uploaded, by their endings."""
+FORMATS = ("csv", "tsv", "jsonl", "parquet", "arrow", "qkv")
+"""What may be uploaded, by its ending: a file, or the folder of a database as one tar."""
+
+PARTS = r"catalogue\.sqlite(-wal)?|(segment|arrays)-\d{1,12}\.safetensors|lock|readers"
+"""The files of a database's folder."""
 
 MOST = 200_000
 """Rows that are encoded anew because a page asks by other columns."""
@@ -112,6 +120,8 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
 
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
+    if form == "qkv":
+        return _stored(data, name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"upload.{form}"
         path.write_bytes(data)
@@ -120,6 +130,30 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
         except QkvError as error:
             # Where the file lay for a moment is nobody's business.
             raise ArgumentError(str(error).replace(str(path), name)) from None
+
+
+def _stored(data: bytes, name: str) -> Database:
+    """The database whose folder is in a tar; its files are there for as long as it is."""
+    from qkv.database import open as open_database
+
+    folder = Path(tempfile.mkdtemp(prefix="qkv-"))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            for part in tar:
+                inside = tar.extractfile(part) if part.isreg() else None
+                if inside is None or not re.fullmatch(PARTS, part.name):
+                    raise ArgumentError(f"{name}: {part.name[:60]!r} is no file of a database")
+                (folder / part.name).write_bytes(inside.read())
+        made = open_database(folder, create=False)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, tarfile.TarError):
+            raise ArgumentError(f"{name}: expected a tar of a database's folder: {error}") from None
+        if isinstance(error, QkvError):
+            raise ArgumentError(str(error).replace(str(folder), name)) from None
+        raise
+    weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
+    return made
 
 
 def _named(args: Args, known: Databases) -> Database:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import warnings
 
 import uvicorn
 from starlette.applications import Starlette
@@ -42,6 +44,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 def run(app: Starlette, place: socket.socket) -> None:
     """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
+    _open_files()
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -54,3 +57,22 @@ def run(app: Starlette, place: socket.socket) -> None:
         ws="none",
     )
     uvicorn.Server(config).run(sockets=[place])
+
+
+def _open_files() -> None:
+    """As many files as this process may have: connections and databases share them."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such number
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = 2 * limits.CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < least:
+        warnings.warn(
+            f"this process may have {soft} files open, and {least} are wanted: see ulimit -n",
+            stacklevel=2,
+        )

@@ -57,7 +57,7 @@ class Kept:
 
     @property
     def durable(self) -> bool:
-        return self.database.path is not None
+        return self.database.path is not None and not self.uploaded
 
     def at(self, version: int | None) -> Database:
         return self.database if version is None else self.database.at(version)
