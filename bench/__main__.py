@@ -24,6 +24,7 @@ SCRIPTS = (
     "database",
     "layers",
     "small",
+    "serve",
 )
 
 

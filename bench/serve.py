@@ -1,0 +1,222 @@
+"""What does `qkv serve` add to a question, and does it stand up to load?
+
+python -m bench.serve [--small] [--minutes 10]
+
+100,000 × 256 rows on disk, numbers as values; one server process, 32 connections in another that
+each send a query, wait for its answer and send the next. In between the same queries are asked in
+this process, 32 at a time. `ms` is the time of one query: of all that were answered, and of a batch
+by 32. Then rows are added over HTTP until the server is killed, and looked for in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import qkv
+from bench._results import show, show_goals
+from bench._side_by_side import SMALL, keep, size
+
+M, D, CONNECTIONS, QUERIES = size(100_000, 2_000), 256, 32, 512
+SECONDS = 4 if SMALL else 60
+ROUND = 2 if SMALL else 10
+"""Seconds of load between two looks at the other side."""
+VALUE = re.compile(rb'"value":([-0-9.e]+),"rows"')
+SRC = Path(__file__).resolve().parent.parent / "src"
+
+
+@contextlib.contextmanager
+def serving(store):
+    """The process of a server of this store, and its address, from when it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "qkv", "serve", str(store), "--write", "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        client = qkv.Client(f"http://127.0.0.1:{port}")
+        for _ in range(200):
+            with contextlib.suppress(qkv.QkvError):
+                client.databases()
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"qkv serve ended with {process.returncode}")
+            time.sleep(0.1)
+        yield process, port
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+# The load: a process of its own, which prints what it saw.
+
+
+def request(query):
+    body = json.dumps({"query": query}).encode()
+    head = (
+        "POST /v1/databases/rows/ask HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def connection(port, requests, expected, start, until, seen):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    at = start
+    while time.perf_counter() < until:
+        begin = time.perf_counter()
+        writer.write(requests[at % len(requests)])
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        body = await reader.readexactly(length)
+        seen["seconds"].append(time.perf_counter() - begin)
+        value = VALUE.search(body) if head.startswith(b"HTTP/1.1 200") else None
+        right = value and abs(float(value[1]) - expected[at % len(requests)]) < 1e-4
+        seen["errors"] += not right
+        at += 1
+    writer.close()
+
+
+async def load(port, path, seconds):
+    given = np.load(path)
+    requests = [request(query.tolist()) for query in given["queries"].round(6)]
+    seen = {"seconds": [], "errors": 0}
+    begin = time.perf_counter()
+    starts = range(0, QUERIES, QUERIES // CONNECTIONS)
+    tasks = [
+        connection(port, requests, given["expected"], start, begin + seconds, seen)
+        for start in starts
+    ]
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    seen["errors"] += sum(isinstance(end, BaseException) for end in ended)
+    print(json.dumps(seen | {"elapsed": time.perf_counter() - begin}))
+
+
+def memory(process):
+    """MiB that are the process's own, without the pages of files."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+def under_load(folder, seconds):
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((M, D), dtype=np.float32)
+    database = qkv.Database.from_columns(
+        {"key": keys, "value": rng.standard_normal(M)}, key="key", path=folder / "rows.qkv"
+    )
+    queries = rng.standard_normal((QUERIES, D)).round(6)
+    expected = [answer.value for answer in database.ask(queries)]
+    np.savez(folder / "load.npz", queries=queries, expected=expected)
+    batches = queries.reshape(-1, CONNECTIONS, D)
+    took, waits, sizes = [], [], []
+    errors = elapsed = 0
+    with database, serving(folder / "rows.qkv") as (process, port):
+        for turn in range(max(round(seconds / ROUND), 1) + 1):
+            words = ["load", port, folder / "load.npz", ROUND]
+            command = [sys.executable, "-m", "bench.serve", *map(str, words)]
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            for batch in batches[:4] if SMALL else batches:
+                begin = time.perf_counter()
+                database.ask(batch)
+                took.append(time.perf_counter() - begin)
+            sizes.append(memory(process))
+            if turn:  # the first round warms up
+                seen = json.loads(told)
+                waits += seen["seconds"]
+                errors += seen["errors"]
+                elapsed += seen["elapsed"]
+    p50, p99 = 1e3 * np.quantile(waits, [0.5, 0.99])
+    served, alone = 1e3 * elapsed / len(waits), 1e3 * statistics.median(took) / CONNECTIONS
+    half = len(sizes) // 2 + 1
+    growth = max(sizes[half:]) - max(sizes[1:half], default=sizes[0])
+    row = {
+        "work": f"{CONNECTIONS} connections ask {M:,} × {D} rows, {seconds:g} s",
+        "sides": {
+            "qkv": {"ms": served, "p50 ms": p50, "p99 ms": p99, "MiB": sizes[-1]},
+            "in-process, 32 at a time": {"ms": alone},
+        },
+        "goals": [
+            goal("≥ 60 % of in-process", alone / served, lambda x: x >= 0.6),
+            goal("p99 ≤ 5× p50", p99 / p50, lambda x: x <= 5),
+            goal("no errors", errors, lambda x: x == 0),
+            goal("≤ 16 MiB more in the second half", growth, lambda x: x <= 16),
+        ],
+    }
+    show(row)
+    return row
+
+
+def goal(name, found, holds):
+    return {"goal": name, "found": float(found), "met": bool(holds(found))}
+
+
+def killed(folder, rounds=2 if SMALL else 10):
+    """Rows that were acknowledged and are gone after kill −9 in mid-load."""
+    store = folder / "kept.qkv"
+    with qkv.open(store) as database:
+        database.add("first", 0)
+    kept = {"first"}
+    for turn in range(rounds):
+        with serving(store) as (process, port):
+            client = qkv.Client(f"http://127.0.0.1:{port}", timeout=10)
+
+            def add(writer, turn=turn, client=client):
+                with contextlib.suppress(qkv.QkvError):
+                    for i in range(1_000_000):
+                        key = f"{turn} {writer} {i}"
+                        client.add("kept", key, i)
+                        kept.add(key)
+
+            writers = [threading.Thread(target=add, args=(writer,)) for writer in range(4)]
+            for writer in writers:
+                writer.start()
+            before = len(kept)
+            while len(kept) == before and process.poll() is None:
+                time.sleep(0.01)  # the first row loads the encoder
+            time.sleep(0.1 + 0.1 * turn)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            for writer in writers:
+                writer.join()
+    with qkv.open(store, create=False) as database:
+        lost = len(kept - set(database))
+    row = {
+        "work": f"kill −9 in mid-load, {rounds} times",
+        "sides": {"qkv": {"acknowledged": len(kept)}},
+        "goals": [goal("no acknowledged row lost", lost, lambda x: x == 0)],
+    }
+    show(row)
+    return row
+
+
+def rows(seconds=SECONDS):
+    with tempfile.TemporaryDirectory() as folder:
+        yield under_load(Path(folder), seconds)
+        yield killed(Path(folder))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["load"]:
+        asyncio.run(load(int(sys.argv[2]), sys.argv[3], float(sys.argv[4])))
+    else:
+        minutes = sys.argv.index("--minutes") if "--minutes" in sys.argv else None
+        seconds = 60 * float(sys.argv[minutes + 1]) if minutes else SECONDS
+        show_goals(keep("serve", rows(seconds)))
