@@ -1,6 +1,6 @@
 /** α: how the scores of a row become weights. The twin of qkv.weightings, in float64. */
 
-import { type Like, type Score, type Vector, settled, sigmoid } from "./scores";
+import { type Like, SCORES, type Score, type Vector, settled, sigmoid } from "./scores";
 
 /** Which keys count; null: all. */
 export type Live = ArrayLike<boolean | number> | null;
@@ -218,10 +218,10 @@ export function resolve(like: Like): Weighting {
     refuses(score) {
       if (name !== "normalized") return null;
       if (!score.nonnegative) {
-        return `Normalized divides scores by their sum, but ${score.name} can be negative: use softmax, or a score that cannot (boxcar, triangular, epanechnikov, constant, exact)`;
+        return `Normalized divides scores by their sum, but ${SCORES[score.name].title} can be negative: use softmax, or a score that cannot (boxcar, triangular, epanechnikov, constant, exact)`;
       }
       if (settings.on_empty === "nearest" && !score.closeness) {
-        return `on_empty nearest needs a score with a distance (boxcar, triangular, epanechnikov), not ${score.name}`;
+        return `on_empty nearest needs a score with a distance (boxcar, triangular, epanechnikov), not ${SCORES[score.name].title}`;
       }
       return null;
     },

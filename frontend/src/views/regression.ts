@@ -117,6 +117,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       active = i;
       draw();
     },
+    say: (i) => given.announce(placed(i)),
     ask: (x) => {
       query = clamp(x, xs.low, xs.high);
       draw();
@@ -209,7 +210,6 @@ function mount(at: HTMLElement, given: Given): () => void {
     const digits = (range: Range) => clamp(3 - Math.floor(Math.log10(range.high - range.low)), 0, 20);
     points[i] = { x: Number(to.x.toFixed(digits(xs))), y: Number(to.y.toFixed(digits(ys))) };
     draw();
-    given.announce(placed(i));
   }
 
   function insert(to: Point) {
@@ -218,6 +218,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     rebuild();
     move(active, { x: clamp(to.x, xs.low, xs.high), y: clamp(to.y, ys.low, ys.high) });
     plot.focus(active);
+    given.announce(`${placed(active)} is new`);
   }
 
   function remove(i: number) {

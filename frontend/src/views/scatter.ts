@@ -12,6 +12,8 @@ export interface Acts {
   insert(to: Point): void;
   remove(i: number): void;
   choose(i: number): void;
+  /** Where a point is now, aloud: a pointer's hand knows it. */
+  say(i: number): void;
   ask(x: number): void;
 }
 
@@ -128,6 +130,7 @@ export class Scatter {
     if (step) {
       const by = shiftKey ? 10 * STEP : STEP;
       this.acts.move(i, { x: x + step[0] * wide * by, y: y + step[1] * high * by });
+      this.acts.say(i);
     } else if (key === "PageDown") this.focus((i + 1) % points.length);
     else if (key === "PageUp") this.focus((i + points.length - 1) % points.length);
     else if (key === "Delete" || key === "Backspace") this.acts.remove(i);
