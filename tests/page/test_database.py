@@ -330,9 +330,3 @@ def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: An
     page.get_by_test_id("query").fill("blew c")
     page.get_by_test_id("note").wait_for(state="hidden")
     shown_as(page, D, "blew c")
-
-
-@pytest.mark.parametrize("name", ["os:system", "nothing"])
-def test_only_encoders_that_have_a_name_are_made(name: str) -> None:
-    with pytest.raises(qkv.QkvError, match="encoder"):
-        call("encode", {"encoder": name, "keys": ["a"], "query": "a"}, {})

@@ -12,6 +12,7 @@ import qkv
 from qkv import scores
 from qkv.page import to_html
 from qkv.page.calls import call
+from qkv.page.heads import heads
 from qkv.serve.guard import Access
 from tests.page.jupyter import Lab
 from tests.page.test_sentence import numbers, softmax
@@ -27,10 +28,7 @@ NAMES = {
     "Werness": "Brent",
 }
 ALPHA = [[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]]
-SHOWN = f"""[
-    *({{"view": name}} for name in ("database", "sentence", "regression", "scores", "data")),
-    heads(np.array({ALPHA}), ["layer"]),
-]"""
+VIEWS = [{"view": name} for name in ("database", "sentence", "regression", "scores", "data")]
 CSV = "gpa,salary\n3.1,70\n3.5,82\n3.6,86\n4.0,95\n"
 ROWS = [(3.1, 70), (3.5, 82), (3.6, 86), (4.0, 95)]
 
@@ -118,9 +116,7 @@ def toured(at: Any, **instead: Any) -> None:
 
 
 def test_a_file(page: Any, tmp_path: Path) -> None:
-    from qkv.page.heads import heads
-
-    to_html(eval(SHOWN, {"heads": heads, "np": np}), tmp_path / "all.html")
+    to_html([*VIEWS, heads(np.array(ALPHA), ["layer"])], tmp_path / "all.html")
     page.goto((tmp_path / "all.html").as_uri())
     toured(page)
 
@@ -147,7 +143,11 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_notebook(page: Any, lab: Lab) -> None:
-    lab.run(page, f"import numpy as np, qkv\nfrom qkv.page.heads import heads\nqkv.show(*{SHOWN})")
+    lab.run(
+        page,
+        "import numpy as np, qkv\nfrom qkv.page.heads import heads\n"
+        f"qkv.show(*{VIEWS}, heads(np.array({ALPHA}), ['layer']))",
+    )
     cell = page.locator(".jp-CodeCell").first
     cell.get_by_test_id("tab-database").wait_for(timeout=60_000)
     toured(cell)

@@ -112,7 +112,6 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
 
 
 def test_a_page_names_an_encoder_and_imports_nothing() -> None:
-    rows = [{"key": "Li", "value": "Mu"}]
-    for encoder in ("os:system", "qkv.page:show"):
+    for encoder in ("os:system", "qkv.page:show", "nothing"):
         with pytest.raises(QkvError, match="unknown encoder"):
-            call("ask", {"rows": rows, "query": "Li", "encoder": encoder}, {})
+            call("encode", {"keys": ["Li"], "query": "Li", "encoder": encoder}, {})

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from qkv import scores
-from qkv.answer import Answer
-from qkv.database import Database, encoders
+from qkv.database import encoders
 from qkv.database.encoding import kept
 from qkv.errors import ArgumentError, unknown
 from qkv.page import sentence, tables
@@ -17,17 +16,6 @@ Args = Mapping[str, Any]
 Databases = MutableMapping[str, Any]
 
 
-def ask(args: Args, databases: Databases) -> dict[str, Any]:
-    """The answer of `database`, named, or of `rows` that the page has edited."""
-    if args.get("database") is not None:
-        return tables.ask(args, databases)
-    how = {name: args[name] for name in ("score", "weighting", "top") if args.get(name)}
-    rows = [(row["key"], row["value"]) for row in args["rows"]]
-    encoder = encoders.resolve(_name(args["encoder"])) if args.get("encoder") else None
-    found: Answer = Database(rows, encoder=encoder).ask(args["query"], **how)
-    return found.to_dict()
-
-
 def encode(args: Args, databases: Databases) -> dict[str, Any]:
     """The vectors of `keys` and of a `query`, and the score that compares them.
 
@@ -35,7 +23,7 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     """
     keys = args["keys"]
     if args.get("database") is not None:
-        encoder = _named(args["database"], databases).encoder
+        encoder = tables.chosen(args, databases).encoder or encoders.default(keys)
     else:
         encoder = encoders.resolve(_name(args["encoder"])).fit(keys)
     return {
@@ -46,7 +34,7 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
 
 
 CALLS: dict[str, Callable[[Args, Databases], Any]] = {
-    "ask": ask,
+    "ask": tables.ask,
     "encode": encode,
     "databases": tables.databases,
     "sentence": sentence.call,
@@ -60,8 +48,9 @@ CALLS: dict[str, Callable[[Args, Databases], Any]] = {
 def call(name: str, args: Args, databases: Databases) -> Any:
     """The answer to one call, arrays still arrays; QkvError where it makes no sense.
 
-    >>> rows = [{"key": "Li", "value": "Mu"}, {"key": "Smola", "value": "Alex"}]
-    >>> call("ask", {"rows": rows, "query": "Li"}, {})["value"]
+    >>> from qkv import Database
+    >>> names = Database({"Li": "Mu", "Smola": "Alex"})
+    >>> call("ask", {"database": "names", "query": "Li"}, {"names": names})["value"]
     'Mu'
     """
     if name not in CALLS:
@@ -74,9 +63,3 @@ def _name(encoder: str) -> str:
     if encoder not in encoders.ENCODERS:
         raise unknown("encoder", encoder, encoders.ENCODERS)
     return encoder
-
-
-def _named(name: str, databases: Databases) -> Any:
-    if name not in databases:
-        raise ArgumentError(f"no database is named {name!r}")
-    return databases[name]

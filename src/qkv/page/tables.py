@@ -58,7 +58,7 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
     >>> ask({"database": "ages", "query": "3"}, {"ages": Database({3: "Li", 40: "Mu"})})["value"]
     'Li'
     """
-    database = _named(args, known)
+    database = chosen(args, known)
     query = spelled.cell(args["query"], next(iter(database), None))
     how = {name: args[name] for name in ("top", "where") if args.get(name)}
     if args.get("score"):
@@ -71,7 +71,7 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
 
 def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
     """The versions of a database, the oldest first."""
-    found = _named(args, known).versions()
+    found = chosen(args, known).versions()
     fields = ("number", "time", "what", "added", "removed", "rows")
     return [{name: getattr(version, name) for name in fields} for version in found]
 
@@ -91,7 +91,7 @@ def upload(args: Args, known: Databases) -> dict[str, Any]:
 
 def columns(args: Args, known: Databases) -> dict[str, Any]:
     """The rows of `database` by another `key` and `value`, as the database called `name`."""
-    source = _named(args, known)
+    source = chosen(args, known)
     if len(source) > MOST:
         raise ArgumentError(
             f"{args['database']} has {len(source):,} rows, and at most {MOST:,} are encoded anew: "
@@ -156,7 +156,7 @@ def _stored(data: bytes, name: str) -> Database:
     return made
 
 
-def _named(args: Args, known: Databases) -> Database:
+def chosen(args: Args, known: Databases) -> Database:
     name = args.get("database")
     if name not in known:
         raise unknown("database", name, known)
