@@ -25,6 +25,7 @@ SCRIPTS = (
     "layers",
     "small",
     "serve",
+    "page",
 )
 
 

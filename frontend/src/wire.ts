@@ -103,6 +103,9 @@ function toBase64(data: Uint8Array): string {
 }
 
 export function fromBase64(text: string): Uint8Array {
+  // New browsers have it built in, several times as fast.
+  const built: { fromBase64?(text: string): Uint8Array } = Uint8Array as any;
+  if (built.fromBase64) return built.fromBase64(text);
   const raw = atob(text);
   const out = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i += 1) out[i] = raw.charCodeAt(i);

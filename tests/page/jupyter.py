@@ -44,7 +44,7 @@ class Lab:
 
     def run(self, page: Any, *cells: str) -> None:
         """Opens the notebook with these cells in it, and runs them one after another."""
-        made = [
+        made: list[dict[str, Any]] = [
             {"cell_type": "code", "source": x, "metadata": {}, "outputs": [], "id": f"c{i}",
              "execution_count": None}
             for i, x in enumerate(cells)

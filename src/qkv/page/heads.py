@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from qkv.plot import data as plotted
+
 MOST = 512
 """Rows and columns of a head whose largest weights alone were kept."""
 
@@ -49,7 +51,6 @@ def heads(
     weights = np.asarray(weights)
     layers, count, rows, columns = weights.shape
     queries, keys = lengths or (rows, columns)
-    entropy = np.full((layers, count), np.nan)
     scale = np.zeros((layers, count))
     cells = np.empty(weights.shape, np.uint8)
     for at in np.ndindex(layers, count):
@@ -57,9 +58,7 @@ def heads(
         scale[at] = alpha.max(initial=0) / 255**2
         roots = np.sqrt(alpha.clip(0) / (scale[at] or 1.0))
         cells[at] = np.rint(roots)
-        if whole:
-            logs = np.log(alpha, where=alpha > 0, out=np.zeros_like(alpha))
-            entropy[at] = -(alpha * logs).sum(-1).mean()
+    entropy = plotted.entropy(weights).entropy if whole else np.full_like(scale, np.nan)
     data = {
         "names": list(names),
         "weights": cells,

@@ -30,6 +30,12 @@ def views(shown: Any) -> list[Descriptor]:
     >>> view["view"], view["data"]["answer"]["value"]
     ('database', 'Mu')
     """
+    # By name: what captured a model has loaded its framework, and nothing else need.
+    whole = f"{type(shown).__module__}.{type(shown).__name__}"
+    if whole == "qkv.transformers.captured.Captured":
+        return [heads.captured(shown)]
+    if whole == "qkv.nn.capture.Seen":
+        return [heads.seen(shown)]
     if isinstance(shown, list | tuple):
         return [view for item in shown for view in views(item)]
     if isinstance(shown, dict) and "view" in shown:
@@ -42,12 +48,6 @@ def views(shown: Any) -> list[Descriptor]:
         return [database(shown)]
     if isinstance(shown, str):
         return [sentence(shown)]
-    # By name: what captured a model has loaded its framework, and nothing else need.
-    whole = f"{type(shown).__module__}.{type(shown).__name__}"
-    if whole == "qkv.transformers.captured.Captured":
-        return [heads.captured(shown)]
-    if whole == "qkv.nn.capture.Seen":
-        return [heads.seen(shown)]
     raise DtypeError(
         "show takes an answer, a database, captured heads or a sentence, not "
         f"{type(shown).__name__}"
