@@ -15,8 +15,8 @@ const VIEWS: View[] = [database, sentence, regression, scores, data, model];
 
 /** A notebook: anywidget calls it for each cell that shows the widget. */
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
-  const views = () => unpack(model.get("views"), model.get("buffers") ?? []);
   const backend = kernel(model);
+  const views = () => unpack(model.get("views"), model.get("buffers") ?? [], backend);
   let undo = shell(el, { views: views(), backend, host: "notebook" }, VIEWS);
   const again = () => {
     undo();

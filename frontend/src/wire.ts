@@ -20,6 +20,13 @@ export type Typed = Uint8Array | Uint16Array | Int32Array | Float32Array | Float
 export interface Tensor {
   data: Typed;
   shape: number[];
+  /** Gets some of a large one, whose `data` are empty: they stay with Python until they are looked at. */
+  late?: (start: number, stop: number) => Promise<Typed>;
+}
+
+/** Numbers `start` to `stop` of a tensor, wherever they are. */
+export async function part(of: Tensor, start: number, stop: number): Promise<Typed> {
+  return of.late ? of.late(start, stop) : of.data.subarray(start, stop);
 }
 
 export interface Descriptor {
@@ -47,19 +54,27 @@ function bytes(of: Bytes): Uint8Array {
 }
 
 /** JSON with `{"$": i, dtype, shape}` in it, and the bytes they refer to, as objects with tensors. */
-export function unpack(json: any, buffers: Bytes[]): any {
-  if (Array.isArray(json)) return json.map((item) => unpack(item, buffers));
+export function unpack(json: any, buffers: Bytes[], backend: Backend | null = null): any {
+  if (Array.isArray(json)) return json.map((item) => unpack(item, buffers, backend));
   if (json === null || typeof json !== "object") return json;
   if (typeof json.$ === "number") {
+    const type = TYPES[json.dtype as keyof typeof TYPES];
+    const size = type.BYTES_PER_ELEMENT;
     // A copy: a view of the wire need not be aligned.
-    const own = bytes(buffers[json.$]).slice();
-    const data = new TYPES[json.dtype as keyof typeof TYPES](own.buffer);
-    return { data, shape: json.shape } satisfies Tensor;
+    const data = new type(bytes(buffers[json.$]).slice().buffer);
+    const tensor: Tensor = { data, shape: json.shape };
+    if (!data.length && json.shape.every(Boolean) && backend) {
+      tensor.late = async (start, stop) => {
+        const found = await backend.call("part", { buffer: json.$, start: start * size, stop: stop * size });
+        return new type(found.data.buffer);
+      };
+    }
+    return tensor;
   }
   // `pack` writes a name that begins with $ with one more.
   const pairs = Object.entries(json).map(([name, item]) => [
     name.startsWith("$") ? name.slice(1) : name,
-    unpack(item, buffers),
+    unpack(item, buffers, backend),
   ]);
   return Object.fromEntries(pairs);
 }
@@ -71,7 +86,9 @@ export function isTensor(x: any): x is Tensor {
 /** A notebook's kernel, asked by messages: `{id, call, args}` → `{id, result}` or `{id, error}`. */
 export function kernel(model: Model): Backend | null {
   if (!model.send || !model.on) return null;
-  const waiting = new Map<number, { done: (x: any) => void; fail: (e: Error) => void }>();
+  const waiting = new Map<string, { done: (x: any) => void; fail: (e: Error) => void }>();
+  // Two views of one widget hear each other's answers.
+  const mine = Math.random().toString(36).slice(2);
   let last = 0;
   model.on("msg:custom", (message: any, buffers: Bytes[] = []) => {
     const who = waiting.get(message.id);
@@ -86,7 +103,7 @@ export function kernel(model: Model): Backend | null {
     },
     call(name, args) {
       last += 1;
-      const id = last;
+      const id = `${mine}-${last}`;
       return new Promise((done, fail) => {
         waiting.set(id, { done, fail });
         model.send!({ id, call: name, args });

@@ -35,6 +35,14 @@ def test_a_weight_is_its_byte_s_square_to_half_a_step() -> None:
     assert np.all(abs(scale * cells**2 - weights) <= scale * (cells + 0.25) * (1 + 1e-9))
     assert np.allclose(data["entropy"], entropy(weights))
     assert (data["queries"], data["keys"]) == (5, 7)
+    assert np.array_equal(data["small"], data["weights"])
+
+
+def test_among_others_a_large_head_is_pooled_by_its_largest() -> None:
+    data = heads(alpha(1, 2, 128, 256), ["a"])["data"]
+    assert data["small"].dtype == np.uint8
+    blocks = data["weights"].reshape(1, 2, 64, 2, 64, 4)
+    assert np.array_equal(data["small"], blocks.max((3, 5)))
 
 
 def test_a_head_that_looks_at_nothing_is_zero() -> None:

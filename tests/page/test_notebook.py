@@ -20,7 +20,8 @@ import qkv
 from qkv.page.heads import heads
 D = qkv.Database({ROWS!r}, encoder="text")
 D.show()"""
-SECOND = f"""alpha = np.array([[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]])
+SECOND = f"""qkv.page.widget.LATE = 4  # so that weights wait in the kernel until they are looked at
+alpha = np.array([[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]])
 qkv.show(heads(alpha, ["layer"], labels=["dog", {MARKUP!r}]), "I like {MARKUP}")"""
 
 
@@ -34,6 +35,9 @@ def test_it_answers_what_it_is_asked() -> None:
     args = {"keys": list(ROWS), "query": "Li", "encoder": "text"}
     told, buffers = page.answer({"id": 8, "call": "encode", "args": args})
     assert (told["result"], buffers) == pack(call("encode", args, {}))
+    page.whole.append(b"0123456")
+    at = {"buffer": len(page.whole) - 1, "start": 2, "stop": 5}
+    assert page.answer({"id": 0, "call": "part", "args": at})[1] == [b"234"]
     told, _ = page.answer({"id": 9, "call": "fly", "args": {}})
     assert told["id"] == 9 and "not 'fly'" in told["error"]
     told, _ = page.answer({"id": 10, "call": "ask", "args": {}})
@@ -48,6 +52,8 @@ def test_without_anywidget_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_widgets_in_jupyterlab(page: Any, lab: Lab) -> None:
+    from playwright.sync_api import expect
+
     lab.run(page, FIRST, SECOND)
     first, second = (page.locator(".jp-CodeCell").nth(i) for i in range(2))
     D: Any = qkv.Database(ROWS, encoder="text")
@@ -70,8 +76,10 @@ def test_two_widgets_in_jupyterlab(page: Any, lab: Lab) -> None:
     assert first.get_by_test_id("row-3-key").input_value() == MARKUP
 
     second.get_by_test_id("head-0-1").click()
+    expect(second.get_by_test_id("head-high")).to_have_text("0.500")
     assert "Entropy 0.693" in second.get_by_test_id("head-entropy").inner_text()
     second.get_by_test_id("head-0-0").click()
+    expect(second.get_by_test_id("head-high")).to_have_text("1.00")
     second.get_by_test_id("head").focus()
     for key in ("ArrowDown", "ArrowRight"):
         page.keyboard.press(key)

@@ -6,13 +6,15 @@ import { STYLE as HEADS, grid } from "../heads";
 import { Heatmap } from "../heatmap";
 import { type Matrix, value } from "../picture";
 import type { Given, View } from "../view";
-import type { Tensor } from "../wire";
+import { type Tensor, part } from "../wire";
 
 interface Heads {
   /** The layers' names. */
   names: string[];
   /** (layers, heads, rows, columns), bytes: a weight is its byte's square times its head's scale. */
   weights: Tensor;
+  /** The same at most 64 × 64: the largest of each block. */
+  small: Tensor;
   scale: Tensor;
   /** Nats, a row's mean; NaN where the weights are not all there. */
   entropy: Tensor;
@@ -69,8 +71,11 @@ function asking(at: HTMLElement, given: Given): () => void {
     h("button", { class: "main", test: "model-read" }, "Show what MiniLM looks at"),
   );
   at.append(form, trouble, found);
+  const themed = () => found.dispatchEvent(new CustomEvent("theme"));
+  at.addEventListener("theme", themed);
   return () => {
     undo();
+    at.removeEventListener("theme", themed);
     at.replaceChildren();
   };
 }
@@ -79,10 +84,15 @@ function mount(at: HTMLElement, given: Given): () => void {
   const all: Heads = given.data;
   if (!all.weights) return asking(at, given);
   const [layers, heads, rows, cols] = all.weights.shape;
-  const size = rows * cols;
-  const matrix = (layer: number, head: number): Matrix => {
+  const matrix = async (layer: number, head: number): Promise<Matrix> => {
     const i = layer * heads + head;
-    const data = all.weights.data.subarray(i * size, (i + 1) * size);
+    const data = await part(all.weights, i * rows * cols, (i + 1) * rows * cols);
+    return { data, rows, cols, scale: all.scale.data[i], root: true };
+  };
+  const small = (layer: number, head: number): Matrix => {
+    const [rows, cols] = all.small.shape.slice(2);
+    const i = layer * heads + head;
+    const data = all.small.data.subarray(i * rows * cols, (i + 1) * rows * cols);
     return { data, rows, cols, scale: all.scale.data[i], root: true };
   };
   const names = (count: number, of: number) => {
@@ -94,7 +104,8 @@ function mount(at: HTMLElement, given: Given): () => void {
   const most = Math.log(all.keys);
   const entropy = (layer: number, head: number) => all.entropy.data[layer * heads + head];
 
-  let chosen = matrix(0, 0);
+  let chosen = small(0, 0);
+  let asked = 0;
   const title = h("h3", { test: "head-title" });
   const about = h("p", { class: "note", test: "head-entropy" });
   const whose = h("p", { class: "hint", test: "head-row" });
@@ -117,25 +128,28 @@ function mount(at: HTMLElement, given: Given): () => void {
     test: "head",
     onCell: (cell) => cell && row(cell.row),
   });
-  const choose = (layer: number, head: number) => {
-    chosen = matrix(layer, head);
+  const choose = async (layer: number, head: number) => {
+    const mine = ++asked;
     const nats = entropy(layer, head);
     title.textContent = `Layer ${layer}, head ${head}`;
     about.textContent = Number.isNaN(nats)
       ? "Entropy: not known, since not all weights were kept."
       : `Entropy ${fixed(nats)} of at most ${fixed(most)}: as many as ${fixed(Math.exp(nats), 1)} of ${all.keys} keys.`;
+    const found = await matrix(layer, head);
+    if (mine !== asked) return;
+    chosen = found;
     large.update(chosen, { rowNames, colNames, label: `Weights of layer ${layer}, head ${head}` });
     row(0);
   };
-  const small = grid({
+  const pictures = grid({
     rows: Array.from({ length: layers }, (_, i) => `layer ${i}`),
     cols: Array.from({ length: heads }, (_, j) => String(j)),
-    matrix,
+    matrix: small,
     entropy,
     most,
     label: (layer, head) => `Layer ${layer}, head ${head}`,
     choose: (layer, head) => {
-      choose(layer, head);
+      void choose(layer, head);
       given.announce(`${title.textContent}. ${about.textContent}`);
     },
     given,
@@ -154,13 +168,14 @@ function mount(at: HTMLElement, given: Given): () => void {
     h(
       "div",
       { class: "model" },
-      h("div", { class: "scroll" }, small.element),
+      h("div", { class: "scroll" }, pictures.element),
       h("div", { class: "head-large" }, h("div", {}, title, about), large.element, h("div", {}, whose, list.element)),
     ),
   );
-  choose(0, 0);
+  void choose(0, 0);
   return () => {
-    small.destroy();
+    asked += 1;
+    pictures.destroy();
     large.destroy();
     at.replaceChildren();
   };

@@ -9,6 +9,9 @@ import numpy as np
 
 from qkv.plot import data as plotted
 
+SMALL = 64
+"""Rows and columns of a head among all others."""
+
 MOST = 512
 """Rows and columns of a head whose largest weights alone were kept."""
 
@@ -62,6 +65,7 @@ def heads(
     data = {
         "names": list(names),
         "weights": cells,
+        "small": plotted.heatmaps(cells, (SMALL, SMALL)).cells.astype(np.uint8),
         "scale": scale,
         "entropy": entropy,
         "queries": queries,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from qkv.errors import MissingExtra
 
 try:
@@ -17,6 +19,9 @@ from qkv.page.calls import call
 from qkv.page.file import module
 from qkv.page.pack import pack
 
+LATE = 2**22
+"""Bytes of a model's weights, beyond which they are kept back until the page looks at a head."""
+
 
 class Page(anywidget.AnyWidget):  # type: ignore[misc]
     """Views, and the bytes that their data refer to; the databases that they may ask, by name."""
@@ -28,7 +33,11 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
     def __init__(
         self, views: list[dict[str, Any]], databases: Mapping[str, Any] | None = None
     ) -> None:
-        packed, buffers = pack(views)
+        packed, self.whole = pack(views)
+        models = [view["data"] for view in packed if view["view"] == "model"]
+        late = {data["weights"]["$"] for data in models if "weights" in data}
+        late = {i for i in late if len(self.whole[i]) > LATE}
+        buffers = [b"" if i in late else x for i, x in enumerate(self.whole)]
         super().__init__(views=packed, buffers=buffers)
         self.databases = dict(databases or {})
         self.on_msg(lambda _, message, __: self.send(*self.answer(message)))
@@ -36,7 +45,13 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
     def answer(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
         """`{id, call, args}` → `{id, result}`, or `{id, error}` in a sentence, and its arrays."""
         try:
-            result, buffers = pack(call(message["call"], message["args"], self.databases))
+            name, args = message["call"], message["args"]
+            found = self.part(**args) if name == "part" else call(name, args, self.databases)
+            result, buffers = pack(found)
         except Exception as error:  # the page waits for a word, whatever went wrong
             return {"id": message.get("id"), "error": str(error) or type(error).__name__}, []
         return {"id": message["id"], "result": result}, buffers
+
+    def part(self, buffer: int, start: int, stop: int) -> np.ndarray:
+        """Some bytes of what was kept back."""
+        return np.frombuffer(self.whole[buffer], np.uint8)[start:stop]
