@@ -26,6 +26,7 @@ import numpy as np
 
 from bench._results import RESULTS, commit, machine
 from bench._side_by_side import peer
+from qkv.arrays.ragged import Wide
 from qkv.database.encoders import Characters, Encoder, Heads, Sentences, Text, Words
 from qkv.database.encoders.calibrate import slip
 from qkv.database.encoders.characters import plain
@@ -33,7 +34,7 @@ from qkv.weightings import Softmax
 
 TECHNICAL = ("scipy", "sklearn", "numpy", "networkx", "pandas")
 MORE = ("torch", "sympy", "tensorflow", "keras", "jax", "transformers", "matplotlib")
-TEXTS, ASKED = 2500, 400
+TEXTS, ASKED, AT_ONCE = 2500, 400, 25
 
 
 def docstrings(packages: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
@@ -119,8 +120,17 @@ def calibration(s: np.ndarray, right: np.ndarray) -> float:
 
 
 def scored(made: Encoder, keys: list[str]) -> Callable[[list[str]], np.ndarray]:
-    key, score = made.encode(keys), made.score(len(keys))
-    return lambda queries: np.asarray(score(made.query(queries), key), np.float64)
+    key, beside, score = made.encode(keys), made.sparse(keys), made.score(len(keys))
+
+    def scores(queries: list[str]) -> np.ndarray:
+        found = []
+        for start in range(0, len(queries), AT_ONCE):
+            query, asked = made.asked(queries[start : start + AT_ONCE])
+            whole = key if asked is None else np.asarray(Wide(key, beside, asked))
+            found.append(np.asarray(score(query, whole), np.float64))
+        return np.concatenate(found)
+
+    return scores
 
 
 def bm25(keys: list[str]) -> Callable[[list[str]], np.ndarray] | None:
@@ -146,7 +156,7 @@ def main() -> None:
     two = {"characters": Characters(), "words": Words()}
     kinds = {
         "BM25 (bm25s)": bm25(keys),
-        "letters and meaning": scored(Text(two), keys),
+        "letters and meaning": scored(Text(two, half=30), keys),
         "Text": scored(Text().fit(keys), keys),
     }
     if "--minilm" in sys.argv:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.arrays.base import Framework, Tiling
+from qkv.arrays.ragged import Wide
 from qkv.types import Array, Arrays, Shape, Span
 
 CACHED = 2**18
-"""Numbers of keys in 8 bits that are made floats at a time, so that they are compared in cache."""
+"""Numbers of keys that are made floats at a time, so that they are compared in cache."""
 
 
 class Stored(NamedTuple):
@@ -21,7 +22,7 @@ class Stored(NamedTuple):
     Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits.
     """
 
-    key: np.ndarray
+    key: np.ndarray | Wide
     value: np.ndarray | None = None
     live: np.ndarray | None = None
     scale: np.ndarray | None = None
@@ -32,8 +33,9 @@ class Stored(NamedTuple):
     def scaled(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The keys that live, and what each is to be multiplied by."""
         if self.live is None:
-            return self.key, self.scale
-        return self.key[self.live], None if self.scale is None else self.scale[self.live]
+            return np.asarray(self.key), self.scale
+        scale = None if self.scale is None else self.scale[self.live]
+        return np.asarray(self.key[self.live]), scale
 
     def vectors(self) -> np.ndarray:
         """The keys that live, as vectors."""
@@ -148,7 +150,7 @@ class Cuts:
         at, allowed, group = 0, self.rows.allowed, []
         for stored in self.rows.read():
             step = self.size
-            if stored.scale is not None:
+            if stored.scale is not None or isinstance(stored.key, Wide):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
             for start in range(0, len(stored.key), step):
                 some = stored.some(slice(start, start + step))
@@ -197,9 +199,9 @@ class Reader:
         return Framework.sweep(self.fw, step, carry, tiling)
 
 
-def taken(fw: Framework, x: np.ndarray, like: Array) -> Array:
+def taken(fw: Framework, x: np.ndarray | Wide, like: Array) -> Array:
     """An array that was read, as the framework's own beside `like`; where it can, not copied."""
     with warnings.catch_warnings():
         # Torch warns that the file must not be written to; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return fw.constant(x, like, fw.dtype(like))
+        return fw.constant(np.asarray(x), like, fw.dtype(like))

@@ -10,6 +10,7 @@ import numpy as np
 from qkv import attention
 from qkv.answer import Answer, Row, Share, Source
 from qkv.arrays import is_array, to_numpy
+from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.view import CHUNK, View
@@ -60,7 +61,7 @@ class Asked:
         ]
 
     def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
-        view, code, matches = self.view, None, None
+        view, code, matches = self.view, Query(None), None
         if self.score.compares_keys:
             ids = view.ids if self.places is None else view.ids[self.places]
             matches = np.zeros((len(queries), len(ids)))
@@ -72,8 +73,8 @@ class Asked:
             pieces = f"{view.pieces} piece{'s' if view.pieces > 1 else ''}"
             engine = f"scan of {self.asked:,} rows in {pieces}"
         found = attention.weigh(
-            view.vectors(self.live, value=value),
-            code,
+            view.vectors(self.live, value=value, asked=code.asked),
+            code.code,
             score=self.score,
             weighting=self.weighting,
             tolerance=self.tolerance,
@@ -81,14 +82,16 @@ class Asked:
         )
         return found, engine
 
-    def _encoded(self, queries: Any) -> np.ndarray:
+    def _encoded(self, queries: Any) -> Query:
         given = is_array(queries) and self.view.schema.key_kind != "vector"  # not a text: a vector
-        code = to_numpy(queries) if given else self.view.encoded(queries)
-        self.view.check(code)
+        found = Query(to_numpy(queries)) if given else self.view.encoded(queries)
+        self.view.check(found)
+        code = found.code
         if given and not np.isfinite(code).all():
             bad = int(np.isfinite(code).all(axis=1).argmin())
             raise ArgumentError(f"query {bad} holds NaN or infinity: no row is near it")
-        return np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
+        code = np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
+        return Query(code, found.asked)
 
     def _answer(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv.arrays.ragged import joined
 from qkv.arrays.rows import Stored
 from qkv.database.schema import Schema
 from qkv.database.view import View
@@ -38,8 +39,9 @@ def told(encoder: Encoder, keys: int) -> dict[str, Any]:
 
 def encoded(
     encoder: Encoder, keys: Any, rounded: bool, progress: Progress | None = None
-) -> dict[str, np.ndarray]:
-    """The vectors of some keys as tensors: `code` (m, width), and `scale` (m,) where `rounded`."""
+) -> dict[str, Any]:
+    """The vectors of some keys as tensors: `code` (m, width), `scale` (m,) where `rounded`, and
+    `sparse` (m,) where the encoder has such beside."""
     if len(keys) <= ENCODED or not (rounded or progress):
         return tensors(encoder, keys, rounded)
     out = []
@@ -47,15 +49,17 @@ def encoded(
         out.append(tensors(encoder, keys[start : start + ENCODED], rounded))
         if progress is not None:
             progress(min(start + ENCODED, len(keys)), len(keys))
-    return {name: np.concatenate([part[name] for part in out]) for name in out[0]}
+    parts = {name: [part[name] for part in out] for name in out[0]}
+    return {n: joined(x) if n == "sparse" else np.concatenate(x) for n, x in parts.items()}
 
 
-def tensors(encoder: Encoder, keys: Any, rounded: bool) -> dict[str, np.ndarray]:
-    vectors = np.asarray(encoder.encode(keys))
+def tensors(encoder: Encoder, keys: Any, rounded: bool) -> dict[str, Any]:
+    vectors, beside = np.asarray(encoder.encode(keys)), encoder.sparse(keys)
+    found = {} if beside is None else {"sparse": beside}
     if not rounded:
-        return {"code": vectors}
+        return {"code": vectors, **found}
     code, scale = in_8_bits(vectors)
-    return {"code": code, "scale": scale}
+    return {"code": code, "scale": scale, **found}
 
 
 def kept(encoder: Encoder, keys: Any) -> np.ndarray:
@@ -95,7 +99,7 @@ def keeps_keys(encoder: Encoder, schema: Schema) -> bool:
 
 def anew(
     view: View, encoder: Encoder, keys: Any, progress: Progress | None
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
     """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
     # All that live, those among them whose file is lost.
     ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 import numpy as np
 
 from qkv.arrays import is_array, of, to_numpy
+from qkv.arrays.ragged import Query
 from qkv.database import cells, columns
 from qkv.database.schema import Schema
 from qkv.database.store import Store
@@ -31,6 +32,9 @@ NOTHING: Any = object()
 
 AT_ONCE = 2**26
 """Scores that are held together: a batch of queries is cut to this."""
+
+WORDY = 64
+"""Queries that are asked together where keys have words: each word is a column of its own."""
 
 HELD = 2**24
 """Weights of a batch that its answers keep; beyond it an answer finds them again when asked."""
@@ -251,6 +255,7 @@ class Reading(Generic[K, V]):
         live = view.where(where)
         asked = Asked(view, chosen, alpha, live, top, tolerance)
         step = max(AT_ONCE // len(view), 1)
+        step = min(step, WORDY) if view.wordy else step
         keep = len(queries) * len(view) <= HELD
         answers: list[Answer] = []
         for start in range(0, len(queries), step):
@@ -292,18 +297,24 @@ class Reading(Generic[K, V]):
             )
         if not is_array(query):
             queries, single = _queries(view, query)
-            query = view.encoded(queries)
+            if view.wordy and len(queries) > WORDY:
+                parts = (queries[at : at + WORDY] for at in range(0, len(queries), WORDY))
+                how = How(score=score, weighting=weighting, where=where, tolerance=tolerance)
+                return np.concatenate([self.attend(some, **how) for some in parts])
+            code = view.encoded(queries)
         elif view.schema.key_kind == "number":
             query, single = _differentiable(view, query)
+            code = Query(query)
         else:
             single = len(query.shape) == 1
-            query = query[None] if single else query
-        view.check(query)
+            code = Query(query[None] if single else query)
+        view.check(code)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
-        rows = view.vectors(view.having_values(view.where(where))[0], value=True)
-        out = over(rows, query, score=chosen, weighting=weighting, tolerance=tolerance)
+        allowed = view.having_values(view.where(where))[0]
+        rows = view.vectors(allowed, value=True, asked=code.asked)
+        out: Array = over(rows, code.code, score=chosen, weighting=weighting, tolerance=tolerance)
         return out[0] if single else out
 
     def _filled(self) -> View:
@@ -429,5 +440,5 @@ def _differentiable(view: View, query: Array) -> tuple[Array, bool]:
     encoder, single = view.encoder, len(query.shape) == 0
     column = of(query).xp.reshape(query, (-1, 1))
     if not isinstance(encoder, Numbers) or encoder.mean is None or encoder.unit is None:
-        return view.encoded(to_numpy(column)[:, 0].tolist()), single
+        return view.encoded(to_numpy(column)[:, 0].tolist()).code, single
     return (column - encoder.mean[0]) / encoder.unit[0], single

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.arrays import of
+from qkv.arrays.ragged import Query, Wide, beside
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, columns
 from qkv.database.columns import MISSING, Column
@@ -54,12 +55,12 @@ class View:
 
     def __init__(self, snapshot: Snapshot, encoder: Encoder | None = None):
         self.snapshot, self._given = snapshot, encoder
-        self._asked: dict[str, np.ndarray] = {}
+        self._asked: dict[str, Query] = {}
         self.version = snapshot.version
         self._short: dict[int, dict[str, Any]] = {}
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
-        self._aside: dict[Any, np.ndarray] = {}
+        self._aside: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
         self.built: dict[tuple[str, int, int], Column] = {}
         self.texts: dict[tuple[str, int, int], Texts] = {}
 
@@ -93,22 +94,32 @@ class View:
             return given
         return encoders.load(told, learned, given)
 
-    def encoded(self, queries: Any) -> np.ndarray:
+    def encoded(self, queries: Any) -> Query:
         """The vectors of queries; those of the last single texts are remembered, as an answer asks
         for its own again."""
         single = len(queries) == 1 and type(queries[0]) is str
         if single and (known := self._asked.get(queries[0])) is not None:
             return known
         try:
-            found = self.encoder.query(queries)
+            found = self.encoder.asked(queries)
         except (ArgumentError, DtypeError, ShapeError) as fault:  # which tells of keys in rows
             told = re.sub(r"^key(?= \d)", "query", str(fault)).removesuffix(": leave that row out")
             raise type(fault)(told) from None
+        if found.asked is not None and not self.wordy:
+            raise ArgumentError(
+                f"the encoder ({self.encoder.kind}) compares words, and the store has none beside "
+                "its vectors: encode the keys again, D.encode()"
+            )
         if single:
             if len(self._asked) >= REMEMBERED:
                 self._asked = {}
             self._asked[queries[0]] = found
         return found
+
+    @property
+    def wordy(self) -> bool:
+        """Whether sparse vectors lie beside the keys' vectors."""
+        return "sparse" in self.snapshot.names
 
     @property
     def ids(self) -> np.ndarray:
@@ -315,14 +326,21 @@ class View:
     def _pieces(self) -> Iterator[_Piece]:
         return (_Piece(self, part) for part in self._parts())
 
-    def vectors(self, allowed: np.ndarray | None = None, *, value: bool = False) -> Rows:
+    def vectors(
+        self,
+        allowed: np.ndarray | None = None,
+        *,
+        value: bool = False,
+        asked: np.ndarray | None = None,
+    ) -> Rows:
         """The keys' vectors, and the values if they are numbers, to be attended over.
 
-        `allowed` (m,) rules some of them out. Of tensors that memory cannot hold, the pages of a
+        `allowed` (m,) rules some of them out. Sparse vectors come beside, for the places that a
+        `Query` has `asked`. Of tensors that memory cannot hold, the pages of a
         part are let go when the next one is read.
         """
 
-        picked, kept = None, self._aside
+        picked, kept = None, self._aside[asked is not None]
         count = 0 if allowed is None else int(np.count_nonzero(allowed))
         if allowed is not None and 0 < count <= FEW * len(allowed):
             picked, allowed = allowed, None
@@ -340,10 +358,14 @@ class View:
                     else:
                         live = live.copy()
                         live[live] = some
-                tensors = part.tensors
-                yield Stored(tensors["code"], tensors.get(named), live, tensors.get("scale"))
+                tensors, scale = part.tensors, part.tensors.get("scale")
+                key = tensors["code"]
+                if asked is not None:
+                    key, scale = Wide(key, tensors["sparse"], asked, scale), None
+                yield Stored(key, tensors.get(named), live, scale)
 
         named, (width, value_width) = "value" if value else "", self._widths
+        width += beside(asked)
         shape = len(self.ids) if picked is None else count, width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce, kept)
 
@@ -376,9 +398,9 @@ class View:
         tensors = next(self.snapshot.parts()).tensors
         return tensors["code"].shape[1], tensors["value"].shape[1] if "value" in tensors else 0
 
-    def check(self, query: Any) -> None:
+    def check(self, asked: Query) -> None:
         """Refuse vectors that cannot be compared with the keys'."""
-        width = self._widths[0]
+        query, width = asked.code, self._widths[0] + beside(asked.asked)
         if len(query.shape) != 2 or query.shape[-1] != width:
             raise ShapeError(
                 f"query has shape {tuple(query.shape)}, but the keys are vectors of {width} "
@@ -440,8 +462,8 @@ class _Piece:
         schema, live = self._view.schema, self._part.live
         if schema.pools and self._kept(schema.value[0]) is None:
             value = self._part.tensors["value"]
-            absent = np.isnan(value if live is None else value[live]).any(axis=1)
-            return np.logical_not(absent)
+            absent = np.isnan(np.asarray(value if live is None else value[live])).any(axis=1)
+            return np.asarray(~absent)
         missing = [self.kinds(name) == MISSING for name in schema.value]
         join = np.logical_or if schema.pools else np.logical_and
         return np.asarray(~join.reduce(missing))

@@ -90,9 +90,9 @@ def test_a_key_is_nearest_to_itself(name: str) -> None:
     if name == "custom":
         pytest.skip("the function is the caller's")
     encoder, keys = fitted(name)
-    known = np.flatnonzero(np.abs(encoder.encode(keys)).sum(axis=1) > 0)
+    known = np.flatnonzero(np.abs(encoder.pair(keys, keys)[1]).sum(axis=1) > 0)
     keys = [keys[i] for i in known]
-    alpha = qkv.weights(encoder.query(keys), encoder.encode(keys), score=encoder.score(len(keys)))
+    alpha = qkv.weights(*encoder.pair(keys, keys), score=encoder.score(len(keys)))
     if name == "arrays":  # a dot product favours long vectors
         np.testing.assert_allclose(alpha.sum(axis=1), 1, rtol=1e-5)
     else:

@@ -2,6 +2,7 @@
 
 import csv
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def books() -> list[dict[str, str]]:
 
 def ask(queries: list[str], keys: list[str]) -> np.ndarray:
     encoder = Text().fit(keys)
-    return qkv.weights(encoder.query(queries), encoder.encode(keys), score=encoder.score(len(keys)))
+    return qkv.weights(*encoder.pair(queries, keys), score=encoder.score(len(keys)))
 
 
 def effective_rows(alpha: np.ndarray) -> np.ndarray:
@@ -132,12 +133,12 @@ def test_it_holds_for_few_rows_and_for_many(rows: int, books: list[dict[str, str
 
 
 def test_letters_count_in_short_texts_and_words_in_long_ones() -> None:
-    shares = Text(half=10).shares(["", "x" * 10, "x" * 90])
+    shares = Text(half=10, rare=0.8).shares(["", "x" * 10, "x" * 90])
     np.testing.assert_allclose(shares, [[1, 0, 0.8], [0.5, 0.5, 0.8], [0.1, 0.9, 0.8]])
 
 
 def test_it_is_as_wide_as_its_heads() -> None:
-    assert Text().width == 768
+    assert Text().width == 512
     vectors = Text().encode(["The Alchemist", "a longer text about a shepherd and his treasure"])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
 
@@ -145,8 +146,9 @@ def test_it_is_as_wide_as_its_heads() -> None:
 def test_few_keys_are_not_fitted_to() -> None:
     keys = [f"key {i}" for i in range(63)]
     assert Text().fit(keys) == Text()
-    assert not Text().encode(keys)[:, 512:].any()
-    assert Text().fit([*keys, "one more"]).encode(keys)[:, 512:].any()
+    before, after = (made.sparse(keys) for made in (Text(), Text().fit([*keys, "one more"])))
+    assert before is not None and not len(before.flat)
+    assert after is not None and len(after.flat) == 2 * len(keys)
 
 
 def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None:
@@ -160,11 +162,16 @@ def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None
 
 def test_settings_of_before_mean_what_they_meant() -> None:
     old = Text({"characters": "characters", "words": "words"})
-    told = {name: x for name, x in old.settings().items() if name != "sharp"}
+    told = {name: x for name, x in old.settings().items() if name not in ("sharp", "rare")}
     found = load(told, {})
-    assert found == old and found.width == 512 and found.score(7) == ScaledDot(sharpness(7))
+    assert isinstance(found, Text) and found.rare == 0.8
+    assert (
+        replace(found, rare=old.rare) == old
+        and found.width == 512
+        and found.score(7) == ScaledDot(sharpness(7))
+    )
     texts = ["The Alchemist", "a shepherd and his treasure"]
-    np.testing.assert_array_equal(found.encode(texts), Text().encode(texts)[:, :512])
+    np.testing.assert_array_equal(found.encode(texts), Text().encode(texts))
 
 
 def test_a_database_that_grows_is_fitted(tmp_path: Path) -> None:
@@ -183,5 +190,7 @@ def test_bad_parameters_are_refused() -> None:
         Text(sharp=0)
     with pytest.raises(ArgumentError, match="half"):
         Text(half=0)
+    with pytest.raises(ArgumentError, match="rare"):
+        Text(rare=-1)
     with pytest.raises(ArgumentError, match="use Heads"):
         Text(weights=[1, 3, 1])

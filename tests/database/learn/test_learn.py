@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import qkv
 from qkv.database import learn
 from qkv.database.encoders import (
     Arrays,
     Characters,
     Columns,
     Heads,
+    Lexical,
     Numbers,
 )
 from qkv.errors import ArgumentError, DtypeError, QkvError
@@ -38,6 +41,44 @@ class TestLearn:
         assert top(encoder, MADE_UP, ENGLISH) == list(range(10))
         assert report.loss[-1] < report.loss[0] / 2
         assert report.framework == framework
+
+    @pytest.mark.parametrize("framework", ["numpy", "torch"])
+    def test_learns_which_words_count(self, framework: str) -> None:
+        if framework == "torch":
+            pytest.importorskip("torch")
+        keys = [f"{a} {b}" for a in "uvwxyz" for b in "abcdef"]
+        # The second word tells and the first misleads, though both are as rare.
+        pairs = [(f"{a} {key[2]}", key) for a, key in zip("vwxyzu" * 6, keys, strict=True)]
+        text = Heads([Lexical(), Characters(64)], weights=[50, 1]).fit(keys)
+        encoder, report = learn.learn(text, keys, pairs, held_out=0, epochs=40, framework=framework)
+        assert report.loss[-1] < 0.8 * report.loss[0]
+        words = encoder.parameters["0.words"]
+        told = dict(zip(text.heads[0].codes.tolist(), words.tolist(), strict=True))
+        first, second = (
+            [told[int(code)] for code in Lexical().fit(list(part)).codes]
+            for part in ("uvwxyz", "abcdef")
+        )
+        assert min(second) > max(first) + 0.5
+        query, key = encoder.pair(["v a"], keys)
+        s = (query @ key.T)[0]
+        assert s[keys.index("u a")] > s[keys.index("v b")]
+
+    def test_a_database_learns_words_and_keeps_them(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        words = [f"word{i}" for i in range(60)]
+        keys = [" ".join(rng.choice(words, 4, replace=False)) for _ in range(80)]
+        with qkv.open(tmp_path / "d", encoder=Heads([Lexical(), Characters(64)])) as D:
+            D.add(keys, np.arange(80.0)[:, None])
+            D.learn([(" ".join(key.split()[:2]), key) for key in keys], epochs=2, held_out=0)
+            asked = [key.split()[1] for key in keys[:5]]
+            before = D.attend(asked)
+            made = D.encoder
+        assert any(made.parameters["0.words"])
+        with qkv.open(tmp_path / "d") as D:
+            np.testing.assert_array_equal(D.attend(asked), before)
+            query, key = D.encoder.pair(asked, keys)
+            alpha = qkv.weights(query, key, score=D.encoder.score(80))
+            np.testing.assert_allclose(before, alpha @ np.arange(80.0)[:, None], rtol=1e-4)
 
     def test_numpy_and_torch_agree(self) -> None:
         pytest.importorskip("torch")

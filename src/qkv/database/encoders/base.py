@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arrays.ragged import Query, Ragged, Wide, places
 from qkv.database import cells
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import ScaledDot, Score
@@ -48,6 +49,26 @@ class Encoder(ABC):
         """(n, width) float32."""
         return self.encode(queries)
 
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        """Vectors (m of them) in 2³² dimensions with few numbers each, which lie beside those of
+        `encode` or `query`: see `qkv.arrays.ragged`. None where there are none."""
+        return None
+
+    def pair(self, queries: Sequence[Any], keys: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Whole vectors of queries (n, w) and keys (m, w), to be compared with each other."""
+        query, key, beside = self.asked(queries), self.encode(keys), self.sparse(keys)
+        if query.asked is None or beside is None:
+            return query.code, key
+        return query.code, np.asarray(Wide(key, beside, query.asked))
+
+    def asked(self, queries: Sequence[Any]) -> Query:
+        """Whole vectors of queries, and which places of sparse ones they ask."""
+        query, beside = self.query(queries), self.sparse(queries, query=True)
+        if beside is None:
+            return Query(query)
+        at = np.unique(places(beside))
+        return Query(np.asarray(Wide(query, beside, at)), at)
+
     @property
     @abstractmethod
     def width(self) -> int:
@@ -69,6 +90,16 @@ class Encoder(ABC):
             some = keys if len(asked) == len(keys) else [keys[i] for i in asked]
             out[np.asarray(asked)] = self._head(some, query)
         return out
+
+    def head_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        """The sparse vectors beside those of `head`."""
+        given = np.array([key is not None for key in keys], bool)
+        some = keys if given.all() else [key for key in keys if key is not None]
+        found = self.sparse(some, query)
+        if found is None:
+            return None
+        ends = np.concatenate([[0], np.cumsum(given)])  # who asks nothing has an empty row
+        return Ragged(found.flat, found.starts[ends])
 
     def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         x = self.query(keys) if query else self.encode(keys)

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged, numbers, places, sparse
 from qkv.database.cells import shown
 from qkv.database.encoders.base import Encoder, batch, under
+from qkv.database.encoders.characters import scramble
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 
@@ -80,14 +82,29 @@ class Heads(Encoder):
 
     def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         out = np.empty((len(batch(keys)), self.width), np.float32)
-        stretch = np.sqrt(self.shares(keys)).astype(np.float32)
         parts = self._parts(keys, query)
+        stretch = self._stretch(keys, query)
         at = 0
         for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
             stop = at + head.head_width
             np.multiply(head.head(part, query), stretch[..., i : i + 1], out=out[:, at:stop])
             at = stop
         return out
+
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        parts = self._parts(batch(keys), query)
+        stretch = self._stretch(keys, query)
+        found: dict[int, Ragged] = {}
+        for i, (head, part) in enumerate(zip(self.heads, parts, strict=True)):
+            vectors = head.head_sparse(part, query)
+            if vectors is not None:
+                found[i] = vectors
+        every = np.broadcast_to(stretch, (len(keys), len(self.heads)))
+        return together(found, {i: every[:, i] for i in found}) if found else None
+
+    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        """What each head's vectors are multiplied by, (h,) or (m, h)."""
+        return np.asarray(np.sqrt(self.shares(keys)), np.float32)
 
     def shares(self, keys: Sequence[Any]) -> np.ndarray:
         """Each head's part in the vector of a key, (h,) for all alike or (m, h); sums are 1."""
@@ -136,6 +153,20 @@ class Heads(Encoder):
         return cls(tuple(heads), tuple(settings["weights"]), tuple(settings["names"]))
 
 
+def together(heads: Mapping[int, Ragged], stretch: Mapping[int, np.ndarray]) -> Ragged:
+    """The sparse vectors of several heads, by number, as one for each row: each head has places of
+    its own, and its numbers are stretched by (m,)."""
+    rows, found = [], []
+    for i, vectors in heads.items():
+        row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
+        salt = np.uint32(i * 0x9E3779B9 & 0xFFFFFFFF)
+        rows.append(row)
+        found.append((scramble(places(vectors) ^ salt), numbers(vectors) * stretch[i][row]))
+    row, (place, number) = np.concatenate(rows), map(np.concatenate, zip(*found, strict=True))
+    order = np.argsort(row, kind="stable") if len(heads) > 1 else slice(None)
+    return sparse(row[order], place[order], number[order], len(vectors))
+
+
 @dataclass(frozen=True)
 class Columns(Heads):
     """s(q, k) = Σ_c w_c s_c(q_c, k_c): each head looks at its own column of a key that is a tuple.
@@ -162,9 +193,12 @@ class Columns(Heads):
                 raise ShapeError(f"key {i} must be a tuple of {count} columns, not {shown(row)}")
         return [[row[c] for row in rows] for c in range(count)]
 
-    def query(self, queries: Sequence[Any]) -> np.ndarray:
-        out = self._vectors(queries, True)
-        return out / np.array([self.whole(query) for query in queries], np.float32)[:, None]
+    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        stretch = super()._stretch(keys, query)
+        if not query:
+            return stretch
+        whole = np.array([self.whole(key) for key in keys], np.float32)
+        return np.asarray(stretch / whole[:, None], np.float32)
 
     def whole(self, query: Any) -> float:
         """The weight of the columns that are asked: as sharp as if there were only these.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged, numbers, places, product
+from qkv.arrays.ragged import sparse as sparse_of
 from qkv.database.encoders.base import Encoder, batch, sharpness, under, unit
-from qkv.database.encoders.heads import Columns, Heads
+from qkv.database.encoders.heads import Heads, together
+from qkv.database.encoders.lexical import Lexical
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
@@ -43,14 +46,32 @@ class Bag(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a head has of m texts: tokens or vectors, and how long (m,) its vectors shall be."""
+    """What a head has of m texts: tokens, sparse vectors or vectors, and how long (m,) these shall
+    be."""
 
-    x: Bag | np.ndarray
+    x: Bag | Ragged | np.ndarray
     length: np.ndarray | None = None
 
     def take(self, texts: np.ndarray) -> Input:
         x = self.x.take(texts) if isinstance(self.x, Bag) else self.x[texts]
         return Input(x, None if self.length is None else self.length[texts])
+
+
+class Projected(NamedTuple):
+    """Vectors (m, width), and the sparse ones beside them."""
+
+    dense: np.ndarray
+    beside: Ragged | None
+
+    def take(self, some: np.ndarray) -> Projected:
+        return Projected(self.dense[some], None if self.beside is None else self.beside[some])
+
+    def scores(self, key: Projected) -> np.ndarray:
+        """The products with keys, (n, m)."""
+        s: np.ndarray = self.dense @ key.dense.T
+        if self.beside is not None and key.beside is not None:
+            s += product(self.beside, key.beside)
+        return s
 
 
 def bag(ids: np.ndarray, offsets: np.ndarray) -> Bag:
@@ -95,8 +116,9 @@ class Learned(Encoder):
     x_h is the vector that head h of `base` gives. Where it has tokens, their pooling is an
     attention of its own, x = Σ_t softmax_t(a[token t] + b[place t]) E[token t]. Queries and keys
     each have their W (w), a (logits), b (places) and, where they were learned, E (vectors).
-    `parameters` holds them as "head.side.name", and ln τw_h as "scales". `learn` makes one;
-    W = 1 and a = b = 0, where it begins, give what `base` gives.
+    `parameters` holds them as "head.side.name", and ln τw_h as "scales". A head of sparse vectors
+    has no W but a weight for each word of the keys, Σ_w e^(g_w) φ_w ψ_w, with g as "head.words".
+    `learn` makes one; W = 1 and a = b = g = 0, where it begins, give what `base` gives.
 
     >>> from qkv.database.encoders import Characters
     >>> encoder = Learned.begin(Characters(64), rows=3)
@@ -125,6 +147,9 @@ class Learned(Encoder):
             scales = [math.log(max(start * weight, 1e-3)) for _, weight in heads]
             parameters = {"scales": np.array(scales, np.float32)}
         for i, (head, _) in enumerate(leaves(base)):
+            if is_sparse(head):
+                parameters.setdefault(f"{i}.words", np.zeros(len(words_of(head)), np.float32))
+                continue
             for side in SIDES:
                 own = f"{i}.{side}."
                 parameters.setdefault(own + "w", np.eye(head.head_width, dtype=np.float32))
@@ -157,6 +182,12 @@ class Learned(Encoder):
     def query(self, queries: Sequence[Any]) -> np.ndarray:
         return self._vectors(queries, "query")
 
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        if not any(is_sparse(head) for head, _ in leaves(self.base)):
+            return None
+        side = "query" if query else "key"
+        return self.beside(features(self.base, batch(keys), side, is_sparse), side)
+
     def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self._vectors(keys, "query" if query else "key")
 
@@ -164,16 +195,42 @@ class Learned(Encoder):
         out = np.empty((len(batch(keys)), self.width), np.float32)
         for start in range(0, len(keys), BLOCK):
             some = keys[start : start + BLOCK]
-            out[start : start + BLOCK] = self.project(features(self.base, some, side), side)
+            out[start : start + BLOCK] = self.dense(features(self.base, some, side), side)
         return out
 
-    def project(self, found: Sequence[Input], side: str) -> np.ndarray:
+    def project(self, found: Sequence[Input], side: str) -> Projected:
+        """The vectors of what `features` found, and the sparse ones beside them."""
+        return Projected(self.dense(found, side), self.beside(found, side))
+
+    def beside(self, found: Sequence[Input], side: str) -> Ragged | None:
+        """The sparse vectors, with what was learned of each word on the side of the query."""
+        own, stretch = {}, {}
+        for i, ((x, length), (head, _), weight) in enumerate(
+            zip(found, leaves(self.base), self.weights, strict=True)
+        ):
+            if isinstance(x, Ragged):
+                own[i] = self._weighed(x, head, i) if side == "query" else x
+                stretch[i] = np.sqrt(weight) * (np.ones(len(x)) if length is None else length)
+        return together(own, stretch) if own else None
+
+    def _weighed(self, vectors: Ragged, head: Encoder, i: int) -> Ragged:
+        words, place = words_of(head), places(vectors)
+        at = np.searchsorted(words, place).clip(max=max(len(words) - 1, 0))
+        learned = np.exp(self.parameters[f"{i}.words"])
+        factor = np.where(words[at] == place, learned[at], 1) if len(words) else np.ones(len(at))
+        row = np.repeat(np.arange(len(vectors)), np.diff(vectors.starts))
+        return sparse_of(row, place, numbers(vectors) * factor, len(vectors))
+
+    def dense(self, found: Sequence[Input], side: str) -> np.ndarray:
         """The vectors (m, width) of what `features` found, heads end to end."""
         parts = []
         for i, ((x, length), (head, _), weight) in enumerate(
             zip(found, leaves(self.base), self.weights, strict=True)
         ):
             own = f"{i}.{side}."
+            if isinstance(x, Ragged):
+                parts.append(np.zeros((len(x), 0), np.float32))
+                continue
             if isinstance(x, Bag):
                 logits = self.parameters[own + "logits"][x.ids]
                 alpha = pooling(logits + self.parameters[own + "places"][x.places], x.offsets)
@@ -255,9 +312,19 @@ def leaves(encoder: Encoder) -> list[tuple[Encoder, float]]:
     ]
 
 
-def features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[Input]:
-    """What each head has before anything learned: its tokens, or its vectors (m, head_width)."""
+def features(
+    encoder: Encoder,
+    keys: Sequence[Any],
+    side: str,
+    wanted: Callable[[Encoder], bool] = lambda head: True,
+) -> list[Input]:
+    """What each head has before anything learned: its tokens, or its vectors (m, head_width); of
+    heads that are not wanted, nothing."""
     if not isinstance(encoder, Heads):
+        if not wanted(encoder):
+            return [Input(np.zeros((len(keys), 0), np.float32))]
+        if is_sparse(encoder):
+            return [Input(encoder.head_sparse(keys, side == "query"))]  # type: ignore[arg-type]
         if not has_tokens(encoder):
             return [Input(encoder.head(keys, side == "query"))]
         texts = ["" if key is None else key for key in keys]
@@ -265,7 +332,7 @@ def features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[Input]:
     lengths = _lengths(encoder, keys, side)
     found = []
     for i, part in enumerate(encoder._parts(keys, side == "query")):
-        for x, length in features(encoder.heads[i], part, side):
+        for x, length in features(encoder.heads[i], part, side, wanted):
             if lengths is not None:
                 length = lengths[:, i] * (1 if length is None else length)
             found.append(Input(x, length))
@@ -274,19 +341,26 @@ def features(encoder: Encoder, keys: Sequence[Any], side: str) -> list[Input]:
 
 def _lengths(heads: Heads, keys: Sequence[Any], side: str) -> np.ndarray | None:
     """How long (m, h) the heads' vectors are beside √weight, or None where they are just that."""
-    if isinstance(heads, Columns):
-        if side == "key":
-            return None
-        whole = np.array([[heads.whole(query)] for query in keys], np.float32)
-        return np.repeat(1 / whole, len(heads.heads), axis=1)
-    if type(heads).shares is Heads.shares:
+    if (type(heads).shares, type(heads)._stretch) == (Heads.shares, Heads._stretch):
         return None
-    given = np.array([key is not None for key in keys])
+    given = np.array([key is not None for key in keys], bool)
     out = np.zeros((len(keys), len(heads.heads)), np.float32)
     if given.any():
-        shares = heads.shares([key for key in keys if key is not None])
-        out[given] = np.sqrt(shares / np.maximum(heads.weights, 1e-12))
+        some = [key for key in keys if key is not None]
+        usual = np.sqrt(np.maximum(heads.weights, 1e-12))
+        out[given] = heads._stretch(some, side == "query") / usual
     return out
+
+
+def is_sparse(encoder: Encoder) -> bool:
+    """Whether its vectors are sparse, with a number for each word that it knows."""
+    return isinstance(encoder, Lexical) and not encoder.width
+
+
+def words_of(head: Encoder) -> np.ndarray:
+    """The places of the words that such a head was fitted to, ascending."""
+    codes: np.ndarray | None = head.codes  # type: ignore[attr-defined]
+    return np.zeros(0, np.uint32) if codes is None else codes
 
 
 def has_tokens(encoder: Encoder) -> bool:

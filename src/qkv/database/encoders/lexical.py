@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged, joined, sparse
 from qkv.database.encoders.base import Encoder, texts
 from qkv.database.encoders.characters import SPACE, blocks, scramble, spelled
 from qkv.errors import ArgumentError
@@ -19,25 +20,28 @@ PLACES = (0, 0x9E3779B9)
 
 @dataclass(frozen=True)
 class Lexical(Encoder):
-    """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
+    """s(q, k) = r² Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
 
     That is BM25, as a share of what the words w of the query tell and what a key usually does: two
     common words that are found are less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
-    is large for words that few of the m keys have, f counts w in the key, |k| its words. φ(q) holds
-    the idf and ψ(k) the rest, each word at two places that its hash gives, with a sign. Words that
-    share a place disturb each other: the product is BM25 on average, off by about ‖φ‖‖ψ‖/√width.
-    A word that no key had when it was fitted is asked in vain; before `fit` there is none, and all
-    is 0.
+    is large for words that few of the m keys have, f counts w in the key, |k| its words; r is the
+    share of Σ_w idf(w) in words that some key has: where the others are misspelled, letters tell
+    more. φ(q) holds the idf and ψ(k) the rest, one number for each word: they are sparse vectors,
+    in which a word's place is its 32-bit hash. A word that no key had when it was fitted is asked
+    in vain; before `fit` there is none, and all is 0.
+
+    With a `width`, vectors are dense, and each word has two places among so many numbers, with a
+    sign. Words that share a place disturb each other: the product is right on average, off by
+    about ‖φ‖‖ψ‖/√width.
 
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
-    >>> right, wrong = (
-    ...     encoder.encode(["the dog ran", "the cat sat"]) @ encoder.query(["the dog"])[0]
-    ... )
+    >>> query, key = encoder.pair(["the dog"], ["the dog ran", "the cat sat"])
+    >>> right, wrong = key @ query[0]
     >>> bool(right > 5 * wrong)
     True
     """
 
-    width: int = 256
+    width: int = 0
     k1: float = 1.2
     b: float = 0.75
     mean: float = 1.0
@@ -48,8 +52,11 @@ class Lexical(Encoder):
     kind: ClassVar[str] = "lexical"
 
     def __post_init__(self) -> None:
-        if not 8 <= self.width <= 1 << 20:
-            raise ArgumentError(f"Lexical: width must be from 8 to {1 << 20}, not {self.width}")
+        if self.width and not 8 <= self.width <= 1 << 20:
+            raise ArgumentError(
+                f"Lexical: width must be from 8 to {1 << 20}, or 0 for sparse vectors, not "
+                f"{self.width}"
+            )
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise ArgumentError(
                 f"Lexical: k1 must be 0 or more and b from 0 to 1, not {self.k1!r} and {self.b!r}"
@@ -80,29 +87,51 @@ class Lexical(Encoder):
     def query(self, queries: Sequence[Any]) -> np.ndarray:
         return self._vectors(queries, True)
 
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        if self.width:
+            return None
+        found = [
+            sparse(*self._weighed(block, query), len(block)) for _, block in blocks(texts(keys))
+        ]
+        return joined(found) if found else sparse(*self._weighed([], query), 0)
+
     def _vectors(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         keys = texts(keys)
         out = np.zeros((len(keys), self.width), np.float32)
-        if self.codes is None:
-            return out
-        for start, block in blocks(keys):
-            row, code, f = words(block)
-            if query:
-                count = self._counted(code)
-                idf = np.log1p((self.rows - count + 0.5) / (count + 0.5))
-                # What nobody has would only disturb; it counts in what could have been found.
-                told = np.bincount(row, f * idf, len(block))[row]
-                weight = f * idf / (told + self.usual) * (count > 0)
-            else:
-                long = np.bincount(row, f, len(block))[row] / self.mean
-                weight = f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
-            out[start : start + len(block)] = self._placed(row, code, weight, len(block))
+        for start, block in blocks(keys) if self.width else ():
+            out[start : start + len(block)] = self._placed(*self._weighed(block, query), len(block))
         return out
+
+    def _weighed(self, block: list[str], query: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row, hash and number (w,) of the words of some keys or queries."""
+        row, code, f = words(block)
+        if self.codes is None:
+            return row[:0], code[:0], np.empty(0)
+        if not query:
+            long = np.bincount(row, f, len(block))[row] / self.mean
+            return row, code, f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
+        known, idf, told, share = self._told(row, code, f, len(block))
+        weight = f * idf * (share**2 / (told + self.usual + 1e-30))[row]
+        # What nobody has is not looked for; it counts in what could have been found.
+        return row[known], code[known], weight[known]
+
+    def known(self, queries: Sequence[Any]) -> np.ndarray:
+        """r, the share of what the words of each query tell that is in words of some key, (n,)."""
+        found = [self._told(*words(block), len(block))[3] for _, block in blocks(texts(queries))]
+        return np.concatenate(found) if found else np.zeros(0)
+
+    def _told(
+        self, row: np.ndarray, code: np.ndarray, f: np.ndarray, rows: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of words: which some key has, and their idf; of rows: what they tell, and r."""
+        count = self._counted(code)
+        known, idf = count > 0, np.log1p((self.rows - count + 0.5) / (count + 0.5))
+        told, found = (np.bincount(row, f * idf * x, rows) for x in (1, known))
+        return known, idf, told, found / np.maximum(told, 1e-30)
 
     def _counted(self, code: np.ndarray) -> np.ndarray:
         """In how many keys each word is, by its hash, (w,)."""
-        assert self.codes is not None and self.counts is not None
-        if not len(self.codes):
+        if self.codes is None or self.counts is None or not len(self.codes):
             return np.zeros(len(code), np.int32)
         at = np.minimum(np.searchsorted(self.codes, code), len(self.codes) - 1)
         return np.where(self.codes[at] == code, self.counts[at], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,8 +18,11 @@ from qkv.database.encoders.words import Words
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
-LEXICAL = 0.8
-"""What the words themselves count beside a cosine."""
+OLDER = 0.8
+"""What words counted before a store said so."""
+
+OWN = ("half", "sharp", "rare", "flat")
+"""The fields that are numbers."""
 
 ENOUGH = 64
 """Keys from which it is fitted: fewer say little of which words are rare."""
@@ -26,24 +30,28 @@ ENOUGH = 64
 
 @dataclass(frozen=True)
 class Text(Heads):
-    """s(q, k) = √(c_q c_k) cos_letters + √((1 − c_q)(1 − c_k)) cos_words + 0.8 lexical.
+    """s(q, k) = √(c_q c_k) cos_letters + √((1 − c_q)(1 − c_k)) cos_meaning + `rare` · lexical.
 
     c = 1 / (1 + length/half) is the part of the letters: they tell names and titles apart, slips
     included, where a sentence is known by its words. At `half` letters both count the same. The
     words themselves count in so far as they are rare (`Lexical`), from 64 keys on. Then the
-    temperature is fitted too, `sharp` times what it is by the number of rows alone, so that the
-    heaviest weight is about the chance that its row is right.
+    temperature is fitted too, so that the heaviest weight is about the chance that its row is
+    right: scores are stretched `sharp` e^(−`flat` r²) times as much as by the number of rows alone,
+    where r is the share of the query that is in words of some key (`Lexical.known`). What has only
+    letters to go by differs by less.
 
     >>> keys = ["The Alchemist", "A shepherd travels to Egypt in search of a treasure"]
     >>> encoder = Text()
-    >>> queries = encoder.query(["the alchmist", "a young man looks for hidden gold"])
-    >>> (queries @ encoder.encode(keys).T).argmax(axis=1).tolist()
+    >>> query, key = encoder.pair(["the alchmist", "a young man looks for hidden gold"], keys)
+    >>> (query @ key.T).argmax(axis=1).tolist()
     [0, 1]
     """
 
     heads: Any = ()
-    half: float = 30.0
+    half: float = 40.0
     sharp: float = 1.0
+    rare: float = 2.0
+    flat: float = 0.6
     kind: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
@@ -58,6 +66,9 @@ class Text(Heads):
             raise ArgumentError(f"Text: half must be above 0, not {self.half!r}")
         if not self.sharp > 0:
             raise ArgumentError(f"Text: sharp must be above 0, not {self.sharp!r}")
+        for name in ("rare", "flat"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ArgumentError(f"Text: {name} must be 0 or more, not {getattr(self, name)!r}")
 
     @property
     def begins(self) -> int:
@@ -69,22 +80,37 @@ class Text(Heads):
         made = replace(self, heads=tuple(head.fit(keys) for head in self.heads), sharp=1.0)
         return replace(made, sharp=calibrated(made, texts(keys)))
 
+    def _known(self, queries: Sequence[Any]) -> np.ndarray:
+        """r of each query, (n,)."""
+        if len(self.heads) < 3:
+            return np.zeros(len(queries))
+        return np.asarray(self.heads[2].known(queries))
+
+    def _stretch(self, keys: Sequence[Any], query: bool) -> np.ndarray:
+        stretch = super()._stretch(keys, query)
+        if not query or not self.flat:
+            return stretch
+        flatter = np.exp(-self.flat * self._known(keys) ** 2)
+        return np.asarray(stretch * flatter[:, None], np.float32)
+
     def score(self, rows: int) -> Score:
         return ScaledDot(self.sharp * sharpness(rows))
 
     def shares(self, keys: Sequence[Any]) -> np.ndarray:
         length = np.array([len(text) for text in texts(keys)], np.float64)
         letters = 1 / (1 + length / self.half)
-        found = [letters, 1 - letters, np.full(len(length), LEXICAL)]
+        found = [letters, 1 - letters, np.full(len(length), self.rare)]
         return np.stack(found[: len(self.heads)], axis=1)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"half": self.half, "sharp": self.sharp}
+        return super().settings() | {name: getattr(self, name) for name in OWN}
 
     @classmethod
     def restore(
         cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
     ) -> Text:
         heads = Heads.restore(settings, arrays, given)
-        told = settings["half"], settings.get("sharp", 1.0)
-        return cls(heads.heads, heads.weights, heads.names, *told)
+        told = {"sharp": 1.0, "rare": OLDER, "flat": 0.0} | {
+            name: settings[name] for name in OWN if name in settings
+        }
+        return cls(heads.heads, heads.weights, heads.names, **told)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.database.encoders.calibrate import least
-from qkv.database.encoders.learned import Learned
+from qkv.database.encoders.learned import Learned, Projected
 from qkv.database.learn.task import BLOCK, Pairs, Task, taken
 
 
 def sharpness(
-    task: Task, learned: Learned, key: np.ndarray, pairs: Pairs, seed: int
+    task: Task, learned: Learned, key: Projected, pairs: Pairs, seed: int
 ) -> tuple[float, float]:
     """The factor on τ that makes −ln α(query, right key) least over all keys, and that −ln α.
 
@@ -20,7 +20,7 @@ def sharpness(
     some = np.random.default_rng([seed, 3]).permutation(len(pairs.query))[:count]
     pairs = pairs.take(some)
     query = learned.project(taken(task.query_features, pairs.query), "query")
-    s = (query @ key.T) * np.float32(learned.sharpness)
+    s = query.scores(key) * np.float32(learned.sharpness)
     s -= s[np.arange(len(s)), pairs.key][:, None]
     s[pairs.barred(task.others, task.numbers)] = -np.inf
     share = pairs.weight / pairs.weight.sum()

@@ -12,11 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged
 from qkv.database.bar import bar
-from qkv.database.encoders.learned import Bag, Input, Learned, has_tokens, leaves, table_of
+from qkv.database.encoders.learned import (
+    Bag,
+    Input,
+    Learned,
+    has_tokens,
+    is_sparse,
+    leaves,
+    table_of,
+    words_of,
+)
 from qkv.database.learn import checkpoint
 from qkv.database.learn.calibration import sharpness
-from qkv.database.learn.gradients import Batch, Gradients
+from qkv.database.learn.gradients import Batch, Gradients, Shared, shared
 from qkv.database.learn.task import BLOCK, Task, blocks, taken
 from qkv.errors import ArgumentError
 from qkv.types import Progress
@@ -92,6 +102,7 @@ class Descent:
         self.right_too = task.train.others()
         heads = [head for head, _ in leaves(self.start.base)]
         self.tables = {i: table_of(head) for i, head in enumerate(heads) if has_tokens(head)}
+        self.words = {i: words_of(head) for i, head in enumerate(heads) if is_sparse(head)}
         count = len(task.train.query)
         self.size = min(how.batch, count)
         self.passes = -(-SHORTEST // max(1, count // self.size))
@@ -101,7 +112,8 @@ class Descent:
         last = name.rpartition(".")[2]
         if last == "vectors":
             return self.how.rate * float(np.linalg.norm(self.now[name], axis=1).mean())
-        return self.how.rate * {"logits": 10.0, "places": 10.0, "scales": 3.0}.get(last, 1.0)
+        faster = {"logits": 10.0, "places": 10.0, "words": 10.0, "scales": 3.0}
+        return self.how.rate * faster.get(last, 1.0)
 
     def learned(self, parameters: Mapping[str, np.ndarray]) -> Learned:
         return replace(self.start, parameters=parameters)
@@ -203,6 +215,8 @@ class Descent:
         ):
             inputs = taken(store, numbers)
             for i, (x, length) in enumerate(inputs):
+                if isinstance(x, Ragged):
+                    continue
                 own = f"{i}.{side}."
                 local[own + "w"] = self.now[own + "w"]
                 if isinstance(x, Bag):
@@ -219,7 +233,12 @@ class Descent:
         share = (pairs.weight / pairs.weight.sum()).astype(np.float32)
         barred = pairs.barred(self.right_too, candidates)
         query, key = found
-        return Batch(query, key, right, share, barred, self.start.cosines), local, rows
+        words: dict[int, Shared] = {}
+        for i, codes in self.words.items():
+            words[i], asked = shared(query[i], key[i])
+            rows[f"{i}.words"] = at = np.searchsorted(codes, asked)
+            local[f"{i}.words"] = self.now[f"{i}.words"][at]
+        return Batch(query, key, right, share, barred, self.start.cosines, words), local, rows
 
     def mine(self, rng: np.random.Generator) -> None:
         """For each pair the wrong keys of a sample that its query likes best."""
@@ -234,7 +253,7 @@ class Descent:
         self.hard = np.empty((len(task.train.query), parts), np.int64)
         for some in blocks(len(self.hard), max(1, BLOCK // count)):
             pairs = task.train.take(some)
-            s = query[pairs.query] @ key.T
+            s = query.take(pairs.query).scores(key)
             at = np.minimum(np.searchsorted(sample, pairs.key), count - 1)
             own = np.flatnonzero(sample[at] == pairs.key)
             s[own, at[own]] = -np.inf

@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv.arrays import ragged
+from qkv.arrays.ragged import Ragged
 from qkv.database.encoders.learned import SIDES, Bag, Input, pooled, pooling
 from qkv.errors import MissingExtra, unknown
 
 Parameters = Mapping[str, np.ndarray]
 
 
+class Shared(NamedTuple):
+    """The words of a batch's queries: φ (a, n), and ψ of so many keys as entries (e,) that have a
+    row, one of the a words, and a number."""
+
+    query: np.ndarray
+    row: np.ndarray
+    word: np.ndarray
+    number: np.ndarray
+    keys: int
+
+    def scores(self, weight: np.ndarray) -> np.ndarray:
+        """Σ_w weight_w φ_w ψ_w, with weights (a,): (n, keys)."""
+        out = np.zeros((self.keys, self.query.shape[1]), weight.dtype)
+        query = self.query * weight[:, None]
+        for some in self._blocks():
+            begins = np.flatnonzero(np.diff(self.row[some], prepend=-1))
+            each = query[self.word[some]] * self.number[some, None]
+            out[self.row[some][begins]] += np.add.reduceat(each, begins, axis=0)
+        return out.T
+
+    def slope(self, gradient: np.ndarray) -> np.ndarray:
+        """Those of scores (n, keys) as those of weights (a,)."""
+        out, along = np.zeros(len(self.query), gradient.dtype), np.ascontiguousarray(gradient.T)
+        for some in self._blocks():
+            word, row = self.word[some], self.row[some]
+            each = np.einsum("en,en->e", self.query[word], along[row]) * self.number[some]
+            out += np.bincount(word, each, len(out)).astype(out.dtype)
+        return out
+
+    def _blocks(self) -> Iterator[slice]:
+        step = max(1, ragged.HELD // max(self.query.shape[1], 1))
+        return (slice(at, at + step) for at in range(0, len(self.row), step))
+
+
+def shared(query: Input, key: Input) -> tuple[Shared, np.ndarray]:
+    """The words of the queries in the keys, and their places (a,)."""
+    assert isinstance(query.x, Ragged) and isinstance(key.x, Ragged)
+    asked = np.unique(ragged.places(query.x))
+    row, word, at = ragged.found(key.x, asked)
+    phi, number = ragged.columns(query.x, asked)[:, :-1], ragged.numbers(key.x)[at]
+    if query.length is not None:
+        phi = phi * query.length[:, None]
+    if key.length is not None:
+        number = number * key.length[row]
+    return Shared(np.ascontiguousarray(phi.T), row, word, number, len(key.x)), asked
+
+
 class Batch(NamedTuple):
     """n queries, c candidate keys, and which of them is right for each query.
 
-    `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width).
+    `query` and `key` hold for each head the texts' tokens, or their vectors (n or c, width), or
+    sparse ones, of which `words` has what both sides share.
     `right` (n,) is a column of the scores, `share` (n,) what each query counts, together 1, and
     `barred` the rows and columns of keys that are right too and so must not count as wrong.
     """
@@ -28,12 +79,14 @@ class Batch(NamedTuple):
     share: np.ndarray
     barred: tuple[np.ndarray, np.ndarray]
     cosines: Sequence[bool]
+    words: Mapping[int, Shared] = MappingProxyType({})
 
     def sides(self) -> list[tuple[str, int, Input]]:
         return [
             (side, i, x)
             for side, found in zip(SIDES, (self.query, self.key), strict=True)
             for i, x in enumerate(found)
+            if i not in self.words
         ]
 
 
@@ -55,13 +108,15 @@ def by_hand(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.n
     """loss = −Σ_i share_i ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
 
     `parameters` has, for each head and side, w (width, width) and for tokens logits and vectors of
-    those that the batch's ids count, and places; scales (heads,) as logarithms. A gradient is given
-    for every one of them.
+    those that the batch's ids count, and places, or for sparse vectors words (a,), and scales
+    (heads,), both as logarithms. A gradient is given for every one of them.
     """
     scales = np.exp(parameters["scales"])
     forward = {(side, i): _Side(parameters, side, i, x, batch) for side, i, x in batch.sides()}
-    heads = [(forward["query", i], forward["key", i]) for i in range(len(scales))]
-    s = sum(scale * (q.u @ k.u.T) for scale, (q, k) in zip(scales, heads, strict=True))
+    heads = {i: (forward["query", i], forward["key", i]) for side, i in forward if side == "key"}
+    weight = {i: scales[i] * np.exp(parameters[f"{i}.words"]) for i in batch.words}
+    alike = [scales[i] * (q.u @ k.u.T) for i, (q, k) in heads.items()]
+    s: Any = sum(alike + [words.scores(weight[i]) for i, words in batch.words.items()])
     s[batch.barred] = -np.inf
     s -= s.max(axis=1, keepdims=True)
     rows = np.arange(len(s))
@@ -73,11 +128,14 @@ def by_hand(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.n
     g[rows, batch.right] -= batch.share
 
     found: dict[str, np.ndarray] = {"scales": np.empty_like(scales)}
-    for i, (scale, (q, k)) in enumerate(zip(scales, heads, strict=True)):
-        to_query = scale * (g @ k.u)
+    for i, (q, k) in heads.items():
+        to_query = scales[i] * (g @ k.u)
         found["scales"][i] = np.einsum("ij,ij", to_query, q.u)
         found |= q.backward(to_query)
-        found |= k.backward(scale * (g.T @ q.u))
+        found |= k.backward(scales[i] * (g.T @ q.u))
+    for i, words in batch.words.items():
+        found[f"{i}.words"] = slope = weight[i] * words.slope(g)
+        found["scales"][i] = slope.sum()
     return loss, found
 
 
@@ -94,7 +152,8 @@ class _Side:
             logits = p[own + "logits"][x.ids] + p[own + "places"][x.places]
             self.alpha = pooling(logits, x.offsets)
             x = pooled(p[own + "vectors"], self.alpha, x.ids, x.offsets)
-        self.x: np.ndarray = x
+        assert isinstance(x, np.ndarray)
+        self.x = x
         y = x @ p[own + "w"].T
         if self.cosine:
             length = np.sqrt(np.einsum("ij,ij->i", y, y))
@@ -170,7 +229,17 @@ def by_torch(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.
         return y if stretch is None else y * torch.from_numpy(stretch)[:, None]
 
     u = {(side, i): vectors(side, i, x) for side, i, x in batch.sides()}
-    s = sum(p["scales"][i].exp() * (u["query", i] @ u["key", i].T) for i in range(len(batch.key)))
+
+    def alike(i: int) -> Any:
+        if i not in batch.words:
+            return u["query", i] @ u["key", i].T
+        query, row, word, number = map(torch.from_numpy, batch.words[i][:4])
+        weight = p[f"{i}.words"].exp()[:, None]
+        at, size = torch.stack([row, word]), (batch.words[i].keys, len(query))
+        key = torch.sparse_coo_tensor(at, number.to(weight.dtype), size, check_invariants=True)
+        return torch.sparse.mm(key, query.to(weight.dtype) * weight).T
+
+    s = sum(p["scales"][i].exp() * alike(i) for i in range(len(batch.key)))
     rows, columns = map(torch.from_numpy, batch.barred)
     s = s.index_put((rows, columns), torch.tensor(-torch.inf, dtype=s.dtype))
     right = torch.from_numpy(batch.right)

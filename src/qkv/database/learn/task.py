@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv.arrays.ragged import Wide
 from qkv.database import cells
 from qkv.database.encoders.base import Encoder
-from qkv.database.encoders.learned import Input, Learned, features
+from qkv.database.encoders.learned import Input, Learned, Projected, features
 from qkv.errors import ArgumentError, DtypeError
 
 AT = (1, 10, 100)
@@ -87,30 +88,42 @@ class Task:
 
     def ranks_before(self) -> np.ndarray:
         """How many keys each held-out query prefers to its right one, asked of the encoder."""
-        score = self.encoder.score(len(self.keys))
-        key = self.encoder.encode(self.keys)
-        numbers, at = np.unique(self.held.query, return_inverse=True)
-        query = self.encoder.query(_some(self.queries, numbers))[at]
-        return self._ranks(query, lambda some: np.asarray(score(some, key)))
+        encoder, score = self.encoder, self.encoder.score(len(self.keys))
+        key, beside = encoder.encode(self.keys), encoder.sparse(self.keys)
 
-    def ranks(self, learned: Learned, key: np.ndarray) -> np.ndarray:
+        def scores(some: slice) -> np.ndarray:
+            queries = _some(self.queries, self.held.query[some])
+            query, asked = encoder.asked(queries)
+            if beside is None or asked is None:
+                return np.asarray(score(query, key))
+            cuts = (Wide(key[at], beside[at], asked) for at in blocks(len(key), 1 << 14))
+            return np.concatenate([np.asarray(score(query, np.asarray(x))) for x in cuts], axis=1)
+
+        return self._ranks(scores)
+
+    def ranks(self, learned: Learned, key: Projected) -> np.ndarray:
         """The same, asked of what was learned, whose vectors of all keys are `key`."""
-        query = learned.project(taken(self.query_features, self.held.query), "query")
-        return self._ranks(query, lambda some: some @ key.T)
 
-    def vectors(self, learned: Learned, side: str) -> np.ndarray:
+        def scores(some: slice) -> np.ndarray:
+            features = taken(self.query_features, self.held.query[some])
+            return learned.project(features, "query").scores(key)
+
+        return self._ranks(scores)
+
+    def vectors(self, learned: Learned, side: str) -> Projected:
         """Of all keys, or of all queries."""
         found = self.key_features if side == "key" else self.query_features
         count = len(self.keys) if side == "key" else len(self.queries)
         out = np.empty((count, learned.width), np.float32)
         for some in blocks(count, 1 << 14):
-            out[some] = learned.project(taken(found, np.arange(some.start, some.stop)), side)
-        return out
+            out[some] = learned.dense(taken(found, np.arange(some.start, some.stop)), side)
+        return Projected(out, learned.beside(found, side))
 
-    def _ranks(self, query: np.ndarray, scores: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        found = np.empty(len(query), np.int64)
-        for some in blocks(len(query), max(1, BLOCK // len(self.keys))):
-            s, pairs = scores(query[some]), self.held.take(some)
+    def _ranks(self, scores: Callable[[slice], np.ndarray]) -> np.ndarray:
+        """Of the pairs that are held out, given the scores of some of their queries."""
+        found = np.empty(len(self.held.query), np.int64)
+        for some in blocks(len(found), max(1, BLOCK // len(self.keys))):
+            s, pairs = scores(some), self.held.take(some)
             own = s[np.arange(len(s)), pairs.key][:, None]
             s[pairs.barred(self.others, self.numbers)] = -np.inf
             # A wrong key that scores as much as the right one counts as preferred.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 IDS = "ids"
@@ -30,12 +31,19 @@ DTYPES = {code: np.dtype(text) for code, text in _TYPES.items()}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-Tensors = Mapping[str, np.ndarray]
+ANY = (-1,)
+"""The dimensions of a row in a tensor whose rows are of different lengths."""
+
+Tensor = np.ndarray | Ragged
+Tensors = Mapping[str, Any]
+"""Arrays with one entry for each row; one of them may be ragged."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The tensors of a row: their names, types and shapes, the widest type first.
+
+    One of them may be `ragged`, with as many numbers as each row needs.
 
     >>> layout = Layout.of({"key": np.zeros((5, 2), np.float32)})
     >>> layout.row_bytes, Layout.parse(layout.text()) == layout
@@ -46,10 +54,16 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Tensors) -> Layout:
-        fields = []
+        fields: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
         for name, tensor in tensors.items():
             named(name)
-            fields.append((name, storable(name, tensor), tuple(tensor.shape[1:])))
+            tensor = tensor if isinstance(tensor, Ragged) else np.asarray(tensor)
+            if isinstance(tensor, Ragged):
+                fields.append((name, storable(name, tensor.flat), ANY))
+            else:
+                fields.append((name, storable(name, tensor), tuple(tensor.shape[1:])))
+        if sum(dims == ANY for _, _, dims in fields) > 1:
+            raise ArgumentError("tensors: only one of them may be ragged")
         return cls(tuple(sorted(fields, key=lambda field: (-field[1].itemsize, field[0]))))
 
     @classmethod
@@ -66,22 +80,44 @@ class Layout:
         return tuple(name for name, _, _ in self.fields)
 
     @property
-    def row_bytes(self) -> int:
-        return sum(dtype.itemsize * int(np.prod(dims)) for _, dtype, dims in self.fields)
+    def ragged(self) -> str | None:
+        """The name of the tensor whose rows are of different lengths."""
+        return next((name for name, _, dims in self.fields if dims == ANY), None)
 
-    def fit(self, tensors: Tensors, rows: int) -> dict[str, np.ndarray]:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, but for what is ragged."""
+        sizes = (
+            dtype.itemsize * int(np.prod(dims)) for _, dtype, dims in self.fields if dims != ANY
+        )
+        return sum(sizes)
+
+    def holds(self, packed: bytes) -> bool:
+        """Whether so many bytes can be a row."""
+        more, name = len(packed) - self.row_bytes, self.ragged
+        step = next((dtype.itemsize for own, dtype, _ in self.fields if own == name), 0)
+        return more >= 0 and more % step == 0 if step else not more
+
+    def fit(self, tensors: Tensors, rows: int) -> dict[str, Tensor]:
         """The tensors as arrays of these types, or an error that says which one does not fit."""
         if set(tensors) != set(self.names):
             raise ArgumentError(
                 f"tensors must be {_list(self.names)}, as in the rows before, not {_list(tensors)}"
             )
-        fitted = {}
+        fitted: dict[str, Tensor] = {}
         for name, dtype, dims in self.fields:
-            tensor = np.asarray(tensors[name])
-            if tensor.shape != (rows, *dims):
+            tensor = tensors[name]
+            if isinstance(tensor, Ragged) and dims == ANY and len(tensor) == rows:
+                own = tensor.own()
+                tensor = Ragged(own.flat.astype(dtype, copy=False), own.starts)
+                fitted[name] = tensor
+                continue
+            shape = (len(tensor), *ANY) if isinstance(tensor, Ragged) else np.shape(tensor)
+            if shape != (rows, *dims):
                 raise ShapeError(
-                    f"tensors[{name!r}] must have the shape {(rows, *dims)}, not {tensor.shape}"
+                    f"tensors[{name!r}] must have the shape {(rows, *dims)}, not {shape}"
                 )
+            tensor = np.asarray(tensor)
             if tensor.dtype.newbyteorder("<") != dtype:
                 raise DtypeError(
                     f"tensors[{name!r}] must be {dtype.name}, as in the rows before, not "
@@ -94,17 +130,28 @@ class Layout:
         """Each row's tensors as bytes, one after the other."""
         if not self.fields:
             return [b""] * rows
-        flat = [_bytes(tensors[name], rows) for name in self.names]
-        packed = np.concatenate(flat, axis=1)
-        width = packed.shape[1]
-        text = packed.tobytes()
-        return [text[i * width : (i + 1) * width] for i in range(rows)]
+        name, width = self.ragged, self.row_bytes
+        flat = [_bytes(tensors[own], rows) for own in self.names if own != name]
+        text = np.concatenate(flat, axis=1).tobytes() if flat else b""
+        packed = [text[i * width : (i + 1) * width] for i in range(rows)]
+        if name is None:
+            return packed
+        more = tensors[name].split()
+        return [one + row.tobytes() for one, row in zip(packed, more, strict=True)]
 
-    def unpack(self, rows: Sequence[bytes]) -> dict[str, np.ndarray]:
+    def unpack(self, rows: Sequence[bytes]) -> dict[str, Tensor]:
         """The inverse of `pack`."""
-        packed = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), self.row_bytes)
-        tensors, begin = {}, 0
+        width = self.row_bytes
+        fixed = rows if self.ragged is None else [row[:width] for row in rows]
+        packed = np.frombuffer(b"".join(fixed), np.uint8).reshape(len(rows), width)
+        tensors: dict[str, Tensor] = {}
+        begin = 0
         for name, dtype, dims in self.fields:
+            if dims == ANY:
+                flat = np.frombuffer(b"".join(row[width:] for row in rows), dtype)
+                sizes = [0, *((len(row) - width) // dtype.itemsize for row in rows)]
+                tensors[name] = Ragged(flat, np.cumsum(sizes))
+                continue
             end = begin + dtype.itemsize * int(np.prod(dims))
             column = np.ascontiguousarray(packed[:, begin:end]).reshape(-1).view(dtype)
             column.flags.writeable = False

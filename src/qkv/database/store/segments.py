@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged
 from qkv.database.faults import Damaged
 from qkv.database.store import plain, sizes
-from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensors
+from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensor, Tensors
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
+STARTS = ".starts"
+"""After the name of a ragged tensor: where each of its rows begins, and the last one ends."""
 CHUNK = 8 << 20
 _NAME = re.compile(rf"(?:segment|arrays)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
 
@@ -88,7 +91,11 @@ class Segment:
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         origin = np.frombuffer(self._memory, np.uint8).ctypes.data
-        for array in (self.ids, *self.tensors.values()):
+        parts = [
+            (x.own().flat, x.starts) if isinstance(x, Ragged) else (x,)
+            for x in self.tensors.values()
+        ]
+        for array in (self.ids, *(array for part in parts for array in part)):
             begin = array.ctypes.data - origin
             first = begin - begin % mmap.PAGESIZE
             if array.nbytes:
@@ -134,6 +141,11 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
     found = _views(path, memory)
     ids = found.pop(IDS, np.zeros(0))
     same = {name: (dtype, (entry.rows, *dims)) for name, dtype, dims in layout.fields}
+    ragged = layout.ragged
+    if ragged is not None:
+        starts = found.get(ragged + STARTS, np.zeros(0, "<i8"))
+        same[ragged + STARTS] = np.dtype("<i8"), (entry.rows + 1,)
+        same[ragged] = same[ragged][0], found.get(ragged, starts).shape[:1]
     if (
         {name: (array.dtype, array.shape) for name, array in found.items()} != same
         or ids.dtype != np.dtype("<i8")
@@ -142,8 +154,14 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
         raise damaged(path, "its header is not the one that was written")
     if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
         raise damaged(path, "its ids are not those that were written")
+    tensors: dict[str, Tensor] = {name: found[name] for name in layout.names}
+    if ragged is not None:
+        flat, steps = found[ragged], np.diff(starts)
+        if starts[0] or starts[-1] != len(flat) or (steps < 0).any():
+            raise damaged(path, "its rows do not begin where they were written")
+        tensors[ragged] = Ragged(flat, starts)
     mapped = memory if isinstance(memory, mmap.mmap) else None
-    return Segment(ids, {name: found[name] for name in layout.names}, mapped, path)
+    return Segment(ids, tensors, mapped, path)
 
 
 def open_arrays(path: Path, size: int) -> dict[str, np.ndarray]:

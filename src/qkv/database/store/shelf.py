@@ -12,11 +12,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from qkv.arrays.ragged import joined
 from qkv.database.faults import Unwritable
 from qkv.database.store import plain
-from qkv.database.store.layout import IDS, Layout, Tensors, named, storable
+from qkv.database.store.layout import IDS, Layout, Tensor, Tensors, named, storable
 from qkv.database.store.segments import (
     CHUNK,
+    STARTS,
     SUFFIX,
     TEMPORARY,
     Column,
@@ -101,7 +103,10 @@ class Memory:
         self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
     ) -> tuple[int, bytes]:
         ids = _joined([part.ids for part in parts])
-        tensors = {n: _joined([part.tensors[n] for part in parts]) for n in layout.names}
+        tensors: dict[str, Tensor] = {
+            n: (joined if n == layout.ragged else _joined)([part.tensors[n] for part in parts])
+            for n in layout.names
+        }
         self._segments[file] = Segment(ids, tensors)
         return ids.nbytes + sum(tensor.nbytes for tensor in tensors.values()), b""
 
@@ -145,10 +150,15 @@ class Disk:
     ) -> tuple[int, bytes]:
         rows = sum(len(part.ids) for part in parts)
         columns: list[Column] = [(IDS, np.dtype("<i8"), (rows,), [part.ids for part in parts])]
-        columns += [
-            (name, dtype, (rows, *dims), [part.tensors[name] for part in parts])
-            for name, dtype, dims in layout.fields
-        ]
+        ragged = layout.ragged
+        if ragged is not None:
+            whole = joined([part.tensors[ragged] for part in parts])
+            columns.append((ragged + STARTS, np.dtype("<i8"), (rows + 1,), [whole.starts]))
+        for name, dtype, dims in layout.fields:
+            if name == ragged:
+                columns.append((name, dtype, whole.flat.shape, [whole.flat]))
+            else:
+                columns.append((name, dtype, (rows, *dims), [part.tensors[name] for part in parts]))
         return self._put(file, columns, {**notes, "layout": layout.text()})
 
     def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]:

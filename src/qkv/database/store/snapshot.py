@@ -12,10 +12,11 @@ from zlib import crc32
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged, joined
 from qkv.database.faults import Damaged, SkippedRows, UnknownRow
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition, row_crc
-from qkv.database.store.layout import Layout
+from qkv.database.store.layout import ANY, Layout
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment
 from qkv.database.store.shelf import Shelf
@@ -233,14 +234,16 @@ class Snapshot:
         """Whether the tensors take more than so many bytes."""
         return self._sizes()[0] > resident
 
-    def tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The rows of one tensor for these ids, in their order: (len(ids), …)."""
+    def tensor(self, name: str, ids: Sequence[int] | np.ndarray) -> Any:
+        """The rows of one tensor for these ids, in their order: (len(ids), …), or ragged."""
         wanted = np.asarray(ids, np.int64).reshape(-1)
         fields = {field[0]: field for field in self._layout().fields}
         if name not in fields:
             raise ArgumentError(f"no tensor {name!r}: there are {', '.join(fields) or 'none'}")
         _, dtype, dims = fields[name]
-        result = np.empty((len(wanted), *dims), dtype)
+        ragged = dims == ANY
+        result = np.empty((len(wanted), *(() if ragged else dims)), np.int64 if ragged else dtype)
+        held, count = [Ragged(np.empty(0, dtype), np.zeros(1, np.int64))], 0
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
         listing = self._listing()
@@ -267,14 +270,19 @@ class Snapshot:
                 if len(segment.ids):
                     at = np.minimum(np.searchsorted(segment.ids, some), len(segment.ids) - 1)
                     there = segment.ids[at] == some
-                    result[order[begin:end][there]] = segment.tensors[name][at[there]]
+                    rows = segment.tensors[name][at[there]]
+                    if ragged:  # its places among those that are held
+                        held.append(rows)
+                        rows = count + np.arange(len(rows))
+                        count += len(rows)
+                    result[order[begin:end][there]] = rows
                     done[begin:end] |= there
             else:
                 break
         done &= ascending <= self._edition.last
         if not done.all():
             raise self._unknown(int(ascending[done.argmin()]))
-        return result
+        return joined(held)[result] if ragged else result
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that were fixed with this version's generation, read-only."""
@@ -377,9 +385,7 @@ def rested(
     skip_damaged: bool = False,
 ) -> Segment:
     """Resting rows (id, tensors, crc) as a segment in memory."""
-    sound = [
-        line for line in rows if crc32(line[1]) == line[2] and len(line[1]) == layout.row_bytes
-    ]
+    sound = [line for line in rows if crc32(line[1]) == line[2] and layout.holds(line[1])]
     if len(sound) < len(rows):
         kept = {line[0] for line in sound}
         row = next(line[0] for line in rows if line[0] not in kept)

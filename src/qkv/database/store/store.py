@@ -199,7 +199,6 @@ class Store:
         with self._writing("commit") as (catalogue, desk):
             edition, layout, fitted = desk.edition, desk.layout, {}
             if records:
-                tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}
                 layout = layout or Layout.of(tensors)
                 fitted = layout.fit(tensors, len(records))
             text = _text(settings)
@@ -276,7 +275,6 @@ class Store:
             count = done = 0
             for block, tensors in blocks:
                 ids = np.array(block, np.int64).reshape(-1)
-                tensors = {name: np.asarray(tensor) for name, tensor in tensors.items()}
                 layout = layout or Layout.of(tensors)
                 fitted = layout.fit(tensors, len(ids))
                 _follow(ids, live[done : done + len(ids)])

@@ -1,0 +1,197 @@
+"""Rows of different lengths, laid end to end; and sparse vectors, which are such rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HALF = np.uint64(32)
+HELD = 1 << 24
+"""Products held at once."""
+
+
+class Ragged:
+    """m rows of different lengths: row i is flat[starts[i] : starts[i + 1]].
+
+    >>> rows = Ragged(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
+    >>> [row.tolist() for row in rows[np.array([0, 2])].split()]
+    [[7, 8], [9]]
+    """
+
+    def __init__(self, flat: np.ndarray, starts: np.ndarray):
+        self.flat, self.starts = flat, starts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.flat.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.starts[-1] - self.starts[0]) * self.dtype.itemsize + self.starts.nbytes
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Ragged:
+        if isinstance(rows, slice):
+            begin, end, _ = rows.indices(len(self))
+            return Ragged(self.flat, self.starts[begin : max(begin, end) + 1])
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        first, lengths = self.starts[rows], np.diff(self.starts)[rows]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        at = np.arange(starts[-1]) + np.repeat(first - starts[:-1], lengths)
+        return Ragged(self.flat[at], starts)
+
+    def own(self) -> Ragged:
+        """The same rows, with nothing before or after them."""
+        begin, end = self.starts[0], self.starts[-1]
+        return Ragged(self.flat[begin:end], self.starts - begin)
+
+    def copy(self) -> Ragged:
+        own = self.own()
+        return Ragged(own.flat.copy(), own.starts)
+
+    def split(self) -> list[np.ndarray]:
+        """Each row by itself."""
+        ends = self.starts[1:]
+        return [self.flat[a:b] for a, b in zip(self.starts, ends, strict=False)]
+
+
+def joined(parts: Sequence[Ragged]) -> Ragged:
+    """The rows of all parts.
+
+    >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
+    >>> joined([part[1:], part]).starts.tolist()
+    [0, 1, 3, 4]
+    """
+    own = [part.own() for part in parts]
+    lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(part.starts) for part in own)])
+    return Ragged(np.concatenate([part.flat for part in own]), np.cumsum(lengths))
+
+
+def sparse(row: np.ndarray, place: np.ndarray, number: np.ndarray, count: int) -> Ragged:
+    """`count` vectors in 2³² dimensions, of which these numbers (t,) are not 0, in the order of
+    their rows: each entry has its place in the high half of 64 bits and a float32 in the low.
+
+    >>> two = sparse(np.array([0, 1, 1]), np.array([5, 5, 9]), np.array([1.0, 3.0, 4.0]), 2)
+    >>> columns(two, np.array([5], np.uint32)).tolist()
+    [[1.0, 0.0], [3.0, 4.0]]
+    """
+    bits = number.astype("<f4").view("<u4")
+    flat = (place.astype(np.uint64) << HALF) | bits
+    return Ragged(flat, np.searchsorted(row, np.arange(count + 1)))
+
+
+def places(vectors: Ragged) -> np.ndarray:
+    """The place of each entry, (t,) uint32."""
+    return (vectors.own().flat >> HALF).astype(np.uint32)
+
+
+def numbers(vectors: Ragged) -> np.ndarray:
+    """The number of each entry, (t,) float32."""
+    return vectors.own().flat.astype("<u4").view("<f4")
+
+
+def columns(vectors: Ragged, asked: np.ndarray) -> np.ndarray:
+    """The numbers at the places `asked` (w,), ascending, and the length of the rest: (m, w + 1).
+
+    With vectors that are 0 elsewhere, all products and distances are those in 2³² dimensions.
+    """
+    number, starts = numbers(vectors), vectors.own().starts
+    out = np.zeros((len(vectors), len(asked) + 1), np.float32)
+    row, column, at = found(vectors, asked)
+    out[row, column] = number[at]
+    square = number * number
+    square[at] = 0
+    some = np.flatnonzero(np.diff(starts))
+    if len(some):
+        out[some, -1] = np.sqrt(np.add.reduceat(square, starts[some]))
+    return out
+
+
+def found(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries at places `asked`: their rows, which of the places, and which entries, each (e,).
+
+    >>> found(sparse(np.array([0, 1]), np.array([5, 9]), np.ones(2), 2), np.array([9], np.uint32))
+    (array([1]), array([0]), array([1]))
+    """
+    place = places(vectors)
+    # The low bits rule out nearly all.
+    near = np.zeros(1 << 16, bool)
+    near[asked & np.uint32(0xFFFF)] = True
+    at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
+    column = np.searchsorted(asked, place[at])
+    same = column < len(asked)
+    same[same] = asked[column[same]] == place[at[same]]
+    at = at[same]
+    return np.searchsorted(vectors.own().starts, at, side="right") - 1, column[same], at
+
+
+def product(one: Ragged, two: Ragged) -> np.ndarray:
+    """The dot products of sparse vectors with sparse vectors, (n, m) float32."""
+    asked = np.unique(places(one))
+    left = np.ascontiguousarray(columns(one, asked)[:, :-1].T)
+    row, column, at = found(two, asked)
+    number = numbers(two)[at]
+    out = np.zeros((len(two), len(one)), np.float32)
+    step = max(1, HELD // max(len(one), 1))
+    for start in range(0, len(row), step):
+        some = slice(start, start + step)
+        begins = np.flatnonzero(np.diff(row[some], prepend=-1))
+        each = left[column[some]] * number[some, None]
+        out[row[some][begins]] += np.add.reduceat(each, begins, axis=0)
+    return out.T
+
+
+class Query(NamedTuple):
+    """Queries as vectors (n, d); or (n, d + w + 1), with the numbers at the places `asked` (w,)
+    beside them, and one for all other places."""
+
+    code: Any
+    asked: np.ndarray | None = None
+
+
+def beside(asked: np.ndarray | None) -> int:
+    """How many numbers lie beside a vector for the places that are asked."""
+    return 0 if asked is None else len(asked) + 1
+
+
+class Wide:
+    """Vectors (m, d), or `scale` (m,) times them, with sparse ones beside, as an array
+    (m, d + w + 1) that is made when it is read: see `columns`.
+
+    >>> one = sparse(np.array([0]), np.array([5]), np.array([3.0]), 1)
+    >>> np.asarray(Wide(np.ones((1, 2)), one, np.array([5], np.uint32))).tolist()
+    [[1.0, 1.0, 3.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        dense: np.ndarray,
+        vectors: Ragged,
+        asked: np.ndarray,
+        scale: np.ndarray | None = None,
+    ):
+        self.dense, self.vectors, self.asked, self.scale = dense, vectors, asked, scale
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.dense), self.dense.shape[1] + beside(self.asked)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Wide:
+        scale = None if self.scale is None else self.scale[rows]
+        return Wide(self.dense[rows], self.vectors[rows], self.asked, scale)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        out = np.empty(self.shape, np.float32 if dtype is None else dtype)
+        width = self.dense.shape[1]
+        out[:, :width] = self.dense
+        if self.scale is not None:
+            out[:, :width] *= self.scale[:, None]
+        out[:, width:] = columns(self.vectors, self.asked)
+        return out

@@ -1,0 +1,118 @@
+"""Exact words behind every door: sparse vectors are asked, attended, filtered, kept and learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.database.encoders import Characters, Heads, Lexical, load
+from qkv.scores import Cosine, Gaussian, ScaledDot
+from qkv.weightings import Entmax, TopK
+
+RNG = np.random.default_rng(0)
+WORDS = [f"w{i}" for i in range(80)]
+KEYS = [" ".join(RNG.choice(WORDS, RNG.integers(1, 9))) for _ in range(120)]
+VALUES = RNG.normal(size=(120, 2))
+QUERIES = ["w3 w7 w9", "w1", "nobody has this", "w5 w5 unheard w70 w11"]
+
+
+def encoder() -> Heads:
+    return Heads([Lexical(), Characters(32)])
+
+
+@pytest.fixture(scope="module", params=["memory", "disk", "grown"])
+def D(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[qkv.Database]:
+    if request.param == "memory":
+        yield qkv.Database(KEYS, VALUES, encoder=encoder())
+        return
+    with qkv.open(tmp_path_factory.mktemp("words") / "d.qkv", encoder=encoder()) as D:
+        D.add(KEYS, VALUES)
+        if request.param == "grown":  # of rows that came and went, some in segments
+            D.add(["w1 w2 w3"] * 5000, np.ones((5000, 2)))
+            D.remove(["w1 w2 w3"])
+        yield D
+
+
+def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> np.ndarray:
+    """α in the space of all words, literally."""
+    made = D.encoder
+    assert made is not None
+    every = [*QUERIES, *KEYS]
+    query, key = made.pair(every, KEYS)  # every word is asked, so no key has a rest
+    assert not key[:, -1].any()
+    return np.asarray(
+        qkv.weights(
+            query[: len(QUERIES)].astype(float), key.astype(float), score=score, weighting=weighting
+        )
+    )
+
+
+@pytest.mark.parametrize("score", [None, Cosine(0.2), Gaussian(0.7), "dot"])
+@pytest.mark.parametrize("weighting", ["softmax", TopK(3), Entmax(1.5), "hard"])
+def test_every_score_and_weighting_is_exact(D: qkv.Database, score, weighting) -> None:
+    chosen = D.encoder.score(len(KEYS)) if score is None else score
+    alpha = expected(D, chosen, weighting)
+    answers = D.ask(QUERIES, score=score, weighting=weighting)
+    for answer, row in zip(answers, alpha, strict=True):
+        np.testing.assert_allclose(answer.weights, row, atol=2e-5)
+    out = D.attend(QUERIES, score=score, weighting=weighting)
+    np.testing.assert_allclose(out, alpha @ VALUES, atol=1e-4)
+
+
+def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
+    D = qkv.Database.from_columns(
+        {"key": KEYS, "value": VALUES[:, 0].tolist(), "n": list(range(120))},
+        key="key",
+        value="value",
+        encoder=encoder(),
+        path=tmp_path / "d.qkv",
+    )
+    alpha = expected(D, ScaledDot(3.0))
+    for wish in ("n < 10", "n < 100"):
+        live = np.arange(120) < int(wish.split()[-1])
+        some = alpha * live / (alpha * live).sum(axis=1, keepdims=True)
+        for answer, row in zip(D.ask(QUERIES, score=ScaledDot(3.0), where=wish), some, strict=True):
+            np.testing.assert_allclose(answer.weights, row, atol=1e-5)
+        out = D.attend(QUERIES, score=ScaledDot(3.0), where=wish)
+        np.testing.assert_allclose(out[:, 0], some @ VALUES[:, 0], atol=1e-5)
+    version = D.version
+    D.remove(KEYS[:60])
+    past = D.at(version).ask(QUERIES[0], score=ScaledDot(3.0))
+    np.testing.assert_allclose(past.weights, alpha[0], atol=1e-5)
+    D.compact()
+    assert np.allclose(D.ask("w1", score="dot").weights.sum(), 1)
+
+
+def test_a_vector_of_the_callers_own_asks_no_words(D: qkv.Database) -> None:
+    own = RNG.normal(size=(2, 32)).astype(np.float32)
+    key = D.encoder.encode(KEYS)
+    alpha = qkv.weights(own, key, score="dot")
+    np.testing.assert_allclose(D.attend(own, score="dot"), alpha @ VALUES, rtol=1e-4)
+    np.testing.assert_allclose(D.ask(own, score="dot")[1].weights, alpha[1], rtol=1e-4)
+
+
+def test_words_that_were_hashed_are_read_as_they_were() -> None:
+    old = Heads([Lexical(64), Characters(32)]).fit(KEYS)
+    told = old.settings()
+    assert told["heads"][0]["width"] == 64
+    again = load(told, old.arrays())
+    assert again == old and again.sparse(KEYS) is None
+    np.testing.assert_array_equal(again.encode(KEYS), old.encode(KEYS))
+    D = qkv.Database(KEYS, VALUES, encoder=again)
+    query, key = old.query(QUERIES), old.encode(KEYS)
+    alpha = qkv.weights(query, key, score=old.score(120))
+    np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4)
+
+
+def test_lexical_alone_needs_no_vectors() -> None:
+    D = qkv.Database(KEYS, VALUES, encoder="lexical")
+    query, key = D.encoder.pair(QUERIES, KEYS)
+    alpha = qkv.weights(query, key, score=D.encoder.score(120))
+    np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4, atol=1e-6)
+    assert D.encoder.width == 0
