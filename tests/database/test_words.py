@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Characters, Heads, Lexical, load
+from qkv.database.encoders import Characters, Encoder, Heads, Lexical, load
+from qkv.database.encoding import at_words, kept
 from qkv.scores import Cosine, Gaussian, ScaledDot
 from qkv.weightings import Entmax, TopK
 
@@ -39,18 +40,18 @@ def D(
         yield D
 
 
+def whole(encoder: Encoder, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys as they are kept, with a column for every word there is."""
+    query, key = at_words(encoder, queries, kept(encoder, KEYS), encoder.sparse(KEYS))
+    assert not key[:, -1].any()
+    return query.astype(float), key.astype(float)
+
+
 def expected(D: qkv.Database, score: object, weighting: object = "softmax") -> np.ndarray:
     """α in the space of all words, literally."""
-    made = D.encoder
-    assert made is not None
-    every = [*QUERIES, *KEYS]
-    query, key = made.pair(every, KEYS)  # every word is asked, so no key has a rest
-    assert not key[:, -1].any()
-    return np.asarray(
-        qkv.weights(
-            query[: len(QUERIES)].astype(float), key.astype(float), score=score, weighting=weighting
-        )
-    )
+    assert D.encoder is not None
+    query, key = whole(D.encoder, QUERIES)
+    return np.asarray(qkv.weights(query, key, score=score, weighting=weighting))
 
 
 @pytest.mark.parametrize("score", [None, Cosine(0.2), Gaussian(0.7), "dot"])
@@ -91,7 +92,7 @@ def test_conditions_and_versions_keep_their_words(tmp_path: Path) -> None:
 
 def test_a_vector_of_the_callers_own_asks_no_words(D: qkv.Database) -> None:
     own = RNG.normal(size=(2, 32)).astype(np.float32)
-    key = D.encoder.encode(KEYS)
+    key = kept(D.encoder, KEYS)
     alpha = qkv.weights(own, key, score="dot")
     np.testing.assert_allclose(D.attend(own, score="dot"), alpha @ VALUES, rtol=1e-4)
     np.testing.assert_allclose(D.ask(own, score="dot")[1].weights, alpha[1], rtol=1e-4)
@@ -105,7 +106,7 @@ def test_words_that_were_hashed_are_read_as_they_were() -> None:
     assert again == old and again.sparse(KEYS) is None
     np.testing.assert_array_equal(again.encode(KEYS), old.encode(KEYS))
     D = qkv.Database(KEYS, VALUES, encoder=again)
-    query, key = old.query(QUERIES), old.encode(KEYS)
+    query, key = old.query(QUERIES), kept(old, KEYS)
     alpha = qkv.weights(query, key, score=old.score(120))
     np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4)
 
@@ -116,3 +117,20 @@ def test_lexical_alone_needs_no_vectors() -> None:
     alpha = qkv.weights(query, key, score=D.encoder.score(120))
     np.testing.assert_allclose(D.attend(QUERIES), alpha @ VALUES, rtol=1e-4, atol=1e-6)
     assert D.encoder.width == 0
+
+
+def test_an_answer_can_be_asked_again_elsewhere(D: qkv.Database) -> None:
+    answer = D.ask(QUERIES[0])
+    source = answer.source(1000)
+    assert source is not None and source.keys is not None
+    alpha = qkv.weights(source.query[None], source.keys, score=source.score)
+    np.testing.assert_allclose(alpha[0], answer.weights, atol=1e-6)
+
+
+def test_many_queries_are_asked_some_at_a_time(D: qkv.Database) -> None:
+    many = [QUERIES[i % 4] for i in range(150)]
+    few, all_ = D.attend(QUERIES), D.attend(many)
+    np.testing.assert_allclose(all_, few[np.arange(150) % 4], rtol=1e-5)
+    assert [answer.rows[0].key for answer in D.ask(many)[:4]] == [
+        answer.rows[0].key for answer in D.ask(QUERIES)
+    ]

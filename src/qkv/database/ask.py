@@ -13,6 +13,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
+from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError
 from qkv.scores import Score
@@ -140,8 +141,13 @@ class Asked:
         keys = code = None
         if not self.score.compares_keys:
             places = order if self.places is None else self.places[order]
-            keys = view.codes(view.ids[places])
-            code = self._encoded(query[None] if is_array(query) else [query])[0]
+            ids = view.ids[places]
+            keys = view.codes(ids)
+            code = self._encoded(query[None]).code if is_array(query) else None
+            if code is None:
+                words = view.snapshot.tensor("sparse", ids) if view.wordy else None
+                code, keys = at_words(view.encoder, [query], keys, words)
+            code = code[0]
         schema = view.schema
         return Source(
             rows=self._rows(alpha, order),

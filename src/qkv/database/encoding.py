@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.arrays.ragged import joined
+from qkv.arrays.ragged import Ragged, Wide, joined, places
 from qkv.arrays.rows import Stored
 from qkv.database.schema import Schema
 from qkv.database.view import View
@@ -66,6 +66,18 @@ def kept(encoder: Encoder, keys: Any) -> np.ndarray:
     """The vectors of some keys as a database would keep them, (m, width)."""
     made = tensors(encoder, keys, rounds(encoder))
     return Stored(made["code"], scale=made.get("scale")).vectors()
+
+
+def at_words(
+    encoder: Encoder, queries: Any, key: np.ndarray, beside: Ragged | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors of queries and keys (m, d) with a column for each word of these keys `beside` them:
+    whoever asks the same keys next finds them as they were."""
+    query, words = encoder.query(queries), encoder.sparse(queries, query=True)
+    if beside is None or words is None:
+        return query, key
+    asked = np.unique(places(beside))
+    return np.asarray(Wide(query, words, asked)), np.asarray(Wide(key, beside, asked))
 
 
 def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,12 +13,12 @@ from qkv.arrays import of
 from qkv.arrays.ragged import Query, Wide, beside
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, columns
-from qkv.database.columns import MISSING, Column
-from qkv.database.compare import Texts, texts_of
+from qkv.database.columns import Column
+from qkv.database.compare import Texts
 from qkv.database.faults import Damaged, UnknownRow
+from qkv.database.piece import Piece
 from qkv.database.schema import Cells, Schema
 from qkv.database.store import Snapshot
-from qkv.database.store.segments import Segment
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -30,9 +30,6 @@ CHUNK = 8192
 
 CONDITIONS = 2**26
 """Bytes, one for each row, of the conditions that are remembered."""
-
-TEXTS = 2**27
-"""Bytes of columns of text that are kept, once a condition has read them."""
 
 FEW = 0.25
 """The share of rows up to which those that may answer are picked out, not masked."""
@@ -323,8 +320,8 @@ class View:
         pooled = found.get("value", self.schema.pooled(read))
         return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
-    def _pieces(self) -> Iterator[_Piece]:
-        return (_Piece(self, part) for part in self._parts())
+    def _pieces(self) -> Iterator[Piece]:
+        return (Piece(self, part) for part in self._parts())
 
     def vectors(
         self,
@@ -408,62 +405,3 @@ class View:
             )
         if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
             raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
-
-
-class _Piece:
-    """Rows that lie together, whose columns are looked at."""
-
-    def __init__(self, view: View, part: Segment):
-        self._view, self._part, self.census = view, part, view.census
-        self.ids = part.ids if part.live is None else part.ids[part.live]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def cells(self, name: str, at: np.ndarray) -> list[Any]:
-        return self._view.cells(name, self.ids[at])
-
-    def column(self, name: str) -> Column:
-        if name in self._view.schema.vectors:
-            raise ArgumentError(
-                f"where: column {name!r} holds vectors, and text, numbers and dates are compared: "
-                "ask for the vectors nearest to yours"
-            )
-        found = self._kept(name)
-        if found is not None or not len(self):
-            return found or columns.coded([])
-        mark = self._mark(name)
-        if mark not in self._view.built:
-            self._view.built[mark] = columns.coded(self._view.cells(name, self.ids))
-        return self._view.built[mark]
-
-    def texts(self, name: str) -> Texts:
-        kept, mark = self._view.texts, self._mark(name)
-        found = kept.get(mark)
-        if found is None:
-            found = texts_of(self, name)
-            if sum(some.size for some in (*kept.values(), found)) <= TEXTS:
-                kept[mark] = found
-        return found
-
-    def _mark(self, name: str) -> tuple[str, int, int]:
-        return name, int(self.ids[0]) if len(self) else -1, len(self)
-
-    def kinds(self, name: str) -> np.ndarray:
-        """What each cell is, of a column of vectors too."""
-        return (self._kept(name) or self.column(name)).kinds
-
-    def _kept(self, name: str) -> Column | None:
-        found, live = columns.found(self._part.tensors, name), self._part.live
-        return found if found is None or live is None else found.some(live)
-
-    def present(self) -> np.ndarray:
-        """Which rows have a value."""
-        schema, live = self._view.schema, self._part.live
-        if schema.pools and self._kept(schema.value[0]) is None:
-            value = self._part.tensors["value"]
-            absent = np.isnan(np.asarray(value if live is None else value[live])).any(axis=1)
-            return np.asarray(~absent)
-        missing = [self.kinds(name) == MISSING for name in schema.value]
-        join = np.logical_or if schema.pools else np.logical_and
-        return np.asarray(~join.reduce(missing))

@@ -7,7 +7,7 @@ from typing import Any
 
 from qkv import scores
 from qkv.database import encoders
-from qkv.database.encoding import kept
+from qkv.database.encoding import at_words, kept
 from qkv.errors import ArgumentError, unknown
 from qkv.page import sentence, tables
 from qkv.page.views import named
@@ -26,9 +26,10 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
         encoder = tables.chosen(args, databases).encoder or encoders.default(keys)
     else:
         encoder = encoders.resolve(_name(args["encoder"])).fit(keys)
+    query, key = at_words(encoder, [args["query"]], kept(encoder, keys), encoder.sparse(keys))
     return {
-        "keys": kept(encoder, keys),
-        "query": encoder.query([args["query"]])[0],
+        "keys": key,
+        "query": query[0],
         "score": named(scores.NAMES, encoder.score(len(keys))),
     }
 

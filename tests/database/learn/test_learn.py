@@ -18,6 +18,7 @@ from qkv.database.encoders import (
     Lexical,
     Numbers,
 )
+from qkv.database.encoding import at_words, kept
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
 
@@ -76,7 +77,8 @@ class TestLearn:
         assert any(made.parameters["0.words"])
         with qkv.open(tmp_path / "d") as D:
             np.testing.assert_array_equal(D.attend(asked), before)
-            query, key = D.encoder.pair(asked, keys)
+            code = kept(D.encoder, keys)
+            query, key = at_words(D.encoder, asked, code, D.encoder.sparse(keys))
             alpha = qkv.weights(query, key, score=D.encoder.score(80))
             np.testing.assert_allclose(before, alpha @ np.arange(80.0)[:, None], rtol=1e-4)
 
