@@ -164,6 +164,28 @@ def test_values_at_the_ends_of_a_float(values, value, spread, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize(
+    "weighting",
+    ["hard", "sparsemax", "entmax15", weightings.TopK(2), "normalized", "softmax", "average"],
+)
+@pytest.mark.parametrize("values", [[1.0, INF, 3.0], [-INF, 2.0, INF], [1.0, -INF, -INF]])
+def test_the_doors_agree_on_infinite_values(weighting, values, recwarn):
+    score = "boxcar" if weighting == "normalized" else "gaussian"
+    key, value = np.array([[0.0], [0.5], [1.0]]), np.array(values)[:, None]
+    made = qkv.Database(key, value)
+    for query in np.array([[0.0], [0.4], [1.0]]):
+        asked = made.ask(query, score=score, weighting=weighting).value
+        for out in (
+            made.attend(query, score=score, weighting=weighting),
+            qkv.attend(query[None], key, value, score=score, weighting=weighting)[0],
+            qkv.attend(
+                query[None], key, value, score=score, weighting=weighting, engine="streaming"
+            )[0],
+        ):
+            np.testing.assert_array_equal(out, asked)
+    assert not recwarn.list
+
+
 def test_an_infinite_value_without_weight_does_not_count():
     answer = qkv.Database([(1.0, 3.0), (2.0, INF)]).ask(1.0, weighting="hard")
     assert (answer.value, answer.spread) == (3.0, 0.0)

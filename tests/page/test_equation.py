@@ -13,7 +13,7 @@ import qkv
 from qkv import attention, scores, weightings
 from qkv.arrays.rows import Rows, Stored
 from qkv.database import encoders
-from qkv.database.encoding import kept
+from qkv.database.encoding import at_words, kept
 from qkv.errors import QkvError
 from qkv.page.file import module
 
@@ -313,8 +313,9 @@ def test_encoders(run: Any) -> None:
         ENCODED, run(body, ENCODED), strict=True
     ):
         encoder = encoders.resolve(name).fit(keys)
-        np.testing.assert_allclose(vectors, kept(encoder, keys), err_msg=name, **CLOSE)
-        np.testing.assert_allclose(asked, encoder.query(queries), err_msg=name, **CLOSE)
+        query, key = at_words(encoder, queries, kept(encoder, keys), encoder.sparse(keys))
+        np.testing.assert_allclose(vectors, key, err_msg=name, **CLOSE)
+        np.testing.assert_allclose(asked, query, err_msg=name, **CLOSE)
         mine, own = built(scores.NAMES, told), encoder.score(len(keys))
         assert type(mine) is type(own)
         for field in ("scale", "bandwidth"):

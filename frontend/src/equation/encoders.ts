@@ -3,7 +3,7 @@
  * Vectors are rounded to float32, as a database keeps them. */
 
 import { blake2b, digest, written } from "./digest";
-import { characters, placed, words } from "./letters";
+import { characters, words } from "./letters";
 import type { Named, Vector } from "./scores";
 
 export type Key = string | number | Vector;
@@ -79,8 +79,10 @@ function numbers(keys: Key[]): Encoder {
   };
 }
 
-/** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) how often each is in the key. */
-function lexical(keys: Key[], width = 256, k1 = 1.2, b = 0.75): Encoder {
+/** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) how often each is in the key.
+ *
+ * There is a column for each word of the keys, and a last one for all others. */
+function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
   const counts = new Map<number, number>();
   let all = 0;
   for (const key of keys) {
@@ -96,6 +98,12 @@ function lexical(keys: Key[], width = 256, k1 = 1.2, b = 0.75): Encoder {
   for (const count of counts.values()) usual += (count * idf(count)) / m;
   const sum = (of: Map<number, number>, by: (code: number) => number) =>
     Array.from(of).reduce((total, [code, f]) => total + f * by(code), 0);
+  const column = new Map(Array.from(counts.keys()).sort((one, two) => one - two).map((code, i) => [code, i]));
+  const laid = (found: [number, number][]) => {
+    const out = new Float32Array(column.size + 1);
+    for (const [code, x] of found) if (column.has(code)) out[column.get(code)!] = x;
+    return out;
+  };
   return {
     name: "lexical",
     encode: (some) =>
@@ -103,15 +111,16 @@ function lexical(keys: Key[], width = 256, k1 = 1.2, b = 0.75): Encoder {
         const found = words(text(key));
         const long = sum(found, () => 1) / mean;
         const weight = (f: number) => (f * (k1 + 1)) / (f + k1 * (1 - b + b * long));
-        return kept(placed(Array.from(found, ([code, f]) => [code, weight(f)]), width));
+        return laid(Array.from(found, ([code, f]) => [code, weight(f)]));
       }),
     query: (some) =>
       some.map((key) => {
         const found = words(text(key));
-        // What nobody has would only disturb; it counts in what could have been found.
+        // What nobody has is not looked for; it counts in what could have been found.
         const told = sum(found, (code) => idf(counts.get(code) ?? 0));
-        const known = Array.from(found).filter(([code]) => counts.has(code));
-        return placed(known.map(([code, f]) => [code, (f * idf(counts.get(code)!)) / (told + usual)]), width);
+        const share = sum(found, (code) => (counts.has(code) ? idf(counts.get(code)!) : 0)) / (told || 1);
+        const by = share ** 2 / (told + usual || 1);
+        return laid(Array.from(found, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * by]));
       }),
     score: (rows) => ({ name: "scaled_dot", scale: sharpness(rows) }),
   };

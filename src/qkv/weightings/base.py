@@ -196,15 +196,30 @@ def pool(weight: Array, value: Array, live: Live, keep: Keep, sparse: bool = Fal
 
 
 def spared(weight: Array, value: Array, live: Array) -> Array:
-    """Σⱼ weightᵢⱼ vⱼ over the live pairs, whatever the values of the others are."""
+    """Σⱼ weightᵢⱼ vⱼ over the live pairs, whatever the values of the others are.
+
+    An infinite value with weight makes the sum infinite; NaN where both infinities meet, and where
+    a live value is NaN, or infinite without weight.
+    """
     fw = of(weight)
     xp = fw.xp
-    finite = xp.isfinite(value)
-    out = xp.matmul(weight, fw.keep(value, finite))
-    counts = fw.astype(xp.logical_not(finite), fw.dtype(value))
+
+    def meet(pairs: Array, values: Array) -> Array:
+        """Whether such a pair has such a value."""
+        return xp.matmul(fw.astype(pairs, dtype), fw.astype(values, dtype)) != 0
+
+    dtype, out = fw.dtype(value), xp.matmul(weight, fw.keep(value, xp.isfinite(value)))
     live = xp.logical_or(live, xp.isnan(weight))  # in the shape of the weights
-    spoiled = xp.matmul(fw.astype(live, fw.dtype(value)), counts) != 0
-    return fw.keep(out, xp.logical_not(spoiled), float("nan"))
+    above, below = (xp.logical_and(live, x) for x in (weight > 0, weight < 0))
+    none = xp.logical_and(live, xp.logical_not(xp.logical_or(above, below)))
+    top, bottom, unknown = value == INFINITY, value == -INFINITY, xp.isnan(value)
+    up = xp.logical_or(meet(above, top), meet(below, bottom))
+    down = xp.logical_or(meet(above, bottom), meet(below, top))
+    lost = xp.logical_or(meet(live, unknown), meet(none, xp.logical_or(top, bottom)))
+    lost = xp.logical_or(lost, xp.logical_and(up, down))
+    for where, end in ((up, INFINITY), (down, -INFINITY), (lost, float("nan"))):
+        out = fw.keep(out, xp.logical_not(where), end)
+    return out
 
 
 def row_max(scores: Array, live: Live) -> Array:
