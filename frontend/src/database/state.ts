@@ -144,7 +144,9 @@ export class State {
   }
 
   private learn(encoder: string, lines: Line[], query: string, found: any): void {
-    if (this.of !== encoder) {
+    // Vectors have a column for each word of these keys: those of others cannot be compared with them.
+    const others = lines.length !== this.keys.size || lines.some((line) => !this.keys.has(line.key.text));
+    if (this.of !== encoder || (found.keys && others)) {
       this.keys.clear();
       this.queries.clear();
     }

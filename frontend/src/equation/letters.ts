@@ -97,15 +97,3 @@ export function words(text: string): Map<number, number> {
   }
   return out;
 }
-
-/** Each word's weight at the two places that its hash gives, with a sign. */
-export function placed(weights: Iterable<[number, number]>, width: number): Float32Array {
-  const out = new Float64Array(width);
-  for (const [code, weight] of weights) {
-    for (const seed of [0, 0x9e3779b9]) {
-      const mixed = scramble(code ^ seed);
-      out[Math.floor((mixed * width) / 2 ** 32)] += mixed & 1 ? weight : -weight;
-    }
-  }
-  return Float32Array.from(out, (x) => x / Math.SQRT2);
-}
