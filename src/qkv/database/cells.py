@@ -129,7 +129,7 @@ def _texts(column: Sequence[Any]) -> Iterable[str]:
 
 
 _quoted = json.encoder.encode_basestring
-_scan = json.JSONDecoder().scan_once
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def loads(text: str) -> dict[str, Any]:
