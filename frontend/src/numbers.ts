@@ -1,5 +1,7 @@
 /** Numbers as they are read. */
 
+import { fixed } from "./dom";
+
 export function clamp(x: number, least: number, most: number): number {
   return Math.min(Math.max(x, least), most);
 }
@@ -13,4 +15,17 @@ export function numeral(x: number, error = 0, most = 4): string {
   const digits = clamp((error ? 1 : most - 1) - Math.floor(Math.log10(size)), 0, 8);
   const text = x.toFixed(digits).replace("-", "−");
   return error ? `${text} ± ${error.toFixed(digits)}` : text;
+}
+
+/** A number in at most five digits, as short as it is. */
+export function rounded(x: number): string {
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "missing" : x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  const text = size >= 1e6 || (size > 0 && size < 1e-3) ? x.toExponential(3) : String(Number(x.toPrecision(5)));
+  return text.replaceAll("-", "−");
+}
+
+/** A share of the whole; small ones with one digit more. */
+export function percent(x: number): string {
+  return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;
 }

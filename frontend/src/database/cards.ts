@@ -2,6 +2,7 @@
 
 import { fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
+import { percent, rounded } from "../numbers";
 import { spell } from "./state";
 
 /** Values that are told apart by colour; the rest share one. */
@@ -14,22 +15,11 @@ export interface Card {
   fail(): void;
 }
 
-/** A number with as many digits as its neighbours need. */
-export function rounded(x: number): string {
-  if (!Number.isFinite(x)) return fixed(x);
-  const text = Math.abs(x) >= 1e6 || (x !== 0 && Math.abs(x) < 1e-3) ? x.toExponential(3) : String(Number(x.toPrecision(5)));
-  return text.replace("-", "−");
-}
-
 function told(value: unknown): string {
   if (value === null || value === undefined) return "nothing";
   if (typeof value === "number") return rounded(value);
   if (ArrayBuffer.isView(value)) return Array.from(value as Float64Array, rounded).join(", ");
   return spell(value);
-}
-
-export function percent(x: number): string {
-  return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;
 }
 
 export function card(name: string, title: string, hint: string): Card {

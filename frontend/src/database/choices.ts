@@ -2,8 +2,8 @@
 
 import { h, labelled, put, select } from "../dom";
 import { type Like, SCORES, WEIGHTINGS, encoders } from "../equation";
+import { rounded } from "../numbers";
 import { slider } from "../slider";
-import { rounded } from "./cards";
 import { type Outcome, PYTHON, type State } from "./state";
 
 const ENCODERS: Record<string, string> = {

@@ -43,7 +43,8 @@ export function spell(x: unknown): string {
 const field = (given: unknown): Field => ({ text: spell(given), given });
 const plain = (x: unknown) => (isTensor(x) ? Array.from(x.data as Float64Array) : x);
 
-function numeral(text: string): number | null {
+/** A number as it is typed; null for what is none. */
+function parsed(text: string): number | null {
   const x = Number(text.replace("−", "-"));
   return text.trim() !== "" && Number.isFinite(x) ? x : null;
 }
@@ -52,7 +53,7 @@ const isVector = (x: unknown): x is number[] => Array.isArray(x) && x.length > 0
 
 /** A vector as it is typed: numbers with commas between, in brackets or not. */
 function listed(text: string): Vector {
-  const parts = text.replace(/^\s*\[|\]\s*$/g, "").split(",").map(numeral);
+  const parts = text.replace(/^\s*\[|\]\s*$/g, "").split(",").map(parsed);
   if (parts.every((x) => x !== null)) return parts as number[];
   throw new TypeError("the keys are vectors: type the query as numbers with commas between");
 }
@@ -67,10 +68,10 @@ function instead(keys: Key[]): string {
 function column(fields: Field[], inferred: boolean): unknown[] {
   const typed = fields.map((f) => (spell(f.given) === f.text ? plain(f.given) : f.text));
   const texts = fields.filter((f) => f.text.trim() !== "");
-  const numbers = texts.map((f) => numeral(f.text));
+  const numbers = texts.map((f) => parsed(f.text));
   const given = typed.some((x) => typeof x === "number");
   if ((inferred || given) && texts.length && numbers.every((x) => x !== null)) {
-    return fields.map((f) => numeral(f.text));
+    return fields.map((f) => parsed(f.text));
   }
   return typed;
 }
@@ -193,7 +194,7 @@ export class State {
   private asks(rows: { key: Key }[]): Key {
     const given = spell(this.query.given) === this.query.text ? plain(this.query.given) : this.query.text;
     const numbers = rows.length > 0 && rows.every((row) => typeof row.key === "number");
-    if (numbers) return (numeral(this.query.text) ?? given) as Key;
+    if (numbers) return (parsed(this.query.text) ?? given) as Key;
     const vectors = rows.length > 0 && rows.every((row) => isVector(row.key));
     return (vectors && typeof given === "string" ? listed(given) : given) as Key;
   }

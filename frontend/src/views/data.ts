@@ -1,8 +1,8 @@
 /** A table of one's own: upload it, or open one that is served, choose its columns, ask it. */
 
-import { percent, rounded } from "../database/cards";
 import { type About, type Found, local, remote } from "../data/source";
 import { fixed, h, labelled, put, select } from "../dom";
+import { percent, rounded } from "../numbers";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [

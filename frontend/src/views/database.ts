@@ -1,11 +1,12 @@
 /** Rows and a query: scores → weights → value, live, soft beside hard. */
 
-import { card, percent } from "../database/cards";
+import { card } from "../database/cards";
 import { choices } from "../database/choices";
 import { EXAMPLES } from "../database/examples";
 import { type Outcome, State, spell } from "../database/state";
 import { table } from "../database/table";
 import { fixed, h, labelled } from "../dom";
+import { percent } from "../numbers";
 import type { View } from "../view";
 
 /** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */

@@ -10,9 +10,9 @@ import { slider } from "../slider";
 import { stems } from "../stems";
 import type { Given, View } from "../view";
 import { isTensor } from "../wire";
-import { BANDWIDTHS, Bandwidths } from "./bandwidths";
-import { EXAMPLES, type Example } from "./points";
-import { SCATTER, Scatter } from "./scatter";
+import { BANDWIDTHS, Bandwidths } from "../regression/bandwidths";
+import { EXAMPLES, type Example } from "../regression/points";
+import { SCATTER, Scatter } from "../regression/scatter";
 
 const KERNELS = ["gaussian", "laplace", "boxcar", "triangular", "epanechnikov", "constant"];
 const EMPTY: [string, string][] = [

@@ -9,7 +9,7 @@ import { clamp, numeral } from "../numbers";
 import { thumbnail } from "../picture";
 import { type Slider, slider } from "../slider";
 import type { Given, View } from "../view";
-import { SIMILARITIES, SPACES, type Setting, WEIGHTED } from "./similarities";
+import { SIMILARITIES, SPACES, type Setting, WEIGHTED } from "../scores/similarities";
 
 /** Queries and keys of a surface, positions of the curve, and cells of a small picture. */
 const CELLS = 41;
