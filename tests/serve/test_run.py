@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:
         assert set(acknowledged) <= kept
         assert kept <= {"Li", "Hu", *acknowledged, *unanswered}
         assert database["0-0"] == "0" and database.ask("0-0").value == "0"
+
+
+def test_who_goes_away_is_no_bug(names: Path) -> None:
+    """A body that is never finished is dropped without a word in the log."""
+    with serving(names) as (url, server):
+        place = urlsplit(url)
+        head = b"POST /v1/weights HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        for _ in range(20):
+            with socket.create_connection((place.hostname, place.port or 80)) as connection:
+                connection.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert sent(url, "/v1/databases/names/ask", query="Li")[0] == 200
+        server.terminate()
+        assert server.communicate(timeout=30)[1] == ""
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 
@@ -161,10 +161,13 @@ async def _body(route: Route, request: Request) -> Any:
     with contextlib.suppress(ValueError):
         if int(request.headers.get("content-length", "")) > most:
             raise Refused(413, f"the body may have at most {most:,} bytes")
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > most:
-            raise Refused(413, f"the body may have at most {most:,} bytes")
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > most:
+                raise Refused(413, f"the body may have at most {most:,} bytes")
+    except ClientDisconnect:
+        raise Refused(400, "the body was never finished") from None  # nobody reads it
     if not raw and not media:
         raise Refused(400, "a body is wanted")
     if media in route.raw or route.body is None:
