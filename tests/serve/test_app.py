@@ -35,6 +35,7 @@ JSON = {"content-type": "application/json"}
         ({"query": "x", "where": "nix == 1"}, 422, "nix"),
         ({"query": "x", "score": "gausian"}, 422, "gaussian"),
         ({"query": "x", "weighting": "topk"}, 422, "topk:3"),
+        ({"query": "x", "weighting": "topk:10001"}, 413, "the best 10,000 rows"),
         ({"query": "x", "at": 99}, 404, "version 99"),
         ({"query": 3}, 422, "must be text"),
         ({"query": "\ud800"}, 422, "lone surrogate"),
@@ -99,6 +100,16 @@ def test_rows_and_weights_are_limited(client: TestClient) -> None:
     body = {"query": [[1.0]] * 1025, "key": [[1.0]] * 1024}
     answer = client.post("/v1/weights", json=body)
     assert answer.status_code == 413 and "1,048,576" in answer.json()["error"]
+
+
+def test_a_row_without_a_key_is_refused(client: TestClient, shelf: Shelf) -> None:
+    before = shelf.databases["books"].database.version
+    for row in ({}, {"genre": "novel"}, {"title": None, "genre": "novel"}):
+        for update in (False, True):
+            body = {"rows": [{"title": "Walden", "genre": "essay"}, row], "update": update}
+            answer = client.post("/v1/databases/books/rows", json=body)
+            assert answer.status_code == 422 and "rows[1] has no key" in answer.json()["error"]
+    assert shelf.databases["books"].database.version == before
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,17 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
         {name: spelled.cell(cell, example.get(name), name) for name, cell in row.items()}
         for row in body["rows"]
     ]
+    about = kept.about().info
+    key, value = about["key"] or ["key"], about["value"] or ["value"]
+    for i, row in enumerate(cells):
+        if any(row.get(name) is None for name in key):
+            raise ArgumentError(f"rows[{i}] has no key: give {', '.join(key)}")
     if not body.get("update"):
         database.extend(cells)
         return _now(kept)
-    about = database.info()
-    key, value = about["key"] or ["key"], about["value"] or ["value"]
     changed: dict[Any, Any] = {}
     for i, row in enumerate(cells):
-        if set(row) - {*key, *value} or not set(key) <= set(row):
+        if set(row) - {*key, *value}:
             raise ArgumentError(
                 f"rows[{i}]: an update has the key {', '.join(key)} and of the others "
                 f"{', '.join(value)}"

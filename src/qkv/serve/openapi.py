@@ -19,6 +19,8 @@ WHY = {
     415: "The body is of another media type.",
     421: "The Host is not this server.",
     422: "Of the right form, but without meaning here: the sentence says why.",
+    500: "A file of a database is damaged, or this is a bug.",
+    501: "A package is missing here; the sentence says which.",
     503: "Too much at a time, or it took too long.",
 }
 ERROR: Schema = {
@@ -102,13 +104,13 @@ def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any])
 
 def refusals(route: Route, secured: bool) -> list[int]:
     """Every status but 200 that a route may answer with."""
-    found = {400, 403, 421, 503, *route.refuses}
+    found = {400, 403, 421, 500, 503, *route.refuses}
     if secured and route.right is not None:
         found.add(401)
     if route.named:
-        found |= {404, 422}
+        found |= {404, 422, 501}
     if route.body is not None or route.raw:
-        found |= {413, 415, 422}
+        found |= {413, 415, 422, 501}
     return sorted(found)
 
 

@@ -17,7 +17,7 @@ from qkv.page.views import views
 from qkv.serve import limits
 from qkv.serve.bodies import SHORT, TEXT, record
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import NAME, Shelf
+from qkv.serve.shelf import NAME, Shelf, options
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -110,6 +110,8 @@ def columns(shelf: Shelf, given: Given) -> Any:
 
 def _answered(name: str, shelf: Shelf, args: dict[str, Any]) -> Any:
     try:
+        if isinstance(args.get("weighting"), str):
+            options({"weighting": args["weighting"]})
         return calls.call(name, args, Databases(shelf))
     except QkvError:
         raise
