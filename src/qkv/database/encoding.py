@@ -85,8 +85,8 @@ def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     number of each.
 
     >>> code, scale = in_8_bits(np.array([[0.5, -1.27], [0.0, 0.0]]))
-    >>> code.tolist(), (code[0] * scale[0]).round(2).tolist()
-    ([[50, -127], [0, 0]], [0.5, -1.27])
+    >>> code.tolist(), [f"{x:.2f}" for x in scale]
+    ([[50, -127], [0, 0]], ['0.01', '0.00'])
     """
     top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
     scale = (top / 127).astype(np.float32)
