@@ -2,10 +2,11 @@
 
 python -m bench.serve [--small] [--minutes 10]
 
-100,000 × 256 rows on disk, numbers as values; one server process, 32 connections in another that
-each send a query, wait for its answer and send the next. In between the same queries are asked in
-this process, 32 at a time. `ms` is the time of one query: of all that were answered, and of a batch
-by 32. Then rows are added over HTTP until the server is killed, and looked for in the store.
+100,000 × 256 rows on disk, whose keys are vectors, or texts that become such; one server process,
+32 connections in another that each send a query, wait for its answer and send the next. In between
+the same queries are asked in this process, 32 at a time. `ms` is the time of one query: of all that
+were answered, and of a batch by 32. Then rows are added over HTTP until the server is killed, and
+looked for in the store.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ SECONDS = 4 if SMALL else 60
 ROUND = 2 if SMALL else 10
 """Seconds of load between two looks at the other side."""
 VALUE = re.compile(rb'"value":([-0-9.e]+),"rows"')
+LENGTH = re.compile(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", re.IGNORECASE)
 SRC = Path(__file__).resolve().parent.parent / "src"
+BOOKS = SRC.parent / "examples" / "data" / "books.csv"
 
 
 @contextlib.contextmanager
@@ -78,35 +81,59 @@ def request(query):
     return head.encode() + body
 
 
-async def connection(port, requests, expected, start, until, seen):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    at = start
-    while time.perf_counter() < until:
-        begin = time.perf_counter()
-        writer.write(requests[at % len(requests)])
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-        body = await reader.readexactly(length)
-        seen["seconds"].append(time.perf_counter() - begin)
-        value = VALUE.search(body) if head.startswith(b"HTTP/1.1 200") else None
-        right = value and abs(float(value[1]) - expected[at % len(requests)]) < 1e-4
-        seen["errors"] += not right
-        at += 1
-    writer.close()
+class Connection(asyncio.Protocol):
+    """Sends its next query when the answer to the last is there."""
+
+    def __init__(self, requests, expected, at, until, seen):
+        self.requests, self.expected, self.at = requests, expected, at
+        self.until, self.seen = until, seen
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.send()
+
+    def send(self):
+        self.heard, self.size = bytearray(), None
+        self.begin = time.perf_counter()
+        if self.begin < self.until:
+            self.transport.write(self.requests[self.at])
+        else:
+            self.done.set_result(None)
+            self.transport.close()
+
+    def data_received(self, data):
+        self.heard += data
+        if self.size is None and (found := LENGTH.search(self.heard)):
+            self.size = found.end() + int(found[1])
+        if self.size is None or len(self.heard) < self.size:
+            return
+        self.seen["seconds"].append(time.perf_counter() - self.begin)
+        value = VALUE.search(self.heard) if self.heard.startswith(b"HTTP/1.1 200") else None
+        right = value and abs(float(value[1]) - self.expected[self.at]) < 1e-4
+        self.seen["errors"] += not right
+        self.at = (self.at + 1) % len(self.requests)
+        self.send()
+
+    def connection_lost(self, error):
+        if not self.done.done():
+            self.seen["errors"] += 1
+            self.done.set_result(None)
 
 
 async def load(port, path, seconds):
     given = np.load(path)
-    requests = [request(query.tolist()) for query in given["queries"].round(6)]
+    requests = [request(query.tolist()) for query in given["queries"]]
     seen = {"seconds": [], "errors": 0}
     begin = time.perf_counter()
     starts = range(0, QUERIES, QUERIES // CONNECTIONS)
-    tasks = [
-        connection(port, requests, given["expected"], start, begin + seconds, seen)
-        for start in starts
+    each = [
+        Connection(requests, given["expected"], start, begin + seconds, seen) for start in starts
     ]
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    seen["errors"] += sum(isinstance(end, BaseException) for end in ended)
+    loop = asyncio.get_running_loop()
+    for one in each:
+        await loop.create_connection(lambda one=one: one, "127.0.0.1", port)
+    await asyncio.gather(*(one.done for one in each))
     print(json.dumps(seen | {"elapsed": time.perf_counter() - begin}))
 
 
@@ -116,19 +143,31 @@ def memory(process):
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
-def under_load(folder, seconds):
+def vectors(count, rng):
+    """Keys or queries: numbers, of which JSON needs six digits."""
+    return rng.standard_normal((count, D)).round(6)
+
+
+def texts(count, rng):
+    """Keys or queries: four words out of a few thousand."""
+    words = sorted(set(re.findall("[a-z]{3,}", BOOKS.read_text(encoding="utf-8").lower())))
+    return [" ".join(some) for some in np.array(words)[rng.integers(len(words), size=(count, 4))]]
+
+
+def under_load(folder, seconds, keys):
     rng = np.random.default_rng(0)
-    keys = rng.standard_normal((M, D), dtype=np.float32)
-    database = qkv.Database.from_columns(
-        {"key": keys, "value": rng.standard_normal(M)}, key="key", path=folder / "rows.qkv"
-    )
-    queries = rng.standard_normal((QUERIES, D)).round(6)
+    how = {} if keys is vectors else {"encoder": "words"}
+    columns = {"key": keys(M, rng), "value": rng.standard_normal(M)}
+    store = folder / keys.__name__ / "rows.qkv"
+    store.parent.mkdir()
+    database = qkv.Database.from_columns(columns, key="key", path=store, **how)
+    queries = keys(QUERIES, rng)
     expected = [answer.value for answer in database.ask(queries)]
     np.savez(folder / "load.npz", queries=queries, expected=expected)
-    batches = queries.reshape(-1, CONNECTIONS, D)
+    batches = [queries[at : at + CONNECTIONS] for at in range(0, QUERIES, CONNECTIONS)]
     took, waits, sizes = [], [], []
     errors = elapsed = 0
-    with database, serving(folder / "rows.qkv") as (process, port):
+    with database, serving(store) as (process, port):
         for turn in range(max(round(seconds / ROUND), 1) + 1):
             words = ["load", port, folder / "load.npz", ROUND]
             command = [sys.executable, "-m", "bench.serve", *map(str, words)]
@@ -148,7 +187,7 @@ def under_load(folder, seconds):
     half = len(sizes) // 2 + 1
     growth = max(sizes[half:]) - max(sizes[1:half], default=sizes[0])
     row = {
-        "work": f"{CONNECTIONS} connections ask {M:,} × {D} rows, {seconds:g} s",
+        "work": f"{CONNECTIONS} connections ask {M:,} × {D} {keys.__name__}, {seconds:g} s",
         "sides": {
             "qkv": {"ms": served, "p50 ms": p50, "p99 ms": p99, "MiB": sizes[-1]},
             "in-process, 32 at a time": {"ms": alone},
@@ -209,7 +248,8 @@ def killed(folder, rounds=2 if SMALL else 10):
 
 def rows(seconds=SECONDS):
     with tempfile.TemporaryDirectory() as folder:
-        yield under_load(Path(folder), seconds)
+        yield under_load(Path(folder), seconds, vectors)
+        yield under_load(Path(folder), seconds, texts)
         yield killed(Path(folder))
 
 
