@@ -159,6 +159,13 @@ def test_scores_of_any_size(alpha):
     np.testing.assert_allclose(Entmax(np.array(alpha, np.float32))(low), [[1, 0]], atol=1e-14)
 
 
+@pytest.mark.parametrize("alpha", [0.5, 0.9, 1.0, 1.5, 3.0])
+def test_a_score_that_is_minus_infinity_has_no_weight(alpha):
+    scores = np.array([[-np.inf, -np.inf], [0.0, -np.inf], [-np.inf, 1.0]])
+    for made in (float, np.array):
+        np.testing.assert_array_equal(Entmax(made(alpha))(scores), [[0, 0], [1, 0], [0, 1]])
+
+
 def test_a_large_alpha_still_sums_to_one():
     for dtype in (np.float32, np.float64):
         found = Entmax(np.array(20.0, dtype))(SCORES.astype(dtype))

@@ -19,9 +19,10 @@ def logarithm(u: Array, c: Array, live: Live) -> tuple[Array, Array]:
     """log(1 + c u)/c where that has a value, else 0; and where that is. c broadcasts to u."""
     fw = of(u)
     xp, u = fw.xp, fw.keep(u, live)
+    never = u == -float("inf")
     u = fw.keep(u, xp.logical_not(u < FAR), FAR)
     x = c * u
-    some = xp.logical_not(x <= -1)
+    some = xp.logical_not(xp.logical_or(x <= -1, never))
     some = some if live is None else xp.logical_and(some, live)
     short = xp.abs(x) < NEAR
     y = fw.keep(x, short)
