@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from qkv.database.faults import Closed
 from qkv.serve import limits
 from qkv.serve.batch import Batches
 from qkv.serve.shelf import Shelf
@@ -82,6 +83,13 @@ def test_one_that_was_given_up_is_not_computed() -> None:
     assert (first.result(10), kept.result(10)) == ("A", "C")
     assert slow.seen[1] == ("x", ["c"])
     batches.close()
+
+
+def test_who_comes_late_is_told() -> None:
+    batches = Batches(Slow())
+    batches.close()
+    with pytest.raises(Closed, match="no longer served"):
+        batches.ask("x", "a")
 
 
 def test_many_at_a_time_get_each_its_own(client: TestClient, shelf: Shelf) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import qkv
-from tests.cli.run import run
+from tests.cli.run import HERE, run
 from tests.serve.process import serving
 
 
@@ -134,3 +136,12 @@ def test_a_port_that_is_taken_is_one_line(names: Path) -> None:
     with serving(names) as (url, _):
         code, _, err = run("serve", "--port", str(urlsplit(url).port))
     assert code == 2 and "in use" in err and len(err.splitlines()) == 1
+
+
+def test_without_its_packages_it_is_one_line() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from qkv.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve"], capture_output=True, text=True, env=HERE, check=False
+    )
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == "qkv: serve needs uvicorn: pip install 'qkv[serve]'\n"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from qkv.database.faults import Closed
 from qkv.serve import limits
 
 Answered = Callable[[Any, list[Any]], Sequence[Any]]
@@ -36,9 +37,13 @@ class Batches:
         found: Future[Any] = Future()
         with self._lock:
             self._waiting.setdefault(how, []).append((asked, size, found))
+            # Whoever is at work looks for more before it ends.
             if not self._busy:
+                try:
+                    self._thread.submit(self._work)
+                except RuntimeError:
+                    raise Closed("the database is no longer served") from None
                 self._busy = True
-                self._thread.submit(self._work)
         return found
 
     def _work(self) -> None:
