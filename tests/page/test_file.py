@@ -114,6 +114,21 @@ def test_no_other_script_runs_and_no_address_is_reached(page: Any, tmp_path: Pat
     assert page.title() != "owned" and reached is False
 
 
+def test_tabs_are_turned_by_arrow_keys(page: Any, tmp_path: Path) -> None:
+    opened(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "a.html")
+    one, two = (page.get_by_role("tab", name=name) for name in ("One", "Two"))
+    one.focus()
+    page.keyboard.press("ArrowRight")
+    assert two.get_attribute("aria-selected") == "true"
+    assert page.get_by_role("tabpanel", name="Two").get_by_test_id("query").input_value() == "2.5"
+    assert page.get_by_role("tabpanel", name="One").count() == 0  # it is hidden
+    page.keyboard.press("Home")
+    assert one.get_attribute("aria-selected") == "true"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.get_by_role("button", name="Your rows").evaluate("(e) => e.matches(':focus')")
+
+
 def test_the_same_page_is_the_same_file() -> None:
     D: Any = Database(NAMES)
     assert to_html(D.ask("Li")) == to_html(D.ask("Li"))

@@ -61,8 +61,9 @@ def _bundle(views: list[dict[str, Any]]) -> bytes:
     packed, buffers = pack(views)
     head = {"views": packed, "sizes": [len(x) for x in buffers]}
     text = json.dumps(head, ensure_ascii=False, allow_nan=False).encode()
+    whole = b"".join([struct.pack("<I", len(text)), text, *buffers])
     # Without the time, so that the same page is the same file.
-    return gzip.compress(b"".join([struct.pack("<I", len(text)), text, *buffers]), mtime=0)
+    return gzip.compress(whole, compresslevel=6, mtime=0)
 
 
 def _hash(text: str) -> str:
