@@ -396,7 +396,7 @@ def _backward(
             dq, dk, dv, dbias, dparameters = totals
             part = piece(call, rows, cols)
             live, keep = part.live, calls.dropped(call, part.block)
-            if cols.start in known:
+            if known and cols.start in known:  # a traced start has no hash
                 s, pull = known[cols.start], pulled(call, part.query, part.key)
             elif weighting.smooth:
                 s, pull = scores_of(part, rows)
