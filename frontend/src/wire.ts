@@ -54,7 +54,7 @@ function bytes(of: Bytes): Uint8Array {
 }
 
 /** JSON with `{"$": i, dtype, shape}` in it, and the bytes they refer to, as objects with tensors. */
-export function unpack(json: any, buffers: Bytes[], backend: Backend | null = null): any {
+export function unpack(json: any, buffers: Bytes[], backend: Pick<Backend, "call"> | null = null): any {
   if (Array.isArray(json)) return json.map((item) => unpack(item, buffers, backend));
   if (json === null || typeof json !== "object") return json;
   if (typeof json.$ === "number") {
@@ -146,11 +146,23 @@ export function server(base: string, headers: Record<string, string> = {}): Back
   };
 }
 
-/** A file's data: base64 of the gzip of [length of the JSON, u32][JSON][buffers, one after another]. */
-export async function opened(base64: string): Promise<{ views: Descriptor[] }> {
+async function squeezed(base64: string): Promise<ArrayBuffer> {
   const packed = new Blob([fromBase64(base64) as BlobPart]).stream();
-  const stream = packed.pipeThrough(new DecompressionStream("gzip"));
-  const all = await new Response(stream).arrayBuffer();
+  return new Response(packed.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
+/** What an element of the file holds; the file may still be on its way. */
+async function held(id: string): Promise<Uint8Array> {
+  if (!document.getElementById(id)?.nextElementSibling && document.readyState === "loading") {
+    await new Promise((done) => document.addEventListener("DOMContentLoaded", done, { once: true }));
+  }
+  return new Uint8Array(await squeezed(document.getElementById(id)?.textContent ?? ""));
+}
+
+/** A file's data: base64 of the gzip of [length of the JSON, u32][JSON][buffers, one after another].
+ *  Large buffers lie beside it, cut into parts. */
+export async function opened(base64: string): Promise<{ views: Descriptor[] }> {
+  const all = await squeezed(base64);
   const length = new DataView(all).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(all, 4, length)));
   let at = 4 + length;
@@ -158,5 +170,10 @@ export async function opened(base64: string): Promise<{ views: Descriptor[] }> {
     at += size;
     return new Uint8Array(all, at - size, size);
   });
-  return { views: unpack(head.views, buffers) };
+  const parts: Pick<Backend, "call"> = {
+    call: async (_, { buffer, start }) => ({
+      data: await held(`qkv-part-${buffer}-${Number(start) / head.parts[String(buffer)]}`),
+    }),
+  };
+  return { views: unpack(head.views, buffers, parts) };
 }

@@ -119,6 +119,23 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     assert page.locator("img").count() == 0
 
 
+def test_the_heads_of_a_large_model_are_opened_one_by_one(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.page.pack.LATE", 50)
+    weights = alpha(2, 2, 5, 5)
+    to_html(heads(weights, ["a", "b"]), tmp_path / "late.html")
+    assert (tmp_path / "late.html").read_text().count('id="qkv-part-') == 4
+    page.goto((tmp_path / "late.html").as_uri())
+    for i, j in np.ndindex(2, 2):
+        page.get_by_test_id(f"head-{i}-{j}").click()
+        due = weights[i, j, 0].max()
+        page.wait_for_function(
+            "([list, due]) => Math.abs(list.querySelector('.number').textContent - due) < 0.006",
+            arg=[page.get_by_test_id("head-bars").element_handle(), due],
+        )
+
+
 def test_a_large_head_is_read_cell_by_cell(page: Any, tmp_path: Path) -> None:
     n = 2048
     weights = np.zeros((1, 1, n, n))

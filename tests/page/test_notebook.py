@@ -20,7 +20,7 @@ import qkv
 from qkv.page.heads import heads
 D = qkv.Database({ROWS!r}, encoder="text")
 D.show()"""
-SECOND = f"""qkv.page.widget.LATE = 4  # so that weights wait in the kernel until they are looked at
+SECOND = f"""qkv.page.pack.LATE = 4  # so that weights wait in the kernel until they are looked at
 alpha = np.array([[[[0.75, 0.25], [0.0, 1.0]], [[0.5, 0.5], [0.5, 0.5]]]])
 qkv.show(heads(alpha, ["layer"], labels=["dog", {MARKUP!r}]), "I like {MARKUP}")"""
 

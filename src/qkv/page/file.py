@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from qkv.page.pack import pack
+from qkv.page.pack import late, pack
 
 _HTML = """<!doctype html>
 <html lang="en">
@@ -26,9 +26,10 @@ style-src 'unsafe-inline'; img-src data: blob:">
 <body>
 <noscript>{still}</noscript>
 <script type="application/octet-stream" id="qkv-page">{data}</script>
-<script type="module">{code}</script>
-</html>
+<script type="module" async>{code}</script>
+{parts}</html>
 """
+_PART = '<script type="application/octet-stream" id="qkv-part-{at}">{data}</script>\n'
 
 
 @cache
@@ -41,29 +42,41 @@ def page(views: list[dict[str, Any]], title: str, still: str = "") -> str:
     """The views as the text of an HTML file; `still` is what shows where scripts do not run.
 
     Data stand in it as base64, so that nothing in them can become markup, and the policy in its
-    head runs the one script that is ours and reaches no address.
+    head runs the one script that is ours and reaches no address. That starts at once; the heads of
+    a large model follow, to be opened one by one.
 
     >>> "</html>" in page([{"view": "scores", "title": "Scores", "data": {}}], "Scores")
     True
     """
-    code = module()
+    code, (data, parts) = module(), _bundle(views)
     return _HTML.format(
         module=_hash(code),
         title=html.escape(title),
         still=still,
-        data=base64.b64encode(_bundle(views)).decode("ascii"),
+        data=data,
         code=code,
+        parts="".join(_PART.format(at=at, data=part) for at, part in parts.items()),
     )
 
 
-def _bundle(views: list[dict[str, Any]]) -> bytes:
-    """gzip of [length of the JSON, u32][JSON][buffers]."""
+def _bundle(views: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
+    """[length of the JSON, u32][JSON][buffers], and parts of large buffers by number and place."""
     packed, buffers = pack(views)
-    head = {"views": packed, "sizes": [len(x) for x in buffers]}
+    sizes = late(packed, buffers)
+    parts = {
+        f"{i}-{k}": _squeezed(buffers[i][k * size : (k + 1) * size])
+        for i, size in sizes.items()
+        for k in range(len(buffers[i]) // size)
+    }
+    buffers = [b"" if i in sizes else x for i, x in enumerate(buffers)]
+    head = {"views": packed, "sizes": [len(x) for x in buffers], "parts": sizes}
     text = json.dumps(head, ensure_ascii=False, allow_nan=False).encode()
-    whole = b"".join([struct.pack("<I", len(text)), text, *buffers])
-    # Without the time, so that the same page is the same file.
-    return gzip.compress(whole, compresslevel=6, mtime=0)
+    return _squeezed(b"".join([struct.pack("<I", len(text)), text, *buffers])), parts
+
+
+def _squeezed(data: bytes) -> str:
+    """base64 of gzip; without the time, so that the same page is the same file."""
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
 
 
 def _hash(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 from qkv.answer import jsonable
 
 DTYPES = {"uint8": "u8", "uint16": "u16", "int32": "i32", "float32": "f32", "float64": "f64"}
+
+LATE = 2**22
+"""Bytes of a model's weights, beyond which a page opens them head by head."""
 
 
 def pack(thing: Any) -> tuple[Any, list[bytes]]:
@@ -45,3 +49,10 @@ def _known(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind == "f":
         return x.astype(np.float32 if x.dtype.itemsize < 4 else np.float64)
     return x.astype(np.uint8 if x.dtype.kind == "b" else np.float64)
+
+
+def late(views: list[Any], buffers: list[bytes]) -> dict[int, int]:
+    """The buffers that a page opens in parts, and the bytes of a part: a large model's heads."""
+    shown = [view["data"] for view in views if view["view"] == "model"]
+    models = [data["weights"] for data in shown if "weights" in data]
+    return {x["$"]: math.prod(x["shape"][-2:]) for x in models if len(buffers[x["$"]]) > LATE}

@@ -17,10 +17,7 @@ except ImportError:
 
 from qkv.page.calls import call
 from qkv.page.file import module
-from qkv.page.pack import pack
-
-LATE = 2**22
-"""Bytes of a model's weights, beyond which they are kept back until the page looks at a head."""
+from qkv.page.pack import late, pack
 
 
 class Page(anywidget.AnyWidget):  # type: ignore[misc]
@@ -34,10 +31,9 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
         self, views: list[dict[str, Any]], databases: Mapping[str, Any] | None = None
     ) -> None:
         packed, self.whole = pack(views)
-        models = [view["data"] for view in packed if view["view"] == "model"]
-        late = {data["weights"]["$"] for data in models if "weights" in data}
-        late = {i for i in late if len(self.whole[i]) > LATE}
-        buffers = [b"" if i in late else x for i, x in enumerate(self.whole)]
+        # What is large stays here until the page looks at a part of it.
+        parts = late(packed, self.whole)
+        buffers = [b"" if i in parts else x for i, x in enumerate(self.whole)]
         super().__init__(views=packed, buffers=buffers)
         self.databases = dict(databases or {})
         self.on_msg(lambda _, message, __: self.send(*self.answer(message)))
