@@ -121,7 +121,8 @@ async def _called(shelf: Shelf, route: Route, given: Given) -> Any:
 
 async def _timed(call: Any) -> Any:
     try:
-        return await asyncio.wait_for(call, limits.SECONDS)
+        async with asyncio.timeout(limits.SECONDS):
+            return await call
     except TimeoutError:
         raise Refused(503, f"this took longer than {limits.SECONDS:g} seconds, the limit") from None
 
