@@ -29,15 +29,15 @@ export interface Grid {
 const SIDE = 56;
 
 export const STYLE = `
-.heads { display: grid; gap: 0.35rem 0.2rem; padding: 2px; width: max-content; align-items: end; }
+.heads { display: grid; gap: 0.35rem 0.15rem; padding: 2px; width: fit-content; max-width: 100%; align-items: end; }
 .heads-row, .heads-col { color: var(--soft); font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 .heads-row { align-self: center; padding-inline-end: 0.5rem; white-space: nowrap; }
 .heads-col { text-align: center; max-width: 4rem; line-height: 1.2; justify-self: center; }
-.heads button { padding: 3px; display: grid; gap: 2px; justify-items: center; border-color: transparent; }
+.heads button { padding: 3px 1px; display: grid; grid-template-columns: minmax(0, 1fr); gap: 2px; justify-items: center; border-color: transparent; }
 .heads button[aria-pressed="true"] { border-color: var(--accent); outline: 1px solid var(--accent); }
-.heads canvas { width: var(--side); height: var(--side); object-fit: contain; image-rendering: pixelated; background: var(--raised); }
-.heads .entropy { display: inline-flex; gap: 0.3rem; align-items: center; font-size: 0.75rem; color: var(--soft); font-variant-numeric: tabular-nums; }
-.heads .entropy i { width: 0.7rem; height: 0.7rem; border: 1px solid var(--line); border-radius: 2px; }
+.heads canvas { width: var(--side); max-width: 100%; height: auto; aspect-ratio: 1; object-fit: contain; image-rendering: pixelated; background: var(--raised); }
+.heads .entropy { display: inline-flex; gap: 0.2rem; align-items: center; font-size: 0.7rem; color: var(--soft); font-variant-numeric: tabular-nums; }
+.heads .entropy i { width: 0.6rem; height: 0.6rem; flex: none; border: 1px solid var(--line); border-radius: 2px; }
 `;
 
 /** The grid, and what takes it away. */
@@ -109,7 +109,7 @@ export function grid(of: Grid): { element: HTMLElement; destroy(): void } {
       role: "group",
       "aria-label": "Heads: arrow keys move between them",
       style: {
-        "grid-template-columns": `max-content repeat(${of.cols.length}, max-content)`,
+        "grid-template-columns": `max-content repeat(${of.cols.length}, minmax(2.6rem, max-content))`,
         "--side": `${side}px`,
       },
       on: { keydown: step },
