@@ -136,9 +136,19 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
         for i, j in np.ndindex(*due.shape):
             assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
 
+    def read(at: Any) -> None:
+        sentence(at)
+        due = call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
+        assert due["words"] == due["tokens"]
+        at.get_by_test_id("sentence-model").select_option("minilm")
+        at.get_by_test_id("head-5-11").wait_for(timeout=60_000)
+        row = due["weights"].reshape(-1, *due["weights"].shape[2:])[due["first"], 0]
+        for j, weight in enumerate(row):
+            assert number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
+
     with at_work(shelved(tmp_path), Access()) as url:
         page.goto(url)
-        toured(page, database=names, model=minilm)
+        toured(page, database=names, sentence=read, model=minilm)
         page.goto("about:blank")
 
 
