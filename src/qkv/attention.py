@@ -349,6 +349,7 @@ def over(
             "of jit, compile or tf.function"
         )
     score, weighting = resolved(score, weighting, None)
+    weighting = weighting.among(rows.key.shape[0])
     score = _readable(rows, query, score, tolerance)
     with fw.quiet():
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
@@ -374,6 +375,7 @@ def weigh(
     array([[1., 0.]])
     """
     score, weighting = resolved(score, weighting, None)
+    weighting = weighting.among(rows.key.shape[0])
     with framework("numpy").quiet():
         if matches is None:
             matches = stored.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]

@@ -205,3 +205,16 @@ def test_the_mean_of_equal_vectors_is_theirs(dtype):
     vector = np.array([0.1, -3.0, 1e4], dtype)
     made = qkv.Database(zip(map("key {}".format, range(40)), [vector] * 40, strict=True))
     np.testing.assert_array_equal(made.ask("key 5").value, vector)
+
+
+def test_more_than_there_are_takes_no_room():
+    """The state of top k has room for k, which would be more than any memory."""
+    pay = qkv.Database([(2.9, 61.0), (3.2, 70.0), (3.4, 76.0)])
+    all_of_it = weightings.TopK(10**12)
+    np.testing.assert_allclose(
+        pay.ask(3.3, weighting=all_of_it).weights, pay.ask(3.3, weighting="softmax").weights
+    )
+    query = np.array([[3.3]])
+    np.testing.assert_allclose(
+        pay.attend(query, weighting=all_of_it), pay.attend(query, weighting="softmax")
+    )

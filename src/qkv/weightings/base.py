@@ -119,6 +119,10 @@ class Weighting(tree.Record):
         """The weights by which a gradient reaches the values."""
         return weight
 
+    def among(self, count: int) -> Weighting:
+        """The weighting that gives the same where there are no more keys than this."""
+        return self
+
     def search(self, fold: Fold) -> State:
         """What must be known of a row before its values are pooled."""
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import ClassVar
 
@@ -124,6 +124,9 @@ class TopK(Exponential):
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
             raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
+
+    def among(self, count: int) -> TopK:
+        return self if self.k <= count else replace(self, k=max(count, 1))
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return Softmax().weights(scores, self.mask(scores, live, k), k)
