@@ -233,10 +233,21 @@ def _shares(rows: list[Row]) -> list[Share]:
     """The weight of each value, heaviest first."""
     total: dict[Any, list[Any]] = {}
     for row in rows:
-        mark = row.value if type(row.value) is str else cells.dumps({"value": row.value}).encode()
-        total.setdefault(mark, [row.value, 0.0])[1] += row.weight
+        total.setdefault(_mark(row.value), [row.value, 0.0])[1] += row.weight
     found = [Share(value, weight) for value, weight in total.values()]
     return sorted(found, key=lambda share: -share.weight)
+
+
+def _mark(value: Any) -> Any:
+    """What two values have in common if they are the same."""
+    if type(value) is str:
+        return value
+    if type(value) is dict and _SIMPLE.issuperset(map(type, value.values())):
+        return tuple((type(x), x) for x in value.values())
+    return cells.dumps({"value": value}).encode()
+
+
+_SIMPLE = {str, int, bool, type(None)}
 
 
 def _largest(x: np.ndarray, k: int) -> Any:
