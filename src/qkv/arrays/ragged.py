@@ -187,6 +187,27 @@ class Wide:
         scale = None if self.scale is None else self.scale[rows]
         return Wide(self.dense[rows], self.vectors[rows], self.asked, scale)
 
+    def inner(self, query: np.ndarray) -> np.ndarray:
+        """Dot products with queries (n, d + w + 1), without this array: (n, m).
+
+        >>> one = sparse(np.array([0, 0]), np.array([5, 9]), np.array([3.0, 4.0]), 1)
+        >>> wide = Wide(np.ones((1, 2)), one, np.array([5], np.uint32))
+        >>> wide.inner(np.array([[1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])).tolist()
+        [[8.0], [4.0]]
+        """
+        width = self.dense.shape[1]
+        out: np.ndarray = query[:, :width] @ self.dense.astype(query.dtype, copy=False).T
+        if self.scale is not None:
+            out *= self.scale
+        if query[:, -1].any():
+            beside = columns(self.vectors, self.asked)
+        else:
+            beside = np.zeros((len(self), query.shape[1] - width), np.float32)
+            row, column, at = found(self.vectors, self.asked)
+            beside[row, column] = numbers(self.vectors)[at]
+        out += query[:, width:] @ beside.T.astype(query.dtype, copy=False)
+        return out
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         out = np.empty(self.shape, np.float32 if dtype is None else dtype)
         width = self.dense.shape[1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import of
+from qkv.arrays.ragged import Wide
 from qkv.arrays.rows import Cut, Reader, Rows, Weighed
 from qkv.engines import call as calls
 from qkv.engines import streaming
@@ -65,8 +66,16 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     if kept is None and type(score).aside is not Score.aside:
         aside = np.full(m, np.nan, query.dtype)
 
+    form = score.form(query, query[:1]) if score.linear else None
+    moved = None if form is None else form.query * form.scale
+
     def fill(cut: Cut) -> None:
         block: Any = call and calls.place(call, calls.all_rows(call), cut)  # type: ignore[arg-type]
+        wide, live = cut.stored.key, cut.stored.live
+        if moved is not None and isinstance(wide, Wide):
+            some = wide if live is None else wide[live]
+            out[:, cut.start : cut.start + cut.size] = some.inner(moved)
+            return
         key, scale = cut.stored.scaled() if score.linear else (cut.key(), None)
         key, at = key.astype(query.dtype, copy=False), slice(cut.start, cut.start + cut.size)
         if aside is not None and kept is None:
