@@ -6,6 +6,7 @@ drawn, and one head of 2,048 × 2,048 panned and zoomed.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def rows():
             page.close()
         mib = many.stat().st_size / 2**20
         work = f"page: 12 × 12 heads × {n}², a file of {mib:.0f} MiB, until drawn"
-        yield measured(work, min(times), "≤ 2 s", 2000)
+        yield measured(work, statistics.median(times), "≤ 2 s", 2000)
 
         n = size(2048, 256)
         large = Path(folder) / "large.html"
