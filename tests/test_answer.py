@@ -100,6 +100,7 @@ def test_json():
         "effective_rows": pytest.approx(1.754765),
         "total": 2,
         "missing": 0,
+        "exact": False,
         "engine": "scan",
     }
 

@@ -17,6 +17,10 @@ from qkv.errors import ArgumentError, CombinationError, printable
 from qkv.frames import frame
 from qkv.shown import Shown
 
+EXACT = "The query is a key itself, which decides"
+DECIDES = 0.9
+"""The weight of a key from which it does."""
+
 BAR = 24
 """Cells of the longest bar in the terminal."""
 LEAST = 0.0005
@@ -111,6 +115,13 @@ class Answer(Shown):
         return self._spread()
 
     @property
+    def exact(self) -> bool:
+        """Whether the query is a text that is a key, to the letter, and has nearly all weight."""
+        if not isinstance(self.query, str):
+            return False
+        return sum(row.weight for row in self.rows if row.key == self.query) > DECIDES
+
+    @property
     def effective_rows(self) -> float:
         return math.exp(self.entropy) if self.rows else 0.0
 
@@ -145,6 +156,8 @@ class Answer(Shown):
             )
             + "."
         ]
+        if self.exact:
+            parts.append(f"{EXACT}.")
         effective = self.effective_rows
         parts.append(
             f"As many rows as {effective:,.1f} of equal weight took part: {self.sureness}."
@@ -202,6 +215,7 @@ class Answer(Shown):
             "effective_rows": self.effective_rows,
             "total": self.total,
             "missing": self.missing,
+            "exact": self.exact,
             "engine": self.engine,
         }
 
@@ -248,6 +262,8 @@ class Answer(Shown):
         if more > 0 and rest >= LEAST:
             rows = f"{more:,} more row{'s' if more > 1 else ''}"
             lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {rows}")
+        if self.exact:
+            lines.append(f"  {EXACT}")
         left = f"; {self._left_out} left out" if self.missing else ""
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])

@@ -71,6 +71,20 @@ def joined(parts: Sequence[Ragged]) -> Ragged:
     return Ragged(np.concatenate([part.flat for part in own]), np.cumsum(lengths))
 
 
+def abreast(one: Ragged, two: Ragged) -> Ragged:
+    """Each row of one, and after it the same row of two.
+
+    >>> part = Ragged(np.array([7, 8, 9]), np.array([0, 2, 3]))
+    >>> [row.tolist() for row in abreast(part, part).split()]
+    [[7, 8, 7, 8], [9, 9]]
+    """
+    lengths = [np.diff(part.starts) for part in (one, two)]
+    row = np.concatenate([np.repeat(np.arange(len(one)), some) for some in lengths])
+    flat = np.concatenate([one.own().flat, two.own().flat])
+    starts = np.concatenate([[0], np.cumsum(sum(lengths))])
+    return Ragged(flat[np.argsort(row, kind="stable")], starts)
+
+
 def sparse(row: np.ndarray, place: np.ndarray, number: np.ndarray, count: int) -> Ragged:
     """`count` vectors in 2³² dimensions, of which these numbers (t,) are not 0, in the order of
     their rows: each entry has its place in the high half of 64 bits and a float32 in the low.

@@ -147,8 +147,9 @@ def test_few_keys_are_not_fitted_to() -> None:
     keys = [f"key {i}" for i in range(63)]
     assert Text().fit(keys) == Text()
     before, after = (made.sparse(keys) for made in (Text(), Text().fit([*keys, "one more"])))
-    assert before is not None and not len(before.flat)
-    assert after is not None and len(after.flat) == 2 * len(keys)
+    # Two places of each are those of the whole text.
+    assert before is not None and len(before.flat) == 2 * len(keys)
+    assert after is not None and len(after.flat) == 4 * len(keys)
 
 
 def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None:
@@ -158,6 +159,9 @@ def test_the_temperature_is_fitted_and_kept(books: list[dict[str, str]]) -> None
     assert made.score(300) == ScaledDot(made.sharp * sharpness(300))
     assert load(made.settings(), made.arrays()) == made
     assert Text().fit(["same"] * 100).sharp > 0
+
+
+NAMED = ("kind", "names", "weights", "heads", "half")
 
 
 def test_settings_of_before_mean_what_they_meant() -> None:
@@ -172,6 +176,41 @@ def test_settings_of_before_mean_what_they_meant() -> None:
     )
     texts = ["The Alchemist", "a shepherd and his treasure"]
     np.testing.assert_array_equal(found.encode(texts), Text().encode(texts))
+
+
+def decided(D: qkv.Database, query: str) -> None:
+    answer = D.ask(query)
+    own = [i for i, key in enumerate(D) if key == query]
+    assert answer.exact and answer.to_dict()["exact"] and answer.weights[own].sum() > 0.999
+    line = "The query is a key itself, which decides"
+    assert f"\n  {line}\n" in str(answer) and f" {line}. " in answer.explain()
+
+
+def test_an_exact_key_decides(books: list[dict[str, str]]) -> None:
+    titles = [book["title"] for book in books]
+    # A longer one that has all its words twice, and letters and meaning nearly alike.
+    keys = [*titles, "Emma Emma", "emma", "Emma.", "Emma!", "Emma's", "EMMA", "Emma"]
+    value = np.arange(float(len(keys)))[:, None]
+    D = qkv.Database(keys, value)
+    for title in (*titles[::60], "Emma.", "EMMA"):
+        decided(D, title)
+        np.testing.assert_allclose(
+            D.attend([title])[0],
+            value[[i for i, k in enumerate(keys) if k == title]].mean(axis=0),
+            atol=0.01,
+        )
+    two = [i for i, key in enumerate(keys) if key == "Emma"]
+    assert len(two) == 2
+    decided(D, "Emma")
+    np.testing.assert_allclose(D.ask("Emma").weights[two], 0.5, atol=1e-3)
+    assert not D.ask("emma ").exact and "decides" not in str(D.ask("Ema"))
+    assert not D.ask("Emma", where=lambda row: row["key"] != "Emma").exact
+
+
+def test_an_exact_key_decides_among_few() -> None:
+    names = ["Zhang", "Lipton", "Li", "Lee", "Hu", "Werness"]
+    decided(qkv.Database(names, names), "Li")
+    assert not qkv.Database({1.0: 2.0, 3.0: 4.0}).ask(1.0).exact
 
 
 def test_a_database_that_grows_is_fitted(tmp_path: Path) -> None:

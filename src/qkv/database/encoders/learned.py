@@ -14,6 +14,7 @@ from qkv.arrays.ragged import sparse as sparse_of
 from qkv.database.encoders.base import Encoder, batch, sharpness, under, unit
 from qkv.database.encoders.heads import Heads, together
 from qkv.database.encoders.lexical import Lexical
+from qkv.database.encoders.text import Text
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot, Score
 
@@ -186,7 +187,8 @@ class Learned(Encoder):
         if not any(is_sparse(head) for head, _ in leaves(self.base)):
             return None
         side = "query" if query else "key"
-        return self.beside(features(self.base, batch(keys), side, is_sparse), side)
+        found = self.beside(features(self.base, batch(keys), side, is_sparse), side)
+        return self.base.decided(found, keys) if isinstance(self.base, Text) else found
 
     def _head(self, keys: Sequence[Any], query: bool) -> np.ndarray:
         return self._vectors(keys, "query" if query else "key")

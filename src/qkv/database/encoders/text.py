@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arrays.ragged import Ragged, abreast, sparse
 from qkv.database.encoders.base import Encoder, batch, sharpness, texts
 from qkv.database.encoders.calibrate import calibrated
 from qkv.database.encoders.characters import Characters
@@ -21,8 +23,11 @@ from qkv.scores import ScaledDot, Score
 OLDER = 0.8
 """What words counted before a store said so."""
 
-OWN = ("half", "sharp", "rare", "flat")
+OWN = ("half", "sharp", "rare", "flat", "exact")
 """The fields that are numbers."""
+
+PLACES = 2
+"""Places of a whole text: where another shares one of them, that is not enough to decide."""
 
 ENOUGH = 64
 """Keys from which it is fitted: fewer say little of which words are rare."""
@@ -30,7 +35,7 @@ ENOUGH = 64
 
 @dataclass(frozen=True)
 class Text(Heads):
-    """s(q, k) = √(c_q c_k) cos_letters + √((1 − c_q)(1 − c_k)) cos_meaning + `rare` · lexical.
+    """s = √(c_q c_k) cos_letters + √((1−c_q)(1−c_k)) cos_meaning + `rare` lexical + `exact` [q=k].
 
     c = 1 / (1 + length/half) is the part of the letters: they tell names and titles apart, slips
     included, where a sentence is known by its words. At `half` letters both count the same. The
@@ -38,7 +43,8 @@ class Text(Heads):
     temperature is fitted too, so that the heaviest weight is about the chance that its row is
     right: scores are stretched `sharp` e^(−`flat` r²) times as much as by the number of rows alone,
     where r is the share of the query that is in words of some key (`Lexical.known`). What has only
-    letters to go by differs by less.
+    letters to go by differs by less. And a query that is a key, to the letter, decides: it has two
+    places of its own in the sparse vectors, by its digest.
 
     >>> keys = ["The Alchemist", "A shepherd travels to Egypt in search of a treasure"]
     >>> encoder = Text()
@@ -52,6 +58,7 @@ class Text(Heads):
     sharp: float = 1.0
     rare: float = 2.0
     flat: float = 0.6
+    exact: float = 1.0
     kind: ClassVar[str] = "text"
 
     def __post_init__(self) -> None:
@@ -66,7 +73,7 @@ class Text(Heads):
             raise ArgumentError(f"Text: half must be above 0, not {self.half!r}")
         if not self.sharp > 0:
             raise ArgumentError(f"Text: sharp must be above 0, not {self.sharp!r}")
-        for name in ("rare", "flat"):
+        for name in ("rare", "flat", "exact"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ArgumentError(f"Text: {name} must be 0 or more, not {getattr(self, name)!r}")
 
@@ -79,6 +86,23 @@ class Text(Heads):
             return self
         made = replace(self, heads=tuple(head.fit(keys) for head in self.heads), sharp=1.0)
         return replace(made, sharp=calibrated(made, texts(keys)))
+
+    def sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:
+        return self.decided(super().sparse(keys, query), keys)
+
+    def decided(self, found: Ragged | None, keys: Sequence[Any]) -> Ragged | None:
+        """Sparse vectors of keys or queries, with the places of the whole texts after them."""
+        if found is None or not self.exact:
+            return found
+        codes = [
+            blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4 * PLACES).digest()
+            for text in texts(keys)
+        ]
+        row = np.repeat(np.arange(len(codes)), PLACES)
+        number = np.full(len(row), math.sqrt(self.exact / PLACES))
+        return abreast(
+            found, sparse(row, np.frombuffer(b"".join(codes), "<u4"), number, len(codes))
+        )
 
     def _known(self, queries: Sequence[Any]) -> np.ndarray:
         """r of each query, (n,)."""
@@ -110,7 +134,7 @@ class Text(Heads):
         cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
     ) -> Text:
         heads = Heads.restore(settings, arrays, given)
-        told = {"sharp": 1.0, "rare": OLDER, "flat": 0.0} | {
+        told = {"sharp": 1.0, "rare": OLDER, "flat": 0.0, "exact": 0.0} | {
             name: settings[name] for name in OWN if name in settings
         }
         return cls(heads.heads, heads.weights, heads.names, **told)
