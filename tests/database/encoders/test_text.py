@@ -189,7 +189,7 @@ def decided(D: qkv.Database, query: str) -> None:
 def test_an_exact_key_decides(books: list[dict[str, str]]) -> None:
     titles = [book["title"] for book in books]
     # A longer one that has all its words twice, and letters and meaning nearly alike.
-    keys = [*titles, "Emma Emma", "emma", "Emma.", "Emma!", "Emma's", "EMMA", "Emma"]
+    keys = [*titles, "Emma", "Emma Emma", "emma", "Emma.", "Emma!", "Emma's", "EMMA", "Emma"]
     value = np.arange(float(len(keys)))[:, None]
     D = qkv.Database(keys, value)
     for title in (*titles[::60], "Emma.", "EMMA"):
