@@ -47,14 +47,8 @@ class Client:
 
     @overload
     def ask(self, name: str, query: Shaped, **options: Unpack[Asking]) -> Any: ...
-
-    # Each is a method of `Remote`, and of `Database`, which say more.
-
     @overload
     def ask(self, name: str, query: list[Any], **options: Unpack[Asking]) -> list[Answer]: ...
-
-    # Each is a method of `Remote`, and of `Database`, which say more.
-
     @overload
     def ask(self, name: str, query: Any, **options: Unpack[Asking]) -> Answer: ...
     def ask(self, name: str, query: Any, **options: Any) -> Any:

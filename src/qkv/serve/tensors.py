@@ -33,8 +33,6 @@ DTYPES: dict[str, str] = {
 }
 """Datatypes by name; an array of BYTES holds `bytes`."""
 
-NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
-
 
 class Tensor(NamedTuple):
     """An output: its datatype, and its elements as an array of the shape that they have."""
