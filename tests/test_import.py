@@ -8,18 +8,22 @@ import time
 import qkv
 
 HEAVY = [
+    "anywidget",
     "jax",
     "keras",
     "matplotlib",
     "mxnet",
     "onnx",
     "pandas",
+    "prometheus_client",
     "safetensors",
     "scipy",
+    "starlette",
     "tensorflow",
     "torch",
     "transformers",
     "typer",
+    "uvicorn",
 ]
 
 

@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 import weakref
 from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +72,7 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
 
 def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
     """The versions of a database, the oldest first."""
-    found = chosen(args, known).versions()
-    fields = ("number", "time", "what", "added", "removed", "rows")
-    return [{name: getattr(version, name) for name in fields} for version in found]
+    return [asdict(version) for version in chosen(args, known).versions()]
 
 
 def upload(args: Args, known: Databases) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from qkv.answer import Answer
 from qkv.database import spelled
 from qkv.errors import ArgumentError
+from qkv.page import tables
 from qkv.serve import limits, wire
 from qkv.serve.bodies import (
     ADD,
@@ -29,18 +31,14 @@ from qkv.serve.bodies import (
     record,
 )
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import Kept, Shelf, options
-
-VERSION = ("number", "time", "what", "added", "removed", "rows")
+from qkv.serve.shelf import Kept, Shelf, few, options
 
 
 async def ask(shelf: Shelf, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query = how.pop("query")
     more = [name for name in ("weights", "spread") if how.pop(name, False)]
-    size = kept.size(query)
-    if size > limits.QUERIES:
-        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {size:,}")
+    size = few(kept.size(query))
     answers, single = await asyncio.wrap_future(kept.batches.ask(wire.dumps(how), query, size))
     told = [wire.told(answer, given.exactly) for answer in answers]
     if more:
@@ -60,8 +58,7 @@ def attend(shelf: Shelf, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query, version = how.pop("query"), how.pop("at", None)
     queries, single = kept.queries(query)
-    if len(queries) > limits.QUERIES:
-        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {len(queries):,}")
+    few(len(queries))
     value = kept.at(version).attend(queries, **options(how))
     return {"value": value[0] if single else value}
 
@@ -164,8 +161,7 @@ def _now(kept: Kept) -> dict[str, Any]:
 
 def versions(shelf: Shelf, given: Given) -> Any:
     found = given.kept.database.versions()
-    told = [{name: getattr(version, name) for name in VERSION} for version in found]
-    return {"name": given.kept.name, "versions": told}
+    return {"name": given.kept.name, "versions": [asdict(version) for version in found]}
 
 
 def info(shelf: Shelf, given: Given) -> Any:
@@ -186,13 +182,7 @@ def databases(shelf: Shelf, given: Given) -> Any:
 
 
 def _short(kept: Kept) -> dict[str, Any]:
-    about = kept.database.info()
-    named = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
-    return {
-        "name": kept.name,
-        **{name: about[name] for name in named},  # type: ignore[literal-required]
-        "uploaded": kept.uploaded,
-    }
+    return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
 
 
 def health(shelf: Shelf, given: Given) -> Any:

@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from qkv.answer import Answer, jsonable
 from qkv.errors import ArgumentError
-from qkv.serve import limits, tensors
+from qkv.serve import tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, record
 from qkv.serve.fit import fault
-from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import Kept, Shelf
+from qkv.serve.route import Given, Route
+from qkv.serve.shelf import Kept, Shelf, few
 from qkv.serve.tensors import Tensor
 
 LENGTH = "inference-header-content-length"
@@ -78,8 +78,7 @@ def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any
         raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
     tensors.wanted(request, _outputs(kept))
     how, queries = _how(request), _queries(kept, inputs["query"])
-    if len(queries) > limits.QUERIES:
-        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {len(queries):,}")
+    few(len(queries))
     return request, how, queries
 
 
@@ -133,18 +132,18 @@ def _queries(kept: Kept, given: np.ndarray) -> Any:
         except UnicodeDecodeError:
             raise ArgumentError("query: BYTES must be text in UTF-8") from None
         return cells
-    if given.ndim == 2 and kept.about().info["key_kind"] != "number":
+    if given.ndim == 2 and kept.about().kind != "number":
         return given.astype(float)
     return given.reshape(-1).tolist()
 
 
 def _input(kept: Kept) -> dict[str, Any]:
     about = kept.about()
-    if about.info["key_kind"] == "vector":
+    if about.kind == "vector":
         return {"name": "query", "datatype": "FP32", "shape": [-1, len(about.key)]}
     return {
         "name": "query",
-        "datatype": "FP64" if about.info["key_kind"] == "number" else "BYTES",
+        "datatype": "FP64" if about.kind == "number" else "BYTES",
         "shape": [-1],
     }
 

@@ -42,6 +42,7 @@ class About(NamedTuple):
 
     @property
     def kind(self) -> str | None:
+        """The kind of the keys."""
         return self.info["key_kind"]
 
 
@@ -112,12 +113,13 @@ class Kept:
     def _answers(self, how: str, asked: list[Any]) -> list[Any]:
         """For each ask its answers and whether it is a single one, or the error that is its own."""
         try:
-            database, options = self._options(wire.restored(json.loads(how)))
+            told = wire.restored(json.loads(how))
+            database, built = self.at(told.pop("at", None)), options(told)
             each = [self.queries(given) for given in asked]
             many: Any = [query for queries, _ in each for query in queries]
             if isinstance(each[0][0], np.ndarray):
                 many = np.stack(many) if many else many
-            answers: list[Answer] = database.ask(many, **options) if len(many) else []
+            answers: list[Answer] = database.ask(many, **built) if len(many) else []
         except Exception as error:
             if len(asked) == 1:
                 return [error]
@@ -128,13 +130,17 @@ class Kept:
             start += len(queries)
         return found
 
-    def _options(self, how: dict[str, Any]) -> tuple[Database, dict[str, Any]]:
-        return self.at(how.pop("at", None)), options(how)
-
     def close(self) -> None:
         self.batches.close()
         self.writing.shutdown(wait=True)
         self.database.close()
+
+
+def few(queries: int) -> int:
+    """So many queries, where one request may ask them."""
+    if queries > limits.QUERIES:
+        raise Refused(413, f"query: at most {limits.QUERIES:,} at a time, not {queries:,}")
+    return queries
 
 
 def options(how: dict[str, Any]) -> dict[str, Any]:
