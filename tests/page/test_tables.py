@@ -41,6 +41,17 @@ def test_other_columns(known: dict[str, Any]) -> None:
     assert [one["name"] for one in call("databases", {}, known)] == ["students", "by"]
 
 
+def test_the_first_rows(known: dict[str, Any]) -> None:
+    bo = {"name": "Bo", "major": "law", "year": 2}
+    assert call("rows", {"database": "students", "where": "year > 1"}, known) == [bo]
+    known["students"].remove("Ann")
+    assert call("rows", {"database": "students"}, known) == [bo]
+    past = call("rows", {"database": "students", "at": 1, "where": ""}, known)
+    assert [row["name"] for row in past] == ["Ann", "Bo"]
+    known["many"] = qkv.Database({i: [i, 0.5] for i in range(50)})
+    assert [row["key"] for row in call("rows", {"database": "many"}, known)] == list(range(10))
+
+
 def test_versions(known: dict[str, Any]) -> None:
     known["students"].remove("Ann")
     assert [v["rows"] for v in call("versions", {"database": "students"}, known)] == [2, 1]

@@ -73,6 +73,17 @@ def test_the_served_databases_are_shown(page: Any, url: str, own: Shelf) -> None
 def test_a_served_database_is_asked(page: Any, url: str, own: Shelf) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
+    books = own.databases["books"].database
+    first = next(books.rows())
+    page.get_by_test_id("data-first-0-title").wait_for()
+    assert page.get_by_test_id("data-first-0-title").inner_text() == first["title"]
+    query = page.get_by_test_id("data-query")
+    assert first["title"] in query.get_attribute("placeholder")
+    assert query.evaluate("it => it.getRootNode().activeElement === it")
+    page.get_by_test_id("data-where").fill("year < 1850")
+    early = next(books.rows(where="year < 1850"))["title"]
+    page.get_by_test_id("data-first-0-title").filter(has_text=early).wait_for()
+    page.get_by_test_id("data-where").fill("")
     page.get_by_test_id("data-query").fill("Ulises")
     page.get_by_test_id("data-row-0-weight").wait_for()
     expected = own.databases["books"].database.ask("Ulises", top=10)

@@ -20,6 +20,9 @@ export interface Asked {
   where: string;
   at: number | null;
 }
+/** Rows that are looked at before anything is asked. */
+export type Look = Pick<Asked, "where" | "at">;
+export type Row = Record<string, unknown>;
 export interface Found {
   value: unknown;
   rows: { key: unknown; value: unknown; weight: number }[];
@@ -35,7 +38,7 @@ export interface Version {
   rows: number;
 }
 
-/** Rows that an answer names. */
+/** Rows that an answer names, and that are shown before one. */
 const TOP = 10;
 /** What a browser reads itself: rows, each a vector of up to a thousand numbers. */
 const MOST = 5000;
@@ -47,6 +50,8 @@ export interface Source {
   whole: boolean;
   formats: string[];
   ask(of: About, asked: Asked): Promise<Found>;
+  /** The first rows, all columns of each. */
+  rows(of: About, look: Look): Promise<Row[]>;
   /** The same rows by other columns; no value: all that are not the key. */
   by(of: About, key: string, value: string | null): Promise<About>;
   versions(of: About): Promise<Version[]>;
@@ -89,6 +94,7 @@ export function remote(backend: Backend, given: About[]): Source {
         score: asked.score || null,
         where: asked.where.trim() || null,
       }),
+    rows: (of, look) => backend.call("rows", { ...look, database: of.name, where: look.where.trim() || null }),
     async by(of, key, value) {
       const name = own.has(of.name) ? of.name : named(`${of.name}-by-${key}`, () => false);
       const columns = { key: [key], ...(value === null ? {} : { value: [value] }) };
@@ -138,6 +144,7 @@ export function local(): Source {
         explained: `${share ? `Of ${found.total} rows, ${share}` : ""}Computed in this page, which compares letters and numbers.`,
       };
     },
+    rows: async (of) => tables.get(of.name)!.rows.slice(0, TOP),
     async by(of, key, value) {
       const about = { ...of, key: [key], value: value === null ? of.columns.filter((name) => name !== key) : [value] };
       source.about = source.about.map((one) => (one.name === of.name ? about : one));

@@ -1,12 +1,12 @@
 /** A table of one's own: upload it, or open one that is served, choose its columns, ask it. */
 
-import { type About, type Found, local, remote } from "../data/source";
+import { type About, type Found, type Row, local, remote } from "../data/source";
 import { fixed, h, labelled, put, select } from "../dom";
 import { percent, rounded } from "../numbers";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [
-  ["", "as the encoder says"],
+  ["", "encoder’s own"],
   ["cosine", "cosine"],
   ["gaussian", "Gaussian"],
   ["laplace", "Laplace"],
@@ -24,19 +24,39 @@ const WEIGHTINGS: [string, string][] = [
 const REST = "";
 /** Milliseconds without a key pressed, before it is asked. */
 const PAUSE = 250;
+/** Letters up to which a key is an example of a query. */
+const LONG = 40;
 
 const STYLE = `
-.data .drop { border: 2px dashed var(--line); border-radius: var(--radius); padding: 1rem; display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; align-items: end; margin-bottom: 1.25rem; }
+.data .drop { border: 2px dashed var(--line); border-radius: var(--radius); padding: 1rem; display: flex; flex-wrap: wrap; gap: 0.75rem 1.5rem; align-items: start; margin-bottom: 1.25rem; }
 .data .drop.over { border-color: var(--accent); background: var(--wash); }
 .data .drop > * { flex: 1 1 14rem; }
+.data .file { position: relative; }
+.data .file input { position: absolute; inset: 0; width: 100%; height: 100%; opacity: 0; cursor: pointer; font-size: 0; }
+.data .file .face { display: block; border: 1px solid var(--line); border-radius: var(--radius); padding: 0.4rem 0.8rem; background: var(--paper); text-align: center; }
+.data .file:hover .face { border-color: var(--soft); }
+.data .file input:focus-visible + .face { outline: 3px solid var(--accent); outline-offset: 1px; }
+.data .controls { grid-template-columns: repeat(auto-fill, minmax(min(13rem, 100%), 1fr)); }
 .data .query input { font-size: 1.2rem; font-weight: 600; }
 .data .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; }
 .data td.wide { overflow-wrap: anywhere; }
 .data .controls { align-items: start; }
+.data .first td { vertical-align: top; }
+.data input::placeholder { font-weight: 400; color: var(--soft); }
+@container page (max-width: 44rem) { .data .controls { grid-template-columns: repeat(auto-fill, minmax(min(9rem, 100%), 1fr)); } }
 .data .query { margin-bottom: 1.25rem; }
 .data th.number { width: 4.5rem; }
 .data th.share { width: 25%; }
 `;
+
+/** A file's button, as all buttons here look; the browser's own lies over it, unseen. */
+function opener(label: string, text: string, input: HTMLInputElement, hint: string): HTMLElement {
+  const field = labelled(label, input, hint);
+  const box = h("div", { class: "file" });
+  input.replaceWith(box);
+  box.append(input, h("span", { class: "face", "aria-hidden": "true" }, text));
+  return field;
+}
 
 /** A cell as one line. */
 function told(x: unknown): string {
@@ -92,13 +112,18 @@ export const view: View = {
         const of = chosen;
         last += 1;
         const mine = last;
-        if (!of || query.value.trim() === "") return put(answer);
+        if (!of) return put(answer);
+        const look = { where: where.value, at: version?.value ? Number(version.value) : null };
+        if (query.value.trim() === "") {
+          const first = await source.rows(of, look);
+          if (!gone && mine === last) begin(first, of);
+          return;
+        }
         const found = await source.ask(of, {
           query: query.value,
           score: score.value,
           weighting: weighting.value,
-          where: where.value,
-          at: version?.value ? Number(version.value) : null,
+          ...look,
         });
         if (gone || mine !== last) return;
         draw(found, of);
@@ -139,6 +164,33 @@ export const view: View = {
       );
     };
 
+    /** Before anything is asked: the first rows, and a query that could be. */
+    const begin = (first: Row[], of: About) => {
+      const cells = (row: Row, names: string[]) => names.map((name) => row[name]);
+      const [one] = first.map((row) => told(cells(row, of.key)));
+      query.placeholder = one && one.length <= LONG ? `${one}, or something like it` : `${of.key.join(", ")}, or something like it`;
+      const shown = [...of.key, ...of.value];
+      put(
+        answer,
+        h("p", { class: "note" }, first.length ? `Its first ${first.length === 1 ? "row" : `${first.length} rows`}:` : "No row is like that."),
+        first.length > 0 &&
+          h(
+            "div",
+            { class: "scroll" },
+            h(
+              "table",
+              { class: "first" },
+              h("thead", {}, h("tr", {}, ...shown.map((name) => h("th", { scope: "col" }, name)))),
+              h(
+                "tbody",
+                {},
+                ...first.map((row, i) => h("tr", {}, ...shown.map((name) => h("td", { test: `data-first-${i}-${name}` }, told(row[name]))))),
+              ),
+            ),
+          ),
+      );
+    };
+
     /** The controls anew, for the table that is chosen now. */
     const open = (of: About | null) =>
       attempt(async () => {
@@ -151,7 +203,7 @@ export const view: View = {
                 "Table",
                 select(source.about.map((one) => one.name), of?.name ?? "", (name) => void open(source.about.find((one) => one.name === name)!), { test: "data-table" }),
               )
-            : h("p", { class: "note" }, "No table yet: choose a file, or drop one here."),
+            : h("p", { class: "note" }, "No table yet: open a file, or drop one here."),
         );
         if (!of) return put(columns);
         about.textContent = `${of.name}: ${of.rows.toLocaleString("en")} rows, ${of.key.join(", ")} → ${of.value.join(", ")}`;
@@ -224,8 +276,13 @@ export const view: View = {
         },
       },
       tables,
-      labelled(`A file of yours: ${source.formats.join(", ")}`, file, given.backend ? "It is kept in memory until Python ends." : "It stays in this page."),
-      source.folder && labelled("A database of yours", folder, "Its folder, such as books.qkv."),
+      opener(
+        "A file of yours",
+        "Open a file, or drop it here",
+        file,
+        `${source.formats.join(", ")}. ${given.backend ? "It is kept in memory until Python ends." : "It stays in this page."}`,
+      ),
+      source.folder && opener("A database of yours", "Open a folder", folder, "Such as books.qkv."),
     );
     const element = h(
       "div",
@@ -239,6 +296,8 @@ export const view: View = {
     );
     at.append(element);
     void open(chosen);
+    // A notebook has its own place to type in.
+    if (given.host !== "notebook") query.focus({ preventScroll: true });
     return () => {
       gone = true;
       clearTimeout(timer);

@@ -40,6 +40,7 @@ CALLS: dict[str, Callable[[Args, Databases], Any]] = {
     "databases": tables.databases,
     "sentence": sentence.call,
     "model": sentence.model,
+    "rows": tables.rows,
     "versions": tables.versions,
     "upload": tables.upload,
     "columns": tables.columns,

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.answer import jsonable
 from qkv.database import spelled
 from qkv.errors import ArgumentError, QkvError, unknown
 
@@ -32,6 +33,9 @@ PARTS = r"catalogue\.sqlite(-wal)?|(segment|arrays)-\d{1,12}\.safetensors|lock|r
 
 MOST = 200_000
 """Rows that are encoded anew because a page asks by other columns."""
+
+FIRST = 10
+"""Rows that a page shows before anything is asked."""
 
 SHORT = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
 
@@ -68,6 +72,18 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
         how["weighting"] = spelled.weighting(args["weighting"])
     found = (database if args.get("at") is None else database.at(args["at"])).ask(query, **how)
     return {**found.to_dict(), "explained": found.explain()}
+
+
+def rows(args: Args, known: Databases) -> list[dict[str, Any]]:
+    """The first rows of `database` as of version `at`, of those that pass `where`.
+
+    >>> from qkv import Database
+    >>> rows({"database": "ages", "where": "key > 3"}, {"ages": Database({3: "Li", 40: "Mu"})})
+    [{'key': 40, 'value': 'Mu'}]
+    """
+    database = chosen(args, known)
+    past = database if args.get("at") is None else database.at(args["at"])
+    return [jsonable(row) for row in past.rows(where=args.get("where") or None, count=FIRST)]
 
 
 def versions(args: Args, known: Databases) -> list[dict[str, Any]]:
