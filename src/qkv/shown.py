@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Shown:
@@ -18,3 +19,25 @@ class Shown:
         """The same as one HTML file that needs no network; written where `path` is given."""
         found: str = importlib.import_module("qkv.page").to_html(self, path)
         return found
+
+
+class Heads(NamedTuple):
+    """α (layers, heads, rows, columns) as NumPy has it, and the layers' names.
+
+    `lengths` are the queries and keys where rows and columns pool them, `labels` their words;
+    `whole` is False where not every weight was kept.
+    """
+
+    weights: Any
+    names: Sequence[str]
+    lengths: tuple[int, int] | None = None
+    labels: Sequence[str] | None = None
+    whole: bool = True
+
+
+class Headed(Shown):
+    """Shown as the heads that it has."""
+
+    def heads(self, most: int) -> Heads:
+        """Of each head whose largest weights alone were kept, at most so many rows and columns."""
+        raise NotImplementedError

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError, ShapeError
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.heads import MultiHeadAttention
 from qkv.plot import heatmaps
-from qkv.shown import Shown
+from qkv.shown import Headed, Heads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Layer = (Attention, SelfAttention, MultiHeadAttention)
 
 
-class Seen(dict[str, torch.Tensor], Shown):
+class Seen(dict[str, torch.Tensor], Headed):
     """α of each layer by its name: (batch, heads, n, m), or (…, n, m) of a layer without heads.
 
     `show()` and `to_html(path)` open the heads of the batch's first sequence.
@@ -50,6 +50,9 @@ class Seen(dict[str, torch.Tensor], Shown):
         if len(set(shapes.values())) > 1 or any(len(x) != 4 for x in shapes.values()):
             raise ShapeError(f"a grid takes layers of one shape (batch, heads, n, m), not {shapes}")
         return torch.stack([x[item] for x in self.values()])
+
+    def heads(self, most: int) -> Heads:
+        return Heads(self.grid().numpy(), list(self))
 
     def one(self, item: int) -> Seen:
         """One sequence of the batch alone: `seen.one(1).show()`."""

@@ -12,23 +12,8 @@ from qkv.plot import data as plotted
 SMALL = 64
 """Rows and columns of a head among all others."""
 
-MOST = 512
+LARGE = 512
 """Rows and columns of a head whose largest weights alone were kept."""
-
-
-def captured(found: Any) -> dict[str, Any]:
-    """What `qkv.transformers.capture` has kept."""
-    layers = found.layers
-    grid = found.grid(MOST)
-    whole = bool(layers) and all(layer.whole for layer in layers)
-    names = [layer.name for layer in layers]
-    lengths = layers[0].n, layers[0].m
-    return heads(grid, names, lengths=lengths, labels=found.labels, whole=whole)
-
-
-def seen(found: Any) -> dict[str, Any]:
-    """What `qkv.nn.capture` has kept of one sequence."""
-    return heads(found.grid().numpy(), list(found))
 
 
 def heads(

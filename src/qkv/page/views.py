@@ -13,8 +13,9 @@ from qkv.database import Database
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
 from qkv.errors import DtypeError
 from qkv.names import Names
-from qkv.page import heads
+from qkv.page.heads import LARGE, heads
 from qkv.page.sentence import sentence
+from qkv.shown import Headed
 
 Descriptor = dict[str, Any]
 
@@ -30,12 +31,9 @@ def views(shown: Any) -> list[Descriptor]:
     >>> view["view"], view["data"]["answer"]["value"]
     ('database', 'Mu')
     """
-    # By name: what captured a model has loaded its framework, and nothing else need.
-    whole = f"{type(shown).__module__}.{type(shown).__name__}"
-    if whole == "qkv.transformers.captured.Captured":
-        return [heads.captured(shown)]
-    if whole == "qkv.nn.capture.Seen":
-        return [heads.seen(shown)]
+    if isinstance(shown, Headed):  # before dict, which it may be too
+        weights, names, lengths, labels, whole = shown.heads(LARGE)
+        return [heads(weights, names, lengths=lengths, labels=labels, whole=whole)]
     if isinstance(shown, list | tuple):
         return [view for item in shown for view in views(item)]
     if isinstance(shown, dict) and "view" in shown:

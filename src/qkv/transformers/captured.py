@@ -12,7 +12,7 @@ import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
 from qkv.plot import heatmaps
-from qkv.shown import Shown
+from qkv.shown import Headed, Heads
 from qkv.transformers.words import token_ids, words_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Layer:
 
 
 @dataclass
-class Captured(Shown):
+class Captured(Headed):
     """The weights α of a forward pass, layer by layer.
 
     `layers` holds them as they were kept. `captured[i]` is one sequence of the batch, and
@@ -164,6 +164,12 @@ class Captured(Shown):
         """What is drawn, (layers, heads, rows, columns): what was kept, or of the largest weights
         alone a picture of at most so many rows and columns."""
         return np.concatenate([x.dense(min(x.n, most), min(x.m, most)) for x in self._one()])
+
+    def heads(self, most: int) -> Heads:
+        grid, first = self.grid(most), self.layers[0]
+        whole = all(layer.whole for layer in self.layers)
+        names = [layer.name for layer in self.layers]
+        return Heads(grid, names, (first.n, first.m), self.labels, whole)
 
     def plot(self, layer: int | None = None, head: int | None = None, **options: Any) -> Figure:
         """A heatmap for each head: layers from the top down, heads from left to right.
