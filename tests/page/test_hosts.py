@@ -129,12 +129,14 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
         database(at)
 
     def minilm(at: Any) -> None:
-        text = at.get_by_role("textbox").input_value()
+        at.get_by_test_id("model-text").fill("Time flies.")
         at.get_by_test_id("model-read").click()
         at.get_by_test_id("entropy-5-11").wait_for(timeout=60_000)
-        due = call("model", {"text": text}, {})["entropy"]
+        alpha = call("sentence", {"text": "Time flies."}, {})["weights"]
+        due = -(alpha * np.log(alpha)).sum(-1).mean(-1)
         for i, j in np.ndindex(*due.shape):
             assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
+        assert f"Entropy {due[0, 0]:.3f}" in at.get_by_test_id("head-entropy").inner_text()
 
     def read(at: Any) -> None:
         sentence(at)

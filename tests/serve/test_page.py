@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 import qkv
-from qkv.page import sentence, to_html
+from qkv.page import to_html
 from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.run import bound
@@ -190,18 +190,6 @@ def test_the_views_that_need_no_database(page: Any, url: str) -> None:
     score = test_scores.SIMILARITIES["gaussian"]
     alpha = qkv.weights(np.array([[0.9]]), test_scores.KEYS[:, None], score=score)[0]
     np.testing.assert_allclose(test_scores.column(page, "weight"), alpha, atol=6e-4)
-
-
-def test_a_model_reads_a_sentence(page: Any, url: str) -> None:
-    pytest.importorskip("sentence_transformers")
-    page.goto(url)
-    page.get_by_test_id("tab-model").click()
-    page.get_by_test_id("model-text").fill("Time flies.")
-    page.get_by_test_id("model-read").click()
-    page.get_by_test_id("model-about").wait_for(timeout=60_000)
-    alpha = np.asarray(sentence.read("Time flies.")["weights"])
-    entropy = -(alpha[0, 0] * np.log(alpha[0, 0])).sum(-1).mean()
-    assert f"Entropy {entropy:.3f}" in page.get_by_test_id("head-entropy").inner_text()
 
 
 def test_inline_script_is_refused_by_the_policy(page: Any, url: str) -> None:
