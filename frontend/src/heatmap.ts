@@ -2,6 +2,7 @@
 
 import { ink as inkOn } from "./colours";
 import { h } from "./dom";
+import { gestures } from "./gestures";
 import { clamp, numeral } from "./numbers";
 import { blur, Picture, value, type Matrix } from "./picture";
 import type { Given } from "./view";
@@ -59,8 +60,6 @@ export class Heatmap {
   private top = 0;
   private left = 0;
   private cursor: { row: number; col: number } | null = null;
-  private pointers = new Map<number, { x: number; y: number }>();
-  private dragged = false;
   private frame = 0;
   /** The picture inside the canvas, in CSS pixels. */
   private box = { x: 0, y: 0, width: 1, height: 1 };
@@ -91,7 +90,13 @@ export class Heatmap {
     const scale = h("span", { class: "heatmap-scale" }, this.low, this.bar, this.high);
     this.foot = h("div", { class: "heatmap-foot" }, this.readout, scale, tools);
     this.element = h("div", { class: "heatmap" }, this.canvas, this.foot, this.note);
-    this.listen();
+    gestures(this.canvas, {
+      hover: (x, y) => this.hover(x, y),
+      leave: () => this.leave(),
+      drag: (x, y) => this.pan(-y / this.pitch.y, -x / this.pitch.x),
+      scale: (factor, x, y) => this.scale(factor, x, y),
+      press: (key, shift) => this.press(key, shift),
+    });
     this.describe();
     this.observer = new ResizeObserver(() => this.redraw());
     this.observer.observe(this.element);
@@ -213,54 +218,6 @@ export class Heatmap {
   }
 
   // What a person does.
-
-  private listen() {
-    const { canvas, pointers } = this;
-    const place = (event: MouseEvent) => {
-      const { left, top } = canvas.getBoundingClientRect();
-      return { x: event.clientX - left, y: event.clientY - top };
-    };
-    canvas.addEventListener("pointerdown", (event) => {
-      canvas.setPointerCapture(event.pointerId);
-      pointers.set(event.pointerId, place(event));
-      this.dragged = false;
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      const now = place(event);
-      const before = pointers.get(event.pointerId);
-      if (!before) return this.hover(now.x, now.y);
-      const other = [...pointers].find(([id]) => id !== event.pointerId)?.[1];
-      const moved = Math.hypot(now.x - before.x, now.y - before.y);
-      if (!other && !this.dragged && moved < 4) return;
-      this.dragged = true;
-      pointers.set(event.pointerId, now);
-      if (other) {
-        const apart = (p: { x: number; y: number }) => Math.hypot(p.x - other.x, p.y - other.y);
-        this.scale(apart(now) / (apart(before) || 1), (now.x + other.x) / 2, (now.y + other.y) / 2);
-      } else this.pan((before.y - now.y) / this.pitch.y, (before.x - now.x) / this.pitch.x);
-    });
-    for (const name of ["pointerup", "pointercancel"] as const) {
-      canvas.addEventListener(name, (event) => {
-        pointers.delete(event.pointerId);
-        if (name === "pointerup" && !this.dragged) this.hover(place(event).x, place(event).y);
-      });
-    }
-    canvas.addEventListener("pointerleave", () => {
-      if (this.cursor && !pointers.size && !canvas.matches(":focus")) this.leave();
-    });
-    canvas.addEventListener("blur", () => this.leave());
-    canvas.addEventListener("dblclick", (event) => this.scale(2, place(event).x, place(event).y));
-    // A bare wheel scrolls the page; a pinch on a pad comes as a wheel with Ctrl.
-    canvas.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.metaKey) return;
-      event.preventDefault();
-      this.scale(Math.exp(-event.deltaY / 200), place(event).x, place(event).y);
-    });
-    canvas.addEventListener("keydown", (event) => {
-      if (!event.altKey && !event.ctrlKey && !event.metaKey && this.press(event.key, event.shiftKey))
-        event.preventDefault();
-    });
-  }
 
   private hover(x: number, y: number) {
     const found = this.cellAt(x, y);
