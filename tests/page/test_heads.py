@@ -157,3 +157,36 @@ def test_a_large_head_is_read_cell_by_cell(page: Any, tmp_path: Path) -> None:
     page.wait_for_function(
         "element => element.textContent.includes('4 × 4')", arg=note.element_handle()
     )
+
+
+def test_a_head_is_zoomed_and_dragged_by_hand(page: Any, tmp_path: Path) -> None:
+    view = heads(alpha(1, 1, 64, 64), ["a"])
+    to_html([view], tmp_path / "heads.html")
+    page.goto((tmp_path / "heads.html").as_uri())
+    canvas, readout = page.get_by_test_id("head"), page.get_by_test_id("head-readout")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def cell(x: float, y: float) -> tuple[int, int]:
+        page.mouse.move(x, y)
+        row, _, rest = readout.inner_text().partition(" → ")
+        return int(row), int(rest.split()[0])
+
+    middle, aside = cell(x, y), cell(x + 120, y + 120)
+    page.mouse.move(x, y)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -400)  # e² times as large, about the pointer
+    page.keyboard.up("Control")
+    page.wait_for_timeout(100)
+    assert cell(x, y) == middle
+    near = cell(x + 120, y + 120)
+    for i in (0, 1):
+        assert near[i] - middle[i] == pytest.approx((aside[i] - middle[i]) / np.exp(2), abs=1.2)
+    # What was under the pointer stays under it.
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 60, y + 45, steps=3)
+    page.mouse.up()
+    assert cell(x + 60, y + 45) == middle
+    assert cell(x, y) != middle
