@@ -92,6 +92,7 @@ EQUIVALENT = {
         "1.0",
         "least - scores",  # NaN either way
         "k < at",
+        "self.k < count",  # k of k keys
     },
     "hard": {
         "fw.astype(fw.full(top.shape, 0.0, top), 'int32') - NOWHERE",  # of no keys at all

@@ -16,8 +16,9 @@ from tests.cli.run import data, qkv
 class TestAsk:
     def test_a_slip_of_the_hand_finds_its_book(self, table: Path) -> None:
         answer = data("ask", table, "the alchmist", "--key", "title", "--value", "author")
-        told = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing", "engine"]
-        assert list(answer) == told and answer["missing"] == 0
+        told = ["query", "value", "rows", "entropy", "effective_rows", "total", "missing"]
+        assert list(answer) == [*told, "exact", "engine"] and answer["missing"] == 0
+        assert not answer["exact"]
         assert answer["query"] == "the alchmist"
         assert answer["value"] == "Paulo Coelho"
         first = answer["rows"][0]

@@ -23,7 +23,7 @@ class Ready(Kernel):
 
     def __init__(self, kernel, ahead, late):
         super().__init__(kernel)
-        self.params, self.ahead, self.late = [], ahead, late
+        self.ahead, self.late = ahead, late
 
     def __getitem__(self, grid):
         self.late.append(self.kernel.__name__)
