@@ -1,4 +1,4 @@
-/** Numbers as they are read. */
+/** Numbers, and cells that hold them, as they are read. */
 
 import { fixed } from "./dom";
 
@@ -17,6 +17,13 @@ export function numeral(x: number, error = 0, most = 4): string {
   return error ? `${text} ± ${error.toFixed(digits)}` : text;
 }
 
+/** Numbers of one axis, all with the decimals that tell its `most` largest digits apart. */
+export function alike(xs: number[], most = 3): string[] {
+  const span = Math.max(...xs) - Math.min(...xs);
+  if (!(span > 1e-6 && span < 1e6)) return xs.map((x) => numeral(x, 0, most));
+  return xs.map((x) => fixed(x, clamp(most - 1 - Math.floor(Math.log10(span)), 0, 8)));
+}
+
 /** A number in at most five digits, as short as it is. */
 export function rounded(x: number): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "missing" : x > 0 ? "∞" : "−∞";
@@ -28,4 +35,14 @@ export function rounded(x: number): string {
 /** A share of the whole; small ones with one digit more. */
 export function percent(x: number): string {
   return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;
+}
+
+/** A cell as one line. */
+export function told(x: unknown): string {
+  if (x === null || x === undefined) return "nothing";
+  if (typeof x === "number") return rounded(x);
+  if (ArrayBuffer.isView(x)) return told(Array.from(x as Float64Array));
+  if (Array.isArray(x)) return x.map(told).join(", ");
+  if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${told(cell)}`).join(", ");
+  return String(x);
 }

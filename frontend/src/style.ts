@@ -35,6 +35,11 @@ export const STYLE = `
 .tabs button:hover { color: var(--ink); }
 .tabs button[aria-selected="true"] { color: var(--ink); font-weight: 600; border-bottom-color: var(--accent); }
 .theme { margin-inline-start: auto; }
+@container page (max-width: 40rem) {
+  .top { align-items: start; gap: 0.25rem; }
+  .tabs { flex-wrap: wrap; gap: 0; }
+  .tabs button { padding: 0.4rem 0.55rem; }
+}
 
 h2 { font-size: 1.45rem; line-height: 1.25; font-weight: 650; margin: 0 0 0.25rem; }
 h3 { font-size: 1.05rem; font-weight: 600; margin: 0 0 0.5rem; }
@@ -107,6 +112,7 @@ svg.plot .weight.marked { fill: var(--second); }
 
 .pair { display: flex; gap: 0.75rem; align-items: center; }
 .pair > input[type="number"] { flex: 0 0 5.25rem; font-variant-numeric: tabular-nums; }
+.controls.several { align-items: start; }
 @container page (min-width: 30rem) { .controls.several > .slider { grid-column: span 2; } }
 .facts { display: flex; flex-wrap: wrap; gap: 0.5rem 2.5rem; margin: 0.75rem 0; }
 .facts dt { font-size: 0.85rem; color: var(--soft); }

@@ -113,7 +113,7 @@ def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:
     assert names == f"{TOKENS[2]} → {TOKENS[1]}"
     near, error = map(float, number.split(" ± "))
     assert abs(near - weights[1, 1, 2, 1]) <= 2 * error < 0.02
-    assert page.get_by_test_id("head-row").inner_text() == f"{TOKENS[2]} looks at"
+    assert page.get_by_test_id("head-row").inner_text() == f"“{TOKENS[2]}” looks at"
     best = float(page.get_by_test_id("head-bars-0").inner_text())
     assert abs(best - weights[1, 1, 2].max()) < 0.01
     assert page.locator("img").count() == 0

@@ -66,11 +66,11 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("head-0-1").click()
     assert page.get_by_test_id("head-title").inner_text() == "Head 2: word before"
     page.get_by_test_id("word-3").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "Language looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“Language” looks at"
     row = weights(page, 9)
     assert row.argmax() == 2 and row[2] > 0.5
     page.keyboard.press("ArrowDown")
-    assert page.get_by_test_id("links-title").inner_text() == "Processing looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“Processing” looks at"
     assert weights(page, 9).argmax() == 3
     assert "Language 0." in page.get_by_test_id("announce").inner_text()
 
@@ -80,7 +80,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     page.get_by_test_id("word-4").click()
     page.mouse.move(0, 0)
     page.get_by_test_id("sentence").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "Language + Processing look at"
+    assert page.get_by_test_id("links-title").inner_text() == "“Language” + “Processing” look at"
     assert page.get_by_test_id("links-sum").inner_text() == "Sum of 2 rows: 2.000 in all."
     both = weights(page, 9)
     page.get_by_test_id("word-4").focus()
@@ -88,7 +88,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
 
     page.get_by_test_id("sentence-way").select_option("from")
     page.get_by_test_id("word-2").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "Natural is looked at by"
+    assert page.get_by_test_id("links-title").inner_text() == "“Natural” is looked at by"
     assert abs(weights(page, 9)[3] - row[2]) < 1e-9
 
 
@@ -125,12 +125,12 @@ def test_what_a_model_read_is_static_in_a_file(page: Any, tmp_path: Path) -> Non
     sums = (means > 0).astype(float)
     merged = means @ alpha @ sums.T
     page.get_by_test_id("word-1").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "overjoyed looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“overjoyed” looks at"
     assert np.allclose(weights(page, 3), merged[1], atol=5.1e-4)
 
     page.get_by_test_id("sentence-merge").uncheck()
     page.get_by_test_id("word-2").focus()
-    assert page.get_by_test_id("links-title").inner_text() == "##joyed looks at"
+    assert page.get_by_test_id("links-title").inner_text() == "“##joyed” looks at"
     assert np.allclose(weights(page, 4), alpha[2], atol=5.1e-4)
     page.get_by_test_id("step-5").click()
     page.get_by_test_id("word-2").focus()

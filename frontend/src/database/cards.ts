@@ -2,29 +2,43 @@
 
 import { fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
-import { percent, rounded } from "../numbers";
+import { percent, rounded, told } from "../numbers";
 import { spell } from "./state";
 
 /** Values that are told apart by colour; the rest share one. */
 const SHARES = 6;
+/** Letters from which a value is text to read, not a word to see from afar. */
+const LONG = 60;
+/** Values that are named where they tie. */
+const NAMED = 3;
 
 export interface Card {
   element: HTMLElement;
-  /** `colours`: the place of each value, by its text, so that it looks the same in both cards. */
-  show(answer: Answer, values: unknown[], colours: Map<string, number>): void;
+  show(answer: Answer, values: unknown[]): void;
   fail(): void;
 }
 
-function told(value: unknown): string {
-  if (value === null || value === undefined) return "nothing";
-  if (typeof value === "number") return rounded(value);
-  if (ArrayBuffer.isView(value)) return Array.from(value as Float64Array, rounded).join(", ");
-  return spell(value);
+/** Values that count as much as the one that is shown. */
+export function alsoHeaviest({ values }: Answer): string {
+  const [first, ...others] = values;
+  const equal = others.filter(({ weight }) => weight > (1 - 1e-6) * first.weight).map(({ value }) => told(value));
+  if (!equal.length) return "";
+  const named = equal.length > NAMED ? `${equal.length} others` : equal.join(" and ");
+  return `${named} ${equal.length > 1 ? "count" : "counts"} as much.`;
 }
 
-export function card(name: string, title: string, hint: string): Card {
+/** Rows whose score is the largest, where one alone is taken. */
+export function alsoBest({ scores, rows }: Answer): string {
+  const top = rows.length ? scores[rows[0].index] : NaN;
+  const tied = scores.filter((score) => score === top).length;
+  return tied > 1 ? `${tied} rows tie; the first is taken.` : "";
+}
+
+/** `tie` tells what a card's one value leaves out. */
+export function card(name: string, title: string, hint: string, tie: (answer: Answer) => string): Card {
   const heading = h("h3", {}, title);
   const value = h("p", { class: "value", test: `${name}-value` });
+  const tied = h("p", { class: "hint", test: `${name}-tie`, hidden: true });
   const source = h("div", { class: "source" });
   const entropy = h("output", { test: `${name}-entropy` });
   const effective = h("output", { test: `${name}-effective` });
@@ -34,12 +48,13 @@ export function card(name: string, title: string, hint: string): Card {
     heading,
     h("p", { class: "hint" }, hint),
     value,
+    tied,
     source,
     h(
       "dl",
       {},
       h("div", {}, h("dt", {}, "entropy −Σ α ln α"), h("dd", {}, entropy)),
-      h("div", {}, h("dt", {}, "effective rows e^entropy"), h("dd", {}, effective)),
+      h("div", {}, h("dt", {}, "effective rows exp(entropy)"), h("dd", {}, effective)),
     ),
   );
   const figure = (at: HTMLOutputElement, x: number, text: string) => {
@@ -48,17 +63,21 @@ export function card(name: string, title: string, hint: string): Card {
   };
   return {
     element,
-    show(answer, values, colours) {
+    show(answer, values) {
       value.textContent = told(answer.pooled);
+      value.classList.toggle("long", value.textContent.length > LONG);
       value.dataset.value = spell(answer.pooled);
+      tied.textContent = tie(answer);
+      tied.hidden = !tied.textContent;
       figure(entropy, answer.entropy, fixed(answer.entropy));
       figure(effective, answer.effective, `${fixed(answer.effective, 2)} of ${answer.total.toLocaleString("en")}`);
-      if (answer.values.length) put(source, ...shares(answer, colours));
+      if (answer.values.length) put(source, ...shares(answer));
       else if (answer.spread !== null) put(source, line(answer, values as number[]), spread(answer));
       else put(source);
     },
     fail() {
       value.textContent = "–";
+      tied.hidden = true;
       put(source);
       for (const at of [entropy, effective]) figure(at, Number.NaN, "–");
     },
@@ -73,25 +92,25 @@ function spread(answer: Answer): HTMLElement | null {
 }
 
 /** Values that cannot be pooled: the weight of each, as parts of one bar. */
-function shares(answer: Answer, colours: Map<string, number>): HTMLElement[] {
-  const all = answer.values.map(({ value, weight }) => ({ text: spell(value), weight }));
+function shares(answer: Answer): HTMLElement[] {
+  const all = answer.values.map(({ value, weight }) => ({ text: told(value), weight }));
   const most = all.length > SHARES ? SHARES - 1 : SHARES;
-  const told = all.slice(0, most).map((share) => ({ ...share, colour: Math.min(colours.get(share.text) ?? SHARES, SHARES) }));
+  const parts = all.slice(0, most).map((share, colour) => ({ ...share, colour }));
   const rest = all.slice(most).reduce((sum, share) => sum + share.weight, 0);
-  if (rest > 0.0005) told.push({ text: `${all.length - most} others`, weight: rest, colour: SHARES });
-  const whole = told.reduce((sum, share) => sum + Math.max(share.weight, 0), 0) || 1;
+  if (rest > 0.0005) parts.push({ text: `${all.length - most} others`, weight: rest, colour: SHARES });
+  const whole = parts.reduce((sum, share) => sum + Math.max(share.weight, 0), 0) || 1;
   return [
     h(
       "div",
       { class: "shares", "aria-hidden": "true" },
-      ...told.filter(({ weight }) => weight >= 0.002 * whole).map(({ weight, colour }) =>
+      ...parts.filter(({ weight }) => weight >= 0.002 * whole).map(({ weight, colour }) =>
         h("i", { class: `share-${colour}`, style: { width: `${(100 * Math.max(weight, 0)) / whole}%` } }),
       ),
     ),
     h(
       "ul",
       { class: "legend" },
-      ...told
+      ...parts
         .filter(({ weight }, i) => i < 1 || weight >= 0.005)
         .map(({ text, weight, colour }) =>
           h(
@@ -126,6 +145,6 @@ function line(answer: Answer, values: number[]): HTMLElement {
     ),
     inside ? s("line", { x1: at(pooled), x2: at(pooled), y1: 3, y2: 47, class: "mark" }) : null,
   );
-  const ends = [low, high].map((x) => h("span", {}, rounded(x)));
+  const ends = [rounded(low), "each row’s value, as large as its weight", rounded(high)].map((text) => h("span", {}, text));
   return h("div", {}, drawn, h("div", { class: "ends", "aria-hidden": "true" }, ...ends));
 }

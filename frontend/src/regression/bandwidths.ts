@@ -3,7 +3,7 @@
 import { type Range, around, frame, path } from "../axes";
 import { h, put, s } from "../dom";
 import { type Kernel, type Point, heldOutError } from "../equation";
-import { clamp, numeral } from "../numbers";
+import { alike, clamp, numeral } from "../numbers";
 
 /** Bandwidths that are tried, and points up to which they are at every move. */
 const TRIED = 41;
@@ -59,6 +59,7 @@ export class Bandwidths {
     const tick = (x: number, y: number, anchor: string, text: string) =>
       s("text", { class: "tick", x, y, "text-anchor": anchor }, text);
     const below = inside.bottom + 17;
+    const ends = known.length ? [Math.min(...known), Math.max(...known)] : [];
     this.plot.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
     this.plot.setAttribute("height", String(size.height));
     put(
@@ -67,9 +68,7 @@ export class Bandwidths {
       tick(inside.left, below, "start", numeral(range.low, 0, 2)),
       tick(inside.right, below, "end", numeral(range.high, 0, 2)),
       s("text", { class: "axis", x: (inside.left + inside.right) / 2, y: below, "text-anchor": "middle" }, "bandwidth"),
-      ...(known.length ? [Math.min(...known), Math.max(...known)] : []).map((error) =>
-        tick(inside.left - 6, inside.y(error) + 4, "end", numeral(error, 0, 2)),
-      ),
+      ...ends.map((error, i) => tick(inside.left - 6, inside.y(error) + 4, "end", alike(ends, 2)[i])),
       s("path", { class: "curve", d: path(this.widths.map((w, i) => [at(w), inside.y(this.errors[i])])) }),
       Number.isFinite(this.least) &&
         s("line", { class: "least", x1: at(this.least), x2: at(this.least), y1: inside.top, y2: inside.bottom }),

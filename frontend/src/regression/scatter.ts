@@ -36,6 +36,10 @@ export interface Drawn {
   told(i: number): string;
 }
 
+/** Pixels of a letter of the text beside the mark. */
+const LETTER = 8.5;
+/** Half of a point that counts. */
+const DOT = 9;
 const ARROWS: Record<string, [number, number]> = {
   ArrowLeft: [-1, 0],
   ArrowRight: [1, 0],
@@ -161,14 +165,9 @@ export class Scatter {
     for (const part of [this.mark, this.text]) part.style.setProperty("display", some ? "inline" : "none");
     if (some) {
       const y = height(value);
-      const far = at > (left + right) / 2;
       set(this.mark, { cx: at, cy: y });
-      set(this.text, {
-        x: at + (far ? -12 : 12),
-        y: clamp(y - 12, top + 14, bottom - 8),
-        "text-anchor": far ? "end" : "start",
-      });
       this.text.textContent = `f(q) = ${numeral(value)}`;
+      set(this.text, free(this.text.textContent.length, at, y, view, points));
     }
 
     const colours = sequential(drawn.dark);
@@ -190,6 +189,23 @@ export class Scatter {
 
 function set(element: SVGElement, attributes: Record<string, string | number>) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+}
+
+/** Where beside (x, y) so many letters cover the fewest points: right or left of it, above or below, or on top. */
+function free(letters: number, x: number, y: number, { left, right, top, bottom, ...view }: Frame, points: Point[]) {
+  const wide = LETTER * letters;
+  const far = x > (left + right) / 2;
+  const places = [y - 12, y + 24, top + 14, bottom - 24].flatMap((high) =>
+    [far, !far].map((end) => ({ x: x + (end ? -12 : 12), y: clamp(high, top + 14, bottom - 8), end })),
+  );
+  const covered = places.map((place) => {
+    const from = place.end ? place.x - wide : place.x;
+    if (from < left || from + wide > right) return Infinity;
+    const within = (at: number, low: number, high: number) => at > low - DOT && at < high + DOT;
+    return points.filter((p) => within(view.x(p.x), from, from + wide) && within(view.y(p.y), place.y - 14, place.y + 3)).length;
+  });
+  const best = places[covered.indexOf(Math.min(...covered))];
+  return { x: best.x, y: best.y, "text-anchor": best.end ? "end" : "start" };
 }
 
 export const SCATTER = `

@@ -130,7 +130,7 @@ export class Links {
   draw() {
     const { current, names } = this;
     const many = current.length > 1;
-    const who = current.map((i) => names[i]).join(" + ");
+    const who = current.map((i) => `“${names[i]}”`).join(" + ");
     const verb = this.way === "to" ? (many ? "look at" : "looks at") : many ? "are looked at by" : "is looked at by";
     this.title.textContent = who && `${who} ${verb}`;
     const each = names.map((_, j) => this.weight(j));

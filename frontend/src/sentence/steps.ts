@@ -9,9 +9,11 @@ import { type Head, type Rows, pooled, scores, transposed } from "./read";
 export const STYLE = `
 .steps-bar { display: flex; flex-wrap: wrap; gap: 0.35rem; margin: 0.5rem 0 1rem; }
 .steps-bar button[aria-pressed="true"] { border-color: var(--accent); outline: 1px solid var(--accent); font-weight: 600; }
-.steps-line { display: flex; flex-wrap: wrap; gap: 0.5rem 0.75rem; align-items: center; margin-bottom: 1rem; }
-.steps-sign { font-size: 1.25rem; color: var(--soft); }
-.tile { display: grid; gap: 0.25rem; justify-items: start; }
+.steps-bar button { padding-inline: 0.55rem; }
+.steps-line { display: flex; gap: 0.5rem 0.6rem; align-items: center; margin-bottom: 1rem; }
+.steps-sign { white-space: nowrap; font-size: 1.25rem; color: var(--soft); }
+.tile { display: grid; grid-template-columns: minmax(0, auto); gap: 0.25rem; justify-items: start; min-width: 0; }
+.tile > :first-child { max-width: 100%; }
 .tile canvas { border: 1px solid var(--line); image-rendering: pixelated; cursor: crosshair; }
 .tile .learned { display: grid; place-items: center; border: 1px dashed var(--line); color: var(--soft); font-size: 0.85rem; }
 .tile-name { font-family: var(--mono); font-size: 0.9rem; }
@@ -179,7 +181,7 @@ export class Steps {
     const name = h("span", { class: "tile-name" }, `${of.name}  ${of.rows} × ${of.cols}`);
     const width = clamp(of.cols * CELL, CELL, LARGEST);
     const height = clamp(of.rows * CELL, CELL, LARGEST);
-    const size = { width: `${width}px`, height: `${height}px` };
+    const size = { width: `${width}px`, "aspect-ratio": `${width} / ${height}` };
     if (!of.numbers) return h("div", { class: "tile" }, h("div", { class: "learned", style: size }, "learned"), name);
     const ratio = devicePixelRatio || 1;
     const canvas = h("canvas", {

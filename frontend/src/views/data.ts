@@ -2,7 +2,7 @@
 
 import { type About, type Found, type Row, local, remote } from "../data/source";
 import { fixed, h, labelled, put, select } from "../dom";
-import { percent, rounded } from "../numbers";
+import { percent, told } from "../numbers";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [
@@ -56,15 +56,6 @@ function opener(label: string, text: string, input: HTMLInputElement, hint: stri
   input.replaceWith(box);
   box.append(input, h("span", { class: "face", "aria-hidden": "true" }, text));
   return field;
-}
-
-/** A cell as one line. */
-function told(x: unknown): string {
-  if (x === null || x === undefined) return "nothing";
-  if (typeof x === "number") return rounded(x);
-  if (Array.isArray(x)) return x.map(told).join(", ");
-  if (typeof x === "object") return Object.entries(x).map(([name, cell]) => `${name}: ${told(cell)}`).join(", ");
-  return String(x);
 }
 
 export const view: View = {

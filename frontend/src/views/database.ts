@@ -1,6 +1,6 @@
 /** Rows and a query: scores → weights → value, live, soft beside hard. */
 
-import { card } from "../database/cards";
+import { alsoBest, alsoHeaviest, card } from "../database/cards";
 import { choices } from "../database/choices";
 import { EXAMPLES } from "../database/examples";
 import { type Outcome, State, spell } from "../database/state";
@@ -29,6 +29,7 @@ const STYLE = `
 .database .answer.hard { border-top-color: var(--second); }
 .database .answer h3 { margin: 0; }
 .database .value { font-size: clamp(1.6rem, 4cqi, 2.4rem); line-height: 1.2; font-weight: 650; margin: 0.35rem 0 0.6rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.database .value.long { font-size: 1.1rem; line-height: 1.4; }
 .database dl { display: flex; flex-wrap: wrap; gap: 0.25rem 2rem; margin: 0.75rem 0 0; }
 .database dl div { display: flex; gap: 0.6rem; align-items: baseline; }
 .database dt { color: var(--soft); font-size: 0.85rem; }
@@ -37,20 +38,22 @@ const STYLE = `
 .database .shares i { height: 100%; transition: width 0.15s ease-out; }
 .database .legend { overflow-wrap: anywhere; list-style: none; margin: 0.5rem 0 0; padding: 0; display: flex; flex-wrap: wrap; gap: 0.15rem 1.25rem; font-size: 0.9rem; }
 .database .legend li { display: flex; gap: 0.4rem; align-items: center; }
+.database .legend .number { white-space: nowrap; }
 .database .legend i { width: 0.75rem; height: 0.75rem; border-radius: 2px; flex: none; }
 .database .share-0 { background: light-dark(#1b62a5, #6cb2ea); }
-.database .share-1 { background: light-dark(#b3540a, #f0a14a); }
-.database .share-2 { background: light-dark(#00795c, #4fc9a4); }
-.database .share-3 { background: light-dark(#9c4f7e, #dd9cc2); }
-.database .share-4 { background: light-dark(#8a6d00, #d9bf4a); }
-.database .share-5 { background: light-dark(#5f4b9b, #ada0e0); }
+.database .share-1 { background: light-dark(#00795c, #4fc9a4); }
+.database .share-2 { background: light-dark(#9c4f7e, #dd9cc2); }
+.database .share-3 { background: light-dark(#8a6d00, #d9bf4a); }
+.database .share-4 { background: light-dark(#5f4b9b, #ada0e0); }
+.database .share-5 { background: light-dark(#6b4f3a, #c9ab92); }
 .database .share-6 { background: light-dark(#9aa5b0, #5c6874); }
+.database .hard .share-0 { background: var(--second); }
 .database .line { width: 100%; height: auto; max-height: 5.5rem; display: block; }
 .database .line .axis { stroke: var(--line); stroke-width: 2; }
 .database .line .dot { fill: var(--accent); fill-opacity: 0.45; stroke: var(--accent); }
 .database .hard .line .dot { fill: var(--second); stroke: var(--second); }
 .database .line .mark { stroke: var(--ink); stroke-width: 3; }
-.database .ends { display: flex; justify-content: space-between; padding-inline: 2%; font-size: 0.8rem; color: var(--soft); }
+.database .ends { display: flex; justify-content: space-between; gap: 0.75rem; text-align: center; padding-inline: 2%; font-size: 0.8rem; color: var(--soft); }
 .database .rows { margin-bottom: 0.75rem; }
 .database .order { justify-content: flex-end; font-size: 0.85rem; color: var(--soft); gap: 0.4rem; }
 .database .rows td { padding-block: 0.15rem; }
@@ -81,8 +84,12 @@ const STYLE = `
   .database .rows td.end { grid-area: 1 / 3; }
   .database .rows td.score { grid-area: 2 / 3; min-width: 3.2rem; padding: 0; font-size: 0.85rem; color: var(--soft); align-self: center; }
   .database .rows td.weight { grid-row: 2; font-size: 0.9rem; }
+  .database .rows :is(td.weight, td.score)::before { color: var(--soft); font-size: 0.8rem; margin-inline-end: 0.3rem; }
+  .database .rows td.weight.first::before { content: "soft"; }
+  .database .rows td.weight.second::before { content: "hard"; }
+  .database .rows td.score::before { content: "s"; }
   .database .rows td.weight .number { width: 2.8rem; }
-  .database .rows td.weight .bar { width: calc(100% - 3.4rem); min-width: 1.5rem; }
+  .database .rows td.weight .bar { width: calc(100% - 5.6rem); min-width: 1.2rem; }
 }
 `;
 
@@ -119,8 +126,8 @@ export const view: View = {
         },
       },
     });
-    const soft = card("answer", "Soft", "every row counts, as far as its key resembles the query");
-    const hard = card("hard", "Hard", "the row with the largest score, and no other");
+    const soft = card("answer", "Soft", "every row counts, as far as its key resembles the query", alsoHeaviest);
+    const hard = card("hard", "Hard", "the row with the largest score, and no other", alsoBest);
     soft.element.classList.add("soft");
 
     const show = () => {
@@ -141,9 +148,8 @@ export const view: View = {
         return;
       }
       const values = state.table().map((row) => row.value);
-      const colours = new Map(outcome.soft.values.map((share, i) => [spell(share.value), i]));
-      soft.show(outcome.soft, values, colours);
-      hard.show(outcome.hard, values, colours);
+      soft.show(outcome.soft, values);
+      hard.show(outcome.hard, values);
       asked.textContent = remark(state, outcome);
       asked.hidden = asked.textContent === "";
       speak(outcome);

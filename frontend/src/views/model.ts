@@ -44,16 +44,19 @@ function asking(at: HTMLElement, given: Given): () => void {
   const found = h("div");
   const trouble = h("p", { class: "note", role: "status", test: "model-status" });
   const text = h("input", { type: "text", test: "model-text", value: "The animal did not cross the street because it was tired." });
+  let asked = 0;
   const read = async () => {
+    const mine = ++asked;
     trouble.textContent = "MiniLM reads …";
     try {
       const data = await backend.call("model", { text: text.value });
+      if (mine !== asked) return;
       undo();
       found.replaceChildren();
       undo = mount(found, { ...given, data });
       trouble.textContent = "";
     } catch (error) {
-      trouble.textContent = error instanceof Error ? error.message : String(error);
+      if (mine === asked) trouble.textContent = error instanceof Error ? error.message : String(error);
     }
   };
   const form = h(
@@ -71,9 +74,12 @@ function asking(at: HTMLElement, given: Given): () => void {
     h("button", { class: "main", test: "model-read" }, "Show what MiniLM looks at"),
   );
   at.append(form, trouble, found);
+  // A server's visitor came to see it; a notebook waits to be asked.
+  if (given.host === "server") void read();
   const themed = () => found.dispatchEvent(new CustomEvent("theme"));
   at.addEventListener("theme", themed);
   return () => {
+    asked += 1;
     undo();
     at.removeEventListener("theme", themed);
     at.replaceChildren();
@@ -111,7 +117,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   const whose = h("p", { class: "hint", test: "head-row" });
   const list = bars(8, "head-bars");
   const row = (i: number) => {
-    whose.textContent = `${rowNames?.[i] ?? `Query ${i}`} looks at`;
+    whose.textContent = `${rowNames ? `“${rowNames[i]}”` : `Query ${i}`} looks at`;
     const name = (j: number) => colNames?.[j] ?? String(j);
     list.show(Array.from({ length: cols }, (_, j) => ({ name: name(j), weight: value(chosen, i, j) })));
   };

@@ -5,7 +5,7 @@ import { fixed, h, labelled, put, s, select } from "../dom";
 import * as equation from "../equation";
 import type { Point } from "../equation";
 import { Heatmap } from "../heatmap";
-import { clamp, numeral } from "../numbers";
+import { alike, clamp, numeral } from "../numbers";
 import { slider } from "../slider";
 import { stems } from "../stems";
 import type { Given, View } from "../view";
@@ -317,8 +317,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     const matrix = { data, rows: count, cols: points.length };
     const names = {
       label: "Weights of every key for queries from left to right",
-      rowNames: queries.map((x) => numeral(x, 0, 3)),
-      colNames: order.map((j) => numeral(points[j].x, 0, 3)),
+      rowNames: alike(queries),
+      colNames: alike(order.map((j) => points[j].x)),
     };
     if (map) return map.update(matrix, names);
     map = new Heatmap({

@@ -369,8 +369,8 @@ export const view: View = {
   name: "scores",
   title: "Scores",
   style: `
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.3rem, 1fr)); gap: 0.5rem; margin-bottom: 1.75rem; max-width: 78rem; }
-.card { display: flex; flex-direction: column; align-items: center; gap: 0.35rem; padding: 0.5rem 0.1rem; font-size: 0.75rem; line-height: 1.2; color: var(--soft); }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(5.3rem, 1fr)); gap: 0.4rem; margin-bottom: 1.75rem; max-width: 78rem; }
+.card { display: flex; flex-direction: column; align-items: center; gap: 0.35rem; padding: 0.5rem 0.1rem; font-size: 0.68rem; line-height: 1.2; color: var(--soft); }
 .card canvas { width: 56px; height: 56px; border: 1px solid var(--line); }
 .card[aria-pressed="true"] { border-color: var(--accent); color: var(--ink); box-shadow: inset 0 0 0 1px var(--accent); }
 .surfaces { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 2rem 2.25rem; }

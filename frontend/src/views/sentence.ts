@@ -109,7 +109,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     small = grid({
       rows: layered ? Array.from({ length: heads.length / across }, (_, i) => `layer ${i}`) : [""],
       cols: layered ? Array.from({ length: across }, (_, j) => String(j)) : heads.map((head) => head.name),
-      matrix: (i, j) => flat(each[i * across + j]),
+      matrix: (i, j) => ({ ...flat(each[i * across + j]), root: true }),
       entropy: (i, j) => each[i * across + j].reduce((sum, row) => sum + entropy(row), 0) / names().length,
       most: Math.log(Math.max(names().length, 2)),
       label: (i, j) => heads[i * across + j].name,
@@ -122,8 +122,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     gridBox.replaceChildren(small.element);
     pieces.hidden = words.length === tokens.length;
     about.textContent = layered
-      ? `${tokens.length} tokens, ${words.length} words, as ${read.model} reads them. Numbers under the pictures: entropy.`
-      : `${tokens.length} words. X holds how a word is spelled (16 numbers) and where it stands (8); the projections were written by hand, the last at random, as training finds them. Numbers under the pictures: entropy.`;
+      ? `${tokens.length} tokens, ${words.length} words, as ${read.model} reads them.`
+      : `${tokens.length} words. X holds how a word is spelled (16 numbers) and where it stands (8); the projections were written by hand, the last at random, as training finds them.`;
     choose(chosen);
   };
 
@@ -187,7 +187,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       "div",
       { class: "sentence" },
       h("div", {}, links.title, links.element, links.sum, h("p", { class: "hint" }, "Point at a word or move by arrow keys; click words to add them up."), how),
-      h("div", {}, headTitle, gridBox, large.element),
+      h("div", {}, headTitle, gridBox, h("p", { class: "hint" }, "The number under each picture: its entropy, a row’s mean."), large.element),
     ),
   );
   if (kept && !given.backend) input.disabled = true;
