@@ -220,7 +220,9 @@ def test_keys_of_several_columns_and_values_that_are_records(page: Any, tmp_path
     alpha = [found.weights[0], found.weights[2]]
     assert found.total == 2
     assert weights(page, 2) == pytest.approx(alpha, abs=1e-6)
-    assert page.get_by_test_id("answer-value").inner_text() == '{"a":[1,null]}'
+    value = page.get_by_test_id("answer-value")
+    assert value.inner_text() == "a: 1, nothing"
+    assert value.get_attribute("data-value") == '{"a":[1,null]}'
 
 
 def test_a_score_of_ones_own_is_shown_as_python_found_it(page: Any, tmp_path: Path) -> None:
