@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gc
 import io
+import sqlite3
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 
 import qkv
 from qkv import QkvError
+from qkv.errors import ArgumentError
+from qkv.page import bounds
 from qkv.page.calls import call
 
 CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
@@ -100,6 +105,73 @@ def test_a_link_in_a_folder_is_refused(known: dict[str, Any]) -> None:
     args = {"name": "x", "format": "qkv", "base64": base64.b64encode(made.getvalue()).decode()}
     with pytest.raises(QkvError, match="no file of a database"):
         call("upload", args, known)
+
+
+def test_a_sparse_file_is_refused(known: dict[str, Any]) -> None:
+    """It would be as long as it says, of zeros."""
+    part = tarfile.TarInfo("catalogue.sqlite")
+    part.type, part.size = tarfile.GNUTYPE_SPARSE, 0
+    head = bytearray(part.tobuf(tarfile.GNU_FORMAT))
+    head[483:495] = b"%011o\0" % (3 * 2**30)
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    data = bytes(head) + bytes(1024)
+    with pytest.raises(QkvError, match="no file of a database"):
+        call("upload", {"name": "x", "format": "qkv", "data": data}, known)
+
+
+@pytest.mark.parametrize("damage", ["settings", "layout"])
+def test_a_damaged_folder_names_no_place(
+    tmp_path: Path, known: dict[str, Any], damage: str
+) -> None:
+    with qkv.open(tmp_path / "names.qkv") as database:
+        database.add("Li", "Mu")
+    place = tmp_path / "names.qkv" / "catalogue.sqlite"
+    with contextlib.closing(sqlite3.connect(place)) as catalogue, catalogue:
+        if damage == "layout":
+            catalogue.execute("ALTER TABLE versions ADD COLUMN strange")
+        else:
+            catalogue.execute("UPDATE settings SET text = '{'")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "names.qkv").iterdir()}
+    with pytest.raises(ArgumentError) as refused:
+        call("upload", {"name": "mine", "format": "qkv", "base64": tar(files)}, known)
+    assert "mine" in str(refused.value) and tempfile.gettempdir() not in str(refused.value)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one(
+    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    monkeypatch.setattr(bounds, "BYTES", 10_000)
+    monkeypatch.setattr(bounds, "ROWS", 50)
+    monkeypatch.setattr(bounds, "COLUMNS", 5)
+    monkeypatch.setattr(bounds, "CELLS", 100)
+
+    def refused(form: str, data: bytes, what: str) -> None:
+        with pytest.raises(ArgumentError, match=f"at most .* {what}"):
+            call("upload", {"name": "x", "format": form, "data": data}, known)
+
+    def packed(**columns: Any) -> tuple[bytes, bytes]:
+        table, one, two = pyarrow.table(columns), io.BytesIO(), io.BytesIO()
+        pyarrow.parquet.write_table(table, one, compression="zstd")
+        pyarrow.feather.write_feather(table, two, compression="zstd")
+        return one.getvalue(), two.getvalue()
+
+    words = pyarrow.array(["a" * 1000] * 40)
+    for key in (words, words.dictionary_encode()):
+        one, two = packed(key=key, value=range(40))
+        refused("parquet", one, "bytes")
+        refused("csv", one, "bytes")  # it is read as what it is
+        refused("arrow", two, "bytes")
+    refused("parquet", packed(key=range(51), value=range(51))[0], "rows")
+    refused("arrow", packed(key=range(51), value=range(51))[1], "rows")
+    refused("csv", b"a,b\n" + b"1,2\n" * 50, "lines")
+    refused("csv", b"a,b,c,d,e,f\n1,2,3,4,5,6\n", "columns")
+    refused("csv", b"a,b,c\n" + b"1,2,3\n" * 40, "cells")
+    refused("jsonl", b'{"a": 1, "b": 2, "c": 3}\n' + b"{}\n" * 40, "cells")
+    refused("jsonl", b'{"a": 1}\n' * 51, "rows")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import binascii
 import io
 import re
 import shutil
+import sqlite3
 import tarfile
 import tempfile
 import weakref
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qkv.answer import jsonable
 from qkv.database import spelled
 from qkv.errors import ArgumentError, QkvError, unknown
+from qkv.page import bounds
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -141,6 +143,7 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
         path = Path(folder) / f"upload.{form}"
         path.write_bytes(data)
         try:
+            bounds.check(path, form)
             return Database.from_source(path, key=key or None, value=value or None)
         except QkvError as error:
             # Where the file lay for a moment is nobody's business.
@@ -155,17 +158,25 @@ def _stored(data: bytes, name: str) -> Database:
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             for part in tar:
-                inside = tar.extractfile(part) if part.isreg() else None
+                # A sparse one is as long as it says, whatever it holds.
+                whole = part.isreg() and not part.issparse() and part.size <= len(data)
+                inside = tar.extractfile(part) if whole else None
                 if inside is None or not re.fullmatch(PARTS, part.name):
                     raise ArgumentError(f"{name}: {part.name[:60]!r} is no file of a database")
                 (folder / part.name).write_bytes(inside.read())
         made = open_database(folder, create=False)
+        try:
+            made.info(), next(made.rows(), None)
+        except BaseException:
+            made.close()
+            raise
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, tarfile.TarError):
             raise ArgumentError(f"{name}: expected a tar of a database's folder: {error}") from None
-        if isinstance(error, QkvError):
-            raise ArgumentError(str(error).replace(str(folder), name)) from None
+        if isinstance(error, QkvError | LookupError | TypeError | ValueError | sqlite3.Error):
+            told = str(error).replace(str(folder), name).replace(folder.name, name)
+            raise ArgumentError(f"{name}: the folder of no database: {told}") from None
         raise
     weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
     return made
