@@ -44,6 +44,17 @@ def test_it_answers_what_it_is_asked() -> None:
     assert told["id"] == 10 and told["error"]
 
 
+def test_a_message_that_is_none_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    page: Any = qkv.show(qkv.Database(ROWS))
+    sent: list[Any] = []
+    monkeypatch.setattr(page, "send", lambda *told: sent.append(told))
+    for message in ("str", [1], None, {}, {"call": "databases", "args": {}}):
+        page._told(page, message, [])
+    assert sent == []
+    page._told(page, {"id": 1, "call": "fly", "args": {}}, [])
+    assert sent[0][0]["id"] == 1
+
+
 def test_without_anywidget_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "qkv.page.widget", raising=False)
     monkeypatch.setitem(sys.modules, "anywidget", None)

@@ -194,6 +194,35 @@ def test_what_makes_no_sense(known: dict[str, Any], name: str, args: dict[str, A
     assert set(known) == {"students"}
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "told"),
+    [
+        ("ask", {"query": "x", "at": 10**30}, "at must be"),
+        ("ask", {"query": "x", "at": True}, "at must be"),
+        ("rows", {"at": 10**30}, "at must be"),
+        ("ask", {"query": ["Ann"] * 3}, "one at a time"),
+        ("ask", {"query": "x" * (bounds.TEXT + 1)}, "characters of a query"),
+    ],
+)
+def test_what_a_page_may_not_ask(
+    known: dict[str, Any], name: str, args: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        call(name, {"database": "students", **args}, known)
+
+
+def test_what_is_encoded_is_limited() -> None:
+    def refused(keys: Any, told: str) -> None:
+        with pytest.raises(ArgumentError, match=told):
+            call("encode", {"keys": keys, "query": "x", "encoder": "text"}, {})
+
+    refused([f"name {i}" for i in range(1500)], "at most 1,048,576 numbers")
+    refused([f"word{i} other{i}" for i in range(800)], "at most 1,048,576 numbers")
+    refused(["x" * (bounds.TEXT + 1)], "characters of keys")
+    refused([], "a list")
+    refused({"a": 1}, "a list")
+
+
 def test_a_page_names_an_encoder_and_imports_nothing() -> None:
     for encoder in ("os:system", "qkv.page:show", "nothing"):
         with pytest.raises(QkvError, match="unknown encoder"):

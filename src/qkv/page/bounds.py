@@ -1,4 +1,4 @@
-"""How large a table an upload may be once it is read: a small file can unpack to a large one."""
+"""How much a page may bring or ask for: a small file can unpack to a large table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ COLUMNS = 1_000
 CELLS = 10_000_000
 BYTES = 2**27
 """Of all cells, unpacked."""
+NUMBERS = 2**20
+"""Of the vectors that one call gives."""
+TEXT = 2**20
+"""Characters of a query, or of the keys that one call encodes."""
 
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _NAME = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
@@ -47,9 +51,7 @@ def check(path: Path, form: str) -> None:
 def few(what: str, count: int, most: int) -> None:
     """Refuse more than so many."""
     if count > most:
-        raise ArgumentError(
-            f"an upload may have at most {most:,} {what}: import the file with qkv import"
-        )
+        raise ArgumentError(f"at most {most:,} {what} may come from a page: ask in Python for more")
 
 
 def _unpacked(path: Path, form: str) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from qkv import scores
+from qkv.arrays.ragged import places
 from qkv.database import encoders
 from qkv.database.encoding import at_words, kept
 from qkv.errors import ArgumentError, unknown
 from qkv.page import sentence, tables
+from qkv.page.bounds import NUMBERS, TEXT, few
 from qkv.page.views import named
 
 Args = Mapping[str, Any]
@@ -22,11 +26,18 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     They are those of the encoder of `database`, or of the `encoder` so named, fitted to the keys.
     """
     keys = args["keys"]
+    if not isinstance(keys, list) or not keys:
+        raise ArgumentError("keys must be a list of them")
+    few("characters of keys", sum(len(x) for x in keys if isinstance(x, str)), TEXT)
     if args.get("database") is not None:
         encoder = tables.chosen(args, databases).encoder or encoders.default(keys)
     else:
         encoder = encoders.resolve(_name(args["encoder"])).fit(keys)
-    query, key = at_words(encoder, [args["query"]], kept(encoder, keys), encoder.sparse(keys))
+    few("numbers", len(keys) * encoder.width, NUMBERS)
+    beside = encoder.sparse(keys)
+    if beside is not None:
+        few("numbers", len(keys) * (encoder.width + len(np.unique(places(beside)))), NUMBERS)
+    query, key = at_words(encoder, [args["query"]], kept(encoder, keys), beside)
     return {
         "keys": key,
         "query": query[0],

@@ -67,12 +67,16 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
     """
     database = chosen(args, known)
     query = spelled.cell(args["query"], next(iter(database), None))
+    if isinstance(query, list):
+        raise ArgumentError("query: a page asks one at a time")
+    if isinstance(query, str):
+        bounds.few("characters of a query", len(query), bounds.TEXT)
     how = {name: args[name] for name in ("top", "where") if args.get(name)}
     if args.get("score"):
         how["score"] = spelled.score(args["score"])
     if args.get("weighting"):
         how["weighting"] = spelled.weighting(args["weighting"])
-    found = (database if args.get("at") is None else database.at(args["at"])).ask(query, **how)
+    found = _past(database, args).ask(query, **how)
     return {**found.to_dict(), "explained": found.explain()}
 
 
@@ -83,9 +87,18 @@ def rows(args: Args, known: Databases) -> list[dict[str, Any]]:
     >>> rows({"database": "ages", "where": "key > 3"}, {"ages": Database({3: "Li", 40: "Mu"})})
     [{'key': 40, 'value': 'Mu'}]
     """
-    database = chosen(args, known)
-    past = database if args.get("at") is None else database.at(args["at"])
+    past = _past(chosen(args, known), args)
     return [jsonable(row) for row in past.rows(where=args.get("where") or None, count=FIRST)]
+
+
+def _past(database: Database, args: Args) -> Database:
+    """The database as of version `at`."""
+    at = args.get("at")
+    if at is None:
+        return database
+    if type(at) is not int or not 0 <= at <= 2**53:
+        raise ArgumentError("at must be the number of a version")
+    return database.at(at)
 
 
 def versions(args: Args, known: Databases) -> list[dict[str, Any]]:

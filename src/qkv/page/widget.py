@@ -36,7 +36,11 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
         buffers = [b"" if i in parts else x for i, x in enumerate(self.whole)]
         super().__init__(views=packed, buffers=buffers)
         self.databases = dict(databases or {})
-        self.on_msg(lambda _, message, __: self.send(*self.answer(message)))
+        self.on_msg(self._told)
+
+    def _told(self, _: Any, message: Any, __: Any) -> None:
+        if isinstance(message, Mapping) and "id" in message:  # else nobody waits for a word
+            self.send(*self.answer(message))
 
     def answer(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
         """`{id, call, args}` → `{id, result}`, or `{id, error}` in a sentence, and its arrays."""
@@ -45,7 +49,7 @@ class Page(anywidget.AnyWidget):  # type: ignore[misc]
             found = self.part(**args) if name == "part" else call(name, args, self.databases)
             result, buffers = pack(found)
         except Exception as error:  # the page waits for a word, whatever went wrong
-            return {"id": message.get("id"), "error": str(error) or type(error).__name__}, []
+            return {"id": message["id"], "error": str(error) or type(error).__name__}, []
         return {"id": message["id"], "result": result}, buffers
 
     def part(self, buffer: int, start: int, stop: int) -> np.ndarray:
