@@ -85,6 +85,11 @@ def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_named() -> None:
     with pytest.raises(DtypeError, match="or a sentence, not object"):
         views(object())
+    with pytest.raises(qkv.QkvError, match="no view is called 'nope': there are database, data"):
+        views({"view": "nope"})
+    for nothing in ([], {}):
+        with pytest.raises(qkv.QkvError, match="nothing to show"):
+            to_html(nothing)
 
 
 def test_the_view_in_a_browser(page: Any, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_rows_and_values_are_the_same_cells(client: Client, kept: Database) -> N
     assert kept.path is not None
     remote = client[kept.path.stem]
     np.testing.assert_equal(list(remote.rows()), list(kept.rows()))
+    assert [list(row) for row in remote.rows()] == [list(row) for row in kept.rows()]
     np.testing.assert_equal(list(remote), list(kept))
     assert len(remote) == len(kept) == remote.count()
     assert remote.columns == kept.columns

@@ -166,3 +166,10 @@ def test_a_refused_request_is_no_longer_inside() -> None:
     client = TestClient(guard, base_url=LOCAL, raise_server_exceptions=False)
     assert client.get("/").status_code == 500
     assert guard.inside == 0
+
+
+def test_a_wrong_token_is_told_from_none() -> None:
+    access = Access(token="0123456789abcdef")
+    none, wrong = (access.refuses(given, "read") for given in (None, "Bearer wrong"))
+    assert none is not None and "a token is wanted" in str(none)
+    assert wrong is not None and "this token is not one" in str(wrong)

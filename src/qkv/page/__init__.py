@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qkv.errors import ArgumentError
+
 __all__ = ["show", "to_html"]
 
 
@@ -41,9 +43,11 @@ def to_html(shown: Any, path: str | Path | None = None, title: str | None = None
     from qkv.page.views import views
 
     found = views(shown)
+    if not found:
+        raise ArgumentError("to_html was given nothing to show")
     glance = getattr(shown, "_repr_html_", None)
     still = glance() if glance is not None else "This page needs JavaScript."
-    text = page(found, title or (found[0]["title"] if found else "qkv"), still)
+    text = page(found, title or found[0]["title"] or "qkv", still)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text

@@ -11,13 +11,15 @@ from qkv import scores, weightings
 from qkv.answer import Answer, Source, short
 from qkv.database import Database
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
-from qkv.errors import DtypeError
+from qkv.errors import ArgumentError, DtypeError
 from qkv.names import Names
 from qkv.page.heads import LARGE, heads
 from qkv.page.sentence import sentence
 from qkv.shown import Headed
 
 Descriptor = dict[str, Any]
+
+NAMES = ("database", "data", "sentence", "regression", "scores", "model")
 
 MOST = 500
 """Rows of a database that a page holds; of more, the heaviest."""
@@ -37,6 +39,10 @@ def views(shown: Any) -> list[Descriptor]:
     if isinstance(shown, list | tuple):
         return [view for item in shown for view in views(item)]
     if isinstance(shown, dict) and "view" in shown:
+        if shown["view"] not in NAMES:
+            raise ArgumentError(
+                f"no view is called {shown['view']!r}: there are {', '.join(NAMES)}"
+            )
         return [{"title": "", "data": {}} | shown]
     if isinstance(shown, dict):
         return [{**view, "title": name} for name, x in shown.items() for view in views(x)]

@@ -75,7 +75,12 @@ class Access:
             return None
         if some:
             return Refused(403, f"this token may read only, not {right}")
-        refused = Refused(401, "a token is wanted: send it as Authorization: Bearer TOKEN")
+        if given:
+            told = "this token is not one of this server's"
+        else:
+            told = "a token is wanted: send it as Authorization: Bearer TOKEN"
+        told += " (qkv takes it from --token or QKV_TOKEN)"
+        refused = Refused(401, told)
         refused.headers["www-authenticate"] = "Bearer"
         return refused
 

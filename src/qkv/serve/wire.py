@@ -21,7 +21,7 @@ def dumps(found: Any) -> str:
     >>> dumps({"key": ("Li", 1)})
     '{"key": {"$tuple": ["Li", 1]}}'
     """
-    return json.dumps(cells.plain(found), sort_keys=True)
+    return json.dumps(cells.plain(found))
 
 
 def restored(body: Any) -> Any:
