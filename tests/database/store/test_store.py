@@ -738,6 +738,23 @@ def flip(path, offset, mask=1):
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_is_damage(tmp_path, small, bad):
+    scale = np.arange(60, dtype="<f4") + 0.5
+    with Store(tmp_path) as s:
+        s.commit(
+            records=["record"] * 60,
+            digests=[b"digest %d" % i for i in range(60)],
+            tensors={"code": np.ones((60, 2), np.int8), "scale": scale},
+        )
+    path = sorted(tmp_path.glob("segment*"))[0]
+    content = path.read_bytes()
+    at = content.index(scale[7:9].tobytes())
+    path.write_bytes(content[:at] + np.array(bad, "<f4").tobytes() + content[at + 4 :])
+    with Store(tmp_path) as s, s.at() as snapshot, pytest.raises(Damaged, match="not finite"):
+        list(snapshot.parts())
+
+
 LEFT = sorted(set(range(63)) - {5, 61})
 
 

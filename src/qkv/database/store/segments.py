@@ -26,6 +26,8 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 STARTS = ".starts"
 """After the name of a ragged tensor: where each of its rows begins, and the last one ends."""
+SCALE = "scale"
+"""The tensor of which one number that is not finite would spoil every answer."""
 CHUNK = 8 << 20
 _NAME = re.compile(rf"(?:segment|arrays)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
 
@@ -154,6 +156,8 @@ def open_segment(path: Path, entry: Entry, layout: Layout) -> Segment:
         raise damaged(path, "its header is not the one that was written")
     if (ids[0], ids[-1]) != (entry.first, entry.last) or not (ids[1:] > ids[:-1]).all():
         raise damaged(path, "its ids are not those that were written")
+    if not np.isfinite(found.get(SCALE, 0.0)).all():
+        raise damaged(path, "what its vectors are multiplied by is not finite")
     tensors: dict[str, Tensor] = {name: found[name] for name in layout.names}
     if ragged is not None:
         flat, steps = found[ragged], np.diff(starts)
