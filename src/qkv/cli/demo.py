@@ -60,9 +60,9 @@ def demo() -> Iterator[Result]:
     with Database(MAJORS) as majors:
         by_major = majors.by(key="value", value="key")
         yield _told(
-            "Find people by major: swap key and value, ask for 'numbers and proofs'",
-            "numbers and proofs",
-            by_major.ask("numbers and proofs"),
+            "Find people by major: swap key and value, ask for 'theorems and proofs'",
+            "theorems and proofs",
+            by_major.ask("theorems and proofs"),
         )
     with Database(SALARIES) as salaries:
         yield _told("GPA 3.5: what salary, in thousands?", 3.5, salaries.ask(3.5))
