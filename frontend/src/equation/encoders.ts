@@ -81,7 +81,7 @@ function numbers(keys: Key[]): Encoder {
 
 /** BM25 as a dot product: φ(q) holds the idf of the query's words, ψ(k) how often each is in the key.
  *
- * There is a column for each word of the keys, and a last one for all others. */
+ * There is a column for each word of the keys, and a last one for the length of all others. */
 function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
   const counts = new Map<number, number>();
   let all = 0;
@@ -101,7 +101,12 @@ function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
   const column = new Map(Array.from(counts.keys()).sort((one, two) => one - two).map((code, i) => [code, i]));
   const laid = (found: [number, number][]) => {
     const out = new Float32Array(column.size + 1);
-    for (const [code, x] of found) if (column.has(code)) out[column.get(code)!] = x;
+    let rest = 0;
+    for (const [code, x] of found) {
+      if (column.has(code)) out[column.get(code)!] = x;
+      else rest += x * x;
+    }
+    out[column.size] = Math.sqrt(rest);
     return out;
   };
   return {
@@ -116,10 +121,9 @@ function lexical(keys: Key[], k1 = 1.2, b = 0.75): Encoder {
     query: (some) =>
       some.map((key) => {
         const found = words(text(key));
-        // What nobody has is not looked for; it counts in what could have been found.
+        // What nobody has counts in what could have been found.
         const told = sum(found, (code) => idf(counts.get(code) ?? 0));
-        const share = sum(found, (code) => (counts.has(code) ? idf(counts.get(code)!) : 0)) / (told || 1);
-        const by = share ** 2 / (told + usual || 1);
+        const by = 1 / (told + usual || 1);
         return laid(Array.from(found, ([code, f]) => [code, f * idf(counts.get(code) ?? 0) * by]));
       }),
     score: (rows) => ({ name: "scaled_dot", scale: sharpness(rows) }),

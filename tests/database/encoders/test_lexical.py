@@ -6,7 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from qkv.database.encoders import Columns, Lexical
+import qkv
+from qkv.database.encoders import Columns, Lexical, load
 from qkv.errors import ArgumentError
 
 KEYS = [
@@ -20,7 +21,9 @@ KEYS = [
 QUERIES = ["the cat", "banded matrix unheard", "Cow!", "", "the the cat"]
 
 
-def bm25(queries: list[str], keys: list[str], k1: float, b: float) -> np.ndarray:
+def bm25(
+    queries: list[str], keys: list[str], k1: float, b: float, doubt: float = 0.0
+) -> np.ndarray:
     """Over what the query and a usual key tell."""
     bags = [Counter(key.split()) for key in keys]
     mean = sum(map(Counter.total, bags)) / len(keys)
@@ -41,16 +44,34 @@ def bm25(queries: list[str], keys: list[str], k1: float, b: float) -> np.ndarray
                 out[i, j] += f * idf(word) * bag[word] * (k1 + 1) / (bag[word] + k1 * long)
         told = sum(map(idf, words))
         share = sum(idf(word) for word in words if word in known) / (told or 1)
-        out[i] *= share**2 / (told + usual)
+        out[i] *= share**doubt / (told + usual)
     return out
 
 
 @pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (2.0, 0.0), (0.5, 1.0)])
 @pytest.mark.parametrize("width", [0, 1 << 16])
-def test_it_is_bm25_where_no_words_share_a_place(k1: float, b: float, width: int) -> None:
-    encoder = Lexical(width, k1, b).fit(KEYS)
+@pytest.mark.parametrize("doubt", [0.0, 2.0])
+def test_it_is_bm25_where_no_words_share_a_place(
+    k1: float, b: float, width: int, doubt: float
+) -> None:
+    encoder = Lexical(width, k1, b, doubt).fit(KEYS)
     query, key = encoder.pair(QUERIES, KEYS)
-    np.testing.assert_allclose(query @ key.T, bm25(QUERIES, KEYS, k1, b), atol=1e-5)
+    np.testing.assert_allclose(query @ key.T, bm25(QUERIES, KEYS, k1, b, doubt), atol=1e-5)
+
+
+@pytest.mark.parametrize("doubt", [0.0, 2.0])
+def test_words_that_came_after_the_fit_are_as_rare_as_can_be(doubt: float) -> None:
+    encoder = Lexical(doubt=doubt).fit(KEYS)
+    query, key = encoder.pair(["cow zork", "zork"], ["zork", "a cow", "the cat"])
+    idf = {"zork": math.log(1 + 6.5 / 0.5), "cow": math.log(1 + 5.5 / 1.5)}
+    told = np.array([sum(idf.values()), idf["zork"]]) + encoder.usual
+    r = idf["cow"] / sum(idf.values())
+    part = [2.2 / (1 + 1.2 * (0.25 + 0.75 * n / encoder.mean)) for n in (1, 2)]
+    expected = [
+        [idf["zork"] * part[0], r**doubt * idf["cow"] * part[1], 0],
+        [idf["zork"] * part[0], 0, 0],
+    ]
+    np.testing.assert_allclose(query @ key.T, expected / told[:, None], rtol=1e-5, atol=1e-7)
 
 
 def many() -> list[str]:
@@ -89,14 +110,51 @@ def test_columns_keep_their_words_apart() -> None:
 
 
 def test_before_it_is_fitted_it_knows_no_word() -> None:
-    for made in (Lexical(), Lexical().fit(["", "!"])):
-        query, key = made.pair(["the cat"], ["the cat"])
-        assert not (query @ key.T).any()
+    query, key = Lexical().pair(["the cat"], ["the cat"])
+    assert not (query @ key.T).any()
     assert not Lexical(64).encode(["the cat"]).any()
     assert not Lexical(64).fit(["", "!"]).query(["the cat"]).any()
+    query, key = Lexical().fit(["", "!"]).pair(["the cat"], ["the cat", "", "a cat"])
+    (found,) = query @ key.T
+    assert found[0] > found[2] > found[1] == 0
 
 
-@pytest.mark.parametrize("bad", [{"width": 4}, {"k1": -1}, {"b": 2}])
+def houses() -> list[str]:
+    looks, streets = ("red", "old", "tall"), ("oak", "elm")
+    return [f"the {looks[i % 3]} house number {i} on {streets[i % 2]} street" for i in range(70)]
+
+
+LATER = ["single 3", "single 4", "a lone pine"]
+OLD = {
+    "kind": "lexical", "width": 256, "k1": 1.2, "b": 0.75, "mean": 8.0,
+    "usual": 5.677089459876709, "rows": 70,
+}  # fmt: skip
+"""The settings of a store of format 1 that was made of `houses`."""
+
+
+def test_a_store_of_before_answers_as_it_did() -> None:
+    made = load(OLD, Lexical(256).fit(houses()).arrays())
+    queries = ["single 3", "the red house number 3 unheard", "lone pine elm"]
+    alpha = qkv.weights(*made.pair(queries, houses() + LATER), score=made.score(73))
+    # What the code that wrote format 1 gave.
+    expected = [
+        [0.123146, 0.002355, 0.709667, 0.002355],
+        [0.261248, 0.006581, 0.473037, 0.002336],
+        [0.018122, 0.018122, 0.009624, 0.009624],
+    ]
+    np.testing.assert_allclose(alpha[:, [3, 33, 70, 72]], expected, atol=2e-6)
+
+
+def test_rows_that_came_later_are_found_by_new_words() -> None:
+    D = qkv.Database(houses(), list(range(70)), encoder="lexical")
+    D.add(LATER, [100, 101, 102])
+    assert D.encoder.rows == 70
+    for query, key in (("single 3", "single 3"), ("the pine", LATER[2]), ("lone pine", LATER[2])):
+        first = D.ask(query).rows[0]
+        assert first.key == key and first.weight > 0.6, (query, first)
+
+
+@pytest.mark.parametrize("bad", [{"width": 4}, {"k1": -1}, {"b": 2}, {"doubt": -1}])
 def test_bad_parameters_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):
         Lexical(**bad)  # type: ignore[arg-type]

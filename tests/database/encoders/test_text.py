@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.encoders import Text, load
+from qkv.database.encoders import Lexical, Text, load
 from qkv.database.encoders.base import sharpness
 from qkv.errors import ArgumentError
 from qkv.scores import ScaledDot
+from tests.database.encoders.test_lexical import LATER, OLD, houses
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("wordllama")
@@ -176,6 +177,39 @@ def test_settings_of_before_mean_what_they_meant() -> None:
     )
     texts = ["The Alchemist", "a shepherd and his treasure"]
     np.testing.assert_array_equal(found.encode(texts), Text().encode(texts))
+
+
+def test_a_store_of_before_answers_as_it_did() -> None:
+    told = {
+        "kind": "text", "names": ["characters", "words", "lexical"], "weights": [1 / 3] * 3,
+        "heads": [
+            {"kind": "characters", "width": 256, "n": [2, 3], "sounds": 0.5, "idf": False},
+            {"kind": "words", "model": "l2_supercat_256", "lower": True},
+            OLD,
+        ],
+        "half": 30.0, "sharp": 0.9052885142962979,
+    }  # fmt: skip
+    arrays = Lexical(256).fit(houses()).arrays()
+    made = load(told, {f"2.{name}": array for name, array in arrays.items()})
+    queries = ["single 3", "the red house number 3 unheard", "lone pine elm"]
+    alpha = qkv.weights(*made.pair(queries, houses() + LATER), score=made.score(73))
+    # What the code that wrote format 1 gave.
+    expected = [
+        [0.000004, 0.0, 0.999271, 0.0],
+        [0.553738, 0.040723, 0.001174, 0.000009],
+        [0.000749, 0.00067, 0.000127, 0.972721],
+    ]
+    np.testing.assert_allclose(alpha[:, [3, 33, 70, 72]], expected, atol=2e-5)
+
+
+def test_rows_that_came_later_are_found_by_new_words() -> None:
+    D = qkv.Database(houses(), list(range(70)))
+    well = "the low house number 7 on oak street, with a well"
+    D.add([*LATER, well], [100, 101, 102, 103])
+    pairs = [("single 3", "single 3"), ("3 single", "single 3"), ("pine", LATER[2])]
+    for query, key in [*pairs, ("well", well), ("oak house, well", well)]:
+        first = D.ask(query).rows[0]
+        assert first.key == key and first.weight > 0.8, (query, first)
 
 
 def decided(D: qkv.Database, query: str) -> None:

@@ -50,7 +50,9 @@ def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
 
     share = rng.random(n)
     own = words(n), words(c)
-    shared, asked = gradients.shared(*own)
+    # A word that no weight is learned for is left out.
+    assert gradients.shared(*own, np.array([5, 10]))[1].tolist() == [10]
+    shared, asked = gradients.shared(*own, np.array([0, 10, 15, 20, 30]))
     assert asked.tolist() == [0, 10, 20, 30]
     batch = gradients.Batch(
         query=[Input(texts(n, 2), rng.random(n).astype(dtype)), Input(vectors(n)), own[0]],

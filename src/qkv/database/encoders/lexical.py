@@ -20,19 +20,21 @@ PLACES = (0, 0x9E3779B9)
 
 @dataclass(frozen=True)
 class Lexical(Encoder):
-    """s(q, k) = r² Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
+    """s(q, k) = Σ_w idf(w) · f (k₁ + 1) / (f + k₁ (1 − b + b |k|/mean)) / (Σ_w idf(w) + usual).
 
     That is BM25, as a share of what the words w of the query tell and what a key usually does: two
     common words that are found are less than a sentence. idf(w) = ln(1 + (m − df + ½)/(df + ½))
-    is large for words that few of the m keys have, f counts w in the key, |k| its words; r is the
-    share of Σ_w idf(w) in words that some key has: where the others are misspelled, letters tell
-    more. φ(q) holds the idf and ψ(k) the rest, one number for each word: they are sparse vectors,
-    in which a word's place is its 32-bit hash. A word that no key had when it was fitted is asked
-    in vain; before `fit` there is none, and all is 0.
+    is large for words that few of the m keys have, f counts w in the key, |k| its words. φ(q) holds
+    the idf and ψ(k) the rest, one number for each word: they are sparse vectors, in which a word's
+    place is its 32-bit hash. A word that no key had when it was fitted has df = 0, and finds what
+    came later; before `fit` there is none, and all is 0.
+
+    With `doubt`, the words that keys had count r^`doubt` times as much, where r is their share of
+    Σ_w idf(w): where the others are misspelled, letters tell more (`Text`).
 
     With a `width`, vectors are dense, and each word has two places among so many numbers, with a
     sign. Words that share a place disturb each other: the product is right on average, off by
-    about ‖φ‖‖ψ‖/√width.
+    about ‖φ‖‖ψ‖/√width. There a word that no key had is asked in vain.
 
     >>> encoder = Lexical().fit(["the cat sat", "the dog ran", "the cow lay"])
     >>> query, key = encoder.pair(["the dog"], ["the dog ran", "the cat sat"])
@@ -44,6 +46,7 @@ class Lexical(Encoder):
     width: int = 0
     k1: float = 1.2
     b: float = 0.75
+    doubt: float = 0.0
     mean: float = 1.0
     usual: float = 0.0
     rows: int = 0
@@ -61,6 +64,8 @@ class Lexical(Encoder):
             raise ArgumentError(
                 f"Lexical: k1 must be 0 or more and b from 0 to 1, not {self.k1!r} and {self.b!r}"
             )
+        if not 0 <= self.doubt < math.inf:
+            raise ArgumentError(f"Lexical: doubt must be 0 or more, not {self.doubt!r}")
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
         keys = texts(keys)
@@ -111,8 +116,11 @@ class Lexical(Encoder):
             long = np.bincount(row, f, len(block))[row] / self.mean
             return row, code, f * (self.k1 + 1) / (f + self.k1 * (1 - self.b + self.b * long))
         known, idf, told, share = self._told(row, code, f, len(block))
-        weight = f * idf * (share**2 / (told + self.usual + 1e-30))[row]
-        # What nobody has is not looked for; it counts in what could have been found.
+        weight = f * idf / (told + self.usual + 1e-30)[row]
+        weight[known] *= share[row[known]] ** self.doubt
+        if not self.width:
+            return row, code, weight
+        # What nobody had would only disturb; it counts in what could have been found.
         return row[known], code[known], weight[known]
 
     def known(self, queries: Sequence[Any]) -> np.ndarray:

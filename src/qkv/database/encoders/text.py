@@ -26,6 +26,9 @@ OLDER = 0.8
 OWN = ("half", "sharp", "rare", "flat", "exact")
 """The fields that are numbers."""
 
+DOUBT = 2.0
+"""How much less words count beside others that no key has, which may be misspelled."""
+
 PLACES = 2
 """Places of a whole text: where another shares one of them, that is not enough to decide."""
 
@@ -63,7 +66,8 @@ class Text(Heads):
 
     def __post_init__(self) -> None:
         if not self.heads:
-            heads = {"characters": Characters(), "words": Words(), "lexical": Lexical()}
+            lexical = Lexical(doubt=DOUBT)
+            heads = {"characters": Characters(), "words": Words(), "lexical": lexical}
             object.__setattr__(self, "heads", heads)
         super().__post_init__()
         count = len(self.heads)

@@ -235,7 +235,7 @@ class Descent:
         query, key = found
         words: dict[int, Shared] = {}
         for i, codes in self.words.items():
-            words[i], asked = shared(query[i], key[i])
+            words[i], asked = shared(query[i], key[i], codes)
             rows[f"{i}.words"] = at = np.searchsorted(codes, asked)
             local[f"{i}.words"] = self.now[f"{i}.words"][at]
         return Batch(query, key, right, share, barred, self.start.cosines, words), local, rows

@@ -51,10 +51,10 @@ class Shared(NamedTuple):
         return (slice(at, at + step) for at in range(0, len(self.row), step))
 
 
-def shared(query: Input, key: Input) -> tuple[Shared, np.ndarray]:
-    """The words of the queries in the keys, and their places (a,)."""
+def shared(query: Input, key: Input, known: np.ndarray) -> tuple[Shared, np.ndarray]:
+    """The words of the queries in the keys, of those that are known (w,), and their places (a,)."""
     assert isinstance(query.x, Ragged) and isinstance(key.x, Ragged)
-    asked = np.unique(ragged.places(query.x))
+    asked = np.intersect1d(ragged.places(query.x), known)
     row, word, at = ragged.found(key.x, asked)
     phi, number = ragged.columns(query.x, asked)[:, :-1], ragged.numbers(key.x)[at]
     if query.length is not None:
