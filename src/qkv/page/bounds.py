@@ -116,6 +116,6 @@ def _bytes(column: Any) -> int:
         return int(column.nbytes)
     words = column.dictionary
     if not (types.is_string(words.type) or types.is_large_string(words.type)):
-        return int(column.nbytes) + len(column) * (words.nbytes // max(1, len(words)) + 1)
+        return int(column.nbytes + len(column) * (words.nbytes // max(1, len(words)) + 1))
     lengths = compute.take(compute.binary_length(words), column.indices)
     return int(compute.sum(lengths).as_py() or 0)
