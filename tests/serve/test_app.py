@@ -11,9 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 import qkv
-from qkv.database.faults import Damaged
+from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
 from qkv.errors import ArgumentError
-from qkv.serve import api, limits
+from qkv.serve import api, limits, wire
+from qkv.serve.answers import refused_by
 from qkv.serve.shelf import Shelf, opened
 
 ASK = "/v1/databases/books/ask"
@@ -40,6 +41,7 @@ JSON = {"content-type": "application/json"}
         ({"query": 3}, 422, "must be text"),
         ({"query": "\ud800"}, 422, "lone surrogate"),
         ({"query": ["x"] * (limits.QUERIES + 1)}, 413, "at most 1,024"),
+        ({"query": "x" * (limits.TEXT + 1)}, 413, "1,048,576 characters"),
     ],
 )
 def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, told: str) -> None:
@@ -62,6 +64,79 @@ def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, to
 def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -> None:
     answer = client.post(ASK, content=content, headers=JSON)
     assert answer.status_code == 400 and told in answer.json()["error"]
+
+
+def test_lists_within_lists(client: TestClient) -> None:
+    where = '{"genre": ' + "[" * 900 + "]" * 900 + "}"
+    answer = client.post(ASK, content='{"query": "x", "where": ' + where + "}", headers=JSON)
+    assert answer.status_code == 400 and "nested too deeply" in answer.json()["error"]
+
+
+def test_a_whole_number_may_have_a_point(client: TestClient) -> None:
+    assert len(client.post(ASK, json={"query": "x", "top": 2.0}).json()["rows"]) == 2
+
+
+def test_bytes_that_are_none(client: TestClient) -> None:
+    content = b'{"query": {"$bytes": "%%"}}'
+    answer = client.post(ASK, content=content, headers={"content-type": wire.CELLS})
+    assert answer.status_code == 422 and "a cell that is not one" in answer.json()["error"]
+
+
+def test_all_bodies_together_are_limited(
+    client: TestClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HELD", 100)
+    answer = client.post(ASK, json={"query": "x" * 101})
+    assert answer.status_code == 503 and "100 bytes" in answer.json()["error"]
+    assert shelf.held == 0 and client.post(ASK, json={"query": "x"}).status_code == 200
+
+
+def test_health_needs_no_thread(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
+    monkeypatch.setattr(shelf, "work", None)
+    for path in ("/healthz", "/v2/health/live", "/v2/health/ready"):
+        assert client.get(path).status_code == 200
+
+
+def test_a_large_body_is_read_in_a_thread(client: TestClient) -> None:
+    content = json.dumps({"query": "Emma"}).encode() + b" " * 100_000
+    assert client.post(ASK, content=content, headers=JSON).json()["value"] == "novel"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Locked("books is locked by process 4711"), 409),
+        (Unwritable("/secret/my place/lock cannot be opened (denied)"), 503),
+        (Unreadable("/secret/place/catalogue.sqlite: too many files"), 503),
+    ],
+)
+def test_an_error_names_no_place(error: Exception, status: int) -> None:
+    refused = refused_by(error)
+    assert refused is not None and refused.status == status
+    assert "4711" not in refused.message and "secret" not in refused.message
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"parameters": {"query": "x"}}, "unknown"),
+        ({"parameters": {"weights": True, "spread": True}}, "unknown"),
+        ({"parameters": {"top": 0}}, "at least 1"),
+        ({"inputs": [{"name": "query", "datatype": "BYTES", "shape": [10**4000] * 500}]}, "shape"),
+        ({"inputs": [{"name": "query", "datatype": "BYTES", "shape": [10**4000]}]}, "shape"),
+    ],
+)
+def test_an_inference_that_has_no_meaning(client: TestClient, more: Any, told: str) -> None:
+    query = {"name": "query", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+    answer = client.post("/v2/models/books/infer", json={"inputs": [query], **more})
+    assert answer.status_code in (400, 422) and told in answer.json()["error"]
+
+
+def test_a_length_of_many_digits(client: TestClient) -> None:
+    head = {"content-type": "application/octet-stream"}
+    head["inference-header-content-length"] = "9" * 5000
+    answer = client.post("/v2/models/books/infer", content=b"{}", headers=head)
+    assert answer.status_code == 422 and "a length within" in answer.json()["error"]
 
 
 def test_a_body_of_another_type(client: TestClient) -> None:

@@ -16,8 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 
 import qkv
+from qkv.serve import limits
+from qkv.serve.app import app
+from qkv.serve.run import bound, config
+from qkv.serve.shelf import Shelf
 from tests.cli.run import HERE, run
 from tests.serve.process import serving
 
@@ -38,6 +43,22 @@ def names(tmp_path: Path) -> Path:
     with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
         database.add(["Li", "Hu"], ["Mu", "Rachel"])
     return tmp_path / "names.qkv"
+
+
+def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADER", 0.05)
+    with bound("127.0.0.1", 0) as place:
+        server = uvicorn.Server(config(app(Shelf())))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
+        thread.start()
+        whole = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        for head in (b"", b"GET /healthz HTTP/1.1\r\nhost: lo", whole + whole[:9]):
+            with socket.create_connection(place.getsockname(), timeout=30) as connection:
+                connection.sendall(head)
+                found = b"".join(iter(lambda: connection.recv(4096), b""))  # until it is closed
+            assert (b"200 OK" in found) == (whole in head)
+        server.should_exit = True
+        thread.join(30)
 
 
 def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:

@@ -196,15 +196,19 @@ def restored(plain: Any) -> Any:
     return {name: restored(x) for name, x in plain.items()}
 
 
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 def _array(parts: Sequence[Any]) -> np.ndarray:
     dtype, shape, text = parts
-    return np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape)
+    return np.frombuffer(_bytes(text), np.dtype(dtype)).reshape(shape)
 
 
 _TAGS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$decimal": Decimal,
-    "$bytes": base64.b64decode,
+    "$bytes": _bytes,
     "$tuple": lambda inner: tuple(restored(x) for x in inner),
     "$dict": lambda inner: {name: restored(x) for name, x in inner.items()},
     "$array": _array,

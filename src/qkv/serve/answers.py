@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.responses import Response
 
 from qkv.answer import jsonable
 from qkv.database import AbsentKey
-from qkv.database.faults import Closed, Damaged, DuplicateKey, Locked, UnknownVersion
+from qkv.database.faults import (
+    Closed,
+    Damaged,
+    DuplicateKey,
+    Locked,
+    UnknownVersion,
+    Unreadable,
+    Unwritable,
+)
 from qkv.errors import MissingExtra, QkvError
 from qkv.serve import wire
 from qkv.serve.route import Refused
@@ -22,6 +31,8 @@ STATUS: dict[type[QkvError], int] = {
     MissingExtra: 501,
     Damaged: 500,
     Closed: 503,
+    Unreadable: 503,
+    Unwritable: 503,
 }
 """What an error of ours is over HTTP; any other is 422: of the right form, but without meaning."""
 
@@ -52,7 +63,16 @@ def refused_by(error: Exception) -> Refused | None:
         return Refused(404, str(error), kind="AbsentKey", key=error.key, nearest=error.nearest)
     if isinstance(error, QkvError):
         found = (status for kind, status in STATUS.items() if isinstance(error, kind))
-        return Refused(next(found, 422), str(error), kind=type(error).__name__)
+        return Refused(next(found, 422), _public(error), kind=type(error).__name__)
     if isinstance(error, MemoryError):
         return Refused(413, "there is not enough memory for this: ask for less at a time")
     return None
+
+
+def _public(error: QkvError) -> str:
+    """What an error says but where files lie and which process has them."""
+    if isinstance(error, Locked):
+        return "another process writes to this database: try again later"
+    if not isinstance(error, OSError):
+        return str(error)
+    return re.sub(r"""(?<!\w)/[^:'"()]*/""", "", str(error))

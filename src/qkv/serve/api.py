@@ -31,7 +31,7 @@ from qkv.serve.bodies import (
     record,
 )
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import Kept, Shelf, few, options
+from qkv.serve.shelf import Kept, Shelf, few, options, short
 
 
 async def ask(shelf: Shelf, given: Given) -> Any:
@@ -107,6 +107,8 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
     about = kept.about().info
     key, value = about["key"] or ["key"], about["value"] or ["value"]
     for i, row in enumerate(cells):
+        for name in key:
+            short(row.get(name), f"rows[{i}].{name}")
         if any(row.get(name) is None for name in key):
             raise ArgumentError(f"rows[{i}] has no key: give {', '.join(key)}")
     if not body.get("update"):
@@ -185,7 +187,7 @@ def _short(kept: Kept) -> dict[str, Any]:
     return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
 
 
-def health(shelf: Shelf, given: Given) -> Any:
+async def health(shelf: Shelf, given: Given) -> Any:
     return {"status": "ok", "databases": len(shelf.databases)}
 
 

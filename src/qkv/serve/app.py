@@ -27,6 +27,8 @@ from qkv.serve.reference import page as read
 from qkv.serve.route import Given, Refused, Route
 from qkv.serve.shelf import Shelf
 
+SMALL = 2**16
+"""Bytes of JSON that are read at once; more are read in a thread, while others are answered."""
 ANYTHING: fit.Schema = {"type": "object"}
 
 
@@ -101,22 +103,29 @@ def _endpoint(shelf: Shelf, access: Access, routes: Sequence[Route]) -> Any:
                     raise refused
             given = await _timed(_given(shelf, route, request))
             call = _called(shelf, route, given)
-            found = await (call if route.right == "write" else _timed(call))
+            return await (call if route.right == "write" else _timed(call))
+        except Refused as error:
+            return refusal(error, exactly=exactly)
         except Exception as error:
             refused = await shelf.work(refused_by, error)
             if refused is None:
                 logging.getLogger("qkv").exception("a bug, in %s", route.path)
                 refused = Refused(500, "a bug in qkv: the server's log has where")
             return refusal(refused, exactly=exactly)
-        return found if isinstance(found, Response) else written(found, exactly=exactly)
+        finally:
+            shelf.held -= request.scope.get("qkv.held", 0)
 
     return endpoint
 
 
-async def _called(shelf: Shelf, route: Route, given: Given) -> Any:
+async def _called(shelf: Shelf, route: Route, given: Given) -> Response:
     if inspect.iscoroutinefunction(route.call):
-        return await route.call(shelf, given)
-    return await shelf.work(route.call, shelf, given)
+        return _response(await route.call(shelf, given), given)
+    return await shelf.work(lambda: _response(route.call(shelf, given), given))  # type: ignore[no-any-return]
+
+
+def _response(found: Any, given: Given) -> Response:
+    return found if isinstance(found, Response) else written(found, exactly=given.exactly)
 
 
 async def _timed(call: Any) -> Any:
@@ -130,7 +139,7 @@ async def _timed(call: Any) -> Any:
 async def _given(shelf: Shelf, route: Route, request: Request) -> Given:
     at = _parameters(route, request)
     kept = shelf.find(request.path_params["name"]) if route.named else None
-    body = await _body(route, request) if route.body is not None or route.raw else None
+    body = await _body(shelf, route, request) if route.body is not None or route.raw else None
     return Given(kept, request.path_params, at, body, request.headers)
 
 
@@ -151,7 +160,7 @@ def _parameters(route: Route, request: Request) -> dict[str, Any]:
     return at
 
 
-async def _body(route: Route, request: Request) -> Any:
+async def _body(shelf: Shelf, route: Route, request: Request) -> Any:
     """The body as bytes where the route takes them raw, else as JSON that fits its schema."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     takes = [*route.raw, *(["application/json", wire.CELLS] if route.body is not None else [])]
@@ -165,6 +174,10 @@ async def _body(route: Route, request: Request) -> Any:
     try:
         async for chunk in request.stream():
             raw += chunk
+            shelf.held += len(chunk)
+            request.scope["qkv.held"] = len(raw)
+            if shelf.held > limits.HELD:
+                raise Refused(503, f"{limits.HELD:,} bytes of bodies at a time are the limit")
             if len(raw) > most:
                 raise Refused(413, f"the body may have at most {most:,} bytes")
     except ClientDisconnect:
@@ -173,18 +186,24 @@ async def _body(route: Route, request: Request) -> Any:
         raise Refused(400, "a body is wanted")
     if media in route.raw or route.body is None:
         return bytes(raw)
+    if len(raw) < SMALL:
+        return _parsed(raw, route.body, media)
+    return await asyncio.to_thread(_parsed, raw, route.body, media)
+
+
+def _parsed(raw: bytearray, schema: fit.Schema, media: str) -> Any:
+    """The JSON of a body that fits its schema."""
     try:
         body = json.loads(raw, parse_constant=_no_number)
     except RecursionError:
         raise Refused(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
-    try:
-        fault = fit.fault(body, route.body)
-    except RecursionError:
-        fault = "the body is nested too deeply"
-    if fault:
+    if fit.deep(body, limits.DEPTH):
+        raise Refused(400, "the body is nested too deeply")
+    if fault := fit.fault(body, schema):
         raise Refused(400, fault)
+    body = fit.whole(body, schema)
     return wire.restored(body) if media == wire.CELLS else body
 
 

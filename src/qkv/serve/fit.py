@@ -56,6 +56,32 @@ def fault(x: Any, schema: Schema, place: str = "the body") -> str | None:
     return None
 
 
+def deep(x: Any, most: int) -> bool:
+    """Whether lists and objects lie within each other more than so many times.
+
+    >>> deep([[{"a": 1}]], 3), deep([[{"a": 1}]], 2)
+    (False, True)
+    """
+    level = [x]
+    for _ in range(most + 1):
+        inside = [y for y in level if isinstance(y, list | dict)]
+        if not inside:
+            return False
+        level = [z for y in inside for z in (y.values() if isinstance(y, dict) else y)]
+    return True
+
+
+def whole(x: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """An object that fits, with 5 for a 5.0 where the schema wants an integer.
+
+    >>> whole({"top": 5.0}, {"properties": {"top": {"type": "integer"}}})
+    {'top': 5}
+    """
+    known = schema.get("properties", {})
+    counts = {name for name in x if known.get(name, {}).get("type") == "integer"}
+    return {name: int(item) if name in counts else item for name, item in x.items()}
+
+
 def read(text: str, schema: Schema) -> Any:
     """A parameter's text as what its schema wants; as it is where it is no such thing.
 

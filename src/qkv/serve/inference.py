@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,9 @@ from starlette.responses import Response
 
 from qkv.answer import Answer, jsonable
 from qkv.errors import ArgumentError
-from qkv.serve import tensors
-from qkv.serve.bodies import ASK, TEXT, TEXTS, record
-from qkv.serve.fit import fault
+from qkv.serve import limits, tensors
+from qkv.serve.bodies import ASK, TEXT, TEXTS, body, record
+from qkv.serve.fit import deep, fault, whole
 from qkv.serve.route import Given, Route
 from qkv.serve.shelf import Kept, Shelf, few
 from qkv.serve.tensors import Tensor
@@ -27,6 +28,15 @@ from qkv.serve.tensors import Tensor
 LENGTH = "inference-header-content-length"
 PROTOCOL = ("binary_data_output", "content_type", "headers", "priority", "timeout")
 """Parameters that clients send of themselves, and that mean nothing here."""
+PARAMETERS = body(
+    "Parameters",
+    {},
+    **{
+        name: schema
+        for name, schema in ASK["properties"].items()
+        if name not in ("query", "weights", "spread")
+    },
+)
 
 
 def server(shelf: Shelf, given: Given) -> Any:
@@ -35,11 +45,11 @@ def server(shelf: Shelf, given: Given) -> Any:
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
-def live(shelf: Shelf, given: Given) -> Any:
+async def live(shelf: Shelf, given: Given) -> Any:
     return {}
 
 
-def ready(shelf: Shelf, given: Given) -> Any:
+async def ready(shelf: Shelf, given: Given) -> Any:
     return {}
 
 
@@ -96,32 +106,34 @@ def _written(kept: Kept, request: dict[str, Any], answers: list[Answer], top: in
     return Response(text + behind, media_type="application/octet-stream", headers=headers)
 
 
-def _parted(body: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
+def _parted(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
     """The JSON of a body, and the bytes behind it."""
-    end = len(body)
+    end = len(sent)
     if length is not None:
-        if not length.isdecimal() or int(length) > len(body):
+        if not re.fullmatch("[0-9]{1,12}", length) or int(length) > len(sent):
             raise ArgumentError(f"{LENGTH} must be a length within the body, not {length[:20]!r}")
         end = int(length)
     try:
-        request = json.loads(body[:end])
+        request = json.loads(sent[:end])
     except (ValueError, RecursionError):
         raise ArgumentError(f"the body must begin with JSON, as long as {LENGTH} says") from None
+    if deep(request, limits.DEPTH):
+        raise ArgumentError("the request is nested too deeply")
     if not isinstance(request, dict):
         raise ArgumentError("the request must be a JSON object with inputs")
-    return request, body[end:]
+    return request, sent[end:]
 
 
 def _how(request: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `ask` among a request's parameters."""
     own = {
         name: value
-        for name, value in (request.get("parameters") or {}).items()
+        for name, value in tensors.parameters(request, "the request").items()
         if name not in PROTOCOL and not name.startswith(("sequence_", "triton_"))
     }
-    if told := fault({"query": "", **own}, ASK):
+    if told := fault(own, PARAMETERS):
         raise ArgumentError(f"parameters: {told}")
-    return {"top": 5, **own}
+    return {"top": 5, **whole(own, PARAMETERS)}
 
 
 def _queries(kept: Kept, given: np.ndarray) -> Any:

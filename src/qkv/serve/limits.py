@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from qkv.page import bounds
+
 BODY = 2**24
 """Bytes of a body."""
 UPLOAD = 2**26
 """Bytes of a file that is uploaded."""
+HELD = 2**28
+"""Bytes of all bodies at a time."""
+DEPTH = 200
+"""Lists and objects within each other in a body."""
 UPLOADS = 8
 """Uploaded files that are kept at a time, in memory."""
 QUERIES = 1024
 """Queries of one request, and of the batch that concurrent requests make."""
+TEXT = bounds.TEXT
+"""Characters of a query, or of a key."""
 ROWS = 10_000
 """Rows of one request, in or out."""
 TOP = 1000
@@ -18,6 +26,8 @@ NUMBERS = 2**20
 """Numbers that one answer holds where they are not rows: weights, or what was pooled."""
 SECONDS = 60.0
 """Until a request is answered; one that writes is finished however long it takes."""
+HEADER = 10.0
+"""Seconds until a connection has sent the whole head of a request."""
 REQUESTS = 256
 """Requests at a time."""
 CONNECTIONS = 512

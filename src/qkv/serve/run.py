@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import warnings
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from qkv.errors import ArgumentError
 from qkv.serve import limits
@@ -42,11 +45,40 @@ def bound(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def run(app: Starlette, place: socket.socket) -> None:
-    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
-    _open_files()
-    config = uvicorn.Config(
+class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """HTTP of uvicorn, which would wait for the rest of a request's head for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_no_more()  # there is a request
+        elif self._late is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(limits.HEADER, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def config(app: Starlette) -> uvicorn.Config:
+    """How uvicorn serves the app."""
+    return uvicorn.Config(
         app,
+        http=Protocol,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -56,7 +88,12 @@ def run(app: Starlette, place: socket.socket) -> None:
         timeout_graceful_shutdown=LAST,
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[place])
+
+
+def run(app: Starlette, place: socket.socket) -> None:
+    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
+    _open_files()
+    uvicorn.Server(config(app)).run(sockets=[place])
 
 
 def _open_files() -> None:

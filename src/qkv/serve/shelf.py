@@ -97,7 +97,7 @@ class Kept:
         many = isinstance(given, list)
         if about.kind == "tuple":
             many = many and all(isinstance(one, list | tuple) for one in given)
-        each = given if many else [given]
+        each = [short(one, "query") for one in (given if many else [given])]
         return [spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each)], not many
 
     def size(self, given: Any) -> int:
@@ -143,6 +143,13 @@ def few(queries: int) -> int:
     return queries
 
 
+def short(query: Any, what: str) -> Any:
+    """A text, or anything else, where it is as long as one may be."""
+    if isinstance(query, str) and len(query) > limits.TEXT:
+        raise Refused(413, f"{what}: at most {limits.TEXT:,} characters, not {len(query):,}")
+    return query
+
+
 def options(how: dict[str, Any]) -> dict[str, Any]:
     """The options of `ask`, `attend` and `weights` with score and weighting built."""
     found = dict(how)
@@ -170,6 +177,8 @@ class Shelf:
         self.databases: dict[str, Kept] = {}
         self._pool = ThreadPoolExecutor(THREADS, "qkv-serve")
         self._lock = threading.RLock()
+        self.held = 0
+        """Bytes of the bodies that are being read or answered."""
 
     def put(self, name: str, database: Database, *, uploaded: bool = False) -> Kept:
         """Serve a database under a name that no other has."""

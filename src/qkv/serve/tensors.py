@@ -33,6 +33,9 @@ DTYPES: dict[str, str] = {
 }
 """Datatypes by name; an array of BYTES holds `bytes`."""
 
+DIMENSIONS = 8
+"""Of a tensor."""
+
 
 class Tensor(NamedTuple):
     """An output: its datatype, and its elements as an array of the shape that they have."""
@@ -59,9 +62,13 @@ def read(inputs: Any, behind: bytes) -> dict[str, np.ndarray]:
         datatype, shape = given.get("datatype"), given.get("shape")
         if not isinstance(datatype, str) or datatype not in DTYPES:
             raise ArgumentError(f"{name}: datatype must be one of {', '.join(DTYPES)}")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ArgumentError(f"{name}: shape must be a list of whole numbers")
-        size = _parameters(given, name).get("binary_data_size")
+        if (
+            not isinstance(shape, list)
+            or len(shape) > DIMENSIONS
+            or not all(type(n) is int and 0 <= n < 2**32 for n in shape)
+        ):
+            raise ArgumentError(f"{name}: shape must be a list of at most {DIMENSIONS} sizes")
+        size = parameters(given, name).get("binary_data_size")
         if size is None:
             flat = _listed(given.get("data"), datatype, name)
         elif type(size) is not int or not 0 <= size <= len(behind) - at:
@@ -108,19 +115,20 @@ def wanted(request: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[list[s
     given = request.get("outputs") or [{"name": name} for name in known]
     if not isinstance(given, list):
         raise ArgumentError("outputs must be a list of objects with a name")
-    every = bool(_parameters(request, "the request").get("binary_data_output"))
+    every = bool(parameters(request, "the request").get("binary_data_output"))
     names, binary = [], set()
     for output in given:
         name = output.get("name") if isinstance(output, dict) else None
         if not isinstance(name, str) or name not in known:
             raise ArgumentError(f"there is no output {name!r}: there are {', '.join(known)}")
         names.append(name)
-        if _parameters(output, name).get("binary_data", every):
+        if parameters(output, name).get("binary_data", every):
             binary.add(name)
     return list(dict.fromkeys(names)), binary
 
 
-def _parameters(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+def parameters(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What an input, an output or a request says beside what it is."""
     found = given.get("parameters") or {}
     if not isinstance(found, dict):
         raise ArgumentError(f"{name}: parameters must be an object")
