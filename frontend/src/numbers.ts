@@ -32,6 +32,11 @@ export function rounded(x: number): string {
   return text.replaceAll("-", "−");
 }
 
+/** `1 row`, `2,000 rows`. */
+export function counted(count: number, what: string): string {
+  return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+}
+
 /** A share of the whole; small ones with one digit more. */
 export function percent(x: number): string {
   return `${fixed(100 * x, x > 0 && x < 0.0995 ? 1 : 0)} %`;

@@ -44,8 +44,11 @@ export function slider({ label, range, value, log, whole, test, change }: Slidin
     line.setAttribute("aria-valuetext", `${numeral(now)}${more}`);
     if ((typed.getRootNode() as ShadowRoot).activeElement !== typed) typed.value = String(Number(now.toPrecision(4)));
   };
+  const trouble = h("span", { class: "hint error", role: "alert", test: `${test}-trouble`, hidden: true });
+  const least = whole ? `a whole number from ${range.low}` : log ? "above 0" : "a number";
   const take = (x: number) => {
     now = x;
+    trouble.hidden = true;
     show();
     change(x);
   };
@@ -53,11 +56,15 @@ export function slider({ label, range, value, log, whole, test, change }: Slidin
   typed.addEventListener("change", () => {
     const x = whole ? Math.round(typed.valueAsNumber) : typed.valueAsNumber;
     if (Number.isFinite(x) && (!log || x > 0) && (!whole || x >= between.low)) take(x);
+    else {
+      trouble.textContent = `must be ${least}${typed.value && `, not ${typed.value}`}: it stays ${numeral(now)}`;
+      trouble.hidden = false;
+    }
     typed.value = String(Number(now.toPrecision(4)));
   });
   const element = labelled(label, line);
   element.classList.add("slider");
-  element.append(h("div", { class: "pair" }, line, typed));
+  element.append(h("div", { class: "pair" }, line, typed), trouble);
   show();
   return {
     element,

@@ -142,13 +142,15 @@ class Answer(Shown):
         """One paragraph: which rows, which engine, how concentrated."""
         if not self.rows:
             return (
-                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} rows"
+                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} row"
+                f"{'s' * (self.total != 1)}"
                 f"{f', {self._left_out} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first = self.rows[0]
         parts = [
-            f"Of {self.total:,} rows, {short(first.key)} counts {_percent(first.weight)}"
+            f"Of {self.total:,} row{'s' * (self.total != 1)}, {short(first.key)} "
+            f"counts {_percent(first.weight)}"
             + (
                 ""
                 if len(self.rows) < 2

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,102 @@ def test_an_encoder_that_knows_its_keys_is_the_databases_own(page: Any, live: An
     page.get_by_test_id("query").fill("blew c")
     page.get_by_test_id("note").wait_for(state="hidden")
     shown_as(page, D, "blew c")
+
+
+def wares(count: int) -> Any:
+    """A table whose value is two columns of numbers, by names that resemble each other."""
+    rng = np.random.default_rng(0)
+    words = ["river", "stone", "bridge", "meadow", "harbour", "willow", "lantern", "orchard"]
+    keys = [f"{words[i % 8]} {words[i // 8 % 8]} {i}" for i in range(count)]
+    price, stock = rng.normal(50, 20, count).tolist(), rng.integers(0, 60, count).tolist()
+    return Database.from_columns(
+        {"name": keys, "price": price, "stock": stock}, key="name", value=["price", "stock"]
+    )
+
+
+def pooled(page: Any, D: Any, query: str, **how: Any) -> None:
+    """Both columns, as Python pools them, and the best row beside them."""
+    found, best = D.ask(query, **how), D.ask(query, weighting="hard")
+    shown = page.get_by_test_id("answer-value")
+    told = json.loads(shown.get_attribute("data-value"))
+    assert told == pytest.approx(found.value, rel=1e-5)
+    assert shown.inner_text() == ", ".join(f"{k}: {float(f'{v:.5g}'):g}" for k, v in told.items())
+    hard = json.loads(page.get_by_test_id("hard-value").get_attribute("data-value"))
+    assert hard == pytest.approx(best.value)
+    assert number(page, "answer-effective") == pytest.approx(found.effective_rows, rel=1e-4)
+    for name in ("answer", "hard"):
+        assert page.get_by_test_id(f"{name}-effective").inner_text().endswith(f" of {len(D):,}")
+    assert page.locator(".database svg.line").count() == 0
+
+
+def test_columns_of_numbers_are_pooled_in_a_file(page: Any, tmp_path: Path) -> None:
+    D = wares(40)
+    to_html(D, tmp_path / "p.html")
+    page.goto((tmp_path / "p.html").as_uri())
+    pooled(page, D, next(iter(D)))
+    page.get_by_test_id("encoder").select_option("characters")
+    page.get_by_test_id("query").fill("rivver")
+    letters: Any = Database.from_columns(
+        {name: [row[name] for row in D.rows()] for name in ("name", "price", "stock")},
+        key="name",
+        value=["price", "stock"],
+        encoder="characters",
+    )
+    pooled(page, letters, "rivver")
+    assert page.get_by_test_id("row-0-value").input_value().startswith("price: 52.51")
+
+
+def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: Any) -> None:
+    D = wares(700)
+    [descriptor] = views(D)
+    descriptor["data"]["database"] = "wares"
+    asked = live(descriptor, {"wares": D})
+    pooled(page, D, next(iter(D)))
+    page.get_by_test_id("query").fill("orchard lantern 699")
+    page.get_by_text("Answered from 700 rows").wait_for()
+    pooled(page, D, "orchard lantern 699")
+    top = D.ask("orchard lantern 699").rows[0]
+    best = page.locator(".database tr.best")
+    assert best.locator("input").first.input_value() == top.key
+    shown = float(best.locator(".first .number").get_attribute("data-value"))
+    assert shown == pytest.approx(top.weight, rel=1e-5)
+    # The best row is not among those that an average weighs first.
+    page.get_by_test_id("weighting").select_option("average")
+    page.get_by_text("Answered from 700 rows").wait_for()
+    pooled(page, D, "orchard lantern 699", weighting="average")
+    assert set(asked) == {"answer"}
+    # Rows that were changed by hand are no longer Python's.
+    page.get_by_test_id("weighting").select_option("softmax")
+    page.get_by_text("Answered from 700 rows").wait_for()
+    best.locator("input").first.fill("river")
+    assert "only the 500 rows" in page.get_by_test_id("note").inner_text()
+
+
+def test_a_query_among_numbers_is_a_number(view: Any) -> None:
+    view.get_by_test_id("example-salary").click()
+    for query in ("abc", "", "nan"):
+        view.get_by_test_id("query").fill(query)
+        told = view.get_by_test_id("trouble").inner_text()
+        assert told == f"the query must be a number, as the column is, not '{query}'"
+
+
+def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({"Li": "Mu\nof Amazon", "Hu": "Rachel"}, encoder="characters")
+    opened(page, D, "Li", tmp_path / "p.html")
+    value = page.get_by_test_id("row-0-value")
+    assert value.input_value() == "Mu⏎of Amazon"
+    value.fill("Mu⏎of Boson")
+    assert page.get_by_test_id("answer-value").get_attribute("data-value") == "Mu\nof Boson"
+
+
+def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None:
+    for given in ("0", "-1", ""):
+        view.get_by_test_id("temperature-number").fill(given)
+        view.keyboard.press("Tab")
+        trouble = view.get_by_test_id("temperature-trouble")
+        assert trouble.inner_text().startswith("must be above 0")
+        assert view.get_by_test_id("temperature-number").input_value() == "1"
+    view.get_by_test_id("temperature-number").fill("2")
+    view.keyboard.press("Tab")
+    assert trouble.is_hidden()
+    shown_as(view, letters(view), "Lee", weighting=weightings.Softmax(temperature=2.0))

@@ -36,7 +36,7 @@ def test_an_upload_is_asked_as_the_database_it_is(known: dict[str, Any]) -> None
     how = {"top": 1, "where": "year > 1", "score": "cosine:0.2", "weighting": "topk:1"}
     found = call("ask", {"database": "students", "query": "Ann", **how}, known)
     assert found["value"] == {"major": "law", "year": 2} and found["total"] == 1
-    assert found["explained"].startswith("Of 1 rows, Bo counts 100 %")
+    assert found["explained"].startswith("Of 1 row, Bo counts 100 %")
 
 
 def test_other_columns(known: dict[str, Any]) -> None:

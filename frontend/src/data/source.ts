@@ -1,6 +1,7 @@
 /** A table that is asked: by Python where there is one, else by the twin. */
 
 import { type Key, type Like, ask } from "../equation";
+import { counted } from "../numbers";
 import type { Backend } from "../wire";
 import { type Cell, type Table, parse } from "./csv";
 import { tar } from "./tar";
@@ -128,20 +129,16 @@ export function local(): Source {
       const pairs = rows
         .filter((row) => row[of.key[0]] !== null)
         .map((row) => ({ key: row[of.key[0]] as Key, value: pick(row) }));
-      const numbers = pairs.every((pair) => typeof pair.key === "number");
-      const number = Number(asked.query);
-      if (numbers && (asked.query.trim() === "" || Number.isNaN(number))) {
-        throw new Error(`the query must be a number, as ${of.key[0]} is`);
-      }
-      const how = { score: like(asked.score), weighting: like(asked.weighting) ?? "softmax", top: TOP };
-      const found = ask(pairs, numbers ? number : asked.query, how);
+      const pools = of.value.length > 1 && of.value.every((name) => rows.every((row) => row[name] === null || typeof row[name] === "number"));
+      const how = { score: like(asked.score), weighting: like(asked.weighting) ?? "softmax", top: TOP, columns: pools ? of.value : null };
+      const found = ask(pairs, asked.query, how);
       const [first] = found.rows;
       const share = first && `${first.key} counts ${(100 * first.weight).toPrecision(3)} %. `;
       return {
         ...found,
         value: found.pooled,
         effective_rows: found.effective,
-        explained: `${share ? `Of ${found.total} rows, ${share}` : ""}Computed in this page, which compares letters and numbers.`,
+        explained: `${share ? `Of ${counted(found.total, "row")}, ${share}` : ""}Computed in this page, which compares letters and numbers.`,
       };
     },
     rows: async (of) => tables.get(of.name)!.rows.slice(0, TOP),

@@ -72,7 +72,7 @@ export function card(name: string, title: string, hint: string, tie: (answer: An
       figure(entropy, answer.entropy, fixed(answer.entropy));
       figure(effective, answer.effective, `${fixed(answer.effective, 2)} of ${answer.total.toLocaleString("en")}`);
       if (answer.values.length) put(source, ...shares(answer));
-      else if (answer.spread !== null) put(source, line(answer, values as number[]), spread(answer));
+      else if (typeof answer.spread === "number") put(source, line(answer, values as number[]), spread(answer));
       else put(source);
     },
     fail() {

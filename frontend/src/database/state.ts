@@ -33,6 +33,17 @@ interface Vectors {
 /** Encoders that need Python, as a reader knows them. */
 export const PYTHON = ["text", "words", "sentences"];
 
+/** A text as a field of one line shows it, and what somebody typed there as the text it stands for. */
+export const inOneLine = (text: string) => text.replace(/\r\n|\r|\n/g, "⏎");
+export const typed = (text: string) => text.replaceAll("⏎", "\n");
+
+/** A score or weighting as Python reads it: `gaussian:0.5`. */
+function written(like: Like): string {
+  if (typeof like === "string") return like;
+  const number = Object.values(like).find((x) => typeof x === "number");
+  return number === undefined ? like.name : `${like.name}:${number}`;
+}
+
 export function spell(x: unknown): string {
   if (x === null || x === undefined) return "";
   if (typeof x === "string") return x;
@@ -91,7 +102,9 @@ export class State {
   private of = "";
   private inferred = true;
   private data: any = null;
-  private touched = false;
+  /** Whether rows were changed by hand; and how often anything was since it was opened, or since Python answered. */
+  private edited = false;
+  private touched = 0;
   private made: { mark: string; encoder: Encoder; keys: Vector[] } | null = null;
 
   constructor(readonly backend: Backend | null) {}
@@ -138,7 +151,7 @@ export class State {
   }
 
   private reset(): void {
-    Object.assign(this, { data: null, score: null, weighting: "softmax", touched: false, inferred: true });
+    Object.assign(this, { data: null, score: null, weighting: "softmax", touched: 0, edited: false, inferred: true });
     Object.assign(this, { own: null, of: "", note: "", names: { key: "key", value: "value" } });
     this.keys.clear();
     this.queries.clear();
@@ -161,9 +174,21 @@ export class State {
     if (found.query) this.queries.set(query, cut(found.query, 0));
   }
 
-  /** Says that something was changed: from here on the numbers are of these rows. */
-  touch(): void {
-    this.touched = true;
+  /** Says that something was changed; where rows were, the numbers are of these rows from here on. */
+  touch(rows: boolean): void {
+    this.touched += 1;
+    this.edited ||= rows;
+  }
+
+  /** Whether Python has rows that are not here, and can be asked for all of them. */
+  private get whole(): boolean {
+    const { data } = this;
+    return this.backend !== null && data?.database !== undefined && this.others > 0 && !this.edited && this.encoder === data.encoder;
+  }
+
+  /** Whether what is shown is not the answer to what is asked now, until Python has found that. */
+  get stale(): boolean {
+    return this.whole && this.touched > 0;
   }
 
   swap(): void {
@@ -174,7 +199,7 @@ export class State {
     const keys = this.table().map((row) => row.key);
     if (!PYTHON.includes(this.encoder)) this.encoder = encoders.suits(keys);
     this.score = null;
-    this.touch();
+    this.touch(true);
   }
 
   /** The rows that have a key, with the place of each. */
@@ -210,13 +235,33 @@ export class State {
     return encoders.can(this.encoder) && (this.encoder !== this.given || this.data.vectors.twin);
   }
 
-  /** Whether vectors are missing, so that Python must be asked. */
+  /** Whether Python must be asked: for an answer, or for vectors. */
   get wants(): boolean {
-    return !this.known && !this.here;
+    return this.stale || (!this.known && !this.here);
   }
 
-  /** Brings them. */
-  async fetch(): Promise<void> {
+  /** Asks it; true where other rows came. */
+  async fetch(): Promise<boolean> {
+    if (!this.stale) {
+      await this.encode();
+      return false;
+    }
+    const { touched, data } = this;
+    const found = await this.backend!.call("answer", {
+      database: data.database,
+      query: this.query.text,
+      score: this.score && written(this.score),
+      weighting: written(this.weighting),
+    });
+    if (touched !== this.touched || data !== this.data) return false;
+    this.data = { ...found, database: data.database };
+    this.touched = 0;
+    this.lines = found.rows.map((row: any) => ({ key: field(row.key), value: field(row.value) }));
+    if (found.vectors) this.learn(found.vectors.encoder, this.lines, this.query.text, found.vectors);
+    return true;
+  }
+
+  private async encode(): Promise<void> {
     const lines = this.lines.filter((line) => line.key.text !== "");
     const rows = this.table();
     const { encoder } = this;
@@ -245,11 +290,11 @@ export class State {
       if (!this.here) encoder = instead(keys);
       vectors = this.encoded(encoder, keys, query);
     }
-    const how = { vectors, score: this.score, top: rows.length };
+    const how = { vectors, score: this.score, top: rows.length, columns: this.data?.columns };
     const soft = ask(rows, query, { ...how, weighting: this.weighting });
     const hard = ask(rows, query, { ...how, weighting: "hard" });
-    const asked = !this.touched && (this.others > 0 || this.foreign !== null);
-    if (asked) this.python(soft);
+    const asked = this.touched === 0 && (this.others > 0 || this.foreign !== null);
+    if (asked) this.python(soft, hard, used);
     return { soft, hard, used, encoder, asked };
   }
 
@@ -266,12 +311,20 @@ export class State {
   }
 
   /** The numbers that Python found among all its rows, in the place of ours. */
-  private python(soft: Answer): void {
-    const told = this.data.answer;
-    soft.weights = Float64Array.from(told.weights.data);
+  private python(soft: Answer, hard: Answer, used: number[]): void {
+    const { answer: told, best } = this.data;
+    soft.weights = Float64Array.from(used, (i) => told.weights.data[i]);
+    for (const row of soft.rows) row.weight = soft.weights[row.index];
     Object.assign(soft, { pooled: plain(told.value), entropy: told.entropy, effective: told.effective_rows });
     Object.assign(soft, { total: told.total, missing: told.missing, spread: told.spread ?? null });
     soft.values = told.values ?? [];
+    Object.assign(hard, { total: told.total, missing: told.missing });
+    if (!best) return;
+    hard.weights = Float64Array.from(used, (i) => Number(i === best.at));
+    hard.pooled = plain(best.value);
+    if (hard.values.length) hard.values = [{ value: best.value, weight: 1 }];
+    // A row that is not here cannot be told from others that tie with it.
+    if (best.at === null) hard.rows = [];
   }
 }
 

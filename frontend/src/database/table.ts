@@ -1,10 +1,14 @@
 /** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
 
 import { fixed, h, put, unique } from "../dom";
-import type { Outcome, State } from "./state";
+import { told } from "../numbers";
+import { isTensor } from "../wire";
+import { type Outcome, type State, inOneLine, typed } from "./state";
 
 /** Rows that are shown at once, where the heaviest come first. */
 const FIRST = 25;
+
+const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.isArray(x) && !isTensor(x);
 
 export interface Table {
   element: HTMLElement;
@@ -63,7 +67,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   const input = (of: { text: string; given: unknown }, what: string, i: number) =>
     h("input", {
       type: "text",
-      value: of.text,
+      value: isRecord(of.given) ? told(of.given) : inOneLine(of.text),
       autocomplete: "off",
       spellcheck: "false",
       "aria-label": `${what} of row ${i + 1}`,
@@ -71,7 +75,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       readonly: of.given !== null && typeof of.given === "object",
       on: {
         input: (event) => {
-          of.text = event.target.value;
+          of.text = typed(event.target.value);
           changed(false);
         },
       },
@@ -202,12 +206,12 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       }
       shown.forEach(({ row, score, soft, hard }, i) => {
         const at = place.get(i);
-        const told = outcome && at !== undefined ? outcome : null;
-        score.textContent = told ? fixed(told.soft.scores[at!], 2) : "";
-        score.dataset.value = told ? String(told.soft.scores[at!]) : "";
-        soft.set(told ? told.soft.weights[at!] : null);
-        hard.set(told ? told.hard.weights[at!] : null);
-        row.classList.toggle("best", told !== null && at === best);
+        const found = outcome && at !== undefined ? outcome : null;
+        score.textContent = found ? fixed(found.soft.scores[at!], 2) : "";
+        score.dataset.value = found ? String(found.soft.scores[at!]) : "";
+        soft.set(found ? found.soft.weights[at!] : null);
+        hard.set(found ? found.hard.weights[at!] : null);
+        row.classList.toggle("best", found !== null && at === best);
       });
       arrange();
     },

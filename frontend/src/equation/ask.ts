@@ -17,11 +17,13 @@ export interface Asking {
   score?: Like | null;
   weighting?: Like;
   top?: number;
+  /** The columns of values that are records of numbers, each to be pooled. */
+  columns?: string[] | null;
 }
 
 export interface Answer extends Attended {
   query: Key;
-  /** Σᵢ αᵢ vᵢ where values are numbers or vectors, else the heaviest value; null: no row answers. */
+  /** Σᵢ αᵢ vᵢ where values are numbers, vectors or records of `columns`, else the heaviest value; null: no row answers. */
   pooled: unknown;
   /** The heaviest rows. */
   rows: { key: Key; value: unknown; weight: number; index: number }[];
@@ -36,11 +38,13 @@ export interface Answer extends Attended {
 }
 
 const isMissing = (x: unknown) => x === null || x === undefined || (typeof x === "number" && Number.isNaN(x));
+const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.isArray(x);
 const isVector = (x: unknown) => Array.isArray(x) && x.length > 0 && x.every((y) => typeof y === "number");
 
 /** Values as vectors, where they can be pooled. */
-function vectors(values: unknown[], live: boolean[]): Vector[] | null {
+function vectors(values: unknown[], live: boolean[], columns: string[] | null): Vector[] | null {
   const some = values.filter((_, i) => live[i]);
+  if (columns) return values.map((x, i) => columns.map((name) => (live[i] ? (x as any)[name] : NaN)));
   if (some.every((x) => typeof x === "number")) return values.map((x, i) => [live[i] ? (x as number) : NaN]);
   if (some.every(isVector)) return values.map((x) => (x ?? []) as Vector);
   return null;
@@ -62,8 +66,10 @@ export function ask(rows: Row[], query: Key, how: Asking = {}): Answer {
     const code = given ? given.query : encoder!.query([query])[0];
     scores = Float64Array.from(given ? given.keys : encoder!.encode(keys), (key) => score.at(code, key));
   }
-  const live = rows.map((row) => !isMissing(row.value));
-  const values = vectors(rows.map((row) => row.value), live);
+  const columns = how.columns && rows.every((row) => isRecord(row.value) || isMissing(row.value)) ? how.columns : null;
+  // A record that is to be pooled lacks a value where one column does.
+  const live = rows.map(({ value }) => !isMissing(value) && !columns?.some((name) => isMissing((value as any)[name])));
+  const values = vectors(rows.map((row) => row.value), live, columns);
   const found = weigh(scores, values, weighting, live);
   const { weights } = found;
   const size = weighting.convex ? weights : weights.map(Math.abs);
@@ -90,7 +96,7 @@ export function ask(rows: Row[], query: Key, how: Asking = {}): Answer {
     if (weighting.convex && mass > 0) out = out.map((x) => x / mass);
     answer.value = out;
     const plain = rows.some((row) => typeof row.value === "number");
-    answer.pooled = plain ? out[0] : out;
+    answer.pooled = columns ? Object.fromEntries(columns.map((name, j) => [name, out[j]])) : plain ? out[0] : out;
     if (plain) {
       const square = order.reduce((sum, i) => sum + weights[i] * (values[i][0] - out[0]) ** 2, 0);
       answer.spread = Math.sqrt(Math.max(square, 0));

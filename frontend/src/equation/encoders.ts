@@ -47,15 +47,16 @@ function alike(name: string, encode: (key: Key) => Vector, score: (rows: number)
 
 /** x = key − mean, compared by the Gaussian with the bandwidth of Scott's rule in each column. */
 function numbers(keys: Key[]): Encoder {
-  const row = (key: Key, i: number): number[] => {
+  const row = (key: Key, refusal: (part: unknown) => string): number[] => {
     const parts = typeof key === "object" ? Array.from(key) : [key];
     return parts.map((part) => {
       const x = typeof part === "number" ? part : part.trim() === "" ? NaN : Number(part);
-      if (!Number.isFinite(x)) throw new TypeError(`key ${i} must be a number, not ${part}: leave that row out`);
+      if (!Number.isFinite(x)) throw new TypeError(refusal(part));
       return x;
     });
   };
-  const rows = keys.map(row);
+  const among = (i: number) => (part: unknown) => `key ${i} must be a number, not ${part}: leave that row out`;
+  const rows = keys.map((key, i) => row(key, among(i)));
   if (!rows.length) throw new RangeError("numbers needs at least one key to learn its units from");
   const columns = rows[0].map((_, j) => rows.map((x) => x[j]));
   const mean = columns.map((column) => column.reduce((a, b) => a + b, 0) / column.length);
@@ -65,12 +66,11 @@ function numbers(keys: Key[]): Encoder {
   });
   const unit = spread.map((x) => (x > 1e-30 && x < 1e30 ? 1 : x));
   const told = spread.map((x, j) => x / unit[j]);
-  const encode = (some: Key[]) =>
-    some.map((key, i) => Float32Array.from(row(key, i), (x, j) => (x - mean[j]) / unit[j]));
+  const code = (numbers: number[]) => Float32Array.from(numbers, (x, j) => (x - mean[j]) / unit[j]);
   return {
     name: "numbers",
-    encode,
-    query: encode,
+    encode: (some) => some.map((key, i) => code(row(key, among(i)))),
+    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a number, as the column is, not '${part}'`))),
     score(count) {
       const scott = Math.max(count, 1) ** (-1 / (told.length + 4));
       if (told.length === 1) return { name: "gaussian", bandwidth: scott * told[0] };

@@ -2,7 +2,7 @@
 
 import { type About, type Found, type Row, local, remote } from "../data/source";
 import { fixed, h, labelled, put, select } from "../dom";
-import { percent, told } from "../numbers";
+import { counted, percent, told } from "../numbers";
 import type { View } from "../view";
 
 const SCORES: [string, string][] = [
@@ -24,6 +24,12 @@ const WEIGHTINGS: [string, string][] = [
 const REST = "";
 /** Milliseconds without a key pressed, before it is asked. */
 const PAUSE = 250;
+/** Where a file goes that is opened. */
+const KEPT = {
+  notebook: "It is kept in memory until Python ends.",
+  server: "It is kept in memory until the server ends.",
+  file: "It stays in this page.",
+};
 /** Letters up to which a key is an example of a query. */
 const LONG = 40;
 
@@ -197,7 +203,7 @@ export const view: View = {
             : h("p", { class: "note" }, "No table yet: open a file, or drop one here."),
         );
         if (!of) return put(columns);
-        about.textContent = `${of.name}: ${of.rows.toLocaleString("en")} rows, ${of.key.join(", ")} → ${of.value.join(", ")}`;
+        about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}`;
         const change = () => {
           const [by, to] = [key.value, value.value === key.value ? REST : value.value];
           return attempt(async () => open(await source.by(of, by, to || null)));
@@ -208,7 +214,7 @@ export const view: View = {
         const past = await source.versions(of);
         if (gone || chosen !== of) return;
         const newest: [string, string] = ["", "the newest"];
-        const known = past.map((one): [string, string] => [String(one.number), `${one.number}: ${one.what}, ${one.rows} rows`]);
+        const known = past.map((one): [string, string] => [String(one.number), `${one.number}: ${one.what}, ${counted(one.rows, "row")}`]);
         version = past.length > 1 ? select([newest, ...known.reverse()], "", () => void show(), { test: "data-version" }) : null;
         put(
           columns,
@@ -271,7 +277,7 @@ export const view: View = {
         "A file of yours",
         "Open a file, or drop it here",
         file,
-        `${source.formats.join(", ")}. ${given.backend ? "It is kept in memory until Python ends." : "It stays in this page."}`,
+        `${source.formats.join(", ")}. ${KEPT[given.backend ? given.host : "file"]}`,
       ),
       source.folder && opener("A database of yours", "Open a folder", folder, "Such as books.qkv."),
     );

@@ -3,10 +3,10 @@
 import { alsoBest, alsoHeaviest, card } from "../database/cards";
 import { choices } from "../database/choices";
 import { EXAMPLES } from "../database/examples";
-import { type Outcome, State, spell } from "../database/state";
+import { type Outcome, State, inOneLine, spell, typed } from "../database/state";
 import { table } from "../database/table";
 import { fixed, h, labelled } from "../dom";
-import { percent } from "../numbers";
+import { percent, told } from "../numbers";
 import type { View } from "../view";
 
 /** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
@@ -121,7 +121,7 @@ export const view: View = {
       spellcheck: "false",
       on: {
         input: () => {
-          state.query.text = query.value;
+          state.query.text = typed(query.value);
           changed(false);
         },
       },
@@ -131,6 +131,13 @@ export const view: View = {
     soft.element.classList.add("soft");
 
     const show = () => {
+      if (state.stale) {
+        // What stands there is of the last query: no guess from a part of the rows takes its place.
+        trouble.hidden = true;
+        asked.textContent = "Python is asked …";
+        asked.hidden = false;
+        return;
+      }
       let outcome: Outcome | null = null;
       trouble.hidden = true;
       try {
@@ -142,9 +149,7 @@ export const view: View = {
       rows.show(outcome);
       chosen.show(outcome);
       if (!outcome) {
-        soft.fail();
-        hard.fail();
-        asked.hidden = true;
+        fail();
         return;
       }
       const values = state.table().map((row) => row.value);
@@ -154,12 +159,18 @@ export const view: View = {
       asked.hidden = asked.textContent === "";
       speak(outcome);
     };
+    const fail = () => {
+      soft.fail();
+      hard.fail();
+      rows.show(null);
+      asked.hidden = true;
+    };
     const speak = (outcome: Outcome) => {
       clearTimeout(timer);
       timer = setTimeout(() => {
         if (gone) return;
         const [first] = outcome.soft.rows;
-        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : spell(outcome.soft.pooled);
+        const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : told(outcome.soft.pooled);
         given.announce(
           first
             ? `${value}. ${spell(first.key)} counts ${percent(first.weight)}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
@@ -167,10 +178,10 @@ export const view: View = {
         );
       }, 3 * PAUSE);
     };
-    const changed = (structure: boolean, fresh = false) => {
-      if (!fresh) state.touch();
+    const changed = (structure: boolean, fresh = false, edited = false) => {
+      if (!fresh) state.touch(edited);
       if (structure) {
-        query.value = state.query.text;
+        query.value = inOneLine(state.query.text);
         // While it is typed the query stays where it is.
         asking.classList.toggle("long", query.value.length > LONG);
         rows.draw(fresh);
@@ -184,9 +195,10 @@ export const view: View = {
       clearTimeout(waiting);
       waiting = setTimeout(async () => {
         try {
-          await state.fetch();
+          if ((await state.fetch()) && !gone) rows.draw(false);
         } catch (error) {
           if (gone) return;
+          if (state.stale) fail();
           trouble.textContent = `Python: ${error instanceof Error ? error.message : error}`;
           trouble.hidden = false;
           return;
@@ -197,7 +209,7 @@ export const view: View = {
       }, PAUSE);
     };
 
-    const rows = table(state, (structure) => changed(structure));
+    const rows = table(state, (structure) => changed(structure, false, true));
     const chosen = choices(state, () => changed(false));
     const buttons = starts.map(({ name, title, open }) =>
       h(

@@ -27,6 +27,7 @@ interface Heads {
 
 const STYLE = `${HEADS}
 .model-ask { display: grid; grid-template-columns: minmax(0, 1fr) auto; gap: 0.75rem; align-items: end; margin-bottom: 1rem; }
+@container page (max-width: 32rem) { .model-ask { grid-template-columns: minmax(0, 1fr); } }
 .model { display: grid; gap: 2rem; grid-template-columns: minmax(0, max-content); }
 @container page (min-width: 75rem) { .model { grid-template-columns: minmax(0, max-content) minmax(24rem, 1fr); } }
 .head-large { display: grid; gap: 0.75rem; align-content: start; align-self: start; min-width: 0; position: sticky; top: 1rem; }
@@ -47,6 +48,10 @@ function asking(at: HTMLElement, given: Given): () => void {
   let asked = 0;
   const read = async () => {
     const mine = ++asked;
+    if (text.value.trim() === "") {
+      trouble.textContent = "Type a sentence first.";
+      return;
+    }
     trouble.textContent = "MiniLM reads …";
     try {
       const data = await backend.call("model", { text: text.value });

@@ -4,6 +4,7 @@ import { h, labelled, select } from "../dom";
 import { entropy } from "../equation";
 import { STYLE as HEADS, grid } from "../heads";
 import { Heatmap } from "../heatmap";
+import { counted } from "../numbers";
 import { Links, STYLE as LINKS, type Way } from "../sentence/links";
 import { MOST, type Read, type Rows, type Wired, byHand, merged, wired } from "../sentence/read";
 import { STYLE as STEPS, Steps, flat } from "../sentence/steps";
@@ -122,8 +123,8 @@ function mount(at: HTMLElement, given: Given): () => void {
     gridBox.replaceChildren(small.element);
     pieces.hidden = words.length === tokens.length;
     about.textContent = layered
-      ? `${tokens.length} tokens, ${words.length} words, as ${read.model} reads them.`
-      : `${tokens.length} words. X holds how a word is spelled (16 numbers) and where it stands (8); the projections were written by hand, the last at random, as training finds them.`;
+      ? `${counted(tokens.length, "token")}, ${counted(words.length, "word")}, as ${read.model} reads them.`
+      : `${counted(tokens.length, "word")}. X holds how a word is spelled (16 numbers) and where it stands (8); the projections were written by hand, the last at random, as training finds them.`;
     choose(chosen);
   };
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 from qkv.errors import ArgumentError
 
-__all__ = ["show", "to_html"]
+__all__ = ["points", "show", "to_html"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "points":
+        return importlib.import_module("qkv.page.points")
+    raise AttributeError(f"module 'qkv.page' has no attribute {name!r}")
 
 
 def show(*shown: Any) -> Any:

@@ -12,7 +12,7 @@ from qkv.arrays.ragged import places
 from qkv.database import encoders
 from qkv.database.encoding import at_words, kept
 from qkv.errors import ArgumentError, unknown
-from qkv.page import sentence, tables
+from qkv.page import sentence, tables, views
 from qkv.page.bounds import NUMBERS, TEXT, few
 from qkv.page.views import named
 
@@ -45,8 +45,22 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     }
 
 
+def answer(args: Args, databases: Databases) -> dict[str, Any]:
+    """What `ask` finds, with its heaviest rows and their vectors as a view shows them; `best` is
+    the row with the largest score, and `at` its place among them or None."""
+    found = tables.asked(args, databases)
+    data: dict[str, Any] = views.answer(found)["data"]
+    source = found.source(views.MOST)
+    rows = [] if source is None else source.rows
+    for best in tables.asked({**args, "weighting": "hard", "top": 1}, databases).rows:
+        places = (i for i, row in enumerate(rows) if row.index == best.index)
+        data["best"] = {"key": best.key, "value": best.value, "at": next(places, None)}
+    return data
+
+
 CALLS: dict[str, Callable[[Args, Databases], Any]] = {
     "ask": tables.ask,
+    "answer": answer,
     "encode": encode,
     "databases": tables.databases,
     "sentence": sentence.call,

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.answer import jsonable
+from qkv.answer import Answer, jsonable
 from qkv.database import spelled
 from qkv.errors import ArgumentError, QkvError, unknown
 from qkv.page import bounds
@@ -65,6 +65,12 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
     >>> ask({"database": "ages", "query": "3"}, {"ages": Database({3: "Li", 40: "Mu"})})["value"]
     'Li'
     """
+    found = asked(args, known)
+    return {**found.to_dict(), "explained": found.explain()}
+
+
+def asked(args: Args, known: Databases) -> Answer:
+    """The same, as Python has it."""
     database = chosen(args, known)
     query = spelled.cell(args["query"], next(iter(database), None))
     if isinstance(query, list):
@@ -76,8 +82,8 @@ def ask(args: Args, known: Databases) -> dict[str, Any]:
         how["score"] = spelled.score(args["score"])
     if args.get("weighting"):
         how["weighting"] = spelled.weighting(args["weighting"])
-    found = _past(database, args).ask(query, **how)
-    return {**found.to_dict(), "explained": found.explain()}
+    found: Answer = _past(database, args).ask(query, **how)
+    return found
 
 
 def rows(args: Args, known: Databases) -> list[dict[str, Any]]:

@@ -72,19 +72,22 @@ def answer(found: Answer) -> Descriptor:
     told = found.to_dict() | {"score": found.score, "weighting": found.weighting}
     told["values"] = [share._asdict() for share in found.values]
     data: dict[str, Any] = {"query": found.query, "answer": told}
+    if isinstance(found.value, dict) and not found.values:  # several columns, each pooled
+        data["columns"] = list(found.value)
     source, rows = found.source(MOST), found.rows
     if source is not None:
         rows = source.rows
         told["spread"] = found.spread
-        data |= {"names": dict(zip(("key", "value"), source.names, strict=True)), **_how(source)}
+        names = dict(zip(("key", "value"), source.names, strict=True))
+        data |= {"names": names, **_how(source, found.total + found.missing)}
     told["weights"] = np.array([row.weight for row in rows], np.float64)
     data["rows"] = [{"key": row.key, "value": row.value} for row in rows]
     return {"view": "database", "title": short(found.query, 40), "data": data}
 
 
-def _how(source: Source) -> dict[str, Any]:
-    """Score, weighting and vectors as the page's equation knows them."""
-    encoder, count = source.encoder, len(source.rows)
+def _how(source: Source, count: int) -> dict[str, Any]:
+    """Score, weighting and vectors as the page's equation knows them, of `count` rows in all."""
+    encoder = source.encoder
     score = named(scores.NAMES, source.score)
     own = named(scores.NAMES, encoder.score(count))
     found: dict[str, Any] = {
