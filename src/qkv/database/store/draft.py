@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,9 +11,6 @@ from qkv.database.store.catalogue import SEGMENT, Catalogue
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
 from qkv.database.store.shelf import Shelf
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 
 class Draft:
@@ -32,7 +27,6 @@ class Draft:
         self._settings = settings
         self._entries: list[Entry] = []
         self._arrays: tuple[str, int, bytes] | None = None
-        self._written: Future[None] | None = None
 
     def segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
         """Write rows, cut into segments."""
@@ -45,29 +39,6 @@ class Draft:
             entry = Entry(file, self.generation, first, last, count, size, checksum)
             self._entries.append(entry)
 
-    @contextlib.contextmanager
-    def aside(
-        self, layout: Layout | None, rows: Sequence[Segment], arrays: Tensors | None
-    ) -> Iterator[None]:
-        """Write rows and arrays while something else is done: hashing and writing leave Python to
-        others. `settle` waits for them, and has their error."""
-
-        def write() -> None:
-            if rows and layout is not None:
-                self.segments(layout, rows)
-            if arrays:
-                self.fix(arrays)
-
-        if not rows:
-            write()
-            yield
-            return
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(1) as worker:
-            self._written = worker.submit(write)
-            yield
-
     def fix(self, arrays: Tensors) -> None:
         """Write the arrays of the generation."""
         file = self._name("arrays")
@@ -76,8 +47,6 @@ class Draft:
 
     def settle(self) -> None:
         """Make all of it durable: before this, the catalogue must not speak of it."""
-        if self._written is not None:
-            self._written.result()
         if self._entries or self._arrays:
             self._shelf.settle()
 

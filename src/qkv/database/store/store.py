@@ -223,7 +223,12 @@ class Store:
                 rows.append(Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted))
                 resting = 0
 
-            with draft.aside(layout, rows, arrays), catalogue.transaction():
+            if rows and layout is not None:
+                draft.segments(layout, rows)
+            if arrays:
+                draft.fix(arrays)
+
+            with catalogue.transaction():
                 ledger.bury(catalogue, gone, edition.number + 1)
                 if unique:
                     ledger.distinct(catalogue, digests, look=bool(edition.rows))
