@@ -86,6 +86,7 @@ export const view: View = {
     const score = select(SCORES, "", () => void show(), { test: "data-score" });
     const weighting = select(WEIGHTINGS, "softmax", () => void show(), { test: "data-weighting" });
     let version: HTMLSelectElement | null = null;
+    let turn: Promise<void> = Promise.resolve();
 
     const fail = (error: unknown) => {
       trouble.textContent = error instanceof Error ? error.message : String(error);
@@ -206,7 +207,9 @@ export const view: View = {
         about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}`;
         const change = () => {
           const [by, to] = [key.value, value.value === key.value ? REST : value.value];
-          return attempt(async () => open(await source.by(of, by, to || null)));
+          // One after the other: both tables have one name, and the last that was chosen must stay.
+          turn = turn.then(() => attempt(async () => open(await source.by(of, by, to || null))));
+          return turn;
         };
         const key = select(of.columns, of.key[0], () => void change(), { test: "data-key" });
         const all: [string, string] = [REST, "all other columns"];
