@@ -12,7 +12,9 @@ PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
 BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
 # tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
-INSTALL := -e '.[torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,test,dev]' tensorflow-cpu
+EXTRAS := torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,ray
+EXTRAS := $(EXTRAS),sklearn,duckdb,datasets,langchain,llama-index,haystack,docs,test,dev
+INSTALL := -e ".[$(EXTRAS)]" tensorflow-cpu
 # The demo shows no framework but NumPy, and need not wait for the others.
 INSTALL_SHOWN := -e '.[plot,text,serve]'
 INSTALL_MXNET := -e '.[mxnet,test]'
