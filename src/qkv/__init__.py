@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv import database, masks, onnx, page, plot, scores, weightings
+    from qkv import cluster, database, masks, onnx, page, plot, scores, weightings
     from qkv.answer import Answer
     from qkv.attention import attend, explain, scaled_dot_product_attention, weights
     from qkv.database import Database, open
@@ -27,6 +27,7 @@ __all__ = [
     "Database",
     "QkvError",
     "attend",
+    "cluster",
     "database",
     "explain",
     "masks",
