@@ -11,19 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from qkv import masks, scores
 from qkv.arrays import threads, tree
 from qkv.arrays.base import Framework, Tiling
-from qkv.arrays.rows import Column, Cut, Cuts, taken
+from qkv.arrays.rows import Column, Cuts
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
+from qkv.engines.passes import Passes, Piece, piece, searches, value_of
 from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
-from qkv.types import Array, Arrays, Live, Slopes, Span
+from qkv.types import Array, Arrays, Slopes, Span
 from qkv.weightings import State, Weighting
 from qkv.weightings.base import of_rows
 
@@ -137,11 +138,6 @@ def _lent(call: Call) -> Call | None:
     return None if any(x is None for x in lent) else tree.rebuild(fw, call, lent)
 
 
-def searches(call: Call) -> bool:
-    """Whether something must be known of a whole row before its values are pooled."""
-    return type(call.weighting).search is not Weighting.search
-
-
 def is_few(call: Call) -> bool:
     """Whether there is little to do for each key but read it."""
     return math.prod(call.lead) * call.n <= FEW and call.m > FEW
@@ -248,38 +244,6 @@ def _tiled(fw: Framework, rule: masks.Mask, size: tuple[int, int], rows: int, co
     return [(span, left(span)) for span in spans(fw, n, rows)]
 
 
-class Piece(NamedTuple):
-    """The arrays of one block."""
-
-    block: Any
-    live: Live
-    query: Array
-    key: Array
-    bias: Array | None
-
-
-def piece(call: Call, rows: Span, cols: Any) -> Piece:
-    fw = call.fw
-    block = calls.place(call, rows, cols)
-    if isinstance(cols, Cut):
-        live, key = cols.counts(fw, call.query), taken(fw, cols.key(), call.query)
-    else:
-        live, key = calls.live(call, block), fw.cut(call.key, cols, -2)
-    key = calls.clean(call, key, live)
-    bias = call.bias
-    if bias is not None:
-        bias = fw.cut(fw.cut(bias, rows, -2), cols, -1)
-    query = calls.clean_queries(call, fw.cut(call.query, rows, -2), live)
-    return Piece(block, live, query, key, bias)
-
-
-def value_of(call: Call, cols: Any, live: Live) -> Array:
-    fw = call.fw
-    stored = isinstance(cols, Cut)
-    value = taken(fw, cols.value(), call.query) if stored else fw.cut(call.value, cols, -2)
-    return calls.clean(call, value, live)
-
-
 # Forward
 
 
@@ -287,49 +251,19 @@ def _forward(call: Call, tiling: Tiling, learning: bool, held: Held | None) -> t
     """The outputs, and what is kept of each row for the way back where there is one."""
     fw, loops = call.fw, loops_of(call)
     unscaled = replace(call, weighting=Weighting())
-    width = fw.shape(call.value)[-1]
     keeps = learning or call.wants_lse or call.weighting.strict
 
     def pooled(rows: Span, keys: Any) -> Arrays:
         weighting = of_rows(fw, call.weighting, rows, call.n)
-        template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
-
-        stored, one = isinstance(keys, Cuts), isinstance(keys, list) and len(keys) == 1
-        if one and searches(call) and not keeps:
+        if isinstance(keys, list) and len(keys) == 1 and searches(call) and not keeps:
             part = piece(call, rows, keys[0])
             s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
             value = calls.share_heads(call, value_of(call, keys[0], part.live))
             keep = calls.dropped(call, part.block)
             return (weighting.whole(s, part.live, part.block.k, value, keep),)
-        known: dict[int, Any] = {}
-
-        def scored(cols: Any) -> tuple[Array, Array | None, Array, Any]:
-            at = cols.start if stored else 0
-            if at in known:
-                return known[at]  # type: ignore[no-any-return]
-            part = piece(call, rows, cols)
-            s = calls.scores(calls.some_rows(call, rows), *part[2:], part.block)
-            found = s, part.live, part.block.k, part.block
-            if one or (stored and searches(call)):  # no pass over the row reads a key again
-                known[at] = found
-            return found
-
-        def fold(lift: Any, merge: Any, init: Any) -> Any:
-            return loops.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
-
-        found = weighting.search(fold)
-
-        def lift(cols: Span) -> State:
-            s, live, k, block = scored(cols)
-            if held is not None:
-                held.put(cols.start, s)
-            value = calls.share_heads(call, value_of(call, cols, live))
-            return weighting.lift(s, live, k, found, value, calls.dropped(call, block))
-
-        start = weighting.init(template, width)
-        out, found_all, centre = weighting.finish(
-            loops.reduce(lift, weighting.merge, start, keys), found
-        )
+        passes = Passes(call, rows, keys, held)
+        found = weighting.search(passes.fold)
+        out, found_all, centre = weighting.finish(passes.state(found), found)
         if not keeps:
             return (out,)
         return out, *found_all, *(() if centre is None else (centre,))
