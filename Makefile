@@ -50,7 +50,7 @@ tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq $(1); }
 apt = $(tried) || { echo "Please install these system packages and try again: $(1)" >&2; exit 1; }
 
-.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench screenshots clean
+.PHONY: help env env-mxnet demo page browser test test-full $(STATIC) $(SUITES) bench docs gallery screenshots clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -160,6 +160,13 @@ bench: .venv/.peers ## Measure beside the peers, all or BENCH="dot sparse", and 
 	@$(BIN)/python -m bench $(BENCH)
 	@$(BIN)/python tools/table.py
 
+docs: env ## Run the gallery and build all pages into build/docs, offline
+	@$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+gallery: env ## Run the gallery alone, its pictures into build/gallery
+	@$(BIN)/python -m tools.gallery
+
 clean: ## Remove build outputs and caches, not the environments
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf build dist docs/gallery .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null; true

@@ -1,9 +1,11 @@
 """Hugging Face transformers: every model's attention by `attend`, and a look at what it weighs.
 
-register()                          # then attn_implementation="qkv" works; see `register`
-with capture(model) as seen:        # each layer's α during a normal forward pass
-    model(**inputs)
-seen.words(tokenizer, text).plot()
+    register()                          # then attn_implementation="qkv" works; see `register`
+    with capture(model) as seen:        # each layer's α during a normal forward pass
+        model(**inputs)
+    seen.words(tokenizer, text).plot()
+
+`capture` records every model, loaded with "qkv" or not.
 """
 
 from qkv.errors import MissingExtra
