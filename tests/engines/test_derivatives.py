@@ -148,14 +148,14 @@ def test_jax_has_two_derivatives(score, weighting, engine):
         return (out * out).sum()
 
     query, key = jax.numpy.asarray(QUERY), jax.numpy.asarray(KEY)
-    hessian = jax.hessian(loss)(query, key)
+    hessian = jax.jit(jax.hessian(loss))(query, key)
     along = np.random.default_rng(2).normal(size=QUERY.shape)
     slope = jax.jit(jax.grad(loss))
     step = 1e-5
     want = (slope(query + step * along, key) - slope(query - step * along, key)) / (2 * step)
     got = np.tensordot(hessian, along, axes=2)
     np.testing.assert_allclose(got, want, atol=1e-5)
-    reverse = jax.grad(lambda q: (slope(q, key) * along).sum())(query)
+    reverse = jax.jit(jax.grad(lambda q: (slope(q, key) * along).sum()))(query)
     np.testing.assert_allclose(reverse, want, atol=1e-5)
 
 
@@ -180,9 +180,11 @@ def test_jax_transforms_agree(engine):
         return run(queries, valid, w).sum()
 
     compiled = jax.jit(jax.grad(lambda w: total(w, mapped)))(w)
-    looped = jax.grad(
-        lambda w: total(w, lambda q, c, w: jnp.stack([one(*x, w) for x in zip(q, c, strict=True)]))
-    )(w)
+
+    def loop(q, c, w):
+        return jnp.stack([one(*x, w) for x in zip(q, c, strict=True)])
+
+    looped = jax.jit(jax.grad(lambda w: total(w, loop)))(w)
     np.testing.assert_allclose(compiled, looped, atol=1e-12)
 
 
