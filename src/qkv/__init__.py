@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv import cluster, database, masks, onnx, page, plot, scores, weightings
     from qkv.answer import Answer
-    from qkv.attention import attend, explain, scaled_dot_product_attention, weights
+    from qkv.attention import attend, explain, scaled_dot_product_attention, warm, weights
     from qkv.database import Database, open
     from qkv.errors import QkvError
     from qkv.page import show
@@ -38,6 +38,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "scores",
     "show",
+    "warm",
     "weightings",
     "weights",
 ]
@@ -52,6 +53,7 @@ _HOMES = {
     "explain": "attention",
     "scaled_dot_product_attention": "attention",
     "show": "page",
+    "warm": "attention",
     "weights": "attention",
 }
 

@@ -1,9 +1,11 @@
-"""Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: attend, its weights alone, and why it ran as it did."""
+"""Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ: attend, its weights alone, why it ran as it did, and what it
+would wait for, done ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from qkv import masks, scores
@@ -12,7 +14,7 @@ from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import plan as plans
 from qkv.engines import stored, streaming
 from qkv.engines.call import Call, results
-from qkv.engines.choose import Choice, EngineName, Explanation, choose
+from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.masks import Mask, MaskLike
@@ -31,6 +33,17 @@ class Options(TypedDict, total=False):
     seed: Any
     tolerance: float | None
     engine: EngineName | None
+
+
+_FLAGS: Options = {
+    "score": "scaled_dot",
+    "weighting": "softmax",
+    "mask": None,
+    "dropout_p": 0.0,
+    "seed": None,
+    "tolerance": None,
+    "engine": None,
+}
 
 
 @overload
@@ -206,7 +219,46 @@ def explain(
     choice = choose(call, engine)
     detail = choice.engine.describe(call)
     known = plan is not None and plan.choice.engine is choice.engine
-    return Explanation(choice.engine.NAME, choice.refusals, call, detail, known)
+    waits = choice.engine.waits(call) if hasattr(choice.engine, "waits") else None
+    return Explanation(choice.engine.NAME, choice.refusals, call, detail, known, waits)
+
+
+def warm(
+    query: A | Nested,
+    key: A | Nested,
+    value: A | Nested,
+    *,
+    return_lse: bool = False,
+    return_weights: bool | Literal["mean"] = False,
+    **options: Unpack[Options],
+) -> Warmed:
+    """Do ahead what the first `attend` of this kind would wait for; numbers do not matter.
+
+    On CUDA the kernels are compiled, in threads and with a progress bar, for arrays of these
+    shapes, dtypes and strides; those of the gradient too where an array asks for one. Elsewhere
+    nothing is compiled, and only the choice of an engine is kept. `print` it to read what was done.
+
+    >>> import numpy as np
+    >>> x = np.zeros((2, 3))
+    >>> print(warm(x, x, x))
+    engine: dense
+    plan:   kept
+    nothing was left to compile ahead
+    """
+    started = perf_counter()
+    how = _FLAGS | options
+    flags: plans.Kind = (how["dropout_p"], how["seed"] is None, how["tolerance"], how["engine"])
+    if not return_lse is return_weights is False:
+        flags = _told(flags, return_lse, return_weights)
+    given = (query, key, value, how["score"], how["weighting"], how["mask"])
+    kind, plan = plans.find(*given, flags)
+    call = request(*given, how["dropout_p"], how["seed"], how["tolerance"])
+    call = _wanting(call, return_lse, return_weights)
+    choice = choose(call, how["engine"])
+    if plan is None and kind is not None:
+        plan = plans.keep(kind, call, choice)
+    compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
+    return Warmed(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
 
 
 def scaled_dot_product_attention(
@@ -319,7 +371,7 @@ def _chosen(call: Call, choice: Choice, kind: plans.Kind | None, given: tuple[An
 
 # TensorFlow's AutoGraph rewrites the Python that it meets unless it bears this mark; what runs in
 # a graph here is written for one already.
-for _function in (attend, weights, explain, scaled_dot_product_attention):
+for _function in (attend, weights, explain, warm, scaled_dot_product_attention):
     setattr(_function, "autograph_info__", None)  # noqa: B010
 
 

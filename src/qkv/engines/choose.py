@@ -98,6 +98,7 @@ class Explanation:
     call: Call
     detail: str
     known: bool = False
+    waits: str | None = None
 
     @property
     def flops(self) -> float | None:
@@ -143,8 +144,27 @@ class Explanation:
             lines.append(f"work:   about {work}")
         if self.known:
             lines.append("plan:   kept from an earlier call of this kind, so nothing is chosen")
+        if self.waits is not None:
+            lines.append(f"kernels: {self.waits}")
         lines += [f"not {name}: {reason}" for name, reason in self.refusals]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What `warm` did: which engine the next such call takes, and what was compiled for it."""
+
+    engine: str
+    compiled: tuple[str, ...]
+    seconds: float
+    planned: bool
+
+    def __str__(self) -> str:
+        lines = [f"engine: {self.engine}", f"plan:   {'kept' if self.planned else 'not kept'}"]
+        if not self.compiled:
+            return "\n".join([*lines, "nothing was left to compile ahead"])
+        lines.append(f"compiled in {self.seconds:.1f} s:")
+        return "\n".join([*lines, *(f"  {name}" for name in self.compiled)])
 
 
 def _unit(number: float) -> str:

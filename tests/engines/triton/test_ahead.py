@@ -42,7 +42,7 @@ def met(monkeypatch):
     """The kernels that were compiled ahead, and those when they were launched."""
     early, late = [], []
     for module, names in (
-        (forward, ("pool", "merge")), (backward, ("inner", "to_keys", "to_queries")),
+        (forward, ("pool", "pool_narrow", "merge")), (backward, ("inner", "to_keys", "to_queries")),
         (norms, ("_square_kernel", "_square_slope_kernel")),
         (search, ("entmax_kernel", "topk_kernel")),
     ):  # fmt: skip
@@ -111,3 +111,30 @@ def test_where_the_way_back_does_not_fit_each_kernel_waits_for_its_launch(met, m
     monkeypatch.setattr(ahead, "there_and_back", full)
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
     assert not early and set(late) == CASES["entmax"][1]
+
+
+def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
+    early, late = met
+    how = {"weighting": "entmax15", "engine": "triton"}
+    arrays = arrays_of()
+    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    told = qkv.warm(*arrays, **how)
+    assert told.engine == "triton" and told.planned and not told.compiled
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "cannot", lambda call: None)
+    assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **how))
+    told = qkv.warm(*arrays, **how)
+    assert len(told.compiled) == 5 and "entmax_kernel of float32" in str(told)
+    assert {kernel for kernel, _ in early} == CASES["entmax"][1]
+    assert "kernels: ready" in str(qkv.explain(*arrays, **how))
+    assert "nothing was left" in str(qkv.warm(*arrays, **how))
+    qkv.attend(*arrays, **how).sum().backward()
+    assert not late, "all was there"
+
+
+def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
+    for name in ("_SEEN", "_KINDS"):
+        monkeypatch.setattr(plan, name, {})
+    arrays = [x.detach() for x in arrays_of()]
+    assert qkv.warm(*arrays, weighting="sigmoid").planned
+    assert "plan:   kept" in str(qkv.explain(*arrays, weighting="sigmoid"))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.bar import bar
+from qkv.bar import bar
 from qkv.database.encoders.base import Encoder, texts, unit
 from qkv.errors import ArgumentError, QkvError
 

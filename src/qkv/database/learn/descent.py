@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays.ragged import Ragged
-from qkv.database.bar import bar
+from qkv.bar import bar
 from qkv.database.encoders.learned import (
     Bag,
     Input,

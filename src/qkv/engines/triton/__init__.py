@@ -176,16 +176,45 @@ def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
     from qkv.engines.triton import ahead
 
     def bound(call: Call) -> Any:
-        def dry() -> None:
-            fw = call.fw
-            ahead.there_and_back(
-                lambda arrays: run(tree.rebuild(fw, call, arrays)), tree.leaves(fw, call)
-            )
-
-        with ahead.together(dry):
+        with ahead.together(partial(_dry, run, call)):
             return run(call)
 
     return bound
+
+
+def _dry(run: Callable[[Call], Any], call: Call) -> None:
+    from qkv.engines.triton import ahead
+
+    fw = call.fw
+    ahead.there_and_back(lambda arrays: run(tree.rebuild(fw, call, arrays)), tree.leaves(fw, call))
+
+
+def missing(call: Call) -> dict[Any, Callable[[], Any]]:
+    """What compiles each kernel that the call and its gradient need and that is not compiled."""
+    from qkv.engines.triton import ahead
+
+    if interpreted() or call.fw.tracing(call.query):
+        return {}
+    learns = call.fw.needs_gradient(tree.leaves(call.fw, call))
+    return ahead.missing(partial(_dry, bind(call), call), learns)
+
+
+def warm(call: Call) -> tuple[str, ...]:
+    """Compile these, side by side, with a bar; what they are."""
+    from qkv.engines.triton import ahead, launch
+
+    jobs = missing(call)
+    ahead.compile_jobs(jobs, launch.COMPILED, "compiling")
+    return tuple(str(key) for key in jobs)
+
+
+def waits(call: Call) -> str:
+    """Whether the next such call compiles first, and how long that takes where Triton's own cache
+    on disk has nothing."""
+    seconds = [key.seconds for key in missing(call)]
+    if not seconds:
+        return "ready"
+    return f"compiles {len(seconds)} kernels now, about {math.ceil(max(seconds))} s"
 
 
 def direct(call: Call) -> Callable[..., Array] | None:
@@ -396,10 +425,12 @@ def _four_axes(call: Call, x: Any, heads: int) -> Any:
 
 
 def _rows(call: Call, x: Any, heads: int, factor: float = 1.0) -> Any:
-    """(…, rows, 1) as float32 (batch, heads, rows, 1)."""
+    """(…, rows, 1) as float32 (batch, heads, rows, 1), each head's at a multiple of 16."""
     if x is None:
         return None
-    return _four_axes(call, x.float() if factor == 1 else x.float() * factor, heads)
+    from qkv.engines.triton.launch import evenly
+
+    return evenly(_four_axes(call, x.float() if factor == 1 else x.float() * factor, heads))
 
 
 def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:

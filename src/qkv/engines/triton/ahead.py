@@ -7,7 +7,7 @@ the sum. A dry run, which launches nothing, tells them all, and threads compile 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Key = tuple[Any, ...]
+from qkv.bar import bar
 
+Jobs = dict[Any, Callable[[], Any]]
+"""What compiles each kernel that has to be, by its `launch.Key`."""
 
-LISTED: ContextVar[dict[Key, Callable[[], Any]] | None] = ContextVar("LISTED", default=None)
-"""In a dry run, what compiles each kernel that has to be."""
+LISTED: ContextVar[Jobs | None] = ContextVar("LISTED", default=None)
+"""What a dry run has found so far."""
 
 DRY: ContextVar[tuple[Callable[[], Any], bool] | None] = ContextVar("DRY", default=None)
 """What to run dry when a kernel is met that is not compiled, and whether gradients are wanted."""
@@ -35,25 +37,43 @@ def together(run: Callable[[], Any]) -> Iterator[None]:
         DRY.reset(token)
 
 
-def compile_all(known: dict[Key, Any]) -> None:
-    """Add to `known` what the run at hand will launch; nothing where none was announced."""
-    dry = DRY.get()
-    if dry is None:
-        return
-    run, learns = dry
-    jobs: dict[Key, Callable[[], Any]] = {}
+def missing(run: Callable[[], Any], learns: bool) -> Jobs:
+    """What `run()` would launch and is not compiled.
+
+    Nothing where the arrays of the way back do not fit beside: each is compiled when launched.
+    """
+    jobs: Jobs = {}
     quiet, token = DRY.set(None), LISTED.set(jobs)
     try:
         with torch.set_grad_enabled(learns):  # the kernel may have been met inside of a node
             run()
     except torch.cuda.OutOfMemoryError:
-        return  # the arrays of the way back do not fit beside: each is compiled when launched
+        jobs = {}
     finally:
         LISTED.reset(token)
         DRY.reset(quiet)
+    return jobs
+
+
+def compile_all(known: dict[Any, Any]) -> None:
+    """Add to `known` what the run at hand will launch; nothing where none was announced."""
+    dry = DRY.get()
+    jobs = {} if dry is None else missing(*dry)
     if len(jobs) > 1:
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            known.update(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
+        compile_jobs(jobs, known)
+
+
+def compile_jobs(jobs: Jobs, known: dict[Any, Any], label: str | None = None) -> None:
+    """Do the jobs side by side, and add what comes of them to `known`; a label has a bar."""
+    if not jobs:
+        return
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        waiting = {pool.submit(job): key for key, job in jobs.items()}
+        if label is not None:
+            with bar(label, len(jobs)) as shown:
+                for done, _ in enumerate(as_completed(waiting), 1):
+                    shown(done, len(jobs))
+        known.update({key: job.result() for job, key in waiting.items()})
 
 
 def there_and_back(run: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> None:

@@ -29,6 +29,8 @@ LOOK = 8192
 """The same, of one that looks for the largest."""
 LOOKS = 64
 """Programs, at most, that look for the largest of an array's columns."""
+FEW = 8
+"""The same, for arrays that so many can look through at once."""
 SHARE = 16
 """Coefficients of a fit that a program takes."""
 PLAIN = launch.Tile(1, 1, 1, 4, 3)
@@ -268,8 +270,8 @@ def fit_of(a: Tensor, b: Tensor, table: Tensor, grid: Tensor) -> tuple[Tensor, T
     tall, wide = _tile(h, LOOK)
     blocks = -(-h // wide)
     rows_a, rows_b = _rows(a), _rows(b)
-    looks = min(-(-max(rows_a, rows_b, 1) // tall), max(LOOKS // blocks, 1))
-    looks = launch.power_of_2(looks)
+    most = launch.power_of_2(max(LOOKS // blocks, 1))
+    looks = most if max(rows_a, rows_b) > FEW * tall else min(FEW, most)  # two to compile
     parts = a.new_empty((2 * looks, h), dtype=torch.float32)
     fit = a.new_empty((1 + size, h), dtype=torch.float32)
     beyond = a.new_empty(1, dtype=torch.int32)

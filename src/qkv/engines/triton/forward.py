@@ -131,7 +131,7 @@ def pool_tiles(
     return acc, top, total
 
 
-@launched_by_rows
+@launched
 def pool(
     query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
     out, lse, kept, scale, alpha,
@@ -277,6 +277,10 @@ def pool(
         )  # fmt: skip
 
 
+pool_narrow = launched_by_rows(pool.fn)
+"""`pool` of values that do not fill their tile."""
+
+
 @triton.jit
 def finish(
     acc, top, total, line, place, inside, out, lse, kept, lines,
@@ -401,7 +405,8 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
             *call.bounds(at_columns, splits, span),
         )  # fmt: skip
         floats = (call.scale, call.alpha)
-        made = launch.start(pool, programs * splits, arrays, floats, whole, facts, tile)
+        kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
+        made = launch.start(kernel, programs * splits, arrays, floats, whole, facts, tile)
         if splits > 1:
             joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))

@@ -143,6 +143,25 @@ def block_of(width: int, dtype: torch.dtype) -> int:
     return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
 
 
+def even(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Room for float32 numbers, each line of which begins at a multiple of 16 of them.
+
+    So the strides are such whatever the length, and one compiled kernel reads them all.
+    """
+    if not shape:
+        return like.new_empty((), dtype=torch.float32)
+    *lead, length = shape
+    return like.new_empty((*lead, -(-length // 16) * 16), dtype=torch.float32)[..., :length]
+
+
+def evenly(x: Tensor) -> Tensor:
+    """x (B, H, rows, 1) in such room; as it is where it lies so."""
+    if not (x.stride(0) | x.stride(1)) % 16:
+        return x
+    short = -x.shape[2] % 16
+    return torch.nn.functional.pad(x, (0, 0, 0, short))[:, :, : x.shape[2]]
+
+
 class Launch(NamedTuple):
     """A launch, to be made again for arrays of the same shapes, strides and dtypes."""
 
@@ -177,7 +196,39 @@ class Launch(NamedTuple):
         )  # fmt: skip
 
 
-COMPILED: dict[tuple[Any, ...], Any] = {}
+SECONDS = {"pool": 3.0, "to_keys": 3.0, "to_queries": 3.0, "entmax_kernel": 3.0, "topk_kernel": 4.0}
+"""How long a kernel takes to compile for widths of 64, measured beside an H200; else about 1."""
+
+
+class Key(NamedTuple):
+    """All that a kernel is compiled for: `str()` of it is meant to be read.
+
+    `odd` are the places of the arrays modulo 16, `strides` what Triton tells of a whole number: a
+    1, a multiple of 16 (2), or any other (0).
+    """
+
+    name: str
+    kernel: int
+    tile: Tile
+    device: torch.device
+    facts: tuple[Any, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    odd: tuple[int | None, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes to compile."""
+        wide = float(sum(self.facts[:2])) / 128
+        return SECONDS.get(self.name, 1.0) * max(1.0, wide)
+
+    def __str__(self) -> str:
+        told = " ".join(str(x) for x in self.facts if type(x) is not bool)
+        dtype = str(self.dtypes[0]).removeprefix("torch.")
+        return f"{self.name.strip('_')} of {dtype}: {told}"
+
+
+COMPILED: dict[Key, Any] = {}
 """Kernels by all that they are specialised on: Triton's own look-up takes longer."""
 LARGE = 2**31 - 1
 MADE: dict[tuple[Any, ...], Launch] = {}
@@ -231,8 +282,8 @@ def start(
         kernel[grid](*arrays, *floats, *whole, **facts, **how)
         return None
     at = [x if x is None else x.data_ptr() for x in arrays]
-    odd = [x if x is None else x % 16 for x in at]
-    known, device = facts.values(), arrays[0].device  # type: ignore[union-attr]
+    odd = tuple([x if x is None else x % 16 for x in at])
+    known, device = tuple(facts.values()), arrays[0].device  # type: ignore[union-attr]
     if max(whole) <= LARGE:
         # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
         told = [
@@ -241,15 +292,12 @@ def start(
         ]
     else:
         told = list(whole)
-    about = (
-        id(kernel), tile, device, *known, *odd,
-        *[x if x is None else x.dtype for x in arrays], *told,
-    )  # fmt: skip
+    dtypes = tuple([x if x is None else x.dtype for x in arrays])
+    about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
     compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
     listed = ahead.LISTED.get()
     if listed is not None:
         if compiled is None and not any(odd):
-            dtypes = [x if x is None else x.dtype for x in arrays]
             given = (*dtypes, *floats, *whole)
             listed[about] = partial(_compiled, kernel, grid, given, facts | how, device)
         return None

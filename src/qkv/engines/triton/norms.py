@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,16 +64,18 @@ def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 @launched
 def _square_kernel(
-    x, out, factor, x_b, x_h, x_m, heads, length, rows,
+    x, out, factor, x_b, x_h, x_m, heads, length, length_out, rows,
     W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other."""
+    """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other; those of
+    one head end with room up to `length_out`."""
     row, _, inside = _place(rows, W, ROWS, BLOCK)
     lane = row // length
     at = lane // heads * x_b + lane % heads * x_h + row % length * x_m
     column = tl.arange(0, BLOCK)[None, :]
     y = tl.load(x + at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, factor * tl.sum(y * y, 1), mask=row < rows)
+    at = lane * length_out + row % length
+    tl.store(out + at, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
 @launched
@@ -160,7 +161,7 @@ def _fake(x: Tensor) -> Tensor:
 
 
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return launch.even(x, x.shape[:-1])[..., None]
 
 
 def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
@@ -207,8 +208,10 @@ def _square(x: Tensor, factor: float) -> Tensor:
     if not x.shape[-1]:
         return out.zero_()
     if x.ndim > 4 or x.stride(-1) != 1:
-        x = x.contiguous().flatten(0, -2)
+        x = x.contiguous()
+        x = x.flatten(0, -4) if x.ndim > 4 else x
     missing = 4 - x.ndim
     strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
-    _launch(_square_kernel, x, (x, out), (factor,), (*strides, heads, length))
+    room = out.stride(-3) if out.ndim > 2 else length
+    _launch(_square_kernel, x, (x, out), (factor,), (*strides, heads, length, room))
     return out

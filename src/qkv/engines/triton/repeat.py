@@ -119,6 +119,7 @@ class Repeat:
             steps.append((made, taken, floats))
         for x in arrays[4:]:
             offsets.append(4 * size)
-            size += 0 if x is None else -(-x.numel() // 4) * 4  # so that each begins at 16 bytes
+            # With the room between its lines, and so that the next begins at 16 bytes.
+            size += 0 if x is None else -(-x.untyped_storage().nbytes() // 16) * 4
         out: Any = arrays[3]
         return Steps(tuple(steps), tuple(out.shape), size, tuple(offsets))

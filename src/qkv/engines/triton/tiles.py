@@ -21,9 +21,9 @@ NONE = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
 
 SIZES = (
-    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "lines", "lower", "upper", "size",
-    "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count", "first_pair",
-    "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a",
+    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
+    "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
+    "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a", "others_count",
 )  # fmt: skip
 """Numbers that change from call to call, by name."""
 

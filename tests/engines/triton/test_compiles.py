@@ -1,0 +1,102 @@
+"""How often kernels are compiled, counted without a GPU: by their keys, in a process of its own
+that does not interpret them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from random import Random
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+MOST = {"gaussian": 2, "entmax15": 2, "topk": 2, "additive": 2}
+"""Keys of one pass, over forty lengths."""
+
+
+def keys_of(kind: str, lengths: list[int]) -> list[str]:
+    """Every kernel that calls of these lengths, and their gradients, would compile; a pass of
+    entmax's centre is told from that of the queries."""
+    import torch
+
+    from qkv import scores, weightings
+    from qkv.engines import triton
+    from qkv.engines.request import request
+    from qkv.engines.triton import launch
+
+    launch.copy_engine = lambda device: True
+    launch.processors = lambda device: 132  # of an H200
+    hows = {
+        "gaussian": lambda x: (scores.Gaussian(1.5), "softmax"),
+        "entmax15": lambda x: ("scaled_dot", "entmax15"),
+        "topk": lambda x: ("scaled_dot", weightings.TopK(8)),
+        "additive": lambda x: (scores.Additive(x(64, 64), x(64, 64), x(64)), "softmax"),
+    }
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16)
+
+    jobs: dict = {}
+    for n in lengths:
+        arrays = [torch.empty(2, 2, n, 64, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+        call = request(*arrays, *hows[kind](normal), None, 0.0, None, None)
+        jobs |= triton.missing(call)
+    return [f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''}" for key in jobs]
+
+
+def compiled() -> list[int]:
+    """The bytes of two kernels as they are compiled for Hopper."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from qkv.engines.triton import backward, forward
+
+    class Driver:
+        get_current_device = get_current_stream = staticmethod(lambda *given: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    triton.runtime.driver.set_active(Driver())
+    half, whole = torch.bfloat16, torch.float32
+    inner = backward.inner.warmup(
+        half, half, None, whole, 100, D=64, BLOCK_D=64, ROWS=64, grid=(2, 1, 1), num_warps=4
+    )
+    merge = forward.merge.warmup(
+        whole, whole, whole, half, whole, whole, 100, 4,
+        D=64, BLOCK_D=64, BLOCK_S=16, WEIGHTING="softmax", APART=False, grid=(100, 1, 1),
+        num_warps=4,
+    )  # fmt: skip
+    return [len(x.asm["cubin"]) for x in (inner, merge)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What this file finds when it is run, by Python, without the interpreter."""
+    clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
+    count = Counter(found[kind])
+    assert {"pool", "to_keys"} <= {name.split()[0] for name in count}
+    assert max(count.values()) <= MOST[kind], count
+
+
+def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
+    assert min(found["compiled"]) > 1000
+
+
+if __name__ == "__main__":
+    random = Random(0)
+    lengths = [random.randint(60, 1500) for _ in range(40)]
+    told: dict = {kind: keys_of(kind, lengths) for kind in MOST}
+    print(json.dumps(told | {"compiled": compiled()}))
