@@ -32,7 +32,7 @@ class Kernel:
     """
 
     def __init__(self, names=("x", "y", "scale", "stride", "step", "n")):
-        self.made, self.launched = [], []
+        self.made, self.launched, self.__name__ = [], [], "kernel"
         self.params = [SimpleNamespace(do_not_specialize=name in tiles.SIZES) for name in names]
 
     def __getitem__(self, grid):
