@@ -62,6 +62,7 @@ _ROOMS = (
     "arrays",
     "attention",
     "cli",
+    "duckdb",
     "engines",
     "errors",
     "keras",

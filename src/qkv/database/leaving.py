@@ -59,6 +59,15 @@ class Leaving(Shown, Reading[K, V]):
         passed = self._view.where(where)
         return len(self) if passed is None else int(passed.sum())
 
+    def whole(self, name: str) -> bool:
+        """Whether a column of numbers has ints alone, of 64 bits each.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None}).whole("value")
+        True
+        """
+        return self._view.whole(name)
+
     def to_frame(self, where: Any = None) -> Any:
         """All columns as a data frame: of pandas or polars if one is loaded, else of what is
         installed of polars, pandas and pyarrow. `Database.from_frame` takes it back.

@@ -292,6 +292,11 @@ class View:
             self._censuses[name] = total
         return self._censuses[name]
 
+    def whole(self, name: str) -> bool:
+        """Whether each number of a column is an int of 64 bits, or equal to one."""
+        codes = (piece.column(name).numbers for piece in self._pieces())
+        return all(bool(np.all((np.abs(x) < 2.0**63) & (x == np.trunc(x)))) for x in codes)
+
     def cells(self, name: str, ids: np.ndarray) -> list[Any]:
         """The cells of one column, of rows in the order of their ids."""
         found: list[Any] = []

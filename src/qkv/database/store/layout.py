@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -87,10 +88,7 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, but for what is ragged."""
-        sizes = (
-            dtype.itemsize * int(np.prod(dims)) for _, dtype, dims in self.fields if dims != ANY
-        )
-        return sum(sizes)
+        return sum(dtype.itemsize * prod(dims) for _, dtype, dims in self.fields if dims != ANY)
 
     def holds(self, packed: bytes) -> bool:
         """Whether so many bytes can be a row."""

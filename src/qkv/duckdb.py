@@ -1,0 +1,289 @@
+"""SQL that asks: attention as functions of DuckDB, `register(con)`.
+
+    SELECT * FROM qkv_ask('books.qkv', 'a whale', top := 5)
+    SELECT * FROM qkv_join('orders', 'products', on_left := 'item', on_right := 'name')
+    SELECT attend(q, keys, "values") FROM …                       -- Σᵢ α(q, kᵢ) vᵢ
+
+What DuckDB hands over and gets back is Arrow. A function of DuckDB's Python has one type, and the
+columns of a database or of two tables are known only from their names; so `qkv_ask` and `qkv_join`
+are macros around `query(…)`, whose text is made while a statement is bound.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.answer import jsonable
+from qkv.attention import attend
+from qkv.database import Database, open, spelled
+from qkv.database.sources.sql import quoted
+from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+__all__ = ["register"]
+
+_FOUND = 'STRUCT(cells VARCHAR[], weight DOUBLE, "rank" BIGINT)[]'
+_PAIRS = 'STRUCT(l BIGINT, r BIGINT, weight DOUBLE, "rank" BIGINT)[]'
+
+# Of numbers, lambdas make the vectors of one number each that qkv_attend takes.
+_MACROS = """
+CREATE OR REPLACE TEMP MACRO qkv_ask(
+    path, query, top := 5, "where" := NULL, score := NULL, weighting := 'softmax'
+) AS TABLE
+    SELECT qkv_answer.* FROM (
+        SELECT qkv_rows(path, to_json(query)::VARCHAR, to_json({
+            'top': top, 'where': "where", 'score': score, 'weighting': weighting
+        })::VARCHAR) AS qkv_found
+    ), LATERAL (SELECT * FROM query(qkv_columns(path))) AS qkv_answer;
+
+CREATE OR REPLACE TEMP MACRO qkv_join(
+    "left", "right", on_left := NULL, on_right := NULL, top := 1, score := NULL,
+    weighting := 'softmax', encoder := NULL
+) AS TABLE
+    SELECT * FROM query(qkv_joined("left", "right", on_left, on_right, to_json({
+        'top': top, 'score': score, 'weighting': weighting, 'encoder': encoder
+    })::VARCHAR));
+
+CREATE OR REPLACE TEMP MACRO attend
+    (q DOUBLE[], keys DOUBLE[][], "values" DOUBLE[][],
+     score := 'scaled_dot', weighting := 'softmax') AS
+        qkv_attend(q, keys, "values", score, weighting),
+    (q DOUBLE, keys DOUBLE[], "values" DOUBLE[],
+     score := 'scaled_dot', weighting := 'softmax') AS
+        qkv_attend(if(q IS NULL, NULL, [q]), list_transform(keys, lambda k: [k]),
+                   list_transform("values", lambda v: [v]), score, weighting)[1];
+"""
+
+
+def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
+    """Teach a connection `qkv_ask`, `qkv_join` and `attend`; the connection itself.
+
+    Nothing is written to its database. A cursor is a connection of its own: register it too.
+
+    >>> import duckdb
+    >>> con = register(duckdb.connect())
+    >>> con.sql("SELECT attend(2.1, [1, 2, 3], [10, 20, 30], score := 'gaussian:0.2')").fetchall()
+    [(20.0004...,)]
+    """
+    try:
+        import duckdb
+        import pyarrow  # noqa: F401, what goes to and fro
+    except ImportError:
+        raise MissingExtra('SQL needs duckdb and pyarrow: pip install "qkv[duckdb]"') from None
+    if not isinstance(con, duckdb.DuckDBPyConnection):
+        raise DtypeError(
+            "register: con must be a connection, duckdb.connect() or duckdb.connect('file'), not a "
+            f"{type(con).__name__}"
+        )
+    text, list_, lists = "VARCHAR", "DOUBLE[]", "DOUBLE[][]"
+    for name, function, takes, gives, kind in (
+        ("qkv_columns", _columns, [text], text, "native"),
+        ("qkv_rows", _rows, [text] * 3, _FOUND, "arrow"),
+        ("qkv_joined", _joined, [text] * 5, text, "native"),
+        ("qkv_matched", _matched, [f"{text}[]"] * 2 + [text], _PAIRS, "arrow"),
+        ("qkv_attend", _attended, [list_, lists, lists, text, text], list_, "arrow"),
+    ):
+        nulls = "default" if function in (_rows, _matched) else "special"
+        try:
+            con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
+        except duckdb.CatalogException:  # another cursor has brought it: it serves all
+            continue
+    con.execute(_MACROS)
+    return con
+
+
+# qkv_ask
+
+
+def _columns(path: str) -> str:
+    """The answer's rows as the columns of the database, each of its type."""
+    if path is None:
+        raise ArgumentError("qkv_ask: the path is NULL: give that of a database, 'books.qkv'")
+    with open(path, create=False) as database:
+        types = _types(database)
+    cells = [
+        f"r.cells[{at}]::{kind} AS {quoted(name)}"
+        for at, (name, kind) in enumerate(types.items(), start=1)
+    ]
+    told = ", ".join([*cells, "r.weight AS weight", 'r."rank" AS "rank"'])
+    return f"SELECT {told} FROM (SELECT unnest(qkv_found) AS r)"
+
+
+def _types(database: Database) -> dict[str, str]:
+    known = {"text": "VARCHAR", "bool": "BOOLEAN", "vector": "DOUBLE[]", "empty": "VARCHAR"}
+    found = {}
+    for name, about in database.describe().items():
+        if about["type"] == "number":
+            found[name] = "BIGINT" if database.whole(name) else "DOUBLE"
+        else:
+            found[name] = known.get(about["type"], "JSON")
+    return found
+
+
+def _rows(paths: Any, queries: Any, options: Any) -> Any:
+    """The heaviest rows for each query; those of one database and one wish are asked together."""
+    import pyarrow
+
+    given = list(zip(paths.to_pylist(), options.to_pylist(), strict=True))
+    texts, found = queries.to_pylist(), dict[int, Any]()
+    for path, wish in dict.fromkeys(given):
+        places = [i for i, one in enumerate(given) if one == (path, wish)]
+        with open(path, create=False) as database:
+            types = _types(database)
+            asked = [_query(database, json.loads(texts[i])) for i in places]
+            for i, answer in zip(places, database.ask(asked, **_how(wish)), strict=True):
+                found[i] = [
+                    {
+                        "cells": [_spell(row.record.get(n), kind) for n, kind in types.items()],
+                        "weight": row.weight,
+                        "rank": rank,
+                    }
+                    for rank, row in enumerate(answer.rows, start=1)
+                ]
+    strings = pyarrow.list_(pyarrow.string())
+    fields = {"cells": strings, "weight": pyarrow.float64(), "rank": pyarrow.int64()}
+    return pyarrow.array(map(found.get, range(len(given))), pyarrow.list_(pyarrow.struct(fields)))
+
+
+def _query(database: Database, given: Any) -> Any:
+    """What SQL asks as a key; one of several columns is a struct that names them."""
+    if isinstance(given, dict) and len(key := database.info()["key"]) > 1:
+        given = [given.get(name) for name in key]
+    return spelled.cell(given, next(iter(database), None))
+
+
+def _how(wish: str) -> dict[str, Any]:
+    """The options of `ask`, from the JSON that a macro makes of its arguments."""
+    how = {name: option for name, option in json.loads(wish).items() if option is not None}
+    if "score" in how:
+        how["score"] = spelled.score(how["score"])
+    if "weighting" in how:
+        how["weighting"] = spelled.weighting(how["weighting"])
+    return how
+
+
+def _spell(cell: Any, kind: str) -> str | None:
+    """A cell as text from which DuckDB's cast makes it again."""
+    if cell is None or kind == "VARCHAR":
+        return cell if cell is None or isinstance(cell, str) else cell.isoformat()
+    if kind == "BIGINT":
+        return str(int(cell))
+    return repr(float(cell)) if kind == "DOUBLE" else json.dumps(jsonable(cell))
+
+
+# qkv_join
+
+
+def _joined(left: str, right: str, on_left: str, on_right: str, options: str) -> str:
+    """The soft join as SQL: every row on the left beside its heaviest on the right."""
+    if None in (left, right, on_left, on_right):
+        raise ArgumentError(
+            "qkv_join: give two tables by name and a column of each: qkv_join('orders', "
+            "'products', on_left := 'item', on_right := 'name')"
+        )
+
+    def rows(table: str, column: str) -> str:
+        return (
+            "(SELECT row_number() OVER () AS qkv_row, * "
+            f"FROM query_table({_literal(table)}) WHERE {quoted(column)} IS NOT NULL)"
+        )
+
+    def keys(side: str, column: str) -> str:
+        return f"(SELECT list(to_json({quoted(column)})::VARCHAR ORDER BY qkv_row) FROM {side})"
+
+    return f"""
+        WITH qkv_l AS MATERIALIZED {rows(left, on_left)},
+             qkv_r AS MATERIALIZED {rows(right, on_right)},
+             qkv_pairs AS (SELECT unnest(qkv_matched(
+                 {keys("qkv_l", on_left)}, {keys("qkv_r", on_right)}, {_literal(options)}
+             )) AS p)
+        SELECT qkv_l.* EXCLUDE (qkv_row), qkv_r.* EXCLUDE (qkv_row),
+               p.weight AS weight, p."rank" AS "rank"
+        FROM qkv_pairs JOIN qkv_l ON qkv_l.qkv_row = p.l JOIN qkv_r ON qkv_r.qkv_row = p.r
+        ORDER BY p.l, p."rank"
+    """
+
+
+def _matched(left: Any, right: Any, options: Any) -> Any:
+    """For the keys on the left the places of the heaviest on the right, and their weights."""
+    import pyarrow
+
+    found = []
+    for given in zip(left.to_pylist(), right.to_pylist(), options.to_pylist(), strict=True):
+        asked, keys = ([json.loads(text) for text in side] for side in given[:2])
+        how = _how(given[2])
+        database = Database(keys, range(len(keys)), encoder=how.pop("encoder", None))
+        found.append(
+            [
+                {"l": place, "r": row.index + 1, "weight": row.weight, "rank": rank}
+                for place, answer in enumerate(database.ask(asked, **how), start=1)
+                for rank, row in enumerate(answer.rows, start=1)
+            ]
+        )
+    whole = pyarrow.int64()
+    fields = {"l": whole, "r": whole, "weight": pyarrow.float64(), "rank": whole}
+    return pyarrow.array(found, pyarrow.list_(pyarrow.struct(fields)))
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+# attend
+
+
+def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
+    """Σᵢ α(q, kᵢ) vᵢ of each row of DuckDB's; rows of the same shapes are one call of `attend`."""
+    import pyarrow
+    import pyarrow.compute
+
+    columns = {"query": query, "keys": keys, "values": values}
+    for name, column in columns.items():
+        flat = column
+        while pyarrow.types.is_list(flat.type):
+            flat = pyarrow.compute.list_flatten(flat)
+            if flat.null_count:
+                raise ArgumentError(
+                    f"attend: {name} holds a NULL: leave it out, as in list(k) FILTER (WHERE k IS "
+                    "NOT NULL), for keys and values alike"
+                )
+    q, k, v, by, weighted = (
+        column.to_pylist() for column in (query, keys, values, score, weighting)
+    )
+    groups: dict[Any, list[int]] = {}
+    for i in range(len(q)):
+        # Of nothing the sum is NULL, as SQL's is.
+        if q[i] is None or not k[i] or v[i] is None:
+            continue
+        if len(k[i]) != len(v[i]):
+            raise ShapeError(f"attend: {len(k[i])} keys and {len(v[i])} values: one for each key")
+        shape = (len(q[i]), len(k[i]), _width(k[i], "keys"), _width(v[i], "values"))
+        groups.setdefault((by[i], weighted[i], *shape), []).append(i)
+    found: list[Any] = [None] * len(q)
+    for (name, weights, *_), at in groups.items():
+        out = attend(
+            np.array([q[i] for i in at], float)[:, None],
+            np.array([k[i] for i in at], float),
+            np.array([v[i] for i in at], float),
+            score=spelled.score(name),
+            weighting=spelled.weighting(weights),
+        )
+        for i, row in zip(at, out[:, 0].tolist(), strict=True):
+            found[i] = row
+    return pyarrow.array(found, pyarrow.list_(pyarrow.float64()))
+
+
+def _width(vectors: list[list[float]], name: str) -> int:
+    """How many numbers each of the vectors has."""
+    widths = sorted(set(map(len, vectors)))
+    if len(widths) > 1:
+        raise ShapeError(
+            f"attend: {name} has vectors of {widths[0]} and of {widths[-1]} numbers: all that "
+            "belong to one query need one length"
+        )
+    return widths[0]

@@ -1,0 +1,307 @@
+"""Attention in SQL, with a real DuckDB."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.errors import DtypeError
+from tests.formulas import softmax
+
+duckdb = pytest.importorskip("duckdb")
+
+TITLES = ["Moby-Dick", "Emma", "Dracula"]
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sql") / "books.qkv"
+    columns = {
+        "about": ["a white whale", "a matchmaker", "a count who drinks blood"],
+        "title": TITLES,
+        "year": [1851, 1815, None],
+        "price": [2.5, 3.0, 1.25],
+        "vector": np.array([[1.0, 0.5], [0.25, 0.0], [0.0, -1.0]]),
+        "seen": [True, None, False],
+        "tags": [["sea", 1], {"a": 2.5}, b"\x00\xff"],
+    }
+    qkv.Database.from_columns(
+        columns, key="about", value="vector", encoder="characters", path=path
+    ).close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def con() -> Any:
+    with duckdb.connect() as made:
+        yield qkv.duckdb.register(made)
+
+
+def refused(con: Any, sql: str, *values: Any) -> str:
+    with pytest.raises(duckdb.Error) as caught:
+        con.execute(sql, values).fetchall()
+    return str(caught.value)
+
+
+# qkv_ask
+
+
+def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
+    found = con.sql(f"SELECT * FROM qkv_ask('{books}', 'a whale', top := 2)")
+    types = dict(zip(found.columns, map(str, found.types), strict=True))
+    assert types == {
+        "about": "VARCHAR",
+        "title": "VARCHAR",
+        "year": "BIGINT",
+        "price": "DOUBLE",
+        "vector": "DOUBLE[]",
+        "seen": "BOOLEAN",
+        "tags": "JSON",
+        "weight": "DOUBLE",
+        "rank": "BIGINT",
+    }
+    with qkv.open(books) as database:
+        answer = database.ask("a whale", top=2)
+    rows = [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()]
+    assert [row["title"] for row in rows] == [row.record["title"] for row in answer.rows]
+    np.testing.assert_allclose([row["weight"] for row in rows], [r.weight for r in answer.rows])
+    assert [row["rank"] for row in rows] == [1, 2]
+    assert {name: rows[0][name] for name in ("year", "price", "vector", "seen", "tags")} == {
+        "year": 1851,
+        "price": 2.5,
+        "vector": [1.0, 0.5],
+        "seen": True,
+        "tags": '["sea", 1]',
+    }
+
+
+def test_a_missing_cell_is_null(con, books):
+    sql = "SELECT year, seen, tags FROM qkv_ask(?, 'blood', top := 1)"
+    assert con.execute(sql, [str(books)]).fetchone() == (None, False, '"00ff"')
+
+
+def test_questions_may_be_a_column(con, books):
+    asked = "(VALUES (1, 'whale'), (2, 'matchmaker'), (3, NULL), (4, 'count')) AS asked(id, q)"
+    found = con.execute(
+        f"SELECT id, title FROM {asked}, qkv_ask(?, asked.q, top := 1) ORDER BY id", [str(books)]
+    )
+    assert found.fetchall() == [(1, "Moby-Dick"), (2, "Emma"), (4, "Dracula")]
+
+
+def test_ask_takes_the_options_of_ask(con, books):
+    sql = "SELECT title FROM qkv_ask(?, 'whale', \"where\" := 'year < 1850', weighting := 'hard')"
+    assert con.execute(sql, [str(books)]).fetchall() == [("Emma",)]
+    sql = "SELECT title FROM qkv_ask(?, 'a matchmaker', score := 'exact', top := 1)"
+    assert con.execute(sql, [str(books)]).fetchall() == [("Emma",)]
+
+
+def test_keys_may_be_numbers_vectors_and_several(con, tmp_path):
+    with qkv.open(tmp_path / "gpa.qkv") as database:
+        database.add([3.1, 3.9], ["low", "high"])
+    with qkv.open(tmp_path / "points.qkv") as database:
+        database.add(np.array([[0.0, 1.0], [1.0, 0.0]]), ["up", "right"])
+    with qkv.open(tmp_path / "pairs.qkv", key=["town", "year"]) as database:
+        database.extend([{"town": "Ulm", "year": 1879, "value": "Albert"}])
+        database.extend([{"town": "Bonn", "year": 1770, "value": "Ludwig"}])
+    for name, query, value in (
+        ("gpa", "3.85", "high"),
+        ("points", "[0.9, 0.1]", "right"),
+        ("pairs", "{'year': 1770, 'town': 'Bonn'}", "Ludwig"),
+    ):
+        sql = f"SELECT value FROM qkv_ask(?, {query}, top := 1)"
+        assert con.execute(sql, [str(tmp_path / f"{name}.qkv")]).fetchall() == [(value,)]
+
+
+def test_what_ask_refuses_says_the_next_step(con, books):
+    sql = "FROM qkv_ask(?, ?, top := ?)"
+    assert "does not exist" in refused(con, sql, "nowhere.qkv", "a", 1)
+    assert "must be text" in refused(con, sql, str(books), 3, 1)
+    assert "at least 1" in refused(con, sql, str(books), "a", 0)
+    assert "path is NULL" in refused(con, sql, None, "a", 1)
+    told = refused(con, "FROM qkv_ask(?, 'a', score := 'gausian')", str(books))
+    assert "did you mean 'gaussian'" in told
+    assert con.execute(sql, [str(books), None, 1]).fetchall() == []
+
+
+def test_a_column_of_any_name_is_a_column(con, tmp_path):
+    with qkv.open(tmp_path / "odd.qkv", key="a", value='x"; DROP TABLE t; --') as database:
+        database.extend([{"a": "k", 'x"; DROP TABLE t; --': 1, "weight": 7}])
+    found = con.execute("FROM qkv_ask(?, 'k')", [str(tmp_path / "odd.qkv")]).fetchdf()
+    assert list(found) == ["a", 'x"; DROP TABLE t; --', "weight", "weight_1", "rank"]
+    assert found.values.tolist() == [["k", 1, 7, 1.0, 1]]
+
+
+# qkv_join
+
+
+@pytest.fixture
+def shop(con: Any) -> Any:
+    con.execute(
+        """
+        CREATE OR REPLACE TABLE "my orders" (item VARCHAR, n INTEGER);
+        INSERT INTO "my orders" VALUES ('chese', 1), (NULL, 2), ('bred', 3);
+        CREATE SCHEMA IF NOT EXISTS shop;
+        CREATE OR REPLACE TABLE shop.goods ("the name" VARCHAR, price DOUBLE);
+        INSERT INTO shop.goods VALUES ('bread', 1.5), (NULL, 0), ('cheese', 2.5), ('milk', 1);
+        """
+    )
+    return con
+
+
+JOIN = """
+    SELECT * FROM qkv_join('my orders', 'shop.goods', on_left := 'item', on_right := 'the name',
+                           encoder := 'characters', top := {})
+"""
+
+
+def test_join_puts_the_nearest_rows_beside_each(shop):
+    found = shop.sql(JOIN.format(1))
+    assert found.columns == ["item", "n", "the name", "price", "weight", "rank"]
+    rows = found.fetchall()
+    assert [row[:4] for row in rows] == [("chese", 1, "cheese", 2.5), ("bred", 3, "bread", 1.5)]
+    goods = qkv.Database(["bread", "cheese", "milk"], range(3), encoder="characters")
+    weights = [goods.ask(item).rows[0].weight for item in ("chese", "bred")]
+    np.testing.assert_allclose([row[4] for row in rows], weights)
+    assert [row[5] for row in shop.sql(JOIN.format(2)).fetchall()] == [1, 2, 1, 2]
+
+
+def test_join_takes_numbers_and_frames(con):
+    pandas = pytest.importorskip("pandas")
+    asked = pandas.DataFrame({"x": [1.1, 2.9]})
+    known = pandas.DataFrame({"y": [1, 2, 3], "name": ["one", "two", "three"]})
+    sql = "SELECT name FROM qkv_join('asked', 'known', on_left := 'x', on_right := 'y')"
+    assert con.execute(sql).fetchall() == [("one",), ("three",)]
+    assert len(asked) < len(known)
+
+
+def test_join_of_no_rows_is_empty(con):
+    con.execute("CREATE OR REPLACE TEMP TABLE nothing (x VARCHAR)")
+    sql = "FROM qkv_join('nothing', 'nothing', on_left := 'x', on_right := 'x')"
+    assert con.execute(sql).fetchall() == []
+
+
+def test_names_of_tables_and_columns_are_names(shop):
+    attack = 'goods; DROP TABLE "my orders"; --'
+    told = refused(
+        shop, "FROM qkv_join('my orders', ?, on_left := 'item', on_right := 'x')", attack
+    )
+    assert "Unexpected quote" in told
+    assert "does not exist" in refused(
+        shop, "FROM qkv_join('my orders', ?, on_left := 'item', on_right := 'x')", "a'; SELECT 1"
+    )
+    sql = "FROM qkv_join('my orders', 'shop.goods', on_left := ?, on_right := 'price')"
+    assert "item" in refused(shop, sql, 'item" IS NULL); DROP TABLE "my orders"; --')
+    assert 'Candidate bindings: "item"' in refused(shop, sql, "itm")
+    assert shop.execute('SELECT count(*) FROM "my orders"').fetchone() == (3,)
+    assert "a column of each" in refused(shop, "FROM qkv_join('my orders', 'shop.goods')")
+
+
+# attend
+
+
+def test_attend_is_the_sum_of_the_equation(con):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(5, 3)), rng.normal(size=(5, 7, 3))
+    v = rng.normal(size=(5, 7, 2))
+    rows = [(i, q[i].tolist(), k[i].tolist(), v[i].tolist()) for i in range(5)]
+    con.execute(
+        "CREATE OR REPLACE TEMP TABLE vectors (i INT, q DOUBLE[], k DOUBLE[][], v DOUBLE[][])"
+    )
+    con.executemany("INSERT INTO vectors VALUES (?, ?, ?, ?)", rows)
+    found = con.execute("SELECT attend(q, k, v) FROM vectors ORDER BY i").fetchall()
+    for i, (out,) in enumerate(found):
+        np.testing.assert_allclose(out, softmax((k[i] @ q[i] / np.sqrt(3)).tolist()) @ v[i])
+
+
+def test_attend_over_groups_of_rows(con):
+    found = con.execute(
+        """
+        SELECT x, attend(x, list(k), list(10 * k), score := 'gaussian:0.5', weighting := 'hard')
+        FROM (VALUES (0.2), (2.9)) AS a(x), range(5) AS b(k) GROUP BY x ORDER BY x
+        """
+    )
+    assert [float(row[1]) for row in found.fetchall()] == [0.0, 30.0]
+    found = con.execute(
+        """
+        SELECT attend([1, 0]::FLOAT[2], list(k), list([y]), score := 'dot')[1]
+        FROM (VALUES ([1, 0]::FLOAT[2], 3.0), ([0, 1]::FLOAT[2], 5.0)) AS b(k, y)
+        """
+    )
+    assert found.fetchone()[0] == pytest.approx((np.e * 3 + 5) / (np.e + 1))
+
+
+def test_rows_of_different_lengths_keep_their_places(con):
+    sql = "SELECT attend(2, range(n), range(n), weighting := 'average') FROM range(6) AS t(n)"
+    assert con.execute(sql).fetchall() == [(None,), (0,), (0.5,), (1,), (1.5,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["NULL::DOUBLE, [1], [1]", "1, NULL::DOUBLE[], [1]", "1, [1], NULL::DOUBLE[]", "[1], [], []"],
+)
+def test_attend_of_nothing_is_null(con, arguments):
+    assert con.execute(f"SELECT attend({arguments})").fetchone() == (None,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("[1, 2], [[1, 2], [3]], [[1], [2]]", "keys has vectors of 1 and of 2 numbers"),
+        ("[1, 2], [[1, 2], [3, 4]], [[1], []]", "values has vectors of 0 and of 1 numbers"),
+        ("[1, 2], [[1, 2], [3, 4]], [[1]]", "2 keys and 1 values: one for each key"),
+        ("[1, 2, 3], [[1, 2]], [[1]]", "query has 3 numbers a row and key 2"),
+        ("[1, NULL], [[1, 2]], [[1]]", "query holds a NULL"),
+        ("[1, 2], [[1, 2], NULL], [[1], [2]]", "keys holds a NULL"),
+        ("1, [1, 2], [1, NULL]", "values holds a NULL: leave it out"),
+        ("1, [1], [1], score := 'gaus'", "did you mean 'gaussian'"),
+        ("1, [1], [1], weighting := 'topk'", "topk:3"),
+        ("'x', [1], [1]", "explicit type casts"),
+    ],
+)
+def test_what_attend_refuses(con, arguments, says):
+    assert says in refused(con, f"SELECT attend({arguments})")
+
+
+# Connections
+
+
+def test_a_cursor_is_registered_on_its_own(con, books):
+    cursor = con.cursor()
+    assert "qkv_ask" in refused(cursor, "FROM qkv_ask('x', 'y')")
+    qkv.duckdb.register(qkv.duckdb.register(cursor))
+    assert cursor.execute("SELECT attend(1, [1], [5])").fetchone() == (5,)
+
+
+def test_threads_ask_through_cursors_of_their_own(con, books):
+    found: list[Any] = []
+
+    def ask(title: str) -> None:
+        with con.cursor() as cursor:
+            qkv.duckdb.register(cursor)
+            sql = "SELECT title, attend(k, [1], [2]) FROM qkv_ask(?, ?, top := 1), range(3000) t(k)"
+            found.append(set(cursor.execute(sql, [str(books), title]).fetchall()))
+
+    threads = [threading.Thread(target=ask, args=(q,)) for q in ("whale", "matchmaker", "count")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(sorted, found)) == [[(title, 2.0)] for title in sorted(TITLES)]
+
+
+def test_nothing_is_left_in_the_file(tmp_path):
+    with duckdb.connect(tmp_path / "a.duckdb") as con:
+        con.execute("CREATE TABLE t AS SELECT 1 AS x")
+    with duckdb.connect(tmp_path / "a.duckdb", read_only=True) as con:
+        qkv.duckdb.register(con)
+        assert con.execute("SELECT attend(x, [1], [2]) FROM t").fetchall() == [(2,)]
+
+
+def test_register_takes_a_connection():
+    with pytest.raises(DtypeError, match=r"duckdb\.connect"):
+        qkv.duckdb.register("books.duckdb")  # type: ignore[arg-type]
