@@ -10,11 +10,10 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from tools.pages import SAVED, drawn
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "examples" / "gallery").glob("*.py"))
@@ -27,6 +26,8 @@ TAB = re.compile(
 
 def run(page: Path) -> list[Figure]:
     """The figures that a page's cells end in or name; its asserts hold, or it fails."""
+    from tools.pages import drawn
+
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(page)}
     found, line = [], 0
     for cell in re.split(r"^(?=# %%)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
@@ -49,6 +50,8 @@ def tabs(page: Path) -> list[tuple[str, str]]:
 
 
 def main(words: list[str]) -> None:
+    from tools.pages import SAVED
+
     out = ROOT / "build" / "gallery"
     out.mkdir(parents=True, exist_ok=True)
     for page in PAGES:

@@ -1,11 +1,11 @@
-"""
+r"""
 A database of names
 ===================
 
 A database **D** is a set of pairs: a key :math:`k_i` and the value :math:`v_i` that belongs to it.
 A *query* :math:`q` goes over the keys, and where a key satisfies it, the value comes back:
 
-.. math:: D = \\{(k_1, v_1), \\ldots, (k_m, v_m)\\}
+.. math:: D = \{(k_1, v_1), \ldots, (k_m, v_m)\}
 
 Keys and values may be of any type: a name and a major, a number and a date, a firm and its worth.
 """

@@ -1,13 +1,13 @@
-"""
+r"""
 Exact match is a one-hot row
 ============================
 
 A look-up can be written as a sum over *all* rows, if each value is multiplied by a number that says
 whether its key satisfies the query:
 
-.. math:: \\mathrm{Attention}(q, D) = \\sum_i \\alpha(q, k_i)\\, v_i
+.. math:: \mathrm{Attention}(q, D) = \sum_i \alpha(q, k_i)\, v_i
 
-For a classical database :math:`\\alpha(q, k_i)` is 1 where the key equals the query, else 0. The
+For a classical database :math:`\alpha(q, k_i)` is 1 where the key equals the query, else 0. The
 row of these numbers is *one-hot*: a single 1, at the place of the row that answers.
 """
 

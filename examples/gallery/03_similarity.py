@@ -1,13 +1,13 @@
-"""
+r"""
 Similarity between 0 and 1
 ==========================
 
 Between "equal" and "different" lies "alike". Let the similarity of a query and a key be any number
 from 0 to 1, and leave the sum as it is:
 
-.. math:: \\mathrm{Attention}(q, D) = \\sum_i \\mathrm{similarity}(q, k_i)\\, v_i
+.. math:: \mathrm{Attention}(q, D) = \sum_i \mathrm{similarity}(q, k_i)\, v_i
 
-The nearer :math:`\\mathrm{similarity}(q, k_i)` is to 1, the more :math:`v_i` counts; near 0, it
+The nearer :math:`\mathrm{similarity}(q, k_i)` is to 1, the more :math:`v_i` counts; near 0, it
 hardly counts at all. What "alike" means is left open, and is ours to decide.
 """
 

@@ -1,4 +1,4 @@
-"""
+r"""
 Grades and salaries
 ===================
 
