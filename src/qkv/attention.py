@@ -12,14 +12,14 @@ from qkv import masks, scores
 from qkv.arrays import framework, framework_of, of
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.engines import plan as plans
-from qkv.engines import stored, streaming
+from qkv.engines import sharded, stored, streaming
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.masks import Mask, MaskLike
 from qkv.scores import Score, ScoreLike
-from qkv.types import A, Array, Nested
+from qkv.types import A, Array, At, Nested
 from qkv.weightings import WeightingLike
 
 
@@ -406,6 +406,29 @@ def over(
     with fw.quiet():
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
+
+
+def among(
+    across: sharded.Across,
+    at: At,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score: ScoreLike,
+    weighting: WeightingLike,
+    mask: MaskLike | None,
+    dropout_p: float,
+    seed: Any,
+    return_lse: bool,
+    tolerance: float | None,
+) -> Any:
+    """`attend` to the keys of all processes `across` which they are shared out; what is here lies
+    `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
+    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance, at)
+    call = _wanting(call, return_lse, False)
+    with call.fw.quiet():
+        return results(call, (*sharded.run(call, across), None))
 
 
 def weigh(

@@ -65,6 +65,16 @@ class Span(NamedTuple):
     open: bool = False
 
 
+class At(NamedTuple):
+    """Where the queries and keys of a call lie among n × m that several processes hold: at the
+    query `row`, at the key `col`."""
+
+    row: int
+    col: int
+    n: int
+    m: int
+
+
 class derived(Generic[T]):
     """A field of a record that is computed from the others, once.
 
@@ -87,7 +97,8 @@ class Block:
 
     `q` (r, 1) and `k` (1, c) are the positions of its queries and keys, `b` and `h` those of
     its batch and head, shaped to broadcast against (…, r, c), which has `axes` leading axes.
-    `place(name)` makes them when they are asked for.
+    `place(name)` makes them when they are asked for. Where several processes hold the keys, `rows`
+    and all positions are those of the whole, and `cols` are of the keys that are here.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from qkv.engines.dropout import keep_factor, seed_array
 from qkv.errors import CombinationError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
-from qkv.types import Array, Block, Live, Shape, Span, derived
+from qkv.types import Array, At, Block, Live, Shape, Span, derived
 from qkv.weightings import Weighting
 from qkv.weightings.base import of_rows
 
@@ -26,6 +26,7 @@ class Call:
     `lead` is the leading shape that all three broadcast to; its last axis is the heads, and a key
     or value with fewer heads is shared. `rule` and `bias` are the two halves of the mask. `seed`
     None leaves a dropout to the framework's own generator; `wants_weights` is "heads" or "mean".
+    `at` says where all this lies in a larger call; None: it is whole.
     """
 
     query: Array
@@ -40,6 +41,7 @@ class Call:
     tolerance: float | None = None
     wants_lse: bool = False
     wants_weights: str | None = None
+    at: At | None = None
 
     @derived
     def fw(self) -> Framework:
@@ -98,12 +100,14 @@ def all_cols(call: Call) -> Span:
 def place(call: Call, rows: Span, cols: Span) -> Block:
     """Where a block lies, with the positions that masks and score_mods read."""
     fw, lead, like = call.fw, call.lead, call.query
+    row, col, n, m = call.at or (0, 0, fw.length(like, -2), fw.length(call.key, -2))
+    rows = rows._replace(start=rows.start + row) if row else rows
 
     def positions(name: str) -> Array:
         if name == "q":
             return fw.positions(rows.start, rows.size, like)[:, None]
         if name == "k":
-            return fw.positions(cols.start, cols.size, like)[None, :]
+            return fw.positions(cols.start + col if col else cols.start, cols.size, like)[None, :]
         sizes = [fw.length(like, axis) for axis in range(len(lead))]  # known when a graph runs
         if name == "h":
             at = fw.positions(0, sizes[-1] if lead else 1, like)
@@ -113,7 +117,6 @@ def place(call: Call, rows: Span, cols: Span) -> Block:
         count = reduce(mul, sizes[:-1])
         return fw.xp.reshape(fw.positions(0, count, like), (*sizes[:-1], 1, 1, 1))
 
-    n, m = fw.length(like, -2), fw.length(call.key, -2)
     return Block(rows, cols, n, m, positions, len(lead))
 
 

@@ -15,7 +15,7 @@ from qkv.engines import dropout
 from qkv.engines.call import Call, paired
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Score, ScoreLike
-from qkv.types import Array, Shape
+from qkv.types import Array, At, Shape
 from qkv.weightings import Weighting, WeightingLike
 
 
@@ -29,8 +29,9 @@ def request(
     dropout_p: float,
     seed: Any,
     tolerance: float | None,
+    at: At | None = None,
 ) -> Call:
-    """The arguments as one checked record."""
+    """The arguments as one checked record; `at`: where they lie in a larger call."""
     rule, bias = masks.resolve(mask)
     score, weighting = resolved(score, weighting, bias)
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
@@ -53,6 +54,7 @@ def request(
         bias=bias_of(fw, bias, query),
         dropout=p,
         tolerance=tolerance,
+        at=at,
     )
     return replace(call, seed=seed_of(fw, seed, query)) if p else call
 
@@ -148,7 +150,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         query = fw.xp.broadcast_to(query, sizes)
     call = Call(query, key, value, **rest)
     if call.rule is not None:
-        call.rule.check(lead, call.n, call.m)
+        masks.seen(call.rule, call.at).check(lead, call.n, call.m)
     return call
 
 

@@ -113,7 +113,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         return tuple(map(fw.take_back, outputs)), tuple(map(fw.take_back, kept))
 
     def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
-        return _backward(tree.rebuild(fw, call, arrays), tiling, kept, gradients, held)
+        return backward_of(tree.rebuild(fw, call, arrays), tiling, kept, gradients, held)
 
     def reference(*arrays: Array) -> Arrays:
         out, lse, _ = dense.run(whole(tree.rebuild(fw, call, arrays)))
@@ -146,13 +146,15 @@ def is_few(call: Call) -> bool:
 def hoist(call: Call, tiling: Tiling) -> Call:
     """The call with the arrays that the caller's functions hold among its leaves."""
     in_score, in_rule = functions_in(call.score), masks.has_functions(call.rule)
-    if not in_score and not in_rule:
+    if not (in_score or in_rule):
         return call
     rows, keys = next((rows, keys) for rows, keys in tiling if keys)
-    cols: Any = next(iter(keys))
-    cols = cols[0] if isinstance(keys, Cuts) else cols
+    cols: Any = next(iter(keys))[0] if isinstance(keys, Cuts) else keys[0]
+
+    row, col = call.at[:2] if call.at else (0, 0)
 
     def place(rows: Span, cols: Span) -> Any:
+        rows, cols = (x._replace(start=x.start - at) for x, at in ((rows, row), (cols, col)))
         return calls.place(call, rows, cols)
 
     part = piece(call, rows, cols)
@@ -278,7 +280,7 @@ def _forward(call: Call, tiling: Tiling, learning: bool, held: Held | None) -> t
 # Backward
 
 
-def _backward(
+def backward_of(
     call: Call,
     tiling: Tiling,
     kept: Sequence[Array],

@@ -11,6 +11,7 @@ from typing import Literal
 from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
 from qkv.masks.base import Mask, array, resolve
 from qkv.masks.custom import custom, has_functions, hoisted
+from qkv.masks.part import seen
 from qkv.masks.sequences import blocks, documents, lengths
 from qkv.types import Nested, Shaped
 
@@ -47,6 +48,7 @@ __all__ = [
     "is_causal",
     "lengths",
     "resolve",
+    "seen",
     "strided",
     "window",
 ]

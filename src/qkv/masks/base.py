@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import signature
 from operator import add
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,9 @@ class Mask(Record):
     """A rule that says, for a block of positions, which pairs may attend."""
 
     __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer
+
+    keyed: ClassVar[bool] = False
+    """Whether it holds something for each key."""
 
     @property
     def relative(self) -> bool:
@@ -156,6 +159,7 @@ class Values(Mask):
 
     values: Array
     is_bias: bool
+    keyed: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         kind = "float" if self.is_bias else "boolean"

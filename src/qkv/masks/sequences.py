@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -123,6 +123,7 @@ def lengths(valid: Any) -> Mask:
 class Documents(Mask):
     query_ids: Any
     key_ids: Any
+    keyed: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"documents of shape {tuple(self.query_ids.shape)}"

@@ -1,0 +1,197 @@
+"""`attend` to keys and values that the processes of a torch.distributed group hold together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+from qkv.errors import ArgumentError, FrameworkError, MissingExtra, ShapeError, unknown
+
+if importlib.util.find_spec("torch") is None:
+    raise MissingExtra('qkv.cluster.torch needs PyTorch: pip install "qkv[torch]"')
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from qkv import attention
+from qkv.masks import MaskLike
+from qkv.nn.tensors import check_tensors
+from qkv.scores import ScoreLike
+from qkv.types import At
+from qkv.weightings import WeightingLike
+
+State = tuple[Tensor, ...]
+
+
+@torch.compiler.disable
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Any = None,
+    *,
+    queries: Literal["same", "sharded"] = "same",
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: MaskLike | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    return_lse: bool = False,
+    tolerance: float | None = None,
+) -> Any:
+    """Σᵢ α(q, kᵢ) vᵢ over the keys of all processes: query (…, n, d_q), own key (…, m_r, d_k), own
+    value (…, m_r, d_v) → (…, n, d_v), as one process would give for all of them.
+
+    Every process of the group calls it; the keys count in the order of the ranks, and each may have
+    as many as it likes. Keys and values stay where they are. With `queries="same"` all pass the
+    same queries, states are merged, and the output is the same on all. With "sharded" each passes
+    its own, which go round in a ring with their states; the output is that of one's own queries.
+
+    Positions, in masks and score_mods, are those of the whole. An array in a mask has a row for
+    each query of the whole, and a column for each key that is here.
+
+    Gradients, where the queries are the same, are those of the one loss that all compute: whole for
+    the query and for the arrays in score and weighting, one's own for key and value. Where they are
+    sharded, they are those of the sum of the losses; arrays in score and weighting get the part of
+    one's own keys, so that DDP averages them as it does all others.
+
+    torch.compile leaves it out of its graph: how many keys the others have is not known before.
+
+    >>> import torch
+    >>> from torch import distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> attend(torch.zeros(1, 2), torch.eye(2), torch.tensor([[10.0], [20.0]]))
+    tensor([[15.]])
+    >>> dist.destroy_process_group()
+    """
+    check_tensors(query=query, key=key, value=value)
+    if queries not in ("same", "sharded"):
+        raise unknown("queries", queries, ("same", "sharded"))
+    ranks = Ranks(group)
+    rows, cols = ranks.lengths(query, key)
+    at = At(0, sum(cols[: ranks.rank]), rows[0], sum(cols))
+    if queries == "sharded":
+        ranks.rows, at = rows, at._replace(row=sum(rows[: ranks.rank]), n=sum(rows))
+    elif len(set(rows)) > 1:
+        raise ShapeError(
+            f"query: the processes have {rows} queries: pass the same on all, or queries='sharded'"
+        )
+    return attention.among(
+        ranks,
+        at,
+        query,
+        key,
+        value,
+        score=score,
+        weighting=weighting,
+        mask=mask,
+        dropout_p=dropout_p,
+        seed=seed,
+        return_lse=return_lse,
+        tolerance=tolerance,
+    )
+
+
+def whole(x: Tensor, group: Any = None) -> Tensor:
+    """x, whose gradient is summed over the processes of the group.
+
+    For a parameter of which each process sees its own part of the use, as a projection of its own
+    keys: `key = mine @ whole(w_key)`. Then all have the whole gradient, and DDP's mean is that too.
+    No score that is a function may hold it: a function is differentiated once for each block.
+    """
+    found: Tensor = _Whole.apply(x, group)
+    return found
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return Ranks(ctx.group).summed([gradient])[0], None
+
+
+class Ranks:
+    """The processes of a group, as `attention.among` asks for them."""
+
+    def __init__(self, group: Any):
+        if not dist.is_available() or not dist.is_initialized():
+            raise FrameworkError(
+                "there is no group of processes yet: call torch.distributed.init_process_group, or "
+                "start with torchrun"
+            )
+        self.group = group
+        self.rows: Sequence[int] = ()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError("group: this process is none of its members")
+
+    def lengths(self, *arrays: Tensor) -> list[list[int]]:
+        """How many rows each of the arrays has on each process."""
+        own = torch.tensor([x.shape[-2] for x in arrays], device=arrays[0].device)
+        return torch.stack(self._all(own)).T.tolist()  # type: ignore[no-any-return]
+
+    def merged(self, state: State, merge: Callable[[State, State], State]) -> State:
+        flat, unpack = packed(state)
+        states = zip(*(self._all(x) for x in flat), strict=True)
+        first, *rest = (unpack(one) for one in states)
+        for other in rest:
+            first = merge(first, other)
+        return first
+
+    def summed(self, arrays: Sequence[Tensor]) -> State:
+        flat, unpack = packed([x.contiguous() for x in arrays])
+        for x in flat:
+            dist.all_reduce(x, group=self.group)
+        return unpack(flat)
+
+    def gathered(self, array: Tensor) -> Tensor:
+        longest = max(self.rows)
+        shape = (*array.shape[:-2], longest - array.shape[-2], array.shape[-1])
+        parts = self._all(torch.cat([array, array.new_zeros(shape)], -2))
+        return torch.cat([x[..., :n, :] for x, n in zip(parts, self.rows, strict=True)], -2)
+
+    def passed(self, arrays: Sequence[Tensor], rows: int) -> State:
+        if self.size == 1:
+            return tuple(arrays)
+        flat, _ = packed(arrays)
+        due = [x.new_empty((*x.shape[:-2], rows, x.shape[-1])) for x in arrays]
+        boxes, unpack = packed(due)
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        moves = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in flat]
+        moves += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in boxes]
+        for move in dist.batch_isend_irecv([op for op in moves if op.tensor.numel()]):
+            move.wait()
+        return unpack(boxes)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """x of every process, in the order of the ranks."""
+        boxes = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
+        if x.numel():
+            dist.all_gather(boxes, x.contiguous(), group=self.group)
+        return boxes
+
+
+def packed(arrays: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], State]]:
+    """The numbers of all arrays, one vector for each dtype, and the way back from such vectors."""
+    kinds = list(dict.fromkeys(x.dtype for x in arrays))
+    flat = [torch.cat([x.reshape(-1) for x in arrays if x.dtype == kind]) for kind in kinds]
+
+    def unpack(flat: Sequence[Tensor]) -> State:
+        parts: dict[int, Tensor] = {}
+        for kind, numbers in zip(kinds, flat, strict=True):
+            of = [i for i, x in enumerate(arrays) if x.dtype == kind]
+            ends = list(accumulate(arrays[i].numel() for i in of))
+            cut = numbers.tensor_split(ends[:-1]) if len(of) > 1 else (numbers,)
+            parts |= {i: x.reshape(arrays[i].shape) for i, x in zip(of, cut, strict=True)}
+        return tuple(parts[i] for i in range(len(arrays)))
+
+    return flat, unpack

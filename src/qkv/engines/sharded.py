@@ -1,0 +1,291 @@
+"""Keys that several processes hold: each folds its own into the weighting's state, and states
+travel.
+
+Where the queries are the same everywhere, states are merged over all processes, and on the way
+back the gradients of the queries and of the score's arrays are summed. Where the queries are
+sharded too, they go round a ring with their states, each process adds what its keys say, and on
+the way back they go round with their gradients. Keys and values never leave their process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from qkv import masks
+from qkv.arrays import tree
+from qkv.arrays.base import Tiling
+from qkv.engines import call as calls
+from qkv.engines.call import Call
+from qkv.engines.streaming import (
+    BLOCK,
+    backward_of,
+    block_size,
+    footprint,
+    hoist,
+    piece,
+    searches,
+    tiling_of,
+    value_of,
+)
+from qkv.errors import CombinationError
+from qkv.types import Array, Arrays, At, Slopes, Span
+from qkv.weightings import State
+from qkv.weightings.base import by_row, of_rows
+
+WIDE = 256
+"""Keys at a time for rows that are searched together."""
+
+
+ONE = Span(0, 1)
+
+
+class Across(Protocol):
+    """The processes that hold the keys; every method is called by all of them in one order."""
+
+    rank: int
+    rows: Sequence[int]
+    """How many queries each process holds; empty where all hold the same."""
+
+    def merged(self, state: State, merge: Callable[[State, State], State]) -> State:
+        """The states of all, merged in the order of the processes, on each of them."""
+        ...
+
+    def summed(self, arrays: Sequence[Array]) -> Arrays:
+        """The sums over all processes, on each of them."""
+        ...
+
+    def passed(self, arrays: Sequence[Array], rows: int) -> Arrays:
+        """What the process before this one passes on, arrays (…, rows, ·) like these."""
+        ...
+
+    def gathered(self, array: Array) -> Array:
+        """The rows (…, n_i, ·) of all, one process after the other."""
+        ...
+
+
+def run(call: Call, across: Across) -> tuple[Array, Array | None]:
+    """The output and, where wanted, the log-sum-exp."""
+    call = calls.seeded(call.precise())
+    fw = call.fw
+    if across.rows and any(by_row(x, call.n) for x in tree.leaves(fw, call.weighting)):
+        raise CombinationError(
+            "weighting: an array of a number for each query cannot travel with sharded queries: "
+            "pass the same queries everywhere, or one number for each head"
+        )
+    call = _hoisted(call)
+    way = (Gathered if searches(call) else Ring) if across.rows else Same
+    steps = way(across)
+
+    def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
+        fresh = tree.rebuild(fw, call, arrays)
+        out, kept = steps.forward(fresh)
+        if call.weighting.strict:
+            call.weighting.check(kept)
+        return ((out, call.weighting.lse(kept)) if call.wants_lse else (out,)), kept
+
+    def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
+        return tuple(steps.backward(tree.rebuild(fw, call, arrays), kept, gradients))
+
+    def reference(*arrays: Array) -> Arrays:
+        raise CombinationError(
+            "keys that several processes hold have first derivatives alone: for second ones, "
+            "gather the keys and call attend"
+        )
+
+    leaves = tree.leaves(fw, call)
+    if fw.needs_gradient(leaves):
+        outputs = fw.custom(forward, backward, reference, leaves)
+    else:
+        outputs = forward(*leaves)[0]
+    return outputs[0], outputs[1] if call.wants_lse else None
+
+
+def _hoisted(call: Call) -> Call:
+    """The call with the arrays of the caller's functions among its leaves, on a process without
+    queries or keys too: for those, rows of zeros are looked at."""
+    fw = call.fw
+
+    def some(x: Array) -> Array:
+        shape = fw.shape(x)
+        return x if shape[-2] else fw.full((*shape[:-2], 1, shape[-1]), 0.0, x)
+
+    found = hoist(replace(call, query=some(call.query), key=some(call.key)), [(ONE, [ONE])])
+    return replace(call, score=found.score, rule=found.rule)
+
+
+class Same:
+    """Queries that are the same on all processes."""
+
+    def __init__(self, across: Across):
+        self.across = across
+
+    def forward(self, call: Call) -> tuple[Array, State]:
+        found, state = folded(call, self.across)
+        return finished(call, self.across.merged(state, call.weighting.merge), found)
+
+    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+        slopes = list(backward_of(call, tiling(call), kept, gradients, None))
+        learned = [0, *range(3, 3 + len(tree.leaves(call.fw, (call.score, call.weighting))))]
+        for at, total in zip(
+            learned, self.across.summed([slopes[i] for i in learned]), strict=True
+        ):
+            slopes[at] = total
+        return slopes
+
+
+class Gathered(Same):
+    """Sharded queries whose rows must be searched: a search asks all keys several times, so all
+    processes look at all queries together."""
+
+    def whole(self, call: Call) -> Call:
+        assert call.at is not None
+        query = self.across.gathered(call.query)
+        return replace(call, query=query, at=call.at._replace(row=0))
+
+    def own(self, call: Call, x: Array) -> Array:
+        assert call.at is not None
+        return x[..., call.at.row : call.at.row + call.n, :]
+
+    def forward(self, call: Call) -> tuple[Array, State]:
+        out, kept = super().forward(self.whole(call))
+        return self.own(call, out), tuple(self.own(call, x) for x in kept)
+
+    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+        every, whole = self.across.gathered, self.whole(call)
+        kept, gradients = tuple(map(every, kept)), tuple(map(every, gradients))
+        slopes = list(backward_of(whole, tiling(whole), kept, gradients, None))
+        slopes[0] = self.own(call, self.across.summed(slopes[:1])[0])
+        return slopes
+
+
+class Ring:
+    """Sharded queries that travel from process to process until they are home again."""
+
+    def __init__(self, across: Across):
+        self.across = across
+
+    def visits(self, call: Call) -> list[At]:
+        """Where the queries lie that come by, one's own first."""
+        assert call.at is not None
+        rows, rank = self.across.rows, self.across.rank
+        owners = [(rank - step) % len(rows) for step in range(len(rows))]
+        return [call.at._replace(row=sum(rows[:owner])) for owner in owners]
+
+    def guest(self, call: Call, query: Array, at: At) -> Call:
+        """The call of the queries that lie there."""
+        bias = call.bias
+        if bias is not None:
+            bias = call.fw.cut(bias, Span(at.row, call.fw.shape(query)[-2]), -2)
+        return replace(call, query=query, bias=bias, at=at)
+
+    def due(self, step: int) -> int:
+        """How many rows the next guests are."""
+        rows = self.across.rows
+        return rows[(self.across.rank - step - 1) % len(rows)]
+
+    def forward(self, call: Call) -> tuple[Array, State]:
+        query, state = call.query, None
+        visits = self.visits(call)
+        for step, at in enumerate(visits):
+            _, mine = folded(self.guest(call, query, at), None)
+            state = mine if state is None else call.weighting.merge(state, mine)
+            home = step == len(visits) - 1
+            travelling = state if home else (query, *state)
+            arrived = self.across.passed(travelling, self.due(step))
+            query, state = (call.query, arrived) if home else (arrived[0], arrived[1:])
+        assert state is not None
+        return finished(call, state, ())
+
+    def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+        fw, visits = call.fw, self.visits(call)
+        counts = len(kept), len(gradients)
+        query, dquery = call.query, fw.full(fw.shape(call.query), 0.0, call.query)
+        along = (*kept, *gradients)
+        total: list[Array | None] | None = None
+        for step, at in enumerate(visits):
+            guest = self.guest(call, query, at)
+            known, due = along[: counts[0]], along[counts[0] :]
+            first, *rest = backward_of(guest, tiling(guest), known, due, None)
+            dquery = dquery + first
+            rest = self.spread(call, at, rest)
+            total = rest if total is None else [*map(_sum, total, rest)]
+            home = step == len(visits) - 1
+            travelling = (dquery,) if home else (dquery, query, *along)
+            dquery, *others = self.across.passed(travelling, self.due(step))
+            query, along = (others[0], tuple(others[1:])) if others else (query, along)
+        assert total is not None
+        return [dquery, *total]
+
+    def spread(self, call: Call, at: At, slopes: Sequence[Array | None]) -> list[Array | None]:
+        """The gradients with that of the guests' rows of a bias among all its rows."""
+        if call.bias is None:
+            return list(slopes)
+        fw = call.fw
+        place = -1 - len(tree.leaves(fw, call.seed))
+        some = slopes[place]
+        whole = fw.accumulator(call.bias)
+        if some is not None:
+            whole = fw.add_at(whole, some, Span(at.row, some.shape[-2]), None)
+        return [fw.total(whole) if i == len(slopes) + place else x for i, x in enumerate(slopes)]
+
+
+def _sum(one: Array | None, two: Array | None) -> Array | None:
+    return two if one is None else one if two is None else one + two
+
+
+def tiling(call: Call) -> Tiling:
+    """The blocks of the keys that are here; rows that are searched are laid out alike everywhere,
+    as all processes search them together."""
+    if call.rule is not None:
+        call = replace(call, rule=masks.seen(call.rule, call.at))
+    if not searches(call):
+        return tiling_of(call, *block_size(call))
+    each = max(math.prod(call.lead) * footprint(call), 1)
+    rows = max(min(8 * BLOCK // (each * WIDE), call.n), 1)
+    cols = max(8 * BLOCK // (each * rows), WIDE)
+    return tiling_of(call, rows, cols)
+
+
+def folded(call: Call, across: Across | None) -> tuple[State, State]:
+    """What a search over all processes has found, and the state of the keys that are here."""
+    fw, width = call.fw, call.fw.shape(call.value)[-1]
+    counts: set[int] = set()
+
+    def pooled(rows: Span, keys: list[Span]) -> Arrays:
+        weighting = of_rows(fw, call.weighting, rows, call.n)
+        template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
+
+        def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
+            part = piece(call, rows, cols)
+            s = calls.scores(calls.some_rows(call, rows), *part[2:], part.block)
+            return s, part.live, part.block.k, part.block
+
+        def fold(lift: Any, merge: Any, init: Any) -> State:
+            own = fw.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
+            assert across is not None
+            return across.merged(own, merge)
+
+        found = weighting.search(fold)
+
+        def lift(cols: Span) -> State:
+            s, live, k, block = scored(cols)
+            value = calls.share_heads(call, value_of(call, cols, live))
+            return weighting.lift(s, live, k, found, value, calls.dropped(call, block))
+
+        start = weighting.init(template, width)
+        counts.add(len(found))
+        return *found, *fw.reduce(lift, weighting.merge, start, keys)
+
+    laid = tiling(call) or [(Span(0, 0), [])]
+    everything = fw.tiled(pooled, laid)
+    (count,) = counts
+    return everything[:count], everything[count:]
+
+
+def finished(call: Call, state: State, found: State) -> tuple[Array, State]:
+    """The output, and what is kept of each row for the way back."""
+    out, known, centre = call.weighting.finish(state, found)
+    return out, (*known, *(() if centre is None else (centre,)))

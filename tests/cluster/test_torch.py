@@ -1,0 +1,28 @@
+"""Keys that several processes hold are attended to as one process would."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qkv.cluster import torch as cluster  # noqa: E402
+from tests.cluster.ranks import PAIRS, together  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """What each of four processes finds wrong, in groups of one to four."""
+    return together(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(("name", "size"), PAIRS)
+def test_as_one_process(name, size, faults):
+    assert not any(rank.get((name, size)) for rank in faults), faults
+    assert sum((name, size) in rank for rank in faults) == size
+
+
+def test_without_a_group():
+    x = torch.ones(1, 2)
+    with pytest.raises(TypeError, match="init_process_group"):
+        cluster.attend(x, x, x)
