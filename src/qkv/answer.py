@@ -16,6 +16,7 @@ import numpy as np
 from qkv.errors import ArgumentError, CombinationError, printable
 from qkv.frames import frame
 from qkv.shown import Shown
+from qkv.types import T
 
 EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
@@ -23,6 +24,8 @@ DECIDES = 0.9
 
 BAR = 24
 """Cells of the longest bar in the terminal."""
+SMALL = 100
+"""Rows of a set that travel with the answer."""
 LEAST = 0.0005
 """The smallest weight that three digits can show."""
 
@@ -93,6 +96,8 @@ class Answer(Shown):
     """Rows that passed `where` and were left out, because their value is missing."""
     version: int = field(kw_only=True, default=0)
     """The version of the database that answered."""
+    coverage: float | None = field(kw_only=True, default=None)
+    """With which probability `set` holds the right row; None where nothing is promised."""
     engine: str
     score: str
     weighting: str
@@ -100,6 +105,9 @@ class Answer(Shown):
     _spread: Callable[[], Any] = field(repr=False, compare=False)
     _above: Callable[[float], list[Row]] = field(repr=False, compare=False)
     _source: Callable[[int], Source] | None = field(repr=False, compare=False, default=None)
+    _set: Callable[[], list[Row]] = field(repr=False, compare=False, default=lambda: _unset())
+    _without: Callable[[int], Answer] | None = field(repr=False, compare=False, default=None)
+    _influence: Callable[[], Any] | None = field(repr=False, compare=False, default=None)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -113,6 +121,46 @@ class Answer(Shown):
         None where values are not numbers.
         """
         return self._spread()
+
+    @cached_property
+    def set(self) -> list[Row]:
+        """The rows of which one is the right one with the probability `coverage`, heaviest first;
+        the database must have been calibrated (`Database.calibrate`)."""
+        return self._set()
+
+    @property
+    def abstains(self) -> bool:
+        """Whether no row fits well enough, as to a question from another field: `set` is empty."""
+        return not self.set
+
+    def without(self, row: Row | int) -> Answer:
+        """The answer had this row (or that of this index) not been there, scored as it was.
+
+        >>> from qkv import Database
+        >>> answer = Database({"Zhang": "Aston", "Zang": "Wei", "Li": "Mu"}).ask("Zhang")
+        >>> answer.without(answer.rows[0]).value
+        'Wei'
+        """
+        return self._own(self._without)(row.index if isinstance(row, Row) else int(row))
+
+    def influence(self) -> Any:
+        """value − value without row i, for every row: (m,), (m, d_v), or of several columns a
+        mapping of them. Where values are not pooled, by how much the row raises the share of the
+        weight that the answer's value has.
+
+        >>> from qkv import Database
+        >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
+        [-15.0, 15.0]
+        """
+        return self._own(self._influence)()
+
+    def _own(self, ask: T | None) -> T:
+        if ask is None:
+            raise CombinationError(
+                "the answer came from a server, without its rows: ask the database itself, "
+                "qkv.open(path), or a copy of it"
+            )
+        return ask
 
     @property
     def exact(self) -> bool:
@@ -174,10 +222,22 @@ class Answer(Shown):
                 f"The value {short(best.value)} has {_percent(best.weight)} of the weight, "
                 f"{short(next_.value)} {_percent(next_.weight)}."
             )
+        if self.coverage is not None:
+            parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
         if self.missing:
             parts.append(f"Left out: {self._left_out}.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
+
+    @property
+    def fit(self) -> str:
+        """What the database promises of the set, in a few words."""
+        if self.coverage is None:
+            return "nothing is promised"
+        if self.abstains:
+            return "it abstains: no row fits, as to a question from another field"
+        rows = f"{len(self.set):,} row{'s' * (len(self.set) > 1)}"
+        return f"the right row is among {rows} with {_percent(self.coverage)} probability"
 
     @property
     def _left_out(self) -> str:
@@ -204,22 +264,22 @@ class Answer(Shown):
         return {
             "query": jsonable(self.query),
             "value": jsonable(self.value),
-            "rows": [
-                {
-                    "key": jsonable(row.key),
-                    "value": jsonable(row.value),
-                    "weight": row.weight,
-                    "index": row.index,
-                }
-                for row in self.rows
-            ],
+            "rows": list(map(_told, self.rows)),
             "entropy": self.entropy,
             "effective_rows": self.effective_rows,
             "total": self.total,
             "missing": self.missing,
             "exact": self.exact,
             "engine": self.engine,
+            **self.promised(_told),
         }
+
+    def promised(self, told: Callable[[Row], Any]) -> dict[str, Any]:
+        """What is promised, as JSON has it: nothing where nothing is, the set where it is small."""
+        if self.coverage is None:
+            return {}
+        found = {"coverage": self.coverage, "abstains": self.abstains, "set_rows": len(self.set)}
+        return found | ({"set": list(map(told, self.set))} if len(self.set) <= SMALL else {})
 
     def to_frame(self) -> Any:
         """The rows as a data frame of pandas, polars or pyarrow, whichever is there."""
@@ -266,6 +326,8 @@ class Answer(Shown):
             lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {rows}")
         if self.exact:
             lines.append(f"  {EXACT}")
+        if self.coverage is not None:
+            lines.append(f"  {self.fit}")
         left = f"; {self._left_out} left out" if self.missing else ""
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])
@@ -288,6 +350,21 @@ class Answer(Shown):
             f"<tbody>{cells}</tbody></table>"
             f"<p class=e>{html.escape(self.explain())}</p></div>"
         )
+
+
+def _told(row: Row) -> dict[str, Any]:
+    return {
+        "key": jsonable(row.key),
+        "value": jsonable(row.value),
+        "weight": row.weight,
+        "index": row.index,
+    }
+
+
+def _unset() -> list[Row]:
+    raise CombinationError(
+        "the database promises no set: it was not calibrated, or not for such questions"
+    )
 
 
 def bar(weight: float, width: int = BAR) -> str:

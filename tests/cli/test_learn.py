@@ -1,4 +1,4 @@
-"""`qkv learn`."""
+"""`qkv learn` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from qkv.database.learn.descent import Descent
 from qkv.types import Progress
-from tests.cli.run import BOOKS, data
+from tests.cli.run import BOOKS, data, qkv
 
 
 class TestLearn:
@@ -51,3 +51,25 @@ class TestLearn:
         pairs = store.with_name("pairs.csv")
         pairs.write_text("query\nemma\n")
         assert "expected two columns" in data("learn", store, pairs, code=2)["error"]
+
+
+class TestCalibrate:
+    def test_ask_tells_what_is_promised(self, store: Path) -> None:
+        pairs = store.with_name("pairs.csv")
+        lines = (f'"{book[0][:-1]}","{book[0]}"\n' for book in BOOKS for _ in range(5))
+        pairs.write_text("query,key\n" + "".join(lines))
+        told = data("calibrate", store, pairs, "--coverage", "0.8")
+        assert (told["version"], told["coverage"]) == (2, 0.8)
+        assert data("versions", store)["versions"][-1]["what"] == "calibrate"
+        answer = data("ask", store, BOOKS[0][0])
+        assert answer["coverage"] == 0.8 and not answer["abstains"]
+        assert answer["set"][0]["key"] == BOOKS[0][0] and answer["set_rows"] == len(answer["set"])
+        foreign = data("ask", store, "zzz qqq")
+        assert foreign["abstains"] and foreign["set"] == []
+        assert "it abstains" in qkv("ask", store, "zzz qqq").stdout
+        assert "with 80 % probability" in qkv("ask", store, BOOKS[0][0]).stdout
+
+    def test_too_few_pairs_are_told(self, store: Path) -> None:
+        pairs = store.with_name("pairs.csv")
+        pairs.write_text(f'query,key\nx,"{BOOKS[0][0]}"\n')
+        assert "needs 12 pairs at least" in data("calibrate", store, pairs, code=2)["error"]

@@ -518,12 +518,12 @@ def test_removed_rows_have_no_weight(make):
 
 
 def test_weights_of_a_large_batch_are_found_again(make, monkeypatch):
-    from qkv.database import reading
+    from qkv.database import ask
 
     D = make(NAMES)
     true = [a.weights for a in D.ask(["Li", "Lee"])]
-    monkeypatch.setattr(reading, "HELD", 1)
-    monkeypatch.setattr(reading, "AT_ONCE", 6)
+    monkeypatch.setattr(ask, "HELD", 1)
+    monkeypatch.setattr(ask, "AT_ONCE", 6)
     for a, weights in zip(D.ask(["Li", "Lee"]), true, strict=True):
         np.testing.assert_allclose(a.weights, weights, rtol=1e-5)
 

@@ -346,3 +346,17 @@ def test_a_connection_that_the_server_closed_is_not_used() -> None:
     client = Client(stub.url)
     assert client.databases() == client.databases() == ["books"]
     assert len(stub.heard) == 2
+
+
+def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:
+    assert client["books"].ask("Emma").coverage is None
+    with pytest.raises(CombinationError, match="not calibrated"):
+        client["books"].ask("Emma").set  # noqa: B018
+    with qkv.open(folder / "places.qkv") as D:
+        D.calibrate([(key, key) for key in D] * 10)
+        wish = [(row.key, row.weight) for row in D.ask(("Li", 1)).set]
+    theirs = client["places"].ask(("Li", 1))
+    assert theirs.coverage == 0.9 and not theirs.abstains
+    assert [(row.key, row.weight) for row in theirs.set] == wish
+    with pytest.raises(CombinationError, match="ask the database itself"):
+        theirs.influence()

@@ -125,12 +125,14 @@ class Rows:
 
 class Weighed(NamedTuple):
     """What is known when all rows were read, for n queries: Σᵢ αᵢ vᵢ (n, d_v), α (n, m), the
-    entropy (n,) of |α|, and log Σ exp(score) (n,) for a weighting that has one."""
+    entropy (n,) of |α|, log Σ exp(score) (n,) for a weighting that has one, and the best score
+    (n,)."""
 
     out: np.ndarray
     weights: np.ndarray
     entropy: np.ndarray
     lse: np.ndarray | None
+    best: np.ndarray
 
 
 class Column(NamedTuple):

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "check": keep.check,
     "compact": keep.compact,
     "learn": learn.learn,
+    "calibrate": learn.calibrate,
     "weights": sentence.weights,
     "serve": serve.serve,
     "demo": demo.demo,

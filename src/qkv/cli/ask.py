@@ -181,6 +181,8 @@ def draw(answer: Answer) -> None:
         answer.engine,
     )
     screen.line(f" {dot} ".join(parts) + _left(answer), "dim")
+    if answer.coverage is not None:
+        screen.line(answer.fit, "bold" if answer.abstains else "dim")
 
 
 def _left(answer: Answer) -> str:

@@ -1,9 +1,9 @@
-"""`qkv learn`: teach a database from pairs of a query and its right key."""
+"""`qkv learn` and `calibrate`: what pairs of a query and its right key tell a database."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,18 +12,24 @@ from qkv.cli.command import OK, STOPPED, Result
 from qkv.cli.source import named, stored
 from qkv.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from qkv.database import Database
+
+
+Pairs = Annotated[
+    str,
+    typer.Argument(
+        metavar="PAIRS",
+        help="A table: its first column the query, its second the right key, a third, if any, "
+        "how much the pair counts.",
+        show_default=False,
+    ),
+]
+
 
 def learn(
     path: options.Folder,
-    pairs: Annotated[
-        str,
-        typer.Argument(
-            metavar="PAIRS",
-            help="A table: its first column the query, its second the right key, a third, if any, "
-            "how much the pair counts.",
-            show_default=False,
-        ),
-    ],
+    pairs: Pairs,
     epochs: Annotated[
         int, typer.Option(min=1, metavar="NUMBER", help="Go through the pairs at most so often.")
     ] = 10,
@@ -48,15 +54,8 @@ def learn(
     after, on pairs that were held out: a tenth of 100 or more, none of fewer. Ctrl-C keeps the best
     so far, and nothing where there is none; both end with 130.
     """
-    from qkv.database import sources
-
-    columns = list(sources.read(pairs, table=table).columns.values())
-    if len(columns) < 2:
-        raise ArgumentError(f"{named(pairs)}: expected two columns, the query and its right key")
     with stored(path) as database:
-        if database.info()["key_kind"] == "text":
-            # A column of text whose cells all happen to be numbers was read as numbers.
-            columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
+        columns = _columns(pairs, table, database)
         with screen.progress("learning") as progress:
             report = database.learn(
                 list(zip(*columns[:3], strict=True)),
@@ -75,3 +74,44 @@ def learn(
         screen.line(f"kept as version {version}; --at {version - 1} is how it was", "dim")
 
     return Result(data, show, STOPPED if report.interrupted else OK)
+
+
+def calibrate(
+    path: options.Folder,
+    pairs: Pairs,
+    coverage: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="How often the set of an answer has the right row."),
+    ] = 0.9,
+    table: options.Table = None,
+) -> Result:
+    """Learn from PAIRS when to be silent.
+
+    From then on an answer has a set of rows, which holds the right one as often as --coverage says,
+    or it abstains. That is kept as a new version of the database PATH. Give pairs that it did not
+    learn from.
+    """
+    with stored(path) as database:
+        columns = _columns(pairs, table, database)
+        promise = database.calibrate(list(zip(*columns[:2], strict=True)), coverage)
+        version = database.version
+    data: dict[str, Any] = {"path": str(path), "version": version, **promise.to_dict()}
+
+    def show() -> None:
+        screen.line(str(promise))
+        screen.line(f"kept as version {version}; --at {version - 1} is how it was", "dim")
+
+    return Result(data, show)
+
+
+def _columns(pairs: str, table: str | None, database: Database) -> list[list[Any]]:
+    """The columns of a table of pairs, the first two of the kind that the keys are."""
+    from qkv.database import sources
+
+    columns = list(sources.read(pairs, table=table).columns.values())
+    if len(columns) < 2:
+        raise ArgumentError(f"{named(pairs)}: expected two columns, the query and its right key")
+    if database.info()["key_kind"] == "text":
+        # A column of text whose cells all happen to be numbers was read as numbers.
+        columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
+    return columns

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +15,23 @@ from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.encoding import at_words
+from qkv.database.reading import as_queries
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import Score
 from qkv.weightings import Weighting
+
+if TYPE_CHECKING:
+    from qkv.database.conformal import Promise
+
+AT_ONCE = 2**26
+"""Scores that are held together: a batch of queries is cut to this."""
+
+WORDY = 64
+"""Queries that are asked together where keys have words: each word is a column of its own."""
+
+HELD = 2**24
+"""Weights of a batch that its answers keep; beyond it an answer finds them again when asked."""
 
 RUN = 512
 """Neighbouring rows of which only the heaviest is looked at first."""
@@ -37,9 +51,10 @@ class Asked:
         live: np.ndarray | None,
         top: int,
         tolerance: float | None,
+        promise: Promise | str = "",
     ):
         self.view, self.score, self.weighting = view, score, weighting
-        self.top, self.tolerance = top, tolerance
+        self.top, self.tolerance, self.promise = top, tolerance, promise
         self.live, self.missing = view.having_values(live)
         self.total = len(view.ids) if self.live is None else int(np.count_nonzero(self.live))
         # Where few rows may answer, weights are of those alone.
@@ -48,18 +63,35 @@ class Asked:
         if self.live is not None and self.asked < len(view.ids):
             self.places = np.flatnonzero(self.live)
 
-    def answers(self, queries: Any, keep: bool) -> list[Answer]:
-        pools = self.view.schema.pools
-        found, engine = self._weighed(queries, pools)
-        sums = [None] * len(queries) if found.lse is None else found.lse.tolist()
-        told = {"engine": engine, "score": _named(self.score), "weighting": _named(self.weighting)}
-        each = zip(queries, found.weights, found.entropy.tolist(), sums, found.out, strict=True)
-        return [
-            self._answer(
-                query, alpha, out if pools else None, keep, entropy=entropy, lse=lse, **told
-            )
-            for query, alpha, entropy, lse, out in each
-        ]
+    def answers(self, queries: Any) -> list[Answer]:
+        pools, found = self.view.schema.pools, []
+        keep = len(queries) * len(self.view) <= HELD
+        for some, weighed, engine in self.batches(queries, pools):
+            how = {"engine": engine, "score": _named(self.score)}
+            how["weighting"] = _named(self.weighting)
+            for i, query in enumerate(some):
+                found.append(self._answer(query, weighed, i, keep, **how))
+        return found
+
+    def batches(
+        self, queries: Any, value: bool, most: int = AT_ONCE
+    ) -> Iterator[tuple[Any, Weighed, str]]:
+        """Queries that are asked together, what is known of them, and how that was found."""
+        step = max(min(AT_ONCE // len(self.view), most), 1)
+        step = min(step, WORDY) if self.view.wordy else step
+        for start in range(0, len(queries), step):
+            some = queries[start : start + step]
+            yield some, *self._weighed(some, value)
+
+    def but(self, place: int) -> Asked:
+        """The same had the row at this place not been there."""
+        live = np.ones(len(self.view.ids), bool) if self.live is None else self.live.copy()
+        live[place] = False
+        made = Asked(
+            self.view, self.score, self.weighting, live, self.top, self.tolerance, self.promise
+        )
+        made.missing = self.missing
+        return made
 
     def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
         view, code, matches = self.view, Query(None), None
@@ -97,11 +129,12 @@ class Asked:
     def _answer(
         self,
         query: Any,
-        alpha: np.ndarray,
-        pooled: np.ndarray | None,
+        found: Weighed,
+        at: int,
         keep: bool,
         **told: Any,
     ) -> Answer:
+        alpha, pooled = found.weights[at], found.out[at] if self.view.schema.pools else None
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
         rows = self._heaviest(alpha, self.top if pooled is not None else max(self.top, SHARES))
@@ -114,8 +147,15 @@ class Asked:
         given = partial(np.asarray, alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
-            found = given()
-            return self._heaviest(np.where(found >= weight, found, 0), len(found))
+            alpha = given()
+            return self._heaviest(np.where(alpha >= weight, alpha, 0), len(alpha))
+
+        def influence() -> Any:
+            from qkv.database.influence import influence
+
+            return influence(self, query, given(), value)
+
+        fits = isinstance(self.promise, str) or found.best[at] >= self.promise.best
 
         return Answer(
             query=query,
@@ -125,12 +165,33 @@ class Asked:
             total=self.total,
             missing=self.missing,
             version=self.view.version,
+            entropy=float(found.entropy[at]),
+            lse=None if found.lse is None else float(found.lse[at]),
+            coverage=None if isinstance(self.promise, str) else self.promise.coverage,
             **told,
-            _weights=lambda: self._of_all(given()),
+            _set=partial(self._set, given) if fits else list,
+            _without=lambda place: self._without(query, place),
+            _influence=influence,
+            _weights=lambda: self.of_all(given()),
             _spread=lambda: self._spread(given(), value),
             _above=above,
             _source=lambda most: self._source(query, given(), most),
         )
+
+    def _set(self, given: Callable[[], np.ndarray]) -> list[Row]:
+        if isinstance(self.promise, str):
+            raise CombinationError(f"the database promises no set: {self.promise}")
+        alpha = given()
+        fits = alpha >= self.promise.weight
+        if self.live is not None and self.places is None:
+            fits &= self.live
+        some = np.flatnonzero(fits)
+        return self._rows(alpha, some[np.argsort(-alpha[some], kind="stable")])
+
+    def _without(self, query: Any, place: int) -> Answer:
+        if not 0 <= place < len(self.view.ids) or not (self.live is None or self.live[place]):
+            raise ArgumentError(f"row {place} was not asked, so the answer is the same without it")
+        return self.but(place).answers(one(query))[0]
 
     def _source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
         view, order = self.view, np.arange(len(alpha))
@@ -160,15 +221,18 @@ class Asked:
         )
 
     def _again(self, query: Any) -> np.ndarray:
-        queries = query[None] if is_array(query) else [query]
-        return np.asarray(self._weighed(queries, value=False)[0].weights[0])
+        return np.asarray(self._weighed(one(query), value=False)[0].weights[0])
 
-    def _of_all(self, alpha: np.ndarray) -> np.ndarray:
-        """The weights of all rows, 0 for those that were not asked."""
+    def weights(self, queries: Any) -> np.ndarray:
+        """α of every row for each query, (n, m), 0 for those that were not asked."""
+        return self.of_all(self._weighed(queries, value=False)[0].weights)
+
+    def of_all(self, alpha: np.ndarray) -> np.ndarray:
+        """Numbers (…, m) of all rows, 0 for those that were not asked."""
         if self.places is None:
             return alpha
-        out = np.zeros(len(self.view.ids), alpha.dtype)
-        out[self.places] = alpha
+        out = np.zeros((*alpha.shape[:-1], len(self.view.ids)), alpha.dtype)
+        out[..., self.places] = alpha
         return out
 
     def _order(self, alpha: np.ndarray, top: int) -> np.ndarray:
@@ -192,13 +256,19 @@ class Asked:
         return self._rows(alpha, self._order(alpha, top))
 
     def _rows(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
-        if not len(order):
-            return []
         places = order if self.places is None else self.places[order]
+        return self.rows_at(places, alpha[order])
+
+    def rows_at(self, places: np.ndarray, weights: np.ndarray) -> list[Row]:
+        """The rows at some places, with these weights."""
+        if not len(places):
+            return []
         schema, rows = self.view.schema, self.view.rows(self.view.ids[places].tolist())
         return [
-            Row(schema.key_of(r), schema.value_of(r), float(alpha[i]), int(place), r)
-            for i, place, r in zip(order, places, rows, strict=True)
+            Row(schema.key_of(r), schema.value_of(r), weight, place, r)
+            for weight, place, r in zip(
+                weights.astype(float).tolist(), places.tolist(), rows, strict=True
+            )
         ]
 
     def _value(self, pooled: np.ndarray) -> Any:
@@ -233,12 +303,12 @@ def _shares(rows: list[Row]) -> list[Share]:
     """The weight of each value, heaviest first."""
     total: dict[Any, list[Any]] = {}
     for row in rows:
-        total.setdefault(_mark(row.value), [row.value, 0.0])[1] += row.weight
+        total.setdefault(mark(row.value), [row.value, 0.0])[1] += row.weight
     found = [Share(value, weight) for value, weight in total.values()]
     return sorted(found, key=lambda share: -share.weight)
 
 
-def _mark(value: Any) -> Any:
+def mark(value: Any) -> Any:
     """What two values have in common if they are the same."""
     if type(value) is str:
         return value
@@ -248,6 +318,24 @@ def _mark(value: Any) -> Any:
 
 
 _SIMPLE = {str, int, bool, type(None)}
+
+
+def paired(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:
+    """The queries of (query, right …) pairs, and what is right of each."""
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DtypeError(f"{what}: pairs[{i}] must be (query, {right}), not {pair!r}")
+    if not pairs:
+        raise ArgumentError(f"{what}: pairs is empty; it takes (query, {right}) pairs")
+    asked = [query for query, _ in pairs]
+    vectors = all(is_array(query) and len(query.shape) == 1 for query in asked)
+    queries, _ = as_queries(view, np.stack(list(map(to_numpy, asked))) if vectors else asked)
+    return queries, [wish for _, wish in pairs]
+
+
+def one(query: Any) -> Any:
+    """A query as a batch of one."""
+    return query[None] if is_array(query) else [query]
 
 
 def _largest(x: np.ndarray, k: int) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
 from qkv.database.reading import NOTHING, names
+from qkv.database.reading import How as AttendHow
 from qkv.database.schema import Cells, keyed, plain, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
@@ -17,6 +18,7 @@ from qkv.types import K, Progress, Shaped, V
 
 if TYPE_CHECKING:
     from qkv.database.encoders import EncoderLike
+    from qkv.database.influence import Valuation
 
 
 class How(TypedDict, total=False):
@@ -176,6 +178,24 @@ class Database(Writing[K, V]):
         'Bo'
         """
         return Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
+
+    def valuate(self, pairs: Iterable[Any], **how: Unpack[AttendHow]) -> Valuation:
+        """What each row does for the answers to (query, right value) pairs: by how much their loss
+        would grow without it. A row that does harm may be mislabelled. `how` is that of `ask`.
+
+        >>> D = Database([(1.0, "low"), (1.1, "low"), (1.2, "high"), (5.0, "high"), (5.2, "high")])
+        >>> D.valuate([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
+        1.2
+        """
+        from qkv import scores, weightings
+        from qkv.database.ask import Asked
+        from qkv.database.influence import valuate
+
+        view, wish = self._filled(), how.get("score")
+        score = view.encoder.score(len(view)) if wish is None else scores.resolve(wish)
+        weighting = weightings.resolve(how.get("weighting", "softmax"))
+        live = view.where(how.get("where"))
+        return valuate(Asked(view, score, weighting, live, 1, how.get("tolerance")), list(pairs))
 
     def swap(self, **how: Any) -> Database:
         """Key and value exchanged: "find people by major"."""

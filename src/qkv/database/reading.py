@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 NOTHING: Any = object()
 """No value was given, or none was found; None is a value."""
 
-AT_ONCE = 2**26
-"""Scores that are held together: a batch of queries is cut to this."""
-
-WORDY = 64
-"""Queries that are asked together where keys have words: each word is a column of its own."""
-
-HELD = 2**24
-"""Weights of a batch that its answers keep; beyond it an answer finds them again when asked."""
-
 
 class AbsentKey(QkvError, KeyError):
     """No row has the key. Its text names the nearest keys, looked up when it is read."""
@@ -244,22 +235,18 @@ class Reading(Generic[K, V]):
         82.0
         """
         from qkv import scores, weightings
+        from qkv.database import conformal
         from qkv.database.ask import Asked
 
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
             raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
         alpha = weightings.resolve(weighting)
         view = self._filled()
-        queries, single = _queries(view, query)
+        queries, single = as_queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         live = view.where(where)
-        asked = Asked(view, chosen, alpha, live, top, tolerance)
-        step = max(AT_ONCE // len(view), 1)
-        step = min(step, WORDY) if view.wordy else step
-        keep = len(queries) * len(view) <= HELD
-        answers: list[Answer] = []
-        for start in range(0, len(queries), step):
-            answers += asked.answers(queries[start : start + step], keep)
+        promise = conformal.kept(view, score, weighting)
+        answers = Asked(view, chosen, alpha, live, top, tolerance, promise).answers(queries)
         return answers[0] if single else answers
 
     @overload
@@ -288,6 +275,7 @@ class Reading(Generic[K, V]):
         """
         from qkv import scores
         from qkv.attention import over
+        from qkv.database.ask import WORDY
 
         view = self._filled()
         if not view.schema.pools:
@@ -296,7 +284,7 @@ class Reading(Generic[K, V]):
                 "use ask, which names the heaviest value"
             )
         if not is_array(query):
-            queries, single = _queries(view, query)
+            queries, single = as_queries(view, query)
             if view.wordy and len(queries) > WORDY:
                 parts = (queries[at : at + WORDY] for at in range(0, len(queries), WORDY))
                 how = How(score=score, weighting=weighting, where=where, tolerance=tolerance)
@@ -408,7 +396,7 @@ def names(wish: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def _queries(view: View, query: Any) -> tuple[Any, bool]:
+def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind = view.schema.key_kind
     if kind == "vector" or (is_array(query) and kind != "number"):

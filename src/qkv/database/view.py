@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ class View:
 
     def inherit(self, old: View) -> None:
         """Take over what an older view of the same vectors has built."""
-        if "encoder" in vars(old) and old.settings == self.settings:
+        if "encoder" in vars(old) and _unpromised(old.settings) == _unpromised(self.settings):
             vars(self)["encoder"] = old.encoder
 
     def find(self, key: Any) -> list[int]:
@@ -410,3 +410,8 @@ class View:
             )
         if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
             raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
+
+
+def _unpromised(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings on which the vectors hang."""
+    return {name: x for name, x in settings.items() if name != "promise"}

@@ -19,7 +19,10 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, Sh
 from qkv.types import K, Progress, V
 
 if TYPE_CHECKING:
+    from qkv.database.conformal import Promise
     from qkv.database.encoders import EncoderLike
+    from qkv.scores import ScoreLike
+    from qkv.weightings import WeightingLike
 
 REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
@@ -315,6 +318,37 @@ class Writing(Leaving[K, V]):
         )
         self.encode(learned, fit=False, what="learn", progress=progress)
         return report
+
+    def calibrate(
+        self,
+        pairs: Iterable[Any],
+        coverage: float = 0.9,
+        *,
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
+    ) -> Promise:
+        """Find out from (query, right key) pairs how much the right row weighs, so that answers
+        have a `set`, which holds it with this probability, and abstain where none fits.
+
+        The promise holds for questions of the pairs' kind, asked with this score and weighting. It
+        is kept as a new version, and holds until keys are encoded anew or a tenth of the rows has
+        changed.
+
+        >>> from qkv import Database
+        >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
+        >>> slips = [("Zang", "Zhang"), ("Lee", "Li"), ("Liptn", "Lipton"), ("Zhnag", "Zhang")]
+        >>> promise = D.calibrate(slips, coverage=0.7)
+        >>> [row.key for row in D.ask("Lpton").set], D.ask("qwy").abstains
+        (['Lipton'], True)
+        """
+        from qkv.database import conformal
+
+        with self._alone():
+            view = self._filled()
+            found = conformal.calibrate(view, list(pairs), coverage, score, weighting)
+            told = view.settings | {"promise": found.to_dict()}
+            self._store.commit(settings=told, what="calibrate")
+        return found
 
     def compact(self, progress: Progress | None = None) -> Any:
         """Merge segments, drop removed rows, and forget past versions."""

@@ -30,16 +30,18 @@ MOST = 2**18
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
     at = None if rows.allowed is None else np.flatnonzero(rows.allowed)
+    seen = scores if at is None else np.take(scores, at, axis=1)
+    best = seen.max(axis=1, initial=-np.inf)
     if at is None or not len(at):
         alpha, entropy, lse = _weights(weighting.scale(scores), rows.allowed, weighting)
     else:
-        some, entropy, lse = _weights(weighting.scale(np.take(scores, at, axis=1)), None, weighting)
+        some, entropy, lse = _weights(weighting.scale(seen), None, weighting)
         alpha = scores
         for all_rows, found in zip(alpha, some, strict=True):
             all_rows.fill(0)
             all_rows[at] = found
     out = pooled(rows, alpha, mean=weighting.convex)
-    return Weighed(out, alpha, entropy, None if lse is None else lse[:, 0])
+    return Weighed(out, alpha, entropy, None if lse is None else lse[:, 0], best)
 
 
 def _weights(

@@ -90,6 +90,10 @@ ANSWER = record(
     },
     weights={"type": "array", "items": NUMBER},
     spread={},
+    coverage={"type": "number", "description": "With what probability `set` has the right row."},
+    abstains={"type": "boolean", "description": "Whether no row fits: `set` is empty."},
+    set_rows={**COUNT, "description": "Rows in `set`."},
+    set={"type": "array", "items": ROW, "description": "The set, where it is small."},
 )
 ASK = body(
     "Ask",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.serve.transport import Transport
 from qkv.types import Shaped
 
@@ -71,6 +71,17 @@ class Remote:
             count = int((then(weights=True)["weights"] >= weight).sum())
             return [Row(**row) for row in then(top=count)["rows"]] if count else []
 
+        def fitting() -> list[Row]:
+            if "set" not in told:
+                raise CombinationError(
+                    f"the set has {told['set_rows']:,} rows, too many to travel: ask the database "
+                    "itself"
+                    if "coverage" in told
+                    else "the server promises no set: it was not calibrated, or not for such "
+                    "questions"
+                )
+            return [Row(**row) for row in told["set"]]
+
         return Answer(
             query=told["query"],
             value=told["value"],
@@ -79,7 +90,9 @@ class Remote:
             **{name: told[name] for name in _PLAIN},
             _weights=lambda: then(weights=True)["weights"],
             _spread=lambda: then(spread=True)["spread"],
+            coverage=told.get("coverage"),
             _above=above,
+            _set=fitting,
         )
 
     def _again(self, body: Mapping[str, Any], **more: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from qkv.answer import Answer
+from qkv.answer import Answer, Row
 from qkv.database import cells
 from qkv.errors import ArgumentError
 
@@ -35,15 +35,15 @@ def restored(body: Any) -> Any:
 def told(answer: Answer, records: bool) -> dict[str, Any]:
     """All that an answer says of itself but the weights of every row; `records` with the columns of
     the heaviest."""
-    rows = [
-        {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
-        | ({"record": dict(row.record)} if records else {})
-        for row in answer.rows
-    ]
+
+    def row(told: Row) -> dict[str, Any]:
+        found = {"key": told.key, "value": told.value, "weight": told.weight, "index": told.index}
+        return found | ({"record": dict(told.record)} if records else {})
+
     return {
         "query": answer.query,
         "value": answer.value,
-        "rows": rows,
+        "rows": list(map(row, answer.rows)),
         "values": [share._asdict() for share in answer.values],
         "entropy": answer.entropy,
         "effective_rows": answer.effective_rows,
@@ -55,4 +55,5 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         "score": answer.score,
         "weighting": answer.weighting,
         "version": answer.version,
+        **answer.promised(row),
     }

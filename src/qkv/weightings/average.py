@@ -30,6 +30,9 @@ class Average(Weighting):
         fw = of(scores)
         return fw.keep(fw.astype(scores == scores, fw.dtype(scores)) * 0.0 + 1.0, live)
 
+    def without(self, rest: Array) -> Array:
+        return rest
+
     def init(self, rows: Array, width: int) -> State:
         return of(rows).full(rows.shape, 0.0, rows), *super().init(rows, width)
 

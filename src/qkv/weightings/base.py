@@ -119,6 +119,11 @@ class Weighting(tree.Record):
         """The weights by which a gradient reaches the values."""
         return weight
 
+    def without(self, rest: Array) -> Array | None:
+        """What the weights of the other keys, which sum to `rest`, are divided by where a key is
+        left out; None where they do not stay in proportion."""
+        return None
+
     def among(self, count: int) -> Weighting:
         """The weighting that gives the same where there are no more keys than this."""
         return self

@@ -114,6 +114,9 @@ class Normalized(Weighting):
         self.check((total, row_sum(other)))
         return of(total).xp.where(total == 0, other, alpha)
 
+    def without(self, rest: Array) -> Array:
+        return rest
+
     def moving(self, weight: Array) -> Array:
         return of(weight).keep(weight, weight == weight) if self.on_empty == "nan" else weight
 
@@ -193,6 +196,9 @@ class Raw(Weighting):
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return of(scores).keep(scores, live)
 
+    def without(self, rest: Array) -> Array:
+        return of(rest).xp.ones_like(rest)
+
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.weights(scores, live, k)
 
@@ -214,6 +220,9 @@ class Sigmoid(Weighting):
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
         return fw.keep((fw.xp.tanh(scores * 0.5) + 1.0) * 0.5, live)
+
+    def without(self, rest: Array) -> Array:
+        return of(rest).xp.ones_like(rest)
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         return self.weights(scores, live, k)

@@ -82,6 +82,9 @@ class Softmax(Exponential):
         top = row_max(scores, live)
         return logarithm(top, row_sum(exponentials(scores, live, top)))
 
+    def without(self, rest: Array) -> Array:
+        return rest
+
     def init(self, rows: Array, width: int) -> State:
         fw = of(rows)
         top = fw.full(rows.shape, -INFINITY, rows)

@@ -110,6 +110,11 @@ class Snapshot:
         return self._edition.number
 
     @property
+    def last(self) -> int:
+        """The id of the youngest row that was ever born, −1 before the first."""
+        return self._edition.last
+
+    @property
     def settings(self) -> dict[str, Any]:
         if self._settings is None:
             self._settings = self._catalogue.read_settings(self._edition.settings)

@@ -1,0 +1,166 @@
+"""Whose doing an answer was: what it would have been without a row, for every row at once.
+
+Where the other weights stay in proportion, Σⱼ αⱼ vⱼ without row i is (out − αᵢ vᵢ) / (1 − αᵢ).
+Weightings say themselves whether they do (`Weighting.without`); for the others the rows that have
+weight are left out one after the other, and the rest is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qkv.answer import Row
+from qkv.database.ask import Asked, mark, one, paired
+from qkv.database.schema import plain
+from qkv.database.view import CHUNK
+from qkv.errors import DtypeError
+
+AT_ONCE = 2**22
+"""Numbers of answers without a row that are held together."""
+
+
+@dataclass(frozen=True)
+class Valuation:
+    """What each row does for the answers to some questions.
+
+    `worth` (m,) is by how much the loss would grow without the row, on average over the `pairs`:
+    below 0 they would be better answered without it. The loss is the square of what the value is
+    off, or where values are not pooled, the share of the weight that wrong values have.
+    """
+
+    worth: np.ndarray
+    loss: float
+    pairs: int
+    _rows: Callable[[np.ndarray], list[Row]] = field(repr=False, compare=False)
+
+    def worst(self, count: int = 10) -> list[Row]:
+        """The rows that do the most harm, the worst first; each with its mean weight."""
+        return self._rows(np.argsort(self.worth, kind="stable")[:count])
+
+    def best(self, count: int = 10) -> list[Row]:
+        """The rows that help most, the best first."""
+        return self._rows(np.argsort(-self.worth, kind="stable")[:count])
+
+
+def influence(asked: Asked, query: Any, alpha: np.ndarray, value: Any) -> Any:
+    """The answer's value minus that without row i, for every row: (m,), (m, d_v), or of several
+    columns a mapping of them. Where values are not pooled, the same of the weight that the answer's
+    value has."""
+    measured = _measured(asked, value)[None]
+    whole, left = without(asked, one(query), alpha[None], measured)
+    found = asked.of_all((whole - left)[0].T).T
+    if isinstance(value, dict) and asked.view.schema.pools:
+        return dict(zip(value, found.T, strict=True))
+    return found if asked.view.schema.value_kind == "vector" else found[:, 0]
+
+
+def valuate(asked: Asked, pairs: Sequence[Any]) -> Valuation:
+    """What each row does for the answers to these (query, right value) pairs."""
+    queries, right = paired(asked.view, pairs, "valuate", "right value")
+    measure, loss = (_pooled if asked.view.schema.pools else _shares)(asked, right)
+    worth, weight, total, done = np.zeros(asked.asked), np.zeros(asked.asked), 0.0, 0
+    most = max(AT_ONCE // max(measure(slice(0, 1)).size, 1), 1)
+    for some, weighed, _ in asked.batches(queries, False, most):
+        at = slice(done, done + len(some))
+        whole, left = without(asked, some, weighed.weights, measure(at))
+        now = loss(whole, at)
+        # What only this row answers tells nothing of it.
+        worth += np.nan_to_num(loss(left, at) - now).sum(axis=0)
+        weight += weighed.weights.sum(axis=0)
+        total, done = total + float(now.sum()), at.stop
+    mean = asked.of_all(weight / len(pairs))
+    return Valuation(
+        worth=asked.of_all(worth / len(pairs)),
+        loss=total / len(pairs),
+        pairs=len(pairs),
+        _rows=lambda places: asked.rows_at(places, mean[places]),
+    )
+
+
+Measure = Callable[[slice], np.ndarray]
+Loss = Callable[[np.ndarray, slice], np.ndarray]
+
+
+def _pooled(asked: Asked, right: list[Any]) -> tuple[Measure, Loss]:
+    """Values that are pooled, and the square of what their sum is off."""
+    schema, values = asked.view.schema, _measured(asked, None)[None]
+    try:
+        named = {
+            name: [y[name] for y in right] if len(schema.value) > 1 else right
+            for name in schema.value
+        }
+        wish = schema.pooled(plain(named))
+    except (TypeError, KeyError, ValueError):
+        told = f"a {schema.value_kind}, as the values of this database are"
+        raise DtypeError(f"valuate: a right value must be {told}") from None
+    assert wish is not None
+    return lambda at: values, lambda out, at: ((out - wish[at][:, None]) ** 2).sum(axis=2)
+
+
+def _shares(asked: Asked, right: list[Any]) -> tuple[Measure, Loss]:
+    """Whether a row holds the right value, and the share of the weight that wrong ones have."""
+    known: dict[Any, np.ndarray] = {}
+    for y in right:
+        if mark(y) not in known:
+            known[mark(y)] = _measured(asked, y)
+    return lambda at: np.stack([known[mark(y)] for y in right[at]]), lambda out, at: 1 - out[..., 0]
+
+
+def without(
+    asked: Asked, queries: Any, alpha: np.ndarray, value: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Σⱼ αⱼ vⱼ, and what it would be had row i not been there, for every i: weights (n, m) and
+    values (n or 1, m, d) of the rows that were asked → (n, 1, d) and (n, m, d). Where
+    nothing is left, a value is NaN, and a share 0."""
+    alpha, every = alpha.astype(float), np.arange(len(alpha))
+    if asked.weighting.convex:  # as exactly as its digits allow
+        total = alpha.sum(axis=1, keepdims=True)
+        alpha /= np.where(total == 0, 1, total)
+    share = np.where(alpha[..., None] != 0, alpha[..., None] * value, 0)
+    # The heaviest row may have all but the last digits of the sum, so that the others are summed.
+    top = every, np.abs(alpha).argmax(axis=1)
+    others, light = share.copy(), alpha.copy()
+    others[top], light[top] = 0, 0
+    mass, pooled = light.sum(axis=1), others.sum(axis=1)
+    rest = mass[:, None] + (alpha[top][:, None] - alpha)
+    out = pooled[:, None] + (share[top][:, None] - share)
+    rest[top], out[top] = mass, pooled
+    whole = share.sum(axis=1, keepdims=True)
+    nothing = np.nan if asked.view.schema.pools else 0.0
+    by = asked.weighting.without(rest)
+    if by is None:
+        out[:] = whole
+        again = alpha != 0 if asked.weighting.sparse else np.ones(alpha.shape, bool)
+    else:
+        again = (by == 0) & (alpha != 0)
+        out = np.where(alpha[..., None] == 0, whole, out / np.where(by == 0, 1, by)[..., None])
+    for i in np.flatnonzero(again.any(axis=0)).tolist():
+        at = np.flatnonzero(again[:, i])
+        left = asked.but(i if asked.places is None else int(asked.places[i]))
+        some = queries[at] if isinstance(queries, np.ndarray) else [queries[j] for j in at]
+        for j, found in zip(at, left.weights(some), strict=True):
+            own = found if asked.places is None else found[asked.places]
+            held = value[j if len(value) > 1 else 0]
+            out[j, i] = own @ np.where(own[:, None] != 0, held, 0) if own.any() else nothing
+    return whole, out
+
+
+def _measured(asked: Asked, value: Any) -> np.ndarray:
+    """What is summed of each row that was asked, (m, d): its value, or where values are not pooled,
+    1 where it is this value."""
+    view = asked.view
+    if view.schema.pools:
+        groups = view.vectors(asked.live, value=True).cuts(CHUNK)
+        return np.concatenate([cut.value() for group in groups for cut in group]).astype(float)
+    if view.schema.value_kind == "text":
+        holds = view.where({view.schema.value[0]: value})
+    else:
+        wish, ids = mark(value), view.ids.tolist()
+        parts = (view.values(ids[at : at + CHUNK]) for at in range(0, len(ids), CHUNK))
+        holds = np.array([mark(x) == wish for part in parts for x in part])
+    assert holds is not None
+    return (holds if asked.places is None else holds[asked.places])[:, None].astype(float)

@@ -1,0 +1,181 @@
+"""The answer without a row, against a database that has not got it; what rows are worth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import scores, weightings
+from qkv.database.encoders import Custom
+from qkv.errors import ArgumentError, CombinationError, DtypeError
+
+RNG = np.random.default_rng(0)
+KEYS = RNG.normal(size=(12, 3)).astype(np.float32)
+QUERY = RNG.normal(size=3)
+NUMBERS = RNG.normal(size=12) * 10
+VECTORS = RNG.normal(size=(12, 4))
+WORDS = [("red", "blue", "green")[i] for i in RNG.integers(0, 3, 12)]
+
+HOW: dict[str, dict[str, Any]] = {
+    "softmax": {"weighting": weightings.Softmax(0.7)},
+    "sharp": {"score": scores.Dot(), "weighting": weightings.Softmax(0.02)},
+    "average": {"weighting": "average"},
+    "normalized": {"score": scores.Epanechnikov(3.0), "weighting": "normalized"},
+    "raw": {"weighting": "raw"},
+    "sigmoid": {"weighting": "sigmoid"},
+    "hard": {"weighting": "hard"},
+    "topk": {"weighting": weightings.TopK(3)},
+    "sparsemax": {"score": scores.Dot(), "weighting": "sparsemax"},
+    "entmax": {"score": scores.Dot(), "weighting": "entmax15"},
+}
+
+
+NAMES = [f"row {i}" for i in range(12)]
+ENCODER = Custom(lambda names: np.array([KEYS[int(name[4:])] for name in names]), width=3)
+
+
+def made(values: Any, rows: Any = range(12), **more: Any) -> qkv.Database:
+    """Some of the rows under keys of text, so that a query may be a vector of float64."""
+    columns = {"key": NAMES, "value": values, **more}
+    some = {
+        name: x[list(rows)] if isinstance(x, np.ndarray) else [x[i] for i in rows]
+        for name, x in columns.items()
+    }
+    return qkv.Database.from_columns(some, key="key", value="value", encoder=ENCODER)
+
+
+def but(values: Any, *gone: int) -> qkv.Database:
+    return made(values, [i for i in range(12) if i not in gone])
+
+
+@pytest.mark.parametrize("values", [NUMBERS, VECTORS, WORDS], ids=["numbers", "vectors", "words"])
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_each_row_left_out_is_a_database_without_it(how: Any, values: Any) -> None:
+    answer = made(values).ask(QUERY, top=12, **how)
+    influence = answer.influence()
+    for i in range(len(KEYS)):
+        left, wish = answer.without(i), but(values, i).ask(QUERY, top=12, **how)
+        np.testing.assert_allclose(np.delete(left.weights, i), wish.weights, atol=1e-10)
+        assert left.weights[i] == 0 and left.total == wish.total == 11
+        assert [row.key for row in left.rows] == [row.key for row in wish.rows]
+        if values is WORDS:
+            assert left.value == wish.value
+            mine, theirs = (
+                sum(share.weight for share in x.values if share.value == answer.value)
+                for x in (answer, wish)
+            )
+        else:
+            np.testing.assert_allclose(left.value, wish.value, atol=1e-10)
+            mine, theirs = answer.value, wish.value
+        np.testing.assert_allclose(influence[i], mine - theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_of_several_columns_it_is_a_mapping() -> None:
+    table = {"x": [1.0, 2.0, 4.0], "a": [1.0, 2.0, 3.0], "b": [5.0, 4.0, 0.0]}
+    answer = qkv.Database.from_columns(table, key="x", value=["a", "b"]).ask(2.5)
+    found = answer.influence()
+    for i in range(3):
+        left = answer.without(i).value
+        assert {name: found[name][i] for name in "ab"} == pytest.approx(
+            {name: answer.value[name] - left[name] for name in "ab"}, abs=1e-5
+        )
+
+
+@pytest.mark.parametrize("kept", [range(6), range(2)], ids=["masked", "picked"])
+def test_rows_that_were_not_asked_have_no_influence(kept: range) -> None:
+    answer = made(NUMBERS, n=list(range(12))).ask(QUERY, where=f"n < {len(kept)}")
+    alone = made(NUMBERS, kept).ask(QUERY)
+    np.testing.assert_allclose(answer.influence()[: len(kept)], alone.influence(), atol=1e-10)
+    assert not answer.influence()[len(kept) :].any()
+    assert answer.without(1).value == pytest.approx(alone.without(1).value, abs=1e-10)
+    with pytest.raises(ArgumentError, match="row 11 was not asked"):
+        answer.without(11)
+
+
+def test_missing_values_stay_left_out() -> None:
+    D = qkv.Database([(1.0, 3.0), (2.0, None), (3.0, 5.0)])
+    answer = D.ask(2.0)
+    assert answer.without(0).value == 5 and answer.without(0).missing == 1
+    np.testing.assert_allclose(answer.influence(), [-1, 0, 1])
+
+
+def test_one_row_after_another() -> None:
+    answer = made(NUMBERS).ask(QUERY)
+    first, second = answer.rows[:2]
+    wish = but(NUMBERS, first.index, second.index).ask(QUERY).value
+    assert answer.without(first).without(second).value == pytest.approx(wish, abs=1e-10)
+
+
+def test_without_the_only_row_there_is_no_answer() -> None:
+    answer = qkv.Database({1.0: 2.0}).ask(1.0)
+    assert answer.without(0).value is None
+    assert np.isnan(answer.influence()).all()
+    assert qkv.Database({"Li": "Mu"}).ask("Li").influence().tolist() == [1.0]
+
+
+def test_an_answer_is_of_the_rows_that_were_there() -> None:
+    D = made(NUMBERS)
+    answer = D.ask(QUERY)
+    before = answer.without(0).value
+    D.remove("row 1")
+    assert answer.without(0).value == before
+
+
+@pytest.mark.parametrize("how", [{}, {"weighting": "hard"}], ids=["softmax", "hard"])
+def test_mislabelled_rows_are_the_worst(how: Any) -> None:
+    rng = np.random.default_rng(3)
+    kind = rng.integers(0, 3, 120)
+    keys = np.eye(3)[kind] * 4 + rng.normal(size=(120, 3)) * 0.5
+    names = np.array(["ash", "oak", "elm"])
+    wrong = rng.permutation(100)[:8]
+    said = kind.copy()
+    said[wrong] = (said[wrong] + 1) % 3
+    D = qkv.Database(keys[:100], names[said[:100]].tolist())
+    pairs = list(zip(keys[100:], names[kind[100:]].tolist(), strict=True))
+    # As far as they are near to any question.
+    found = D.valuate(pairs, score=scores.Gaussian(0.3), **how)
+    near = {row.index for row in found.worst(8) if found.worth[row.index] < 0}
+    assert near and near <= set(wrong.tolist())
+    assert set(wrong[found.worth[wrong] < 0].tolist()) <= near
+    assert found.worth[found.best(1)[0].index] > 0
+    assert (found.worth[wrong] <= 0).all()
+
+
+@pytest.mark.parametrize("values", [NUMBERS, VECTORS, WORDS], ids=["numbers", "vectors", "words"])
+@pytest.mark.parametrize("how", [HOW["softmax"], HOW["topk"]], ids=["softmax", "topk"])
+def test_worth_is_the_growth_of_the_loss(how: Any, values: Any) -> None:
+    queries = RNG.normal(size=(4, 3))
+    right = [values[i] for i in (0, 3, 3, 7)]
+
+    def loss(D: qkv.Database) -> float:
+        found = 0.0
+        for query, wish in zip(queries, right, strict=True):
+            answer = D.ask(query, **how)
+            if values is WORDS:
+                found += 1 - sum(s.weight for s in answer.values if s.value == wish)
+            else:
+                found += float(np.sum((answer.value - wish) ** 2))
+        return found / len(queries)
+
+    D = made(values)
+    found = D.valuate(zip(queries, right, strict=True), **how)
+    assert found.loss == pytest.approx(loss(D), abs=1e-10)
+    wish = [loss(but(values, i)) - loss(D) for i in range(12)]
+    np.testing.assert_allclose(found.worth, wish, atol=1e-8)
+
+
+def test_what_it_refuses() -> None:
+    D = qkv.Database(KEYS, NUMBERS)
+    with pytest.raises(DtypeError, match=r"pairs\[0\] must be \(query, right value\)"):
+        D.valuate([QUERY])
+    with pytest.raises(ArgumentError, match="pairs is empty"):
+        D.valuate([])
+    with pytest.raises(DtypeError, match="right value must be a number"):
+        D.valuate([(QUERY, "red")])
+    answer = D.ask(QUERY)
+    object.__setattr__(answer, "_without", None)
+    with pytest.raises(CombinationError, match="ask the database itself"):
+        answer.without(0)
