@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from qkv import masks, scores
 from qkv.arrays import framework, framework_of, of
 from qkv.arrays.rows import Rows, Weighed, taken
+from qkv.engines import nearest as best
 from qkv.engines import plan as plans
 from qkv.engines import sharded, stored, streaming
 from qkv.engines.call import Call, results
@@ -20,7 +21,7 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkErr
 from qkv.masks import Mask, MaskLike
 from qkv.scores import Score, ScoreLike
 from qkv.types import A, Array, At, Nested
-from qkv.weightings import WeightingLike
+from qkv.weightings import Weighting, WeightingLike
 
 
 class Options(TypedDict, total=False):
@@ -406,6 +407,23 @@ def over(
     with fw.quiet():
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
+
+
+def nearest(rows: Rows, query: Array, k: int, *, score: ScoreLike) -> tuple[Array, Array]:
+    """The scores of the k rows that match a query best, (n, k), and where they stand among all, for
+    queries (n, d) of any framework; −∞ where there are fewer. Ties go to the first row.
+
+    >>> import numpy as np
+    >>> from qkv.arrays.rows import Stored
+    >>> rows = Rows(lambda: [Stored(np.array([[1.0], [3.0], [2.0]]))], (3, 1))
+    >>> nearest(rows, np.array([[2.0]]), 2, score="dot")
+    (array([[6., 4.]]), array([[1, 2]], dtype=int32))
+    """
+    fw = of(query)
+    score = scores.resolve(score)
+    score.check(tuple(query.shape), rows.key.shape)
+    with fw.quiet():
+        return best.run(Call(fw.detach(query), rows.key, None, score, Weighting()), k)
 
 
 def among(

@@ -291,7 +291,7 @@ class Reading(Generic[K, V]):
                 return np.concatenate([self.attend(some, **how) for some in parts])
             code = view.encoded(queries)
         elif view.schema.key_kind == "number":
-            query, single = _differentiable(view, query)
+            query, single = differentiable(view, query)
             code = Query(query)
         else:
             single = len(query.shape) == 1
@@ -421,7 +421,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     return queries, queries is not query
 
 
-def _differentiable(view: View, query: Array) -> tuple[Array, bool]:
+def differentiable(view: View, query: Array) -> tuple[Array, bool]:
     """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
     from qkv.database.encoders import Numbers
 

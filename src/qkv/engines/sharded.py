@@ -19,21 +19,12 @@ from qkv.arrays import tree
 from qkv.arrays.base import Tiling
 from qkv.engines import call as calls
 from qkv.engines.call import Call
-from qkv.engines.streaming import (
-    BLOCK,
-    backward_of,
-    block_size,
-    footprint,
-    hoist,
-    piece,
-    searches,
-    tiling_of,
-    value_of,
-)
+from qkv.engines.passes import Passes, searches
+from qkv.engines.streaming import BLOCK, backward_of, block_size, footprint, hoist, tiling_of
 from qkv.errors import CombinationError
 from qkv.types import Array, Arrays, At, Slopes, Span
 from qkv.weightings import State
-from qkv.weightings.base import by_row, of_rows
+from qkv.weightings.base import by_row
 
 WIDE = 256
 """Keys at a time for rows that are searched together."""
@@ -251,36 +242,20 @@ def tiling(call: Call) -> Tiling:
 
 def folded(call: Call, across: Across | None) -> tuple[State, State]:
     """What a search over all processes has found, and the state of the keys that are here."""
-    fw, width = call.fw, call.fw.shape(call.value)[-1]
     counts: set[int] = set()
 
     def pooled(rows: Span, keys: list[Span]) -> Arrays:
-        weighting = of_rows(fw, call.weighting, rows, call.n)
-        template = fw.full((*call.lead, rows.size, 1), 0.0, call.query)
-
-        def scored(cols: Span) -> tuple[Array, Array | None, Array, Any]:
-            part = piece(call, rows, cols)
-            s = calls.scores(calls.some_rows(call, rows), *part[2:], part.block)
-            return s, part.live, part.block.k, part.block
+        passes = Passes(call, rows, keys)
 
         def fold(lift: Any, merge: Any, init: Any) -> State:
-            own = fw.reduce(lambda cols: lift(*scored(cols)[:3]), merge, init(template), keys)
             assert across is not None
-            return across.merged(own, merge)
+            return across.merged(passes.fold(lift, merge, init), merge)
 
-        found = weighting.search(fold)
-
-        def lift(cols: Span) -> State:
-            s, live, k, block = scored(cols)
-            value = calls.share_heads(call, value_of(call, cols, live))
-            return weighting.lift(s, live, k, found, value, calls.dropped(call, block))
-
-        start = weighting.init(template, width)
+        found = passes.weighting.search(fold)
         counts.add(len(found))
-        return *found, *fw.reduce(lift, weighting.merge, start, keys)
+        return *found, *passes.state(found)
 
-    laid = tiling(call) or [(Span(0, 0), [])]
-    everything = fw.tiled(pooled, laid)
+    everything = call.fw.tiled(pooled, tiling(call) or [(Span(0, 0), [])])
     (count,) = counts
     return everything[:count], everything[count:]
 

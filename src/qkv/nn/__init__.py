@@ -22,6 +22,7 @@ from qkv.nn.capture import Seen, capture
 from qkv.nn.describe import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
+from qkv.nn.memory import Memory
 from qkv.nn.regression import KernelRegression
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import (
@@ -44,6 +45,7 @@ __all__ = [
     "GaussianScore",
     "KernelRegression",
     "LearnedScore",
+    "Memory",
     "MultiHeadAttention",
     "MultiplicativeScore",
     "Rotary",

@@ -1,0 +1,105 @@
+"""The few rows that queries look at, out of the store and back into it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from qkv.arrays import of
+from qkv.arrays.ragged import Query
+from qkv.database.reading import differentiable
+from qkv.database.schema import transposed
+from qkv.errors import CombinationError
+from qkv.types import Array
+
+if TYPE_CHECKING:
+    from qkv.database.database import Database
+    from qkv.scores import ScoreLike
+
+
+class Touched(NamedTuple):
+    """u rows by their ids, with the vectors of their keys (u, d) and their values (u, d_v); which
+    of them each query looks at, (n, k), the best first; and where there is one, (n, k)."""
+
+    ids: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    at: np.ndarray
+    live: np.ndarray
+
+
+def asked(database: Database[Any, Any], query: Array) -> Array:
+    """Queries (n, d) as they are compared: numbers, (n, 1), are standardised as the keys were."""
+    view = database._filled()
+    return differentiable(view, query)[0] if view.schema.key_kind == "number" else query
+
+
+def touched(
+    database: Database[Any, Any], query: Array, k: int, score: ScoreLike | None = None
+) -> Touched:
+    """The k rows that match each query (n, d) best, of those that have a value. Numbers are in the
+    keys' own units.
+
+    >>> from qkv import Database
+    >>> D = Database(np.eye(3), np.array([[10.0], [20.0], [30.0]]))
+    >>> found = touched(D, np.array([[0.0, 0.5, 1.0]]), 2)
+    >>> found.value[found.at].tolist()
+    [[[30.0], [20.0]]]
+    """
+    from qkv.attention import nearest
+
+    view = database._filled()
+    if not view.schema.pools:
+        raise CombinationError(
+            f"the values are of type {view.schema.value_kind}, and only numbers can be pooled: "
+            "keep numbers or vectors as values"
+        )
+    query = asked(database, query)
+    view.check(Query(query))
+    allowed = view.having_values(None)[0]
+    rows = view.vectors(allowed)
+    chosen = view.encoder.score(len(view)) if score is None else score
+    scores, places = nearest(rows, query, min(k, rows.shape[0]), score=chosen)
+    fw = of(query)
+    live = fw.to_numpy(scores) > -np.inf
+    ids = view.ids if allowed is None or rows.allowed is not None else view.ids[allowed]
+    ids, at = np.unique(ids[np.where(live, fw.to_numpy(places), 0)], return_inverse=True)
+    value = view.snapshot.tensor("value", ids)
+    return Touched(ids, view.codes(ids), value, at.reshape(live.shape), live)
+
+
+def moves_keys(database: Database[Any, Any]) -> bool:
+    """Whether the keys are their own vectors, so that a row may get another."""
+    view = database._filled()
+    return view.schema.key_kind == "vector" and view.encoder.kind == "arrays"
+
+
+def rewritten(
+    database: Database[Any, Any], ids: np.ndarray, key: np.ndarray | None, value: np.ndarray
+) -> None:
+    """Other values, and other keys where given, for some rows: a new version."""
+    with database._alone():
+        view = database._view
+        schema, rows = view.schema, view.rows(ids.tolist())
+        for i, row in enumerate(rows):
+            if key is not None:
+                row[schema.key[0]] = key[i]
+            if schema.value_kind == "vector":
+                row[schema.value[0]] = value[i]
+            else:
+                row |= dict(zip(schema.value, value[i].tolist(), strict=True))
+        database._write(transposed(rows), remove=ids.tolist(), what="learn")
+
+
+def forget(database: Database[Any, Any], keys: Any) -> int:
+    """Take out every row of these keys; what the encoder learned of them goes too.
+
+    Answers are then as if the rows had never been there. How many went.
+    """
+    with database._alone():
+        gone = database.remove(keys)
+        view = database._view
+        if len(view) and view.count("fitted") and view.encoder.kind != "arrays":
+            database.encode(what="forget")
+    return gone

@@ -1,0 +1,178 @@
+"""A database as the memory of a model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkv import attention
+from qkv.database.database import Database, open
+from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
+from qkv.nn import weightings
+from qkv.nn.scores import LayerScore, built, checked, told
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import TopK, WeightingLike
+
+
+class Memory(nn.Module):
+    """Σᵢ α(q, kᵢ) vᵢ over the rows of a database: query (…, n, h·d) → (…, n, h·d_v), h the heads.
+
+    Each head asks with its d numbers, which live where the vectors of the keys do (numbers are in
+    the units of the keys), compared as the encoder says, or by a `score`. The rows stay in the
+    store: of a `TopK`, the k best of each query are found by reading all keys once, block by block,
+    on the query's device, and only these come into the graph. Another weighting, or a `tolerance`,
+    is `Database.attend`.
+
+    Gradients reach the query and the score. With `learn` they also reach the values that were
+    looked at, and the keys where those are vectors: `step` moves these rows, as a new version.
+
+    The rows are no part of `state_dict`. A copy, and what is pickled, opens the same store.
+
+    >>> import torch, qkv
+    >>> facts = qkv.Database(torch.eye(3), torch.tensor([[10.0], [20.0], [30.0]]))
+    >>> memory = Memory(facts, weighting=TopK(1))
+    >>> memory(torch.tensor([[0.0, 9.0, 0.0]]))
+    tensor([[20.]])
+    >>> memory.forget(torch.tensor([0.0, 1.0, 0.0]))
+    1
+    >>> memory(torch.tensor([[0.1, 9.0, 0.0]]))
+    tensor([[10.]])
+    """
+
+    def __init__(
+        self,
+        database: Database[Any, Any] | str | os.PathLike[str],
+        heads: int = 1,
+        *,
+        score: LayerScore | None = None,
+        weighting: WeightingLike = TopK(32),  # noqa: B008
+        tolerance: float | None = None,
+        learn: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes(heads=heads)
+        self._store = Lent(database)
+        self.heads, self.tolerance, self.learn = heads, tolerance, learn
+        self.score = None if score is None else checked(score, self._widths())
+        self.weighting = weightings.checked(weighting)
+        self._picks = isinstance(self.weighting, TopK) and tolerance is None
+        if learn and not self._picks:
+            raise CombinationError(
+                "learn: rows are moved where a query looks at few: pass weighting=TopK(k) and no "
+                "tolerance"
+            )
+        self._looked: list[tuple[Touched, Tensor, Tensor]] = []
+
+    @property
+    def database(self) -> Database[Any, Any]:
+        return self._store.database
+
+    def _widths(self) -> tuple[int, int]:
+        encoder = self.database.encoder
+        if encoder is None:
+            raise ArgumentError("database: it is empty, so it has no keys yet: add rows first")
+        return encoder.width, encoder.width
+
+    def forward(self, query: Tensor) -> Tensor:
+        check_tensors(query=query)
+        if query.shape[-1] % self.heads:
+            raise ShapeError(
+                f"query: its {query.shape[-1]} numbers are no multiple of {self.heads} heads"
+            )
+        asked = query.reshape(-1, query.shape[-1] // self.heads)
+        out = self._read(asked)
+        return out.reshape(*query.shape[:-1], -1)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    @torch.compiler.disable  # a graph can open no file
+    def _read(self, query: Tensor) -> Tensor:
+        score = None if self.score is None else built(self.score, query.dtype)
+        if not self._picks:
+            weighting = weightings.built(self.weighting, query.dtype)
+            how: Any = {"score": score, "weighting": weighting, "tolerance": self.tolerance}
+            return self.database.attend(query, **how)
+        found = touched(self.database, query, self.weighting.k, score)
+        key, value = (torch.as_tensor(x).to(query) for x in (found.key, found.value))
+        if self.learn and torch.is_grad_enabled():
+            key.requires_grad_(moves_keys(self.database))
+            self._looked.append((found, key, value.requires_grad_()))
+        if score is None:
+            score = self.database.encoder.score(len(self.database))  # type: ignore[union-attr]
+        at = torch.as_tensor(found.at, device=query.device)
+        live = torch.as_tensor(found.live, device=query.device)
+        mask = None if found.live.all() else live[:, None, :]
+        code = asked(self.database, query)[:, None, :]
+        out = attention.attend(code, key[at], value[at], score=score, mask=mask)
+        return out[:, 0, :]
+
+    def step(self, lr: float) -> int:
+        """row ← row − lr · gradient, for the rows that were looked at since the last step: a new
+        version of the database. How many rows moved."""
+        looked, self._looked = self._looked, []
+        looked = [x for x in looked if x[2].grad is not None]
+        if not looked:
+            return 0
+        ids = np.unique(np.concatenate([found.ids for found, _, _ in looked]))
+        moved = np.zeros(len(ids), bool)
+        rows = []
+        for first, part in zip(looked[0][1:], (0, 1), strict=True):
+            now, slope = first.new_zeros(2, len(ids), first.shape[1])
+            for found, *tensors in looked:
+                x = tensors[part]
+                at = torch.as_tensor(np.searchsorted(ids, found.ids), device=x.device)
+                now[at] = x.detach()
+                if x.grad is not None:
+                    slope.index_add_(0, at, x.grad)
+            moved |= slope.any(-1).cpu().numpy()
+            rows.append((now - lr * slope).cpu().numpy())
+        if moved.any():
+            key, value = (x[moved] for x in rows)
+            rewritten(self.database, ids[moved], key if moves_keys(self.database) else None, value)
+        return int(moved.sum())
+
+    def forget(self, keys: Any) -> int:
+        """Take out the rows of these keys (one, or a list): answers are then as if they had never
+        been there. How many went. `database.compact()` takes them out of the files, too."""
+        return forget(self.database, keys)
+
+    def extra_repr(self) -> str:
+        score = "the encoder's" if self.score is None else told(self.score)
+        where = self.database.path or "in memory"
+        return (
+            f"{where}, heads={self.heads}, score={score}, "
+            f"weighting={weightings.told(self.weighting)}"
+        )
+
+
+class Lent:
+    """A database that belongs to the caller, or the one in a folder; copies are the same one."""
+
+    def __init__(self, database: Database[Any, Any] | str | os.PathLike[str]) -> None:
+        if isinstance(database, str | os.PathLike):
+            database = open(os.fspath(database), create=False)
+        if not isinstance(database, Database):
+            raise DtypeError(
+                f"database must be a Database or the path of one, not {type(database).__name__}"
+            )
+        self.database = database
+
+    def __deepcopy__(self, memo: Any) -> Lent:
+        return self
+
+    def __reduce__(self) -> Any:
+        path = self.database.path
+        if path is None:
+            raise CombinationError(
+                "a database in memory cannot be pickled with the layer: keep it in a file, "
+                "qkv.open(path)"
+            )
+        return Lent, (os.fspath(path),)
