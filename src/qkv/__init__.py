@@ -68,6 +68,7 @@ _ROOMS = (
     "keras",
     "names",
     "nn",
+    "retrievers",
     "testing",
     "transformers",
     "types",

@@ -105,6 +105,7 @@ class Answer(Shown):
     _spread: Callable[[], Any] = field(repr=False, compare=False)
     _above: Callable[[float], list[Row]] = field(repr=False, compare=False)
     _source: Callable[[int], Source] | None = field(repr=False, compare=False, default=None)
+    _library: str | None = field(repr=False, compare=False, default=None)
     _set: Callable[[], list[Row]] = field(repr=False, compare=False, default=lambda: _unset())
     _without: Callable[[int], Answer] | None = field(repr=False, compare=False, default=None)
     _influence: Callable[[], Any] | None = field(repr=False, compare=False, default=None)
@@ -282,7 +283,8 @@ class Answer(Shown):
         return found | ({"set": list(map(told, self.set))} if len(self.set) <= SMALL else {})
 
     def to_frame(self) -> Any:
-        """The rows as a data frame of pandas, polars or pyarrow, whichever is there."""
+        """The rows as a data frame, of the library of the frame that the database came from, or of
+        whichever of pandas, polars and pyarrow is there."""
         columns: dict[str, list[Any]] = {
             name: [getattr(row, name) for row in self.rows]
             for name in ("key", "value", "weight", "index")
@@ -291,7 +293,7 @@ class Answer(Shown):
             for name in row.record:
                 if name not in columns:
                     columns[name] = [r.record.get(name) for r in self.rows]
-        return frame(columns)
+        return frame(columns, self._library)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The weights as a figure of matplotlib, also saved where `path` is given."""

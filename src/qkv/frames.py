@@ -1,4 +1,4 @@
-"""Columns as a data frame of whichever library is there."""
+"""Columns as a data frame: of the library that another one came from, or of whichever is there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ N, EXACT = 2**63, 2**53
 """The first int that 64 bits do not hold; below the second every int is a float."""
 
 
-def frame(columns: Mapping[str, list[Any]]) -> Any:
-    """Columns as a frame of pandas or polars if one is loaded, else of what is installed of polars,
-    pandas and pyarrow.
+def library_of(frame: Any) -> str | None:
+    """The library that a data frame is of; None for one that `frame` cannot make."""
+    root = type(frame).__module__.partition(".")[0]
+    return root if root in ("pandas", "polars", "pyarrow") else None
+
+
+def frame(columns: Mapping[str, list[Any]], of: str | None = None) -> Any:
+    """Columns as a frame of a library; of none, of pandas or polars if one is loaded, else of what
+    is installed of polars, pandas and pyarrow.
 
     A missing cell costs no digit of its column's ints: pandas has Int64 for that.
     """
     order = [name for name in ("pandas", "polars") if name in sys.modules]
-    for name in (*order, "polars", "pandas", "pyarrow"):
+    for name in (of,) if of else (*order, "polars", "pandas", "pyarrow"):
         try:
             library = importlib.import_module(name)
         except ModuleNotFoundError:

@@ -52,9 +52,11 @@ class Asked:
         top: int,
         tolerance: float | None,
         promise: Promise | str = "",
+        library: str | None = None,
     ):
         self.view, self.score, self.weighting = view, score, weighting
         self.top, self.tolerance, self.promise = top, tolerance, promise
+        self.library = library
         self.live, self.missing = view.having_values(live)
         self.total = len(view.ids) if self.live is None else int(np.count_nonzero(self.live))
         # Where few rows may answer, weights are of those alone.
@@ -87,9 +89,8 @@ class Asked:
         """The same had the row at this place not been there."""
         live = np.ones(len(self.view.ids), bool) if self.live is None else self.live.copy()
         live[place] = False
-        made = Asked(
-            self.view, self.score, self.weighting, live, self.top, self.tolerance, self.promise
-        )
+        how = (self.top, self.tolerance, self.promise, self.library)
+        made = Asked(self.view, self.score, self.weighting, live, *how)
         made.missing = self.missing
         return made
 
@@ -175,6 +176,7 @@ class Asked:
             _weights=lambda: self.of_all(given()),
             _spread=lambda: self._spread(given(), value),
             _above=above,
+            _library=self.library,
             _source=lambda most: self._source(query, given(), most),
         )
 

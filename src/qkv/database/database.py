@@ -14,6 +14,7 @@ from qkv.database.schema import Cells, keyed, plain, transposed
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError
+from qkv.frames import library_of
 from qkv.types import K, Progress, Shaped, V
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class Database(Writing[K, V]):
 
     @classmethod
     def from_frame(cls, frame: Any, **how: Any) -> Database:
-        """A data frame of pandas, polars or pyarrow; `how` as in `from_columns`.
+        """A data frame of pandas, polars or pyarrow, as which answers and rows come out again;
+        `how` as in `from_columns`.
 
         >>> import pandas
         >>> students = pandas.DataFrame({"gpa": [3.1, 3.9], "salary": [70.0, 95.0]})
@@ -142,7 +144,25 @@ class Database(Writing[K, V]):
         """
         from qkv.database import sources
 
-        return cls.from_columns(sources.from_frame(frame).columns, **how)
+        made = cls.from_columns(sources.from_frame(frame).columns, **how)
+        made._library = library_of(frame)
+        return made
+
+    @classmethod
+    def from_dataset(cls, dataset: Any, **how: Any) -> Database:
+        """One split of a Hugging Face data set; `how` as in `from_columns`.
+
+        Lists of floats that are all of one length are vectors. One that is streamed is read to its
+        end: `dataset.take(1000)` is less of it.
+
+        >>> from datasets import Dataset
+        >>> names = Dataset.from_dict({"name": ["Li", "Hu"], "label": [0, 1]})
+        >>> Database.from_dataset(names, key="name", value="label").ask("Lii").to_frame()["key"][0]
+        'Li'
+        """
+        from qkv.database import sources
+
+        return cls.from_columns(sources.from_dataset(dataset).columns, **how)
 
     @classmethod
     def from_source(
@@ -177,7 +197,9 @@ class Database(Writing[K, V]):
         >>> D.by(key="major", value="name")["law"]
         'Bo'
         """
-        return Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
+        made = Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
+        made._library = self._library
+        return made
 
     def valuate(self, pairs: Iterable[Any], **how: Unpack[AttendHow]) -> Valuation:
         """What each row does for the answers to (query, right value) pairs: by how much their loss

@@ -32,10 +32,10 @@ BATCH = 8192
 """Rows that are written together."""
 
 
-def to_frame(columns: Sequence[str], rows: Rows) -> Any:
-    """The rows as a frame of pandas, polars or pyarrow, whichever is there."""
+def to_frame(columns: Sequence[str], rows: Rows, of: str | None = None) -> Any:
+    """The rows as a frame of a library, or of whichever of pandas, polars and pyarrow is there."""
     found = transposed(map(_present, rows))
-    return frame({name: found.get(name, []) for name in columns})
+    return frame({name: found.get(name, []) for name in columns}, of)
 
 
 def write(

@@ -69,8 +69,9 @@ class Leaving(Shown, Reading[K, V]):
         return self._view.whole(name)
 
     def to_frame(self, where: Any = None) -> Any:
-        """All columns as a data frame: of pandas or polars if one is loaded, else of what is
-        installed of polars, pandas and pyarrow. `Database.from_frame` takes it back.
+        """All columns as a data frame: of the library of the frame that the rows came from, else of
+        pandas or polars if one is loaded, else of what is installed of polars, pandas and pyarrow.
+        `Database.from_frame` takes it back.
 
         >>> import pandas
         >>> from qkv import Database
@@ -79,7 +80,7 @@ class Leaving(Shown, Reading[K, V]):
         """
         from qkv.database import export
 
-        return export.to_frame(self.columns, self.rows(where=where))
+        return export.to_frame(self.columns, self.rows(where=where), self._library)
 
     def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
         """All columns as CSV, a missing cell empty; how many rows were written.

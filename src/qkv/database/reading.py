@@ -103,6 +103,7 @@ class Reading(Generic[K, V]):
 
             self._encoder_wish = encoders.resolve(encoder)
         self._held: View | None = None
+        self._library: str | None = None
 
     @classmethod
     def _on(cls, store: Store, **wish: Any) -> Self:
@@ -246,7 +247,8 @@ class Reading(Generic[K, V]):
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         live = view.where(where)
         promise = conformal.kept(view, score, weighting)
-        answers = Asked(view, chosen, alpha, live, top, tolerance, promise).answers(queries)
+        asked = Asked(view, chosen, alpha, live, top, tolerance, promise, self._library)
+        answers = asked.answers(queries)
         return answers[0] if single else answers
 
     @overload
@@ -317,6 +319,7 @@ class Reading(Generic[K, V]):
         """The database as it was at a version, to be read."""
         past = type(self)._on(self._store, pin=version)
         assert past._view.snapshot.version == version
+        past._library = self._library
         return past
 
     def versions(self) -> list[Any]:

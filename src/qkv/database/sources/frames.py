@@ -1,4 +1,4 @@
-"""Data frames of pandas, polars and pyarrow, through narwhals."""
+"""Data frames of pandas, polars and pyarrow, through narwhals; data sets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -50,6 +50,44 @@ def from_frame(frame: Any) -> Table:
         _check_text(cells, names[place])
         columns.append(cells)
     return build(_FILE, names, columns, _FILE)
+
+
+def from_dataset(dataset: Any) -> Table:
+    """The table of a Hugging Face data set, whole or streamed; its lists of floats that have one
+    length are vectors."""
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        raise DtypeError(
+            "dataset must be a data set of Hugging Face's datasets, not a "
+            f"{type(dataset).__name__}: load one with datasets.load_dataset(name, split=…)"
+        )
+    if isinstance(dataset, dict):
+        raise DtypeError(
+            f"dataset holds the splits {', '.join(map(repr, dataset))}: pass one of them, "
+            f"dataset[{next(iter(dataset), 'train')!r}]"
+        )
+    import pyarrow
+
+    if hasattr(dataset, "with_format") and hasattr(dataset, "__len__"):
+        table = dataset.with_format("arrow")[:]
+    else:
+        table = pyarrow.Table.from_pylist(list(dataset))
+    for place, name in enumerate(table.column_names):
+        table = table.set_column(place, name, _vectors(table.column(name)))
+    return from_frame(table)
+
+
+def _vectors(column: Any) -> Any:
+    """A column of lists of floats as one of vectors, if they have one length."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind = column.type
+    if not pyarrow.types.is_list(kind) or not pyarrow.types.is_floating(kind.value_type):
+        return column
+    sizes = compute.unique(compute.list_value_length(column)).to_pylist()
+    if len(sizes) != 1 or not sizes[0]:
+        return column
+    return column.cast(pyarrow.list_(kind.value_type, sizes[0]))
 
 
 def _check_text(cells: list[Any], name: str) -> None:

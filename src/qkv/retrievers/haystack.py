@@ -1,0 +1,58 @@
+"""A database as a component of Haystack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from haystack import Document, component, default_to_dict
+
+from qkv.errors import CombinationError
+from qkv.retrievers.found import check, found
+
+
+@component
+class HaystackRetriever:
+    """The heaviest rows for a question as documents of Haystack, whose score is the row's weight.
+
+    `content` names the column that is their text, by default the value; `how` is that of `ask`:
+    `where`, `score`, `weighting`.
+
+    >>> from qkv import Database
+    >>> from qkv.retrievers import HaystackRetriever
+    >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
+    >>> found = HaystackRetriever(facts, top=1).run(query="which mountain is tallest?")
+    >>> found["documents"][0].content, found["documents"][0].meta["key"]
+    ('Everest', 'the tallest mountain')
+    """
+
+    def __init__(
+        self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
+    ) -> None:
+        check(database, top)
+        self.database, self.top, self.content, self.how = database, top, content, how
+
+    @component.output_types(documents=list[Document])
+    def run(self, query: str, top: int | None = None) -> dict[str, list[Document]]:
+        rows = found(self.database, query, top or self.top, self.content, **self.how)
+        return {
+            "documents": [
+                Document(content=text, meta=about, score=weight) for text, about, weight in rows
+            ]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a pipeline keeps it: the database by its folder."""
+        if getattr(self.database, "path", None) is None:
+            raise CombinationError(
+                "a pipeline keeps a database by its folder, and this one is in memory: keep it in "
+                "one, Database.from_columns(…, path=…)"
+            )
+        told = {"database": str(self.database.path), "top": self.top, "content": self.content}
+        return default_to_dict(self, **told, **self.how)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HaystackRetriever:
+        from qkv.database import open
+
+        told = dict(data["init_parameters"])
+        return cls(open(told.pop("database"), create=False), **told)

@@ -1,0 +1,41 @@
+"""A database as a retriever of LangChain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from pydantic import Field
+
+from qkv.retrievers.found import check, found
+
+
+class LangChainRetriever(BaseRetriever):
+    """The heaviest rows for a question as documents of LangChain.
+
+    `content` names the column that is their text, by default the value; `how` is that of `ask`:
+    `where`, `score`, `weighting`.
+
+    >>> from qkv import Database
+    >>> from qkv.retrievers import LangChainRetriever
+    >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
+    >>> document = LangChainRetriever(database=facts, top=1).invoke("which mountain is tallest?")[0]
+    >>> document.page_content, document.metadata["key"]
+    ('Everest', 'the tallest mountain')
+    """
+
+    database: Any
+    top: int = 5
+    content: str | None = None
+    how: dict[str, Any] = Field(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        check(self.database, self.top)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        rows = found(self.database, query, self.top, self.content, **self.how)
+        return [Document(page_content=text, metadata=about) for text, about, _ in rows]

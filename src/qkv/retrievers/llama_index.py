@@ -1,0 +1,41 @@
+"""A database as a retriever of LlamaIndex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+
+from qkv.retrievers.found import check, found
+
+
+class LlamaIndexRetriever(BaseRetriever):
+    """The heaviest rows for a question as nodes of LlamaIndex, whose score is the row's weight.
+
+    `content` names the column that is their text, by default the value; `how` is that of `ask`:
+    `where`, `score`, `weighting`.
+
+    >>> from qkv import Database
+    >>> from qkv.retrievers import LlamaIndexRetriever
+    >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
+    >>> node = LlamaIndexRetriever(facts, top=1).retrieve("which mountain is tallest?")[0]
+    >>> node.text, node.metadata["key"]
+    ('Everest', 'the tallest mountain')
+    """
+
+    def __init__(
+        self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
+    ) -> None:
+        check(database, top)
+        self.database, self.top, self.content, self.how = database, top, content, how
+        super().__init__()
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        query = query_bundle.query_str
+        return [
+            NodeWithScore(node=TextNode(text=text, metadata=about), score=weight)
+            for text, about, weight in found(
+                self.database, query, self.top, self.content, **self.how
+            )
+        ]

@@ -1,0 +1,61 @@
+"""Frames come out of the library that they came in from; data sets of Hugging Face come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import narwhals
+import numpy as np
+import pandas
+import polars
+import pyarrow
+import pytest
+
+import qkv
+from qkv.errors import DtypeError
+
+TABLE = {"name": ["Li", "Hu", "Wu"], "age": [34, None, 29]}
+LIBRARIES = {"pandas": pandas.DataFrame, "polars": polars.DataFrame, "pyarrow": pyarrow.table}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_came_in_comes_out(library: str, tmp_path: Any) -> None:
+    frame = LIBRARIES[library](TABLE)
+    D = qkv.Database.from_frame(frame, key="name", value="age", path=tmp_path / "D.qkv")
+    answer = D.ask("Li")
+    for found in (
+        answer.to_frame(),
+        answer.without(0).to_frame(),
+        D.to_frame(),
+        D.at(1).ask("Li").to_frame(),
+        D.by(key="name").ask("Li").to_frame(),
+    ):
+        assert type(found) is type(frame)
+    found = narwhals.from_native(answer.to_frame())
+    assert found["name"].to_list() == found["key"].to_list() == [row.key for row in answer.rows]
+    assert found["age"].to_list() == [34, 29]  # a row without a value was not asked
+    assert found["weight"].to_list() == [row.weight for row in answer.rows]
+    D.close()
+
+
+def test_without_a_frame_it_is_whichever_is_there() -> None:
+    found = qkv.Database({"Li": 34}).ask("Li").to_frame()
+    assert isinstance(found, pandas.DataFrame | polars.DataFrame)
+
+
+def test_a_data_set_comes_in() -> None:
+    from datasets import Dataset, DatasetDict
+
+    vectors = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    told = Dataset.from_dict({**TABLE, "vector": vectors, "words": [["a"], ["b", "c"], []]})
+    D = qkv.Database.from_dataset(told, key="name", value="age")
+    assert (D["Li"], D["Hu"], len(D)) == (34, None, 3)
+    some = qkv.Database.from_dataset(told.select([2, 0]), key="vector", value="name")
+    assert some[np.array([1.0, 1.0])] == "Wu" and len(some) == 2
+    assert some.ask(np.array([1.0, 0.1])).rows[0].record["words"] in (["a"], [])
+    streamed = qkv.Database.from_dataset(told.to_iterable_dataset(), key="name", value="vector")
+    np.testing.assert_allclose(streamed["Hu"], [0, 1])
+    with pytest.raises(DtypeError, match=r"dataset\['train'\]"):
+        qkv.Database.from_dataset(DatasetDict({"train": told, "test": told}))
+    with pytest.raises(DtypeError, match=r"not a list: load one with datasets\.load_dataset"):
+        qkv.Database.from_dataset([1])
