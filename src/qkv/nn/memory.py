@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkv import attention
 from qkv.database.database import Database, open
 from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
+from qkv.errors import CombinationError, DtypeError, ShapeError, sizes
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, told
 from qkv.nn.tensors import called_as, check_tensors
@@ -72,11 +72,10 @@ class Memory(nn.Module):
     def database(self) -> Database[Any, Any]:
         return self._store.database
 
-    def _widths(self) -> tuple[int, int]:
-        encoder = self.database.encoder
-        if encoder is None:
-            raise ArgumentError("database: it is empty, so it has no keys yet: add rows first")
-        return encoder.width, encoder.width
+    def _widths(self) -> tuple[int, int] | None:
+        """Of query and key; None while there are no keys."""
+        encoder = self.database.encoder if len(self.database) else None
+        return None if encoder is None else (encoder.width, encoder.width)
 
     def forward(self, query: Tensor) -> Tensor:
         check_tensors(query=query)
