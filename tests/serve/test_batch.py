@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from qkv.database.faults import Closed
-from qkv.serve import limits
+from qkv.serve import batch, limits
 from qkv.serve.batch import Batches
 from qkv.serve.shelf import Shelf
 from tests.serve.conftest import KEYS
@@ -45,6 +45,23 @@ def test_those_that_wait_make_the_next_batch() -> None:
     with pytest.raises(ValueError, match="bad"):
         rest[2].result(10)
     assert slow.seen == [("x", ["a"]), ("x", ["b", "bad", "d"]), ("y", ["c"])]
+    batches.close()
+
+
+def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PATIENCE", 1e6)
+    monkeypatch.setattr(batch, "LONGEST", 10)
+    slow = Slow()
+    batches = Batches(slow)
+    again: list[Any] = []
+    first = batches.ask("x", "a")
+    first.add_done_callback(lambda _: again.append(batches.ask("x", "d")))
+    slow.begun.wait(10)
+    rest = [batches.ask("x", one) for one in "bc"]
+    slow.go.set()
+    assert [f.result(10) for f in (first, *rest)] == ["A", "B", "C"]
+    assert again[0].result(10) == "D"
+    assert [asked for _, asked in slow.seen] == [["a"], ["b", "c", "d"]]
     batches.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,10 @@ from qkv.database.faults import Closed
 from qkv.serve import limits
 
 Answered = Callable[[Any, list[Any]], Sequence[Any]]
+
+PATIENCE, LONGEST = 1 / 8, 0.05
+"""How long a database waits for those whom it has just answered: a part of the time that they took,
+and some seconds at most. Whoever asks again by then is of the next batch, not of the one after."""
 
 
 class Batches:
@@ -28,9 +33,11 @@ class Batches:
     def __init__(self, answer: Answered, seen: Callable[[int], object] = lambda size: None):
         self._answer, self._seen = answer, seen
         self._thread = ThreadPoolExecutor(1, "qkv-ask")
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waiting: dict[Hashable, list[tuple[Any, int, Future[Any]]]] = {}
         self._busy = False
+        self._asking, self._until = 0, 0.0
+        """How many asked at once when the last batch ended, and until when they are waited for."""
 
     def ask(self, how: Hashable, asked: Any, size: int = 1) -> Future[Any]:
         """The answer to come; `size` is how many queries were asked."""
@@ -44,6 +51,7 @@ class Batches:
                 except RuntimeError:
                     raise Closed("the database is no longer served") from None
                 self._busy = True
+            self._lock.notify()
         return found
 
     def _work(self) -> None:
@@ -53,10 +61,15 @@ class Batches:
             if not asks:
                 continue
             self._seen(sum(size for _, size, _ in asks))
+            begin = time.monotonic()
             try:
                 answers = self._answer(how, [asked for asked, _, _ in asks])
             except BaseException as error:
                 answers = [error] * len(asks)
+            with self._lock:
+                self._asking = len(asks) + self._count()
+                now = time.monotonic()
+                self._until = now + min(PATIENCE * (now - begin), LONGEST)
             for (_, _, found), answer in zip(asks, answers, strict=True):
                 if isinstance(answer, BaseException):
                     found.set_exception(answer)
@@ -69,6 +82,9 @@ class Batches:
             if not self._waiting:
                 self._busy = False
                 return None
+            self._lock.wait_for(
+                lambda: self._count() >= self._asking, self._until - time.monotonic()
+            )
             how = next(iter(self._waiting))
             asks, taken, count = self._waiting.pop(how), 0, 0
             while taken < len(asks) and (not taken or count + asks[taken][1] <= limits.QUERIES):
@@ -77,6 +93,9 @@ class Batches:
             if asks[taken:]:
                 self._waiting[how] = asks[taken:]  # behind the others
             return how, asks[:taken]
+
+    def _count(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     def close(self) -> None:
         """Answer what waits, and end."""
