@@ -379,19 +379,22 @@ def bar(weight: float, width: int = BAR) -> str:
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
 
 
-def jsonable(x: Any) -> Any:
-    """Anything a database holds as what JSON has: arrays as lists, the rest as text."""
+def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> Any:
+    """Anything a database holds as what JSON has: arrays as lists, the rest as text.
+
+    `numbers` is what becomes of an array of finite ones, for a writer that knows arrays.
+    """
     if isinstance(x, np.ndarray):
         plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
-        return x.tolist() if plain else jsonable(x.tolist())
+        return numbers(x) if plain else jsonable(x.tolist())
     if isinstance(x, np.generic):
         return jsonable(x.item())
     if isinstance(x, float) and not math.isfinite(x):
         return None if math.isnan(x) else str(x)
     if isinstance(x, Mapping):
-        return {str(name): jsonable(item) for name, item in x.items()}
+        return {str(name): jsonable(item, numbers) for name, item in x.items()}
     if isinstance(x, list | tuple):
-        return [jsonable(item) for item in x]
+        return [jsonable(item, numbers) for item in x]
     if isinstance(x, bytes | bytearray):
         return x.hex()
     return x if x is None or isinstance(x, str | int | float | bool) else str(x)

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+import numpy as np
+import orjson
 from starlette.responses import Response
 
 from qkv.answer import jsonable
@@ -42,10 +44,15 @@ def written(found: Any, status: int = 200, *, exactly: bool = False) -> Response
     if exactly:
         return Response(wire.dumps(found), status, media_type=wire.CELLS)
     try:
-        text = json.dumps(found, allow_nan=False, separators=(",", ":"), default=jsonable)
-    except (TypeError, ValueError):
-        text = json.dumps(jsonable(found), separators=(",", ":"))
+        text = orjson.dumps(jsonable(found, _wide), option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # an integer of more than 64 bits, half of a surrogate pair
+        text = json.dumps(jsonable(found), separators=(",", ":")).encode()
     return Response(text, status, media_type="application/json")
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """The digits that Python's own numbers have."""
+    return np.ascontiguousarray(x, dtype=np.float64 if x.dtype.kind == "f" else None)
 
 
 def refusal(refused: Refused, *, exactly: bool = False) -> Response:
