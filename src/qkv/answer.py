@@ -98,6 +98,12 @@ class Answer(Shown):
     """The version of the database that answered."""
     coverage: float | None = field(kw_only=True, default=None)
     """With which probability `set` holds the right row; None where nothing is promised."""
+    error_bound: float = field(kw_only=True, default=0.0)
+    """½ Σ |αᵢ − exact αᵢ| is at most this; 0 where it is as exact as the dtype."""
+    rows_read: int = field(kw_only=True, default=0)
+    """Rows whose keys were read in full."""
+    statistical: bool = field(kw_only=True, default=False)
+    """Whether the bound holds with the confidence that was asked for, and is not proven."""
     engine: str
     score: str
     weighting: str

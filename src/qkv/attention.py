@@ -8,18 +8,20 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import numpy as np
+
 from qkv import masks, scores
-from qkv.arrays import framework, framework_of, of
+from qkv.arrays import framework, framework_of, of, to_numpy, tree
 from qkv.arrays.rows import Rows, Weighed, taken
+from qkv.engines import certified, sharded, stored, streaming
 from qkv.engines import nearest as best
 from qkv.engines import plan as plans
-from qkv.engines import sharded, stored, streaming
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.masks import Mask, MaskLike
-from qkv.scores import Score, ScoreLike
+from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
 
@@ -383,11 +385,13 @@ def over(
     score: ScoreLike,
     weighting: WeightingLike,
     tolerance: float | None = None,
+    confidence: float | None = None,
 ) -> Array:
     """`attend` over rows that are read, not held: query (n, d) → (n, d_v), in its framework.
 
     Gradients reach the query and every array of the score and the weighting; the rows are read
-    again on the way back.
+    again on the way back. `tolerance` and `confidence` are as in `weigh`, where nothing wants a
+    gradient; with one, the answer is exact.
 
     >>> import numpy as np
     >>> from qkv.arrays.rows import Stored
@@ -403,8 +407,15 @@ def over(
         )
     score, weighting = resolved(score, weighting, None)
     weighting = weighting.among(rows.key.shape[0])
-    score = _readable(rows, query, score, tolerance)
+    score.check(tuple(query.shape), rows.key.shape)
     with fw.quiet():
+        leaves = tree.leaves(fw, (score, weighting))
+        if tolerance is not None and not fw.needs_gradient([query, *leaves]):
+            given = np.ascontiguousarray(to_numpy(query))
+            given = given.astype(np.result_type(given, np.float32), copy=False)
+            found = certified.run(rows, given, score, weighting, tolerance, confidence)
+            if isinstance(found, Weighed):
+                return taken(fw, found.out, query)
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
 
@@ -456,10 +467,15 @@ def weigh(
     score: ScoreLike,
     weighting: WeightingLike,
     tolerance: float | None = None,
+    confidence: float | None = None,
     matches: Array | None = None,
 ) -> Weighed:
     """The same with the weight of every row beside, on NumPy; `matches` (n, m) are the scores where
     no vectors were compared.
+
+    With a `tolerance` the weights are proven to lie that near to the exact ones (½ Σ |difference|),
+    or with a `confidence` shown to do so by rows that were drawn; where codes beside the keys
+    cannot prove it, they are exact.
 
     >>> import numpy as np
     >>> from qkv.arrays.rows import Stored
@@ -471,16 +487,11 @@ def weigh(
     weighting = weighting.among(rows.key.shape[0])
     with framework("numpy").quiet():
         if matches is None:
-            matches = stored.scored(rows, query, _readable(rows, query, score, tolerance))  # type: ignore[arg-type]
-        return stored.run(rows, matches, weighting)
-
-
-def _readable(rows: Rows, query: Array, score: Score, tolerance: float | None) -> Score:
-    """The score, or a faster one within the tolerance where the keys lie together."""
-    score.check(tuple(query.shape), rows.key.shape)
-    first = None if tolerance is None else next(iter(rows.read())).vectors()
-    if first is None or len(first) != rows.key.shape[0]:
-        return score
-    fw = of(query)
-    near = score.lowered(query, taken(fw, first, query), tolerance, fw.dtype(query))
-    return score if isinstance(near, str) else near[0]
+            assert query is not None
+            score.check(tuple(query.shape), rows.key.shape)
+            if tolerance is not None:
+                found = certified.run(rows, query, score, weighting, tolerance, confidence)
+                if isinstance(found, Weighed):
+                    return found
+            matches = stored.scored(rows, query, score)
+        return stored.run(rows, matches, weighting)._replace(read=rows.key.shape[0])

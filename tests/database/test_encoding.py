@@ -9,7 +9,7 @@ import pytest
 
 import qkv
 from qkv import scores
-from qkv.database import encoding
+from qkv.database import codes, encoding
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
 from qkv.database.store.catalogue import FILE
 
@@ -21,7 +21,7 @@ TITLES = [
 def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
     x = np.random.default_rng(0).normal(size=(50, 33)) * np.logspace(-20, 20, 50)[:, None]
     x[3] = 0
-    code, scale = encoding.in_8_bits(x.astype(np.float32))
+    code, scale = codes.in_8_bits(x.astype(np.float32))
     assert code.dtype == np.int8 and scale.dtype == np.float32
     top = np.abs(x).max(axis=1, keepdims=True)
     assert (np.abs(code * scale[:, None].astype(np.float64) - x) <= top / 253.9).all()
@@ -29,7 +29,7 @@ def test_each_number_is_right_to_a_254th_of_the_largest_of_its_row():
 
 
 def test_a_vector_that_is_not_finite_stays_so():
-    code, scale = encoding.in_8_bits(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
+    code, scale = codes.in_8_bits(np.array([[1.0, np.nan], [1.0, np.inf]], np.float32))
     assert not np.isfinite(scale).any() and not code.any()
 
 

@@ -16,19 +16,44 @@ CACHED = 2**18
 """Numbers of keys that are made floats at a time, so that they are compared in cache."""
 
 
+class Near(NamedTuple):
+    """8-bit codes beside rows: each key lies within `residual` of scale · code.
+
+    code (c, d), and for each row: `scale`, `residual` and `norm` ‖k‖. Rows with the same number in
+    `block` were rounded together: Σ (φ·(k − scale · code))² over them is at most `spread`² ‖φ‖²,
+    for any φ. Every bound is rounded up. Where the keys are the codes themselves there is
+    nothing but them and their scale.
+    """
+
+    code: np.ndarray
+    scale: np.ndarray
+    residual: np.ndarray | None = None
+    norm: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    block: np.ndarray | None = None
+
+    def some(self, at: Any) -> Near:
+        rest = (None if x is None else x[at] for x in self[2:])
+        return Near(self.code[at], self.scale[at], *rest)
+
+
 class Stored(NamedTuple):
     """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all).
 
-    Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits.
+    Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits. `near`
+    are codes beside the keys, or what is known of keys that are codes.
     """
 
     key: np.ndarray | Wide
     value: np.ndarray | None = None
     live: np.ndarray | None = None
     scale: np.ndarray | None = None
+    near: Near | None = None
 
     def some(self, at: slice) -> Stored:
-        return Stored(self.key[at], *(None if x is None else x[at] for x in self[1:]))
+        near = None if self.near is None else self.near.some(at)
+        value, live, scale = (None if x is None else x[at] for x in self[1:4])
+        return Stored(self.key[at], value, live, scale, near)
 
     def scaled(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The keys that live, and what each is to be multiplied by."""
@@ -59,6 +84,13 @@ class Cut(NamedTuple):
 
     def key(self) -> np.ndarray:
         return self.stored.vectors()
+
+    def vectors(self, at: np.ndarray) -> np.ndarray:
+        """The keys of some of the rows."""
+        stored = self.stored
+        at = at if stored.live is None else np.flatnonzero(stored.live)[at]
+        scale = None if stored.scale is None else stored.scale[at]
+        return Stored(np.asarray(stored.key[at]), scale=scale).vectors()
 
     def value(self, at: np.ndarray | None = None) -> np.ndarray:
         """The values, or those of some of the rows."""
@@ -107,8 +139,9 @@ class Rows:
     def value(self) -> Column:
         return Column(self, (self.shape[0], self.width))
 
-    def cuts(self, size: int) -> Cuts:
-        return Cuts(self, size)
+    def cuts(self, size: int, codes: bool = False) -> Cuts:
+        """All rows in cuts; those whose `codes` alone are read need not be as short."""
+        return Cuts(self, size, codes)
 
     def whole(self, fw: Framework, like: Array) -> tuple[Array, Array, Array | None]:
         """Every live row: key, value, and which are allowed, (1, m)."""
@@ -126,13 +159,22 @@ class Rows:
 class Weighed(NamedTuple):
     """What is known when all rows were read, for n queries: Σᵢ αᵢ vᵢ (n, d_v), α (n, m), the
     entropy (n,) of |α|, log Σ exp(score) (n,) for a weighting that has one, and the best score
-    (n,)."""
+    (n,).
+
+    `error` (n,) is how far α may lie from the exact weights (½ Σ |difference|), 0 where it is as
+    exact as the dtype, `statistical` where rows were drawn for it; `read` is how many keys were
+    read in full; `bound` is the same as a monoid, where codes were read first.
+    """
 
     out: np.ndarray
     weights: np.ndarray
     entropy: np.ndarray
     lse: np.ndarray | None
     best: np.ndarray
+    error: np.ndarray | float = 0.0
+    read: int = 0
+    bound: Any = None
+    statistical: bool = False
 
 
 class Column(NamedTuple):
@@ -145,14 +187,14 @@ class Column(NamedTuple):
 class Cuts:
     """All rows in cuts of at most so many, in groups that are read together."""
 
-    def __init__(self, rows: Rows, size: int):
-        self.rows, self.size = rows, size
+    def __init__(self, rows: Rows, size: int, codes: bool = False):
+        self.rows, self.size, self.codes = rows, size, codes
 
     def __iter__(self) -> Iterator[list[Cut]]:
         at, allowed, group = 0, self.rows.allowed, []
         for stored in self.rows.read():
             step = self.size
-            if stored.scale is not None or isinstance(stored.key, Wide):
+            if not self.codes and (stored.scale is not None or isinstance(stored.key, Wide)):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
             for start in range(0, len(stored.key), step):
                 some = stored.some(slice(start, start + step))

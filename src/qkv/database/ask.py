@@ -53,10 +53,11 @@ class Asked:
         tolerance: float | None,
         promise: Promise | str = "",
         library: str | None = None,
+        confidence: float | None = None,
     ):
         self.view, self.score, self.weighting = view, score, weighting
         self.top, self.tolerance, self.promise = top, tolerance, promise
-        self.library = library
+        self.library, self.confidence = library, confidence
         self.live, self.missing = view.having_values(live)
         self.total = len(view.ids) if self.live is None else int(np.count_nonzero(self.live))
         # Where few rows may answer, weights are of those alone.
@@ -89,7 +90,7 @@ class Asked:
         """The same had the row at this place not been there."""
         live = np.ones(len(self.view.ids), bool) if self.live is None else self.live.copy()
         live[place] = False
-        how = (self.top, self.tolerance, self.promise, self.library)
+        how = (self.top, self.tolerance, self.promise, self.library, self.confidence)
         made = Asked(self.view, self.score, self.weighting, live, *how)
         made.missing = self.missing
         return made
@@ -112,8 +113,11 @@ class Asked:
             score=self.score,
             weighting=self.weighting,
             tolerance=self.tolerance,
+            confidence=self.confidence,
             matches=matches,
         )
+        if found.bound is not None:
+            engine = f"codes of {engine[8:]}, {found.read:,} of them read in full"
         return found, engine
 
     def _encoded(self, queries: Any) -> Query:
@@ -168,6 +172,9 @@ class Asked:
             version=self.view.version,
             entropy=float(found.entropy[at]),
             lse=None if found.lse is None else float(found.lse[at]),
+            error_bound=float(np.broadcast_to(found.error, len(found.out))[at]),
+            rows_read=found.read,
+            statistical=found.statistical,
             coverage=None if isinstance(self.promise, str) else self.promise.coverage,
             **told,
             _set=partial(self._set, given) if fits else list,

@@ -29,6 +29,7 @@ class How(TypedDict, total=False):
     value: str | Sequence[str]
     encoder: EncoderLike | None
     unique: bool
+    precision: str | None
 
 
 class Database(Writing[K, V]):
@@ -39,7 +40,9 @@ class Database(Writing[K, V]):
     gives the same on disk.
 
     `key` and `value` name the columns. `encoder` turns keys into vectors that are compared: a name
-    or an object of `qkv.database.encoders`; without one, the keys' type decides.
+    or an object of `qkv.database.encoders`; without one, the keys' type decides. `precision` is
+    what the vectors are kept as: "float32", "float16", or "int8", a quarter of the bytes, with a
+    bound on what that costs; without one, as they come, and those of text as int8.
 
     >>> D = Database({"Zhang": "Aston", "Lipton": "Zachary", "Li": "Mu"})
     >>> D["Li"]
@@ -69,8 +72,9 @@ class Database(Writing[K, V]):
         value: str | Sequence[str] = "value",
         encoder: EncoderLike | None = None,
         unique: bool = False,
+        precision: str | None = None,
     ):
-        super().__init__(Store(None), key, value, encoder, unique)
+        super().__init__(Store(None), key, value, encoder, unique, precision)
         if data is not None:
             self.add(data, values)
 
@@ -83,6 +87,7 @@ class Database(Writing[K, V]):
         value: str | Sequence[str] | None = None,
         encoder: EncoderLike | None = None,
         unique: bool = False,
+        precision: str | None = None,
         path: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Database:
@@ -106,7 +111,7 @@ class Database(Writing[K, V]):
         columns = dict(zip(told, columns.values(), strict=True))
         keys = names(key) if key is not None else (_first_text(columns),)
         values = names(value) if value is not None else others(columns, keys)
-        wish = {"key": keys, "value": values, "unique": unique}
+        wish = {"key": keys, "value": values, "unique": unique, "precision": precision}
         path = None if path is None else folder.named(path)
         if path is None or os.path.lexists(path):
             made = cls._on(Store(path), encoder=encoder, **wish)
@@ -235,12 +240,13 @@ def open(
     value: str | Sequence[str] | None = "value",
     encoder: EncoderLike | None = None,
     unique: bool = False,
+    precision: str | None = None,
     skip_damaged: bool = False,
 ) -> Database:
     """The database in the folder `path`, made empty where there is none unless `create=False`.
 
-    `key`, `value`, `encoder` and `unique` are for a new one; its first rows fix them. Close it, or
-    use it in a `with`.
+    `key`, `value`, `encoder`, `unique` and `precision` are for a new one; its first rows fix them.
+    Close it, or use it in a `with`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +257,8 @@ def open(
     'Mu'
     """
     store = Store(path, create=create, skip_damaged=skip_damaged)
-    return Database._on(store, key=key, value=value, encoder=encoder, unique=unique)
+    wish = {"key": key, "value": value, "unique": unique, "precision": precision}
+    return Database._on(store, encoder=encoder, **wish)
 
 
 def _first_text(columns: Cells) -> str:

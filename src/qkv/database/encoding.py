@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from qkv.arrays.ragged import Ragged, Wide, joined, places
 from qkv.arrays.rows import Stored
+from qkv.database import codes
 from qkv.database.schema import Schema
 from qkv.database.view import View
 from qkv.types import Progress
@@ -38,33 +39,54 @@ def told(encoder: Encoder, keys: int) -> dict[str, Any]:
 
 
 def encoded(
-    encoder: Encoder, keys: Any, rounded: bool, progress: Progress | None = None
+    encoder: Encoder, keys: Any, how: Kept, first: int, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """The vectors of some keys as tensors: `code` (m, width), `scale` (m,) where `rounded`, and
-    `sparse` (m,) where the encoder has such beside."""
-    if len(keys) <= ENCODED or not (rounded or progress):
-        return tensors(encoder, keys, rounded)
+    """The vectors of some keys as tensors, for rows with ids from `first` on: `code` (m, width),
+    with `scale` (m,) where that is in 8 bits, `sparse` (m,) where the encoder has such beside, and
+    what `codes` puts beside."""
+    if len(keys) <= ENCODED or not (how.rounded or progress):
+        return tensors(encoder, keys, how, first)
     out = []
     for start in range(0, len(keys), ENCODED):
-        out.append(tensors(encoder, keys[start : start + ENCODED], rounded))
+        out.append(tensors(encoder, keys[start : start + ENCODED], how, first + start))
         if progress is not None:
             progress(min(start + ENCODED, len(keys)), len(keys))
     parts = {name: [part[name] for part in out] for name in out[0]}
     return {n: joined(x) if n == "sparse" else np.concatenate(x) for n, x in parts.items()}
 
 
-def tensors(encoder: Encoder, keys: Any, rounded: bool) -> dict[str, Any]:
+class Kept(NamedTuple):
+    """How vectors are kept: `rounded` to 8 bits, for good; as a type of number (None: as they
+    come); with codes that bound them beside."""
+
+    rounded: bool
+    dtype: str | None = None
+    coded: bool = False
+
+
+def how(encoder: Encoder, precision: str | None) -> Kept:
+    """How the vectors of a new database are kept."""
+    if precision is None and rounds(encoder):
+        return Kept(rounded=True)
+    return Kept(precision == "int8", precision, coded=encoder.width >= codes.NARROW)
+
+
+def tensors(encoder: Encoder, keys: Any, how: Kept, first: int) -> dict[str, Any]:
     vectors, beside = np.asarray(encoder.encode(keys)), encoder.sparse(keys)
-    found = {} if beside is None else {"sparse": beside}
-    if not rounded:
-        return {"code": vectors, **found}
-    code, scale = in_8_bits(vectors)
-    return {"code": code, "scale": scale, **found}
+    found: dict[str, Any] = {} if beside is None else {"sparse": beside}
+    if how.dtype in ("float32", "float16"):
+        vectors = vectors.astype(how.dtype, copy=False)
+    if how.rounded:
+        code, scale = codes.in_8_bits(vectors)
+        found |= {"code": code, "scale": scale}
+    else:
+        found["code"] = vectors
+    return found | (codes.near(vectors, first, keep=not how.rounded) if how.coded else {})
 
 
 def kept(encoder: Encoder, keys: Any) -> np.ndarray:
     """The vectors of some keys as a database would keep them, (m, width)."""
-    made = tensors(encoder, keys, rounds(encoder))
+    made = tensors(encoder, keys, Kept(rounds(encoder)), 0)
     return Stored(made["code"], scale=made.get("scale")).vectors()
 
 
@@ -78,22 +100,6 @@ def at_words(
         return query, key
     asked = np.unique(places(beside))
     return np.asarray(Wide(query, words, asked)), np.asarray(Wide(key, beside, asked))
-
-
-def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(m, d) → int8 (m, d) and float32 (m,), whose product is the vectors to 1/254 of the largest
-    number of each.
-
-    >>> code, scale = in_8_bits(np.array([[0.5, -1.27]]))
-    >>> code.tolist(), f"{scale[0]:.2f}"
-    ([[50, -127]], '0.01')
-    """
-    top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
-    scale = (top / 127).astype(np.float32)
-    sound = np.isfinite(scale) & (scale > 0)
-    code = vectors * (1 / np.where(sound, scale, 1))[:, None]
-    code[~sound] = 0
-    return np.rint(code, out=code).astype(np.int8), scale
 
 
 def rounds(encoder: Encoder) -> bool:
@@ -115,10 +121,10 @@ def anew(
     """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
     # All that live, those among them whose file is lost.
     ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)
-    rounded = rounds(encoder)
+    kept = how(encoder, view.settings.get("precision"))
     for start in range(0, len(ids), ENCODED):
         some, fresh = ids[start : start + ENCODED], keys[start : start + ENCODED]
-        made = tensors(encoder, fresh, rounded)
+        made = tensors(encoder, fresh, kept, int(some[0]))
         if raw:
             made["key"] = fresh
         made |= view.beside(some)

@@ -16,7 +16,7 @@ from qkv.database import cells, columns
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable, unknown
 from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 NOTHING: Any = object()
 """No value was given, or none was found; None is a value."""
+
+
+PRECISIONS = ("float32", "float16", "int8")
+"""The numbers that keys' vectors can be kept as."""
 
 
 class AbsentKey(QkvError, KeyError):
@@ -58,6 +62,7 @@ class How(TypedDict, total=False):
     weighting: WeightingLike
     where: Any
     tolerance: float | None
+    confidence: float | None
 
 
 class Asking(How, total=False):
@@ -93,9 +98,11 @@ class Reading(Generic[K, V]):
         value: str | Sequence[str] | None = "value",
         encoder: EncoderLike | None = None,
         unique: bool = False,
+        precision: str | None = None,
         pin: int | None = None,
     ):
         self._store, self._pin = store, pin
+        self._precision = _precision(precision)
         self._wish = (names(key), None if value is None else names(value), unique)
         self._encoder_wish: Encoder | None = None
         if encoder is not None:
@@ -221,6 +228,7 @@ class Reading(Generic[K, V]):
         top: int = 5,
         where: Any = None,
         tolerance: float | None = None,
+        confidence: float | None = None,
     ) -> Any:
         """Σᵢ α(q, kᵢ) vᵢ as an `Answer`: its value, its rows and their weights. A list of queries
         (or an array with a query in each row) gives a list of answers.
@@ -229,6 +237,11 @@ class Reading(Generic[K, V]):
         themselves. `top` rows are named. `where` leaves some rows out: {"genre": "poetry"},
         "year > 1950 and genre != 'poetry'", or a function of a row, which makes Python read every
         row where conditions look at columns.
+
+        With a `tolerance` ε the weights are proven to lie that near to the exact ones (½ Σ |αᵢ −
+        exact αᵢ| ≤ ε), which needs few of the keys in full: the answer says its `error_bound` and
+        the `rows_read`. With a `confidence` such as 0.999 the bound may come from rows that were
+        drawn, and holds with that probability; then `statistical` is True.
 
         >>> from qkv import Database
         >>> D = Database([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, 95.0)])
@@ -246,8 +259,9 @@ class Reading(Generic[K, V]):
         queries, single = as_queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         live = view.where(where)
+        near, sure = _near(tolerance, confidence)
         promise = conformal.kept(view, score, weighting)
-        asked = Asked(view, chosen, alpha, live, top, tolerance, promise, self._library)
+        asked = Asked(view, chosen, alpha, live, top, near, promise, self._library, sure)
         answers = asked.answers(queries)
         return answers[0] if single else answers
 
@@ -263,11 +277,13 @@ class Reading(Generic[K, V]):
         weighting: WeightingLike = "softmax",
         where: Any = None,
         tolerance: float | None = None,
+        confidence: float | None = None,
     ) -> Array:
         """Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v), (d) → (d_v).
 
         The query lives where the encoded keys do. A number is standardised as the keys were, and
-        its gradient goes through that; text is encoded first, and has none.
+        its gradient goes through that; text is encoded first, and has none. `tolerance` and
+        `confidence` are those of `ask`, for a query that wants no gradient.
 
         >>> from qkv import Database
         >>> import numpy as np
@@ -290,6 +306,7 @@ class Reading(Generic[K, V]):
             if view.wordy and len(queries) > WORDY:
                 parts = (queries[at : at + WORDY] for at in range(0, len(queries), WORDY))
                 how = How(score=score, weighting=weighting, where=where, tolerance=tolerance)
+                how["confidence"] = confidence
                 return np.concatenate([self.attend(some, **how) for some in parts])
             code = view.encoded(queries)
         elif view.schema.key_kind == "number":
@@ -304,7 +321,8 @@ class Reading(Generic[K, V]):
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
         allowed = view.having_values(view.where(where))[0]
         rows = view.vectors(allowed, value=True, asked=code.asked)
-        out: Array = over(rows, code.code, score=chosen, weighting=weighting, tolerance=tolerance)
+        near = dict(zip(("tolerance", "confidence"), _near(tolerance, confidence), strict=True))
+        out: Array = over(rows, code.code, score=chosen, weighting=weighting, **near)
         return out[0] if single else out
 
     def _filled(self) -> View:
@@ -381,6 +399,28 @@ class Reading(Generic[K, V]):
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
         return f"<Database {where}: {len(self):,} rows, {names}{past}>"
+
+
+def _near(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:
+    """How near an answer must be, and how surely; refused where that means nothing."""
+    for name, x in (("tolerance", tolerance), ("confidence", confidence)):
+        if x is None:
+            continue
+        if isinstance(x, bool) or not isinstance(x, int | float):
+            raise DtypeError(f"{name} must be a number, not {x!r}")
+    if tolerance is not None and not tolerance >= 0:
+        raise ArgumentError(f"tolerance must be 0 or above, not {tolerance!r}")
+    if confidence is not None and not 0 < confidence < 1:
+        raise ArgumentError(f"confidence must lie between 0 and 1, not {confidence!r}")
+    if confidence is not None and tolerance is None:
+        raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
+    return tolerance or None, confidence
+
+
+def _precision(wish: str | None) -> str | None:
+    if wish is not None and wish not in PRECISIONS:
+        raise unknown("precision", wish, PRECISIONS)
+    return wish
 
 
 def _sizes(folder: Path) -> Iterator[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from qkv.arrays import of
 from qkv.arrays.ragged import Query, Wide, beside
 from qkv.arrays.rows import Rows, Stored
-from qkv.database import cells, columns
+from qkv.database import cells, codes, columns
 from qkv.database.columns import Column
 from qkv.database.compare import Texts
 from qkv.database.faults import Damaged, UnknownRow
@@ -24,6 +24,7 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 if TYPE_CHECKING:  # loaded when keys are encoded
     from qkv.database.encoders import Encoder
+    from qkv.database.encoding import Kept
 
 CHUNK = 8192
 """Rows that are read together."""
@@ -208,13 +209,13 @@ class View:
     def all_keys(self) -> Any:
         """Every key: a list, or an array of vectors."""
         if self.schema.key_kind == "vector":
-            return self.snapshot.tensor(self._raw, self.ids)
+            return self._given_keys(self.ids)
         return [self.schema.key_of(cells.loads(text)) for _, text in self.snapshot.rows()]
 
-    @property
-    def _raw(self) -> str:
-        """The tensor that holds the vectors that were given as keys."""
-        return "key" if "key" in self.snapshot.names else "code"
+    def _given_keys(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The vectors that were given as keys."""
+        given = "key" in self.snapshot.names
+        return np.asarray(self.snapshot.tensor("key", ids)) if given else self.codes(ids)
 
     def _filled(
         self, ids: Sequence[int] | np.ndarray, rows: list[dict[str, Any]]
@@ -223,8 +224,9 @@ class View:
         if not rows:
             return rows
         for column, role in self.schema.vectors.items():
-            name = self._raw if role == "key" else role
-            for row, vector in zip(rows, self.snapshot.tensor(name, ids), strict=True):
+            of_key = role == "key"
+            vectors = self._given_keys(ids) if of_key else self.snapshot.tensor(role, ids)
+            for row, vector in zip(rows, vectors, strict=True):
                 row[column] = vector
         return rows
 
@@ -276,6 +278,14 @@ class View:
     def rounded(self) -> bool:
         """Whether the keys' vectors are kept in 8 bits."""
         return "scale" in self.snapshot.names
+
+    @property
+    def kept(self) -> Kept:
+        """How the keys' vectors are kept."""
+        from qkv.database.encoding import Kept
+
+        told = self.settings.get("precision")
+        return Kept(self.rounded, told, coded="near.bounds" in self.snapshot.names)
 
     @property
     def precision(self) -> str | None:
@@ -361,17 +371,19 @@ class View:
                         live = live.copy()
                         live[live] = some
                 tensors, scale = part.tensors, part.tensors.get("scale")
-                key = tensors["code"]
+                key, near = tensors["code"], None
                 if asked is not None:
                     key, scale = Wide(key, tensors["sparse"], asked, scale), None
-                yield Stored(key, tensors.get(named), live, scale)
+                else:
+                    near = codes.found(tensors)
+                yield Stored(key, tensors.get(named), live, scale, near)
 
         named, (width, value_width) = "value" if value else "", self._widths
         width += beside(asked)
         shape = len(self.ids) if picked is None else count, width
         return Rows(read, shape, value_width if value else 0, allowed, self._scarce, kept)
 
-    def codes(self, ids: np.ndarray) -> np.ndarray:
+    def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""
         read = self.snapshot.tensor
         return Stored(

@@ -236,9 +236,11 @@ class Writing(Leaving[K, V]):
             encoder, told = encoding.fitted(wish, keys)
             arrays = encoder.arrays()
             first = {"schema": schema.to_dict(), "encoded": 1} | told
+            if self._precision is not None:
+                first["precision"] = self._precision
             self._encoder_wish = encoder
-        rounded = view.rounded if view.begun else encoding.rounds(encoder)
-        tensors = encoding.encoded(encoder, keys, rounded, progress)
+        how = view.kept if view.begun else encoding.how(encoder, self._precision)
+        tensors = encoding.encoded(encoder, keys, how, view.snapshot.last + 1, progress)
         pooled = schema.pooled(columns)
         if pooled is not None:
             tensors["value"] = pooled

@@ -134,6 +134,18 @@ def _in_blocks(
     return s, entropy, weighting.lse(known) if weighting.has_lse else None
 
 
+def entropy(alpha: np.ndarray) -> np.ndarray:
+    """−Σ α ln α (n,) of weights (n, m)."""
+    fw, m = of(alpha), alpha.shape[1]
+    step = max(CACHED // max(len(alpha), 1), 1)
+    spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
+
+    def sums(span: Span) -> np.ndarray:
+        return np.asarray(_sums(alpha[:, span.start : span.start + span.size], sparse=False))
+
+    return _entropy(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
+
+
 def _sums(alpha: np.ndarray, sparse: bool) -> tuple[np.ndarray, np.ndarray]:
     """Σ |α| and Σ |α| ln |α| of each row, (n,): sums, which blocks have as well as rows."""
     if sparse:

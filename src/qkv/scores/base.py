@@ -48,6 +48,17 @@ class Form(NamedTuple):
         return sigmoid(self.gate_query + of(s).xp.matrix_transpose(self.gate_key)) * s
 
 
+class Affine(NamedTuple):
+    """s = factor(k) φ(q)·k + bias(k) + offset(q), of keys that are known by their lengths.
+
+    φ (n, d), factor and bias (m,), offset (n,)."""
+
+    query: Array
+    factor: Array | None = None
+    bias: Array | None = None
+    offset: Array | None = None
+
+
 class Score(Record):
     """s = score(query, key): (…, n, d_q), (…, m, d_k) → (…, n, m).
 
@@ -95,6 +106,11 @@ class Score(Record):
     def beside(self, query: Array, key: Array, aside: Array) -> Array:
         """The scores, with what was kept of the keys."""
         raise NotImplementedError(f"{type(self).__name__} keeps nothing of a key")
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        """The score as a product with the key itself, for keys of these lengths (m,) and beside
+        arrays of NumPy's; None where it is none."""
+        return None
 
     def form_width(self, width: int) -> int:
         """Numbers in each vector of the form, for a query of this width."""

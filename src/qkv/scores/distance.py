@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of, over
 from qkv.errors import positive
-from qkv.scores.base import Form, Score, largest, pairs
+from qkv.scores.base import Affine, Form, Score, largest, pairs
 from qkv.types import Array
 
 
@@ -40,6 +40,10 @@ class Gaussian(Score):
 
     def footprint(self, width: int) -> int:
         return max(width, 1)
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        plain = type(self).__call__ is Gaussian.__call__ and not is_array(self.bandwidth)
+        return square(query, norm, 0.5 / self.bandwidth**2) if plain else None
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
@@ -130,6 +134,12 @@ def _square(x: Array, factor: float) -> Array:
     fw = of(x)
     x = fw.astype(x, "float32") if fw.dtype(x) in ("float16", "bfloat16") else x
     return fw.xp.sum(x * x, axis=-1, keepdims=True) * factor
+
+
+def square(query: Array, norm: Array, factor: float) -> Affine:
+    """−factor ‖q − k‖², expanded."""
+    offset = of(query).xp.sum(query * query, axis=-1)
+    return Affine(query * (2 * factor), None, norm * norm * -factor, offset * -factor)
 
 
 @dataclass(frozen=True)

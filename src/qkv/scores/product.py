@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from qkv.arrays import is_array, namespace, of
+from qkv.arrays import is_array, namespace, of, to_numpy
 from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
-from qkv.scores.base import Form, Score, array_of
+from qkv.scores.base import Affine, Form, Score, array_of
 from qkv.types import Array, Shape
 
 
@@ -36,6 +36,9 @@ class Dot(Score):
 
     def form(self, query: Array, key: Array) -> Form:
         return Form(query, key)
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        return Affine(query) if self.linear else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class ScaledDot(Score):
         factor = self.factor(query)
         return Form(query * factor, key) if is_array(factor) else Form(query, key, scale=factor)
 
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        plain = self.linear and not is_array(self.scale)
+        return Affine(query * self.factor(query)) if plain else None
+
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
     ) -> tuple[Score, float] | str:
@@ -106,6 +113,12 @@ class Cosine(Score):
 
     def form(self, query: Array, key: Array) -> Form:
         return Form(unit(query) / self.temperature, unit(key))
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        if is_array(self.temperature) or type(self).__call__ is not Cosine.__call__:
+            return None
+        fw, some = of(norm), norm > 0
+        return Affine(unit(query) / self.temperature, fw.keep(1 / fw.keep(norm, some, 1.0), some))
 
     def aside(self, key: Array) -> Array | None:
         """1 / ‖k‖, and 0 for 0; None where a square would overflow or vanish."""
@@ -153,6 +166,10 @@ class Multiplicative(Score):
 
     def form(self, query: Array, key: Array) -> Form:
         return Form(namespace(query).matmul(query, self.w), key)
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        plain = type(self).__call__ is Multiplicative.__call__ and len(self.w.shape) == 2
+        return Affine(query @ to_numpy(self.w)) if plain else None
 
     def check(self, query: Shape, key: Shape) -> None:
         if tuple(self.w.shape[-2:]) != (query[-1], key[-1]):

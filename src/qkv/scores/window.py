@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qkv.arrays import of
+from qkv.arrays import is_array, of
 from qkv.errors import positive
-from qkv.scores.base import Score, pairs
-from qkv.scores.distance import squared_distance
+from qkv.scores.base import Affine, Score, pairs
+from qkv.scores.distance import square, squared_distance
 from qkv.types import Array, Shape
 
 
@@ -31,6 +31,11 @@ class Window(Score):
     def square(self, query: Array, key: Array) -> Array:
         """r²"""
         return squared_distance(query / self.width, key / self.width)
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        """−r², of which the score is the `profile`."""
+        plain = type(self).__call__ is Window.__call__ and not is_array(self.width)
+        return square(query, norm, 1 / self.width**2) if plain else None
 
     def profile(self, square: Array) -> Array:
         """The score at r²."""

@@ -1,0 +1,117 @@
+"""Products of queries with vectors that are kept in 8 bits, and what rounding the queries costs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+LEVELS = 127
+FLOATS = 2**18
+"""Numbers that NumPy makes floats at a time, so that they are multiplied in cache."""
+
+
+class Queries:
+    """Vectors (n, d), ready to be multiplied with 8-bit ones.
+
+    torch, where it is loaded, and simsimd, where it is installed, multiply integers: a query is
+    then two of them, of which the second holds what the first has lost. NumPy takes floats.
+    `rest` (n,) is the length of what is lost in the end.
+
+    >>> queries = Queries(np.array([[0.5, 0.25]]))
+    >>> bool(abs(queries.inner(np.array([[2, 4]], np.int8)) - 2.0).max() <= 5 * queries.rest[0])
+    True
+    """
+
+    def __init__(self, vectors: np.ndarray):
+        self._product = _product()
+        if self._product is None:
+            self._parts = [(np.ascontiguousarray(vectors, np.float32), np.ones(len(vectors)))]
+        else:
+            first = _rounded(vectors)
+            rest = vectors - first[0] * first[1][:, None]
+            self._parts = [first, _rounded(rest)]
+        left = vectors - sum(code * scale[:, None] for code, scale in self._parts)
+        self.rest = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
+        self._count = len(vectors)
+        self._stacked = np.concatenate([code for code, _ in self._parts])
+
+    def inner(self, code: np.ndarray) -> np.ndarray:
+        """The products with vectors (m, d) of int8, (n, m) float32."""
+        n, stacked = self._count, self._stacked
+        if self._product is None:
+            out, step = np.empty((n, len(code)), np.float32), max(FLOATS // code.shape[1], 256)
+            for at in range(0, len(code), step):
+                some = code[at : at + step].astype(np.float32)
+                np.matmul(stacked, some.T, out=out[:, at : at + step])
+            return out
+        found = self._product(stacked, code)
+        (_, large), (_, small) = self._parts
+        out = found[:n] * large.astype(np.float32)[:, None]
+        out += found[n:] * small.astype(np.float32)[:, None]
+        return np.asarray(out)
+
+
+def _rounded(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 (n, d) and a scale (n,) that a float32 holds."""
+    top = np.abs(vectors).max(axis=1, initial=0.0)
+    scale = (top / LEVELS).astype(np.float32).astype(float)
+    scale[scale == 0] = 1.0
+    return np.clip(np.rint(vectors / scale[:, None]), -LEVELS, LEVELS).astype(np.int8), scale
+
+
+def _product() -> Any:
+    if hasattr(sys.modules.get("torch"), "_int_mm"):
+        return _torchs
+    return _simsimds() if importlib.util.find_spec("simsimd") else None
+
+
+_THREAD = threading.local()
+
+
+def _torchs(query: np.ndarray, code: np.ndarray) -> np.ndarray:
+    torch = sys.modules["torch"]
+    if threading.current_thread() is not threading.main_thread():
+        _alone(torch)
+    left, right = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
+    return np.ascontiguousarray(torch._int_mm(left, right).numpy().T)
+
+
+def _lent(x: np.ndarray) -> np.ndarray:
+    """The same memory, which torch is not to be warned of: nobody writes to it."""
+    if x.flags.writeable:
+        return x
+    view = x.__array_interface__ | {"data": (x.ctypes.data, False)}
+    holder = type("Lent", (), {"__array_interface__": view, "array": x})
+    return np.asarray(holder())
+
+
+def _alone(torch: Any) -> None:
+    """One thread of torch's for each of ours, which are as many as there are cores."""
+    if not getattr(_THREAD, "alone", False):
+        torch.get_num_threads()  # it sets the number of this thread, once
+        for library in _pools():
+            library.set_num_threads(1)
+        _THREAD.alone = True
+
+
+@functools.cache
+def _pools() -> list[Any]:
+    from threadpoolctl import ThreadpoolController
+
+    return list(ThreadpoolController().select(user_api="openmp").lib_controllers)
+
+
+@functools.cache
+def _simsimds() -> Any:
+    simsimd = importlib.import_module("simsimd")
+
+    def product(query: np.ndarray, code: np.ndarray) -> np.ndarray:
+        return np.asarray(simsimd.cdist(query, code, metric="inner", out_dtype="float32"))
+
+    return product

@@ -1,0 +1,59 @@
+"""How far weights may lie from the true ones: a monoid, as the states of weightings are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+ROUNDED = 1 + 1e-6
+"""What sums of many numbers and their quotients may have lost."""
+
+
+class Bound(NamedTuple):
+    """A measure ν that is known, and how far the true one, μ, may lie from it: each (n,).
+
+    ν has the sum `total` · e^top; μ lies above it by `gain` and below it by `loss` at most, summed
+    over all rows, in the same unit. The weights are ν over its sum, and ½ Σ |α − α true| ≤ `error`.
+    What was computed of one part of the rows is merged with what was of another.
+
+    >>> one = Bound(np.zeros(1), np.full(1, 3.0), np.full(1, 0.03), np.full(1, 0.03))
+    >>> (
+    ...     one.error.round(3),
+    ...     one.merge(one).error.round(3),
+    ...     one.merge(missing(1, -8.0)).error.round(4),
+    ... )
+    (array([0.01]), array([0.01]), array([0.0101]))
+    """
+
+    top: np.ndarray
+    total: np.ndarray
+    gain: np.ndarray
+    loss: np.ndarray
+
+    def merge(self, other: Bound) -> Bound:
+        top = np.maximum(self.top, other.top)
+        unit = np.where(np.isfinite(top), top, 0.0)
+        one, two = np.exp(self.top - unit), np.exp(other.top - unit)
+        return Bound(top, *(a * one + b * two for a, b in zip(self[1:], other[1:], strict=True)))
+
+    @property
+    def error(self) -> np.ndarray:
+        """The largest total variation between the weights and the true ones, (n,).
+
+        With A = Σ (μ − ν)₊ and B = Σ (ν − μ)₊ it is 1 − Σ min(μ/Σμ, ν/Σν), which is at most
+        max(A, B) / max(Σμ, Σν); A and B are no larger than gain and loss, and Σμ = Σν + A − B.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            left = np.maximum(self.total - self.loss, 0)
+            above = np.where(self.gain > 0, self.gain / (left + self.gain), 0)
+            below = np.where(self.loss > 0, self.loss / self.total, 0)
+            found = np.maximum(above, below) * ROUNDED
+        known = np.isfinite(found) & np.isfinite(self.total)
+        return np.where(known, np.minimum(found, 1.0), 1.0)
+
+
+def missing(rows: int, most: float | np.ndarray) -> Bound:
+    """The bound of rows that nobody could read, whose scores are at most so high."""
+    top = np.atleast_1d(np.asarray(most, float))
+    return Bound(top, np.zeros_like(top), np.full_like(top, rows), np.zeros_like(top))

@@ -1,0 +1,297 @@
+"""Answers with a tolerance: the bound is never below the true error, whatever the rows are."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qkv
+from qkv import scores
+from qkv.arrays import int8
+from qkv.database import codes
+from qkv.engines import certified, doubt
+from qkv.errors import ArgumentError, CombinationError
+from qkv.weightings import Normalized, Softmax, TopK
+from qkv.weightings.bound import Bound, missing
+
+WIDTH = 32
+SCORES = [
+    scores.Dot(),
+    scores.ScaledDot(30.0),
+    scores.Cosine(0.05),
+    scores.Gaussian(2.0),
+    scores.Multiplicative(np.diag(np.linspace(-1, 1, WIDTH))),
+]
+WINDOWS = [scores.Epanechnikov(8.0), scores.Triangular(9.0), scores.Boxcar(7.5)]
+
+
+def exact(keys, query, score, weighting, allowed=None):
+    """The weights in float64, as the equation has them."""
+    s = score(query.astype(float)[None], keys.astype(float))
+    live = None if allowed is None else allowed[None]
+    return weighting(s, live)[0]
+
+
+def made(rng, kind, count=600):
+    keys = rng.normal(size=(count, WIDTH))
+    if kind == "near ties":
+        keys = keys[:1] + 1e-7 * keys
+    elif kind == "all equal":
+        keys[:] = keys[0]
+    elif kind == "clusters":
+        keys = keys[rng.integers(0, 5, count)] + 0.01 * keys
+    elif kind == "one huge row":
+        keys[count // 2] *= 1e6
+    elif kind == "of all sizes":
+        keys *= 10.0 ** rng.uniform(-3, 1, (count, 1))
+    elif kind == "tiny":
+        keys *= 1e-40
+    elif kind == "large":
+        keys *= 1e15
+    return keys.astype(np.float32)
+
+
+KINDS = ["plain", "near ties", "all equal", "clusters", "one huge row", "of all sizes"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from([*KINDS, "tiny", "large"]),
+    score=st.sampled_from(SCORES),
+    temperature=st.sampled_from([1e-3, 0.3, 1.0, 100.0, 1e6]),
+    tolerance=st.sampled_from([0.2, 0.01, 1e-4]),
+    pooled=st.booleans(),
+)
+def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tolerance, pooled):
+    rng = np.random.default_rng(seed)
+    keys = made(rng, kind)
+    values = np.arange(len(keys), dtype=float) if pooled else [str(i) for i in range(len(keys))]
+    D = qkv.Database(keys[:400], values[:400])
+    D.add(keys[400:], values[400:])
+    dead = rng.choice(len(keys), 50, replace=False)
+    if kind != "all equal":
+        D.remove(keys[dead])
+        left = np.delete(np.arange(len(keys)), dead)
+    else:
+        left = np.arange(len(keys))
+    query = (keys[3] * rng.uniform(0.5, 2)).astype(np.float32)
+    how = Softmax(temperature)
+    found = D.ask(query, score=score, weighting=how, tolerance=tolerance)
+    true = exact(keys[left], query, score, how)
+    error = 0.5 * np.abs(found.weights - true).sum()
+    assert error <= found.error_bound + 1e-12
+    assert found.error_bound <= tolerance or found.rows_read == len(left)
+    if pooled and found.error_bound <= tolerance:
+        assert abs(found.value - true @ left) <= len(keys) * (found.error_bound + 1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from(KINDS),
+    score=st.sampled_from(SCORES),
+    k=st.sampled_from([1, 3, 40]),
+)
+def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
+    rng = np.random.default_rng(seed)
+    keys = made(rng, kind)
+    D = qkv.Database(keys, [str(i) for i in range(len(keys))])
+    query = keys[rng.integers(len(keys))] + 0.1 * made(rng, "plain")[0]
+    for how in ["hard"] if k == 1 else [TopK(k)]:
+        found = D.ask(query, score=score, weighting=how, tolerance=0.01)
+        true = exact(keys, query, score, qkv.weightings.resolve(how))
+        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12
+        assert kind == "near ties" or found.error_bound <= 0.01
+
+
+def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
+    keys = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
+    keys[2000] = keys[100]
+    D = qkv.Database(keys, [str(i) for i in range(len(keys))])
+    found = D.ask(keys[100], weighting="hard", tolerance=0.01)
+    assert (found.value, found.error_bound) == ("100", 0.0)
+    assert found.rows_read < 100
+
+
+@pytest.mark.parametrize("score", WINDOWS, ids=lambda s: type(s).__name__)
+def test_windows_under_normalized(score):
+    keys = made(np.random.default_rng(1), "plain")
+    D = qkv.Database(keys, np.arange(len(keys), dtype=float))
+    for query in (keys[0], keys[5] * 0.1, keys[5] * 100):
+        found = D.ask(query, score=score, weighting="normalized", tolerance=0.02)
+        true = exact(keys, query, score, Normalized())
+        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12 <= 0.02
+
+
+def test_conditions_and_missing_values_are_left_out():
+    rng = np.random.default_rng(2)
+    keys = made(rng, "plain", 500)
+    values = [None if i % 7 == 0 else float(i) for i in range(500)]
+    D = qkv.Database.from_columns(
+        {"key": keys, "value": values, "group": [i % 3 for i in range(500)]},
+        key="key",
+        value="value",
+    )
+    has = np.array([x is not None for x in values])
+    for where, passed in ((None, has), ("group == 1", has & (np.arange(500) % 3 == 1))):
+        for how in ("softmax", "hard", TopK(5)):
+            found = D.ask(keys[9], where=where, weighting=how, tolerance=0.05)
+            true = exact(keys, keys[9], D.encoder.score(500), qkv.weightings.resolve(how), passed)
+            error = 0.5 * np.abs(found.weights - true).sum()
+            assert error <= found.error_bound + 1e-12 <= 0.05
+            assert found.missing == (has.size - has.sum() if where is None else 24)
+
+
+def test_a_flat_query_reads_no_row_and_a_sharp_one_few(tmp_path):
+    rng = np.random.default_rng(3)
+    keys = rng.normal(size=(9000, 64)).astype(np.float32)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys, rng.normal(size=(9000, 4)).astype(np.float32))
+        D.remove(keys[:10])
+        keys = keys[10:]
+        for _ in range(2):
+            flat = D.ask(keys[0], score=scores.ScaledDot(2.0), tolerance=0.01)
+            sharp = D.ask(keys[0], score=scores.ScaledDot(60.0), tolerance=0.01)
+            assert flat.rows_read == 0 and sharp.rows_read < 200
+            for found, scale in ((flat, 2.0), (sharp, 60.0)):
+                true = exact(keys, keys[0], scores.ScaledDot(scale), Softmax())
+                assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.01
+            D.compact()
+        # The bound by each row alone would be many times as wide.
+        assert flat.error_bound < 0.005
+        out = D.attend(keys[:3], score=scores.ScaledDot(60.0), tolerance=0.01)
+        true = D.attend(keys[:3], score=scores.ScaledDot(60.0))
+        assert np.abs(out - true).max() < 0.05
+
+
+def test_attend_is_exact_where_a_gradient_is_wanted():
+    torch = pytest.importorskip("torch")
+    keys = made(np.random.default_rng(4), "plain")
+    D = qkv.Database(keys, keys)
+    query = torch.tensor(keys[:2], requires_grad=True)
+    out = D.attend(query, tolerance=0.1)
+    assert torch.equal(out, D.attend(query))
+    out.sum().backward()
+    assert query.grad is not None
+    near = D.attend(query.detach(), tolerance=0.001)
+    torch.testing.assert_close(near, out.detach(), atol=0.02, rtol=0)
+
+
+def test_other_scores_and_weightings_are_exact():
+    keys = made(np.random.default_rng(5), "plain", 100)
+    D = qkv.Database(keys, np.arange(100.0))
+    for how in ({"score": "laplace"}, {"weighting": "sparsemax"}, {"score": lambda q, k: q @ k.T}):
+        near, true = (D.ask(keys[0], **how, tolerance=t) for t in (0.1, None))
+        assert (near.error_bound, near.rows_read) == (0.0, 100)
+        np.testing.assert_array_equal(near.weights, true.weights)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_vectors_are_kept_as_asked(tmp_path, precision):
+    rng = np.random.default_rng(6)
+    keys = rng.normal(size=(5000, 64)).astype(np.float32)
+    with qkv.open(tmp_path / "d.qkv", precision=precision) as D:
+        D.add(keys, [str(i) for i in range(5000)])
+        assert D[keys[7]] == "7" and D.info()["vectors"] == f"64 {precision}"
+        assert D.ask(keys[7], weighting="hard").value == "7"
+        score = scores.ScaledDot(0.3)
+        found = D.ask(keys[7], score=score, tolerance=0.2)
+        np.testing.assert_allclose(next(iter(D)), keys[0], atol=0.02)
+        if precision != "float16":  # whose rounding nobody has kept
+            true = exact(keys, keys[7], score, Softmax())
+            assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.2
+        if precision == "int8":
+            with pytest.raises(CombinationError, match="cannot be proven"):
+                D.ask(keys[7], score=scores.ScaledDot(0.3), tolerance=1e-6)
+            size = {name: x.nbytes for name, x in next(D._view.snapshot.parts()).tensors.items()}
+            assert sum(n for name, n in size.items() if not name.startswith(("kinds", "cells"))) < (
+                0.35 * keys.nbytes
+            )
+
+
+def test_a_drawn_bound_says_so(monkeypatch):
+    monkeypatch.setattr(certified, "DRAWN", 500)
+    monkeypatch.setattr(doubt, "DRAWN", 500)
+    rng = np.random.default_rng(7)
+    keys = rng.normal(size=(6000, WIDTH)).astype(np.float32)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    D = qkv.Database(keys, [str(i) for i in range(6000)], precision="float32")
+    score = scores.ScaledDot(9.0)
+    proven = D.ask(keys[0], score=score, tolerance=0.012)
+    drawn = D.ask(keys[0], score=score, tolerance=0.012, confidence=0.999)
+    assert not proven.statistical and drawn.statistical
+    assert drawn.rows_read < proven.rows_read
+    true = exact(keys, keys[0], score, Softmax())
+    assert 0.5 * np.abs(drawn.weights - true).sum() <= drawn.error_bound <= 0.012
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
+    """In any order, with pieces that nobody could read."""
+    rng = np.random.default_rng(seed)
+    nu, mu, parts = [], [], []
+    for size in sizes:
+        s, error = rng.normal(size=size) * 5, rng.uniform(-0.3, 0.3, size)
+        top = s.max()
+        w, most = np.exp(s - top), np.abs(error)
+        sums = (w.sum(), (w * np.expm1(most)).sum(), (w * -np.expm1(-most)).sum())
+        parts.append(Bound(*(np.atleast_1d(x) for x in (top, *sums))))
+        nu.append(np.exp(s))
+        mu.append(np.exp(s + error))
+    parts.append(missing(3, 1.0))
+    nu.append(np.zeros(3))
+    mu.append(np.exp(rng.uniform(-3, 1, 3)))
+    order = rng.permutation(len(parts))
+    whole = parts[order[0]]
+    for i in order[1:]:
+        whole = whole.merge(parts[i])
+    p, q = (np.concatenate(x) for x in (nu, mu))
+    assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.error[0] <= 1
+
+
+def test_codes_bound_what_they_have_lost():
+    rng = np.random.default_rng(8)
+    keys = made(rng, "of all sizes", 5000)
+    found = codes.found({"code": keys, **codes.near(keys, 0)})
+    left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
+    assert (np.linalg.norm(left, axis=1) <= found.residual).all()
+    phi = rng.normal(size=(20, WIDTH))
+    for mark in np.unique(found.block):
+        some = found.block == mark
+        together = ((phi @ left[some].T) ** 2).sum(axis=1)
+        assert (together <= found.spread[some][0] ** 2 * (phi**2).sum(axis=1)).all()
+
+
+@pytest.mark.parametrize("kernel", [None, "_torchs", "_simsimds"])
+def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
+    if kernel == "_torchs":
+        pytest.importorskip("torch")
+    if kernel == "_simsimds":
+        pytest.importorskip("simsimd")
+    found = kernel and getattr(int8, kernel)
+    product = found() if kernel == "_simsimds" else found
+    monkeypatch.setattr(int8, "_product", lambda: product)
+    rng = np.random.default_rng(9)
+    query = rng.normal(size=(3, 48))
+    code = rng.integers(-127, 128, (700, 48)).astype(np.int8)
+    code.flags.writeable = False
+    queries = int8.Queries(query)
+    off = np.abs(queries.inner(code) - query @ code.T.astype(float))
+    length = np.linalg.norm(code.astype(float), axis=1)
+    slack = 1e-6 * np.linalg.norm(query, axis=1)[:, None] * length
+    assert (off <= queries.rest[:, None] * length + slack).all()
+
+
+def test_what_means_nothing_is_refused():
+    D = qkv.Database(np.eye(3), np.arange(3.0))
+    with pytest.raises(ArgumentError, match="tolerance must be 0 or above"):
+        D.ask(np.ones(3), tolerance=-1.0)
+    with pytest.raises(ArgumentError, match="confidence must lie between"):
+        D.ask(np.ones(3), tolerance=0.1, confidence=1.0)
+    with pytest.raises(ArgumentError, match="pass tolerance"):
+        D.attend(np.ones(3), confidence=0.9)
+    with pytest.raises(ArgumentError, match="precision"):
+        qkv.Database(precision="int4")
