@@ -120,11 +120,12 @@ class Doubt:
 
     def _from(self, x: np.ndarray) -> np.ndarray:
         """The weights, not yet divided by their sum, of scores below the top."""
-        weight = np.exp if self.profile is None else lambda x: self.profile(np.maximum(-x, 0))
-        return np.asarray(weight(x))
+        if self.profile is None:
+            return np.asarray(np.exp(x))
+        return np.asarray(self.profile(np.maximum(-x, 0)))
 
     def _below(self, at: slice) -> np.ndarray:
-        return self.scores[:, at] - self.top.astype(self.scores.dtype)[:, None]
+        return np.asarray(self.scores[:, at] - self.top.astype(self.scores.dtype)[:, None])
 
     def _runs(self) -> list[slice]:
         """Runs of rows, which end where blocks do if they can."""
