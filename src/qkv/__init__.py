@@ -69,6 +69,7 @@ _ROOMS = (
     "names",
     "nn",
     "retrievers",
+    "sklearn",
     "testing",
     "transformers",
     "types",

@@ -1,0 +1,145 @@
+"""How wide each column is looked at: by rule, or by what leave-one-out has to say.
+
+    L(h) = Σᵢ wᵢ loss(ŷ₋ᵢ(xᵢ), yᵢ)        ŷ₋ᵢ: the prediction of row i from all others
+
+is closed in the weights αᵢⱼ, and under softmax of a Gaussian so is its gradient: with
+sᵢⱼ = −‖(xᵢ − xⱼ)/h‖²/2,  ∂ŷ₋ᵢ/∂sᵢⱼ = αᵢⱼ uᵢⱼ (rᵢⱼ − r̄ᵢ)  and  ∂sᵢⱼ/∂log hₖ = ((xᵢ − xⱼ)ₖ/hₖ)².
+u is 1 and r = yⱼ − ŷᵢ for the mean; `local.Line` has both for the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from qkv.attention import weights
+from qkv.scores import Score
+from qkv.sklearn.columns import Columns, Numbers
+from qkv.sklearn.local import Line, line
+from qkv.weightings import Weighting
+
+RIDGE = 1e-2
+"""λ in squares of the bandwidth, where it is not learned."""
+
+REACH = (-4.0, 5.0)
+"""log h in standard deviations: from a fiftieth to where a column no longer counts."""
+
+PAIRS = 2**20
+"""Weights held at once."""
+
+Loss = Callable[[Numbers, Numbers, Numbers], tuple[float, Numbers]]
+"""(predicted (n, p), value (n, p), weight (n,)) → its sum and ∂/∂predicted."""
+
+
+def squared(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+    """Σᵢ wᵢ ‖ŷᵢ − yᵢ‖²"""
+    gap = (found - value) * weight[:, None]
+    return float(((found - value) * gap).sum()), 2 * gap
+
+
+def surprise(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
+    """−Σᵢ wᵢ log pᵢ of the true classes, with a millionth for each, so that none is impossible."""
+    p = found + 1e-6
+    return float(-(weight[:, None] * value * np.log(p)).sum()), -weight[:, None] * value / p
+
+
+@dataclass
+class Rows:
+    """Keys (m, D) in standard deviations, values (m, p), and how much each row counts (m,)."""
+
+    key: Numbers
+    value: Numbers
+    weight: Numbers
+    columns: Columns
+    loss: Loss
+    sloped: Numbers
+    """The places (D,) along which the fit has a slope."""
+    score: Score
+    weighting: Weighting
+
+    def error(self, width: Numbers, ridge: float = RIDGE) -> float:
+        """L(h) for any score and weighting, h (d,)."""
+        total = 0.0
+        for some, _, _, found in self._left_out(width, ridge):
+            total += self.loss(found.value, self.value[some], self.weight[some])[0]
+        return total / float(self.weight.sum())
+
+    def slope(self, width: Numbers, ridge: float = RIDGE) -> tuple[float, Numbers, float]:
+        """L(h), ∂L/∂log h (d,) and ∂L/∂log λ; of a softmax of Gaussians."""
+        total, by_place, by_ridge = 0.0, np.zeros(self.key.shape[1]), 0.0
+        for some, key, alpha, found in self._left_out(width, ridge):
+            loss, pull = self.loss(found.value, self.value[some], self.weight[some])
+            total += loss
+            near, beta = key[:, self.sloped], np.einsum("np,ndp->nd", pull, found.slope)
+            # Σₚ pullₚ rⱼₚ: one number per pair, however many outputs.
+            change = pull @ self.value.T - (pull * found.mean).sum(1, keepdims=True)
+            if self.sloped.any():
+                change -= beta @ near.T - (beta * found.key).sum(1, keepdims=True)
+                change *= 1 - found.lever @ near.T + (found.lever * found.key).sum(1, keepdims=True)
+            held = ridge * (found.lever * beta).sum(0)
+            by_place[self.sloped] += 2 * held  # the ridge is in units of the bandwidth
+            by_ridge += float(held.sum())
+            change *= alpha
+            change -= alpha * change.sum(1, keepdims=True)
+            # Σⱼ (qₖ − kⱼₖ)² changeⱼ, whose changes sum to 0
+            by_place += ((change @ (key * key)) - 2 * key[some] * (change @ key)).sum(0)
+        size = float(self.weight.sum())
+        return total / size, self.columns.of_owners(by_place) / size, by_ridge / size
+
+    def _left_out(
+        self, width: Numbers, ridge: float
+    ) -> Iterator[tuple[slice, Numbers, Numbers, Line]]:
+        """Some rows at a time, all keys in bandwidths, α of the others, and what those predict."""
+        key, m = self.key / width[self.columns.owner], len(self.key)
+        near = key[:, self.sloped]
+        step = max(PAIRS // m, 1)
+        for at in range(0, m, step):
+            some = slice(at, min(at + step, m))
+            others = np.ones((some.stop - at, m), dtype=bool)
+            others[range(some.stop - at), range(at, some.stop)] = False
+            alpha = weights(key[some], key, score=self.score, weighting=self.weighting, mask=others)
+            alpha = alpha * self.weight
+            if self.weighting.convex:
+                total = alpha.sum(1, keepdims=True)
+                alpha /= np.where(total > 0, total, 1)
+            found = line(alpha.__matmul__, near[some], near, self.value, ridge)
+            yield some, key, alpha, found
+
+
+def scott(m: float, d: int) -> float:
+    """m^(−1/(d + 4)), in standard deviations."""
+    return float(m ** (-1 / (d + 4)))
+
+
+def common(error: Callable[[Numbers], float], width: Numbers) -> Numbers:
+    """h = c · width, with the c of the least error."""
+    from scipy.optimize import minimize_scalar
+
+    steps = np.linspace(np.log(0.02), np.log(20.0), 13)
+    errors = [error(np.exp(c) * width) for c in steps]
+    best = int(np.nanargmin(errors))
+    low, high = steps[max(best - 1, 0)], steps[min(best + 1, len(steps) - 1)]
+    found = minimize_scalar(
+        lambda c: error(np.exp(c) * width),
+        bounds=(low, high), method="bounded", options={"xatol": 0.02, "maxiter": 15},
+    )  # fmt: skip
+    return width * np.exp(found.x if found.fun < errors[best] else steps[best])
+
+
+def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:
+    """h (d,) and λ from there by L-BFGS: a column that does not help gets wide."""
+    from scipy.optimize import minimize
+
+    d = len(width)
+
+    def loss(at: Numbers) -> tuple[float, Numbers]:
+        value, by_width, by_ridge = rows.slope(np.exp(at[:d]), float(np.exp(at[d])))
+        return value, np.append(by_width, by_ridge)
+
+    bounds = [REACH] * d + [(np.log(1e-6), np.log(1e2))]
+    start = np.append(np.clip(np.log(width), *REACH), np.log(RIDGE))
+    options = {"maxiter": 100, "ftol": 1e-5}
+    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    return np.exp(found.x[:d]), float(np.exp(found.x[d]))

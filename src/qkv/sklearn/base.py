@@ -1,0 +1,201 @@
+"""What the estimators share: rows kept as keys, and one way to look at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+
+from qkv import scores, weightings
+from qkv.attention import attend, weights
+from qkv.errors import ArgumentError, DtypeError, ShapeError, sizes, unknown
+from qkv.scores import Gaussian, Score
+from qkv.scores.window import Window
+from qkv.sklearn.bandwidth import RIDGE, Loss, Rows, common, learned, scott, squared
+from qkv.sklearn.columns import Columns, Numbers, chosen
+from qkv.weightings import Normalized, Softmax, Weighting
+
+RULES = ("scott", "loo", "learned")
+
+
+class Attentive(BaseEstimator):
+    """Keys xᵢ in units of a bandwidth, and α(x, xᵢ) over them."""
+
+    _loss: Loss = staticmethod(squared)
+
+    def __init__(
+        self,
+        bandwidth: Any = "scott",
+        *,
+        kernel: Any = "gaussian",
+        weighting: Any = None,
+        categorical: Any = None,
+        sample: int = 2000,
+        random_state: Any = None,
+    ) -> None:
+        self.bandwidth = bandwidth
+        self.kernel = kernel
+        self.weighting = weighting
+        self.categorical = categorical
+        self.sample = sample
+        self.random_state = random_state
+
+    def attention_weights(self, X: Any) -> Numbers:
+        """α (n, m): how much each row that was fitted counts for each row of X."""
+        query = self._queries(X)
+        alpha = np.zeros((len(query), len(self._counts)), dtype=query.dtype)
+        found = weights(query, self._keys, **self._look())
+        kept = self._counts > 0
+        alpha[:, kept] = found * self._counts[kept]
+        if self._look()["weighting"].convex:
+            total = alpha.sum(1, keepdims=True)
+            alpha /= np.where(total > 0, total, 1)
+        return alpha
+
+    def _keep(self, X: Any, values: Numbers, counts: Numbers, sloped: bool = False) -> None:
+        """Take the rows as keys, and find the bandwidth; values (m, p)."""
+        kept = counts > 0
+        names = getattr(self, "feature_names_in_", None)
+        places = chosen(self.categorical, names, self.n_features_in_)
+        self._columns = Columns.of(X[kept], places)
+        key = self._columns.vectors(X[kept])
+        self._X, self._counts = X, counts
+        self._sloped = self._columns.sloped & sloped
+        spread = _spread(key, counts[kept], self._columns)
+        self.bandwidth_, self.ridge_ = self._width(key, values[kept], counts[kept], spread)
+        self._middle = np.average(key, axis=0, weights=counts[kept]) * self._sloped
+        # A line is told by differences of moments, for which 32 bits are too few.
+        self._dtype = np.dtype(np.float64) if sloped else key.dtype
+        self._keys = self._scaled(key)
+
+    def _width(
+        self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
+    ) -> tuple[Numbers, float]:
+        """The bandwidth of each column (d,), and the ridge."""
+        given, d = self.bandwidth, len(spread)
+        rule = spread * scott(counts.sum(), d)
+        if given is None:
+            return np.ones(d), RIDGE
+        if not isinstance(given, str):
+            return _numbers(given, d), RIDGE
+        if given not in RULES:
+            raise unknown("bandwidth", given, RULES, " Or a number, one for each column, or None.")
+        if given == "scott" or len(key) < 3:
+            return rule, RIDGE
+        return self._searched(*self._rows(key, value, counts, spread), spread)
+
+    def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+        d, ridge, look = len(spread), RIDGE, self._look()
+        if self.bandwidth == "learned":
+            plain = type(look["score"]) is Gaussian and type(look["weighting"]) is Softmax
+            rows.score, rows.weighting = Gaussian(), Softmax()
+            width, ridge = learned(rows, np.full(d, scott(len(rows.key), d) * np.sqrt(d)))
+            rows.score, rows.weighting = look["score"], look["weighting"]
+            width = width if plain else common(rows.error, width)
+        else:
+            width = common(rows.error, np.ones(d))
+        return spread * width * fewer, ridge
+
+    def _rows(
+        self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
+    ) -> tuple[Rows, float]:
+        """Rows to learn from, and what is narrower by where there are more than these."""
+        sizes(sample=self.sample)
+        total = counts.sum()
+        if len(key) > self.sample:
+            rng = check_random_state(self.random_state)
+            some = rng.choice(len(key), self.sample, replace=False)
+            key, value, counts = key[some], value[some], counts[some]
+        key = (key - key.mean(0)) / spread[self._columns.owner]
+        look = self._look()
+        rows = Rows(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
+                    self._loss, self._sloped, look["score"], look["weighting"])  # fmt: skip
+        return rows, scott(total / counts.sum(), len(spread))
+
+    def _look(self) -> dict[str, Any]:
+        """The score and the weighting by which a query looks at the keys."""
+        score: Score = scores.resolve(self.kernel)
+        if self.weighting is not None:
+            return {"score": score, "weighting": weightings.resolve(self.weighting)}
+        inside: Weighting = Softmax()
+        if score.nonnegative:
+            inside = Normalized("nearest" if isinstance(score, Window) else "zero")
+        return {"score": score, "weighting": inside}
+
+    def _scaled(self, vectors: Numbers) -> Numbers:
+        width = self.bandwidth_[self._columns.owner]
+        return ((vectors - self._middle) / width).astype(self._dtype, copy=False)
+
+    def _queries(self, X: Any) -> Numbers:
+        """X as vectors (n, D) in units of the bandwidth."""
+        check_is_fitted(self)
+        return self._scaled(self._columns.vectors(self._checked(X, reset=False)))
+
+    def _checked(self, X: Any, **options: Any) -> Any:
+        if self.categorical is None:
+            return validate_data(self, X, dtype=[np.float64, np.float32], **options)
+        return validate_data(self, X, dtype=None, ensure_all_finite=False, **options)
+
+    def _counted(self, sample_weight: Any, X: Numbers) -> Numbers:
+        """How many rows each row counts as (m,)."""
+        if sample_weight is None:
+            return np.ones(len(X))
+        counts = check_array(
+            sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight"
+        )
+        if counts.ndim == 0:
+            counts = np.full(len(X), float(counts))
+        if counts.shape != (len(X),):
+            raise ShapeError(f"sample_weight has shape {counts.shape}, but X {len(X)} rows")
+        if (counts < 0).any():
+            raise ArgumentError("sample_weight must not be negative: give a row to leave out 0")
+        if not counts.any():
+            raise ArgumentError("sample_weight must contain at least one non-zero number")
+        return counts
+
+    def _together(
+        self, X: Numbers, y: Numbers, counts: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """The rows that are kept, and these after them."""
+        if y.shape[1:] != self._y.shape[1:]:
+            raise ShapeError(f"y has shape {y.shape}, but that of the rows before {self._y.shape}")
+        given = (self._X, X), (self._y, y), (self._counts, counts)
+        X, y, counts = map(np.concatenate, given)
+        return X, y, counts
+
+    def _pooled(self, query: Numbers, values: Numbers, places: Any = slice(None)) -> Numbers:
+        """Σᵢ α(q, kᵢ) vᵢ of values (m, p), where a row of weight w counts as w rows."""
+        look, counts = self._look(), self._counts[self._counts > 0]
+        key, values = self._keys[:, places], values.astype(query.dtype, copy=False)
+        if (counts == 1).all():
+            return attend(query, key, values, **look)
+        counts = counts.astype(query.dtype)[:, None]
+        found = attend(query, key, np.concatenate([values * counts, counts], axis=1), **look)
+        if not look["weighting"].convex:
+            return found[:, :-1]
+        return found[:, :-1] / np.where(found[:, -1:] > 0, found[:, -1:], 1)
+
+
+def _spread(key: Numbers, counts: Numbers, columns: Columns) -> Numbers:
+    """The standard deviation of each column (d,); of categories, how often two rows differ."""
+    middle = np.average(key, axis=0, weights=counts)
+    square = columns.of_owners(np.average((key - middle) ** 2, axis=0, weights=counts))
+    return np.where(square > 0, np.sqrt(square), 1.0)
+
+
+def _numbers(given: Any, d: int) -> Numbers:
+    try:
+        width = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DtypeError(
+            f"bandwidth must be a number, one for each column, or one of {', '.join(RULES)}, not "
+            f"{given!r}"
+        ) from None
+    if width.shape not in ((), (d,)):
+        raise ShapeError(f"bandwidth has shape {width.shape}, but X has {d} columns")
+    if not (np.isfinite(width) & (width > 0)).all():
+        raise ArgumentError(f"bandwidth must be above 0, not {given!r}")
+    return np.broadcast_to(width, (d,)).copy()

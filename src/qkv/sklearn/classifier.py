@@ -1,0 +1,90 @@
+"""p(class | x) = Σᵢ α(x, xᵢ) [yᵢ = class]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+
+from qkv.sklearn.bandwidth import surprise
+from qkv.sklearn.base import Attentive
+from qkv.sklearn.columns import Numbers
+
+
+class AttentionClassifier(ClassifierMixin, Attentive):
+    """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: attention over the classes of the rows that were seen.
+
+    X is (m, d), y (m,), or (m, p) for p questions at once, where `classes_` and `predict_proba` are
+    lists. The parameters are those of `AttentionRegressor`, without `degree`; a bandwidth by
+    leave-one-out is the one under which the true classes of rows left out are the least surprising.
+
+    >>> X, y = [[0.0], [0.2], [1.0], [1.2]], ["low", "low", "high", "high"]
+    >>> model = AttentionClassifier(bandwidth=0.5).fit(X, y)
+    >>> model.predict([[0.3]])
+    array(['low'], dtype='<U4')
+    >>> model.predict_proba([[0.3]]).round(2), model.classes_
+    (array([[0.24, 0.76]]), array(['high', 'low'], dtype='<U4'))
+    """
+
+    _loss = staticmethod(surprise)
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionClassifier:
+        """Keep the rows X (m, d) and their classes y, and find the bandwidth."""
+        X, y = self._checked(X, y=y, multi_output=True)
+        return self._fit(X, y, self._counted(sample_weight, X), None)
+
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> AttentionClassifier:
+        """More rows: the same as `fit` on all. `classes` names any that no row has yet."""
+        first = not hasattr(self, "_X")
+        X, y = self._checked(X, y=y, multi_output=True, reset=first)
+        counts = self._counted(sample_weight, X)
+        if first:
+            return self._fit(X, y, counts, classes)
+        if classes is None:
+            classes = self.classes_
+        return self._fit(*self._together(X, y, counts), classes)
+
+    def _fit(self, X: Any, y: Numbers, counts: Numbers, classes: Any) -> AttentionClassifier:
+        check_classification_targets(y)
+        self._y, columns = y, y.reshape(len(y), -1).T
+        known = [None] * len(columns) if classes is None else classes
+        known = [known] if y.ndim == 1 and classes is not None else known
+        found = [np.unique(column) if told is None else np.union1d(column, told)
+                 for column, told in zip(columns, known, strict=True)]  # fmt: skip
+        self.classes_ = found[0] if y.ndim == 1 else found
+        ones = [column[:, None] == names for column, names in zip(columns, found, strict=True)]
+        values = np.concatenate(ones, axis=1).astype(np.float64)
+        self._keep(X, values, counts)
+        self._values = values[counts > 0]
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """p (n, classes), or one for each question. A query that no row answers has all classes
+        alike."""
+        found = np.clip(self._pooled(self._queries(X), self._values), 0, None)
+        many = [self.classes_] if self._y.ndim == 1 else self.classes_
+        ends = np.cumsum([len(names) for names in many])[:-1]
+        parts = [_over_sum(part) for part in np.split(found, ends, axis=1)]
+        return parts[0] if self._y.ndim == 1 else parts
+
+    def predict(self, X: Any) -> Numbers:
+        """The most probable class (n,), or (n, p)."""
+        found = self.predict_proba(X)
+        if self._y.ndim == 1:
+            return np.asarray(self.classes_[found.argmax(1)])
+        both = zip(self.classes_, found, strict=True)
+        return np.stack([names[p.argmax(1)] for names, p in both], axis=1)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def _over_sum(found: Numbers) -> Numbers:
+    total = found.sum(1, keepdims=True)
+    return np.where(total > 0, found / np.where(total > 0, total, 1), 1 / found.shape[1])

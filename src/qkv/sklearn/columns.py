@@ -1,0 +1,94 @@
+"""The columns of a table as vectors in which a distance means something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.errors import ArgumentError, DtypeError, unknown
+
+Numbers = np.ndarray[Any, Any]
+
+
+class Columns(NamedTuple):
+    """Vectors (m, D) of a table (m, d): numbers as they are, then one place per category.
+
+    Two rows of different categories are 1 apart, of the same 0; one that was not there in `fit` is
+    √½ away from all. `owner` (D,) is the column that each place belongs to.
+    """
+
+    numeric: Numbers
+    categories: dict[int, Numbers]
+    owner: Numbers
+
+    @classmethod
+    def of(cls, table: Numbers, categorical: Sequence[int]) -> Columns:
+        """The layout of a table, some of whose columns are categories."""
+        numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
+        categories = {int(j): _distinct(table[:, j]) for j in categorical}
+        owner = np.repeat(
+            [*numeric, *categories], [1] * len(numeric) + [*map(len, categories.values())]
+        )
+        return cls(numeric, categories, owner.astype(np.intp))
+
+    def vectors(self, table: Numbers) -> Numbers:
+        """(n, d) → (n, D)
+
+        >>> table = np.array([[1.5, "b"], [2.5, "a"]], dtype=object)
+        >>> Columns.of(table, [1]).vectors(table).round(2)
+        array([[1.5 , 0.  , 0.71],
+               [2.5 , 0.71, 0.  ]])
+        """
+        if not self.categories:
+            return table
+        try:
+            numbers = table[:, self.numeric].astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise DtypeError(f"a column holds text ({error}): name it in categorical=") from None
+        places = [_told(table[:, j])[:, None] == known for j, known in self.categories.items()]
+        return np.concatenate([numbers, *(x * np.sqrt(0.5) for x in places)], axis=1)
+
+    @property
+    def sloped(self) -> Numbers:
+        """The places (D,) along which a line may have a slope."""
+        return np.arange(len(self.owner)) < len(self.numeric)
+
+    def of_owners(self, places: Numbers) -> Numbers:
+        """(D,) → (d,): the sum over the places of each column."""
+        width = len(self.numeric) + len(self.categories)
+        return np.bincount(self.owner, places, minlength=width)
+
+
+def _told(column: Numbers) -> Numbers:
+    """Categories as text: 1 and 1.0 are one, and a missing one is a category too."""
+    return np.array([f"{x:g}" if isinstance(x, float) else str(x) for x in column], dtype=object)
+
+
+def _distinct(column: Numbers) -> Numbers:
+    return np.array(sorted(set(_told(column))), dtype=object)
+
+
+def chosen(categorical: Any, names: Sequence[str] | None, width: int) -> list[int]:
+    """The columns that are categories, by place, by name or as a mask."""
+    if categorical is None:
+        return []
+    if isinstance(categorical, str) or not np.iterable(categorical):
+        raise DtypeError(f"categorical must list columns, not {categorical!r}")
+    given = list(categorical)
+    if len(given) == width and all(isinstance(x, bool | np.bool_) for x in given):
+        return [int(j) for j in np.flatnonzero(given)]
+    return sorted({_place(x, list(names) if names is not None else [], width) for x in given})
+
+
+def _place(column: Any, names: list[str], width: int) -> int:
+    if isinstance(column, str):
+        if not names:
+            raise ArgumentError(f"categorical names {column!r}, but X has no names: give its place")
+        if column not in names:
+            raise unknown("column in categorical", column, names)
+        return names.index(column)
+    if not isinstance(column, int | np.integer) or not -width <= column < width:
+        raise ArgumentError(f"categorical: X has {width} columns, and none at {column!r}")
+    return int(column) % width

@@ -1,0 +1,128 @@
+"""ŷ(x) = Σᵢ α(x, xᵢ) yᵢ, or the line through the yᵢ near x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import MultiOutputMixin, RegressorMixin
+
+from qkv.errors import ArgumentError, CombinationError
+from qkv.sklearn.base import Attentive
+from qkv.sklearn.columns import Numbers
+from qkv.sklearn.local import line
+
+BLOCK = 2**24
+"""Moments of queries that are held at once, in numbers."""
+
+
+class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
+    """ŷ(x) = Σᵢ α(x, xᵢ) yᵢ: the Nadaraya–Watson estimator, with any score and any weighting.
+
+    X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before the score
+    compares them: a number, one for each column, "scott" (standard deviation × m^(−1/(d + 4))),
+    "loo" (the same multiple of every column's standard deviation) or "learned" (one for each
+    column, by gradient), both by what predicts each row best from the others; None leaves X as it
+    is. `degree` 1 fits the line of least squares under α where 0 takes the mean: less bias where
+    the rows lie on a slope, and at the edges.
+
+    `weighting` None is softmax, and for windows their scores over the sum, or the nearest row where
+    the window is empty. `categorical` lists columns, by name or place, that are compared for
+    equality; without it X must be numbers. Bandwidths are learned from at most `sample` rows, drawn
+    by `random_state`. With a score other than the Gaussian, "learned" takes from the Gaussian how
+    the columns compare, and from "loo" how wide they all are.
+
+    Kept of `fit`: `bandwidth_` (d,) and `ridge_`, which holds the line's slope in squares of the
+    bandwidth. A row of `sample_weight` w counts as w rows, in the pooling and in "scott".
+
+    >>> import numpy as np
+    >>> X = np.linspace(0, 4, 9)[:, None]
+    >>> model = AttentionRegressor(bandwidth=0.2).fit(X, X[:, 0] ** 2)
+    >>> model.predict([[1.0], [2.25]]).round(3)
+    array([1.02 , 5.126])
+    >>> mean, deviation = model.predict([[2.25]], return_std=True)
+    >>> deviation.round(3)
+    array([1.134])
+    """
+
+    def __init__(
+        self,
+        bandwidth: Any = "scott",
+        *,
+        degree: int = 0,
+        kernel: Any = "gaussian",
+        weighting: Any = None,
+        categorical: Any = None,
+        sample: int = 2000,
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            bandwidth,
+            kernel=kernel,
+            weighting=weighting,
+            categorical=categorical,
+            sample=sample,
+            random_state=random_state,
+        )
+        self.degree = degree
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
+        """Keep the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
+        X, y = self._checked(X, y=y, multi_output=True, y_numeric=True)
+        return self._fit(X, y, self._counted(sample_weight, X))
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
+        """More rows: the same as `fit` on all, so a rule or a search looks at all of them again."""
+        if not hasattr(self, "_X"):
+            return self.fit(X, y, sample_weight)
+        X, y = self._checked(X, y=y, multi_output=True, y_numeric=True, reset=False)
+        return self._fit(*self._together(X, y, self._counted(sample_weight, X)))
+
+    def _fit(self, X: Any, y: Numbers, counts: Numbers) -> AttentionRegressor:
+        if isinstance(self.degree, bool) or self.degree not in (0, 1):
+            raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
+        if self.degree:
+            self._sums_to_one("degree=1")
+        self._y = y
+        values = y.reshape(len(y), -1).astype(np.float64)
+        kept = counts > 0
+        self._centre = np.average(values[kept], axis=0, weights=counts[kept])
+        spread = np.sqrt(np.average((values - self._centre) ** 2, axis=0, weights=counts))
+        standard = (values - self._centre) / np.where(spread > 0, spread, 1)
+        self._keep(X, standard, counts, sloped=self.degree == 1)
+        self._values = values[kept]
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """ŷ (n,) or (n, p); with `return_std` also √Σᵢ αᵢ (yᵢ − ŷᵢ)², how far the rows that answer
+        lie from their mean, or from their line."""
+        query = self._queries(X)
+        if return_std:
+            self._sums_to_one("return_std=True")
+        if not self._sloped.any() and not return_std:
+            return self._shaped(self._pooled(query, self._values))
+        d, p = int(self._sloped.sum()), self._values.shape[1]
+        step = max(BLOCK // ((d + 1) * (d + 2 * p + 1)), 1)
+        found = [self._fitted(query[at : at + step]) for at in range(0, len(query), step)]
+        value, variance = (self._shaped(np.concatenate(x)) for x in zip(*found, strict=True))
+        return (value, np.sqrt(np.maximum(variance, 0))) if return_std else value
+
+    def _fitted(self, query: Numbers) -> tuple[Numbers, Numbers]:
+        """The value and the variance (n, p) at some queries."""
+        values, p = self._values - self._centre, self._values.shape[1]
+        key, near = (x[:, self._sloped] for x in (self._keys, query))
+        found = line(
+            lambda given: self._pooled(query, given),
+            near, key, np.concatenate([values, values**2], axis=1), self.ridge_,
+        )  # fmt: skip
+        variance = found.mean[:, p:] - found.mean[:, :p] ** 2 - found.explained[:, :p]
+        return found.value[:, :p] + self._centre, variance
+
+    def _sums_to_one(self, wanted: str) -> None:
+        weighting = self._look()["weighting"]
+        if not weighting.convex:
+            kind = type(weighting).__name__
+            raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
+
+    def _shaped(self, values: Numbers) -> Numbers:
+        return values[:, 0] if self._y.ndim == 1 else values
