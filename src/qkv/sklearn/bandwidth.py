@@ -9,7 +9,7 @@ u is 1 and r = yⱼ − ŷᵢ for the mean; `local.Line` has both for the line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,10 @@ RIDGE = 1e-2
 
 REACH = (-4.0, 5.0)
 """log h in standard deviations: from a fiftieth to where a column no longer counts."""
+
+PRIOR = 2.0
+"""How many rows' errors a column is worth that gets e times as wide, or as narrow: with few rows
+leave-one-out alone would find columns that count by chance."""
 
 PAIRS = 2**20
 """Weights held at once."""
@@ -100,7 +104,7 @@ class Rows:
             others = np.ones((some.stop - at, m), dtype=bool)
             others[range(some.stop - at), range(at, some.stop)] = False
             alpha = weights(key[some], key, score=self.score, weighting=self.weighting, mask=others)
-            alpha = alpha * self.weight
+            alpha *= self.weight
             if self.weighting.convex:
                 total = alpha.sum(1, keepdims=True)
                 alpha /= np.where(total > 0, total, 1)
@@ -113,30 +117,38 @@ def scott(m: float, d: int) -> float:
     return float(m ** (-1 / (d + 4)))
 
 
-def common(error: Callable[[Numbers], float], width: Numbers) -> Numbers:
-    """h = c · width, with the c of the least error."""
+def coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
+    """h = c · width, with the width and the c of the least error, c within a factor of √e."""
+    tried = [np.exp(c) * width for width in widths for c in np.arange(-3.0, 3.1)]
+    return tried[int(np.nanargmin([error(width) for width in tried]))]
+
+
+def common(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
+    """The same, to two digits of c."""
     from scipy.optimize import minimize_scalar
 
-    steps = np.linspace(np.log(0.02), np.log(20.0), 13)
-    errors = [error(np.exp(c) * width) for c in steps]
-    best = int(np.nanargmin(errors))
-    low, high = steps[max(best - 1, 0)], steps[min(best + 1, len(steps) - 1)]
+    near = coarse(error, widths)
+    options = {"xatol": 0.02, "maxiter": 12}
     found = minimize_scalar(
-        lambda c: error(np.exp(c) * width),
-        bounds=(low, high), method="bounded", options={"xatol": 0.02, "maxiter": 15},
-    )  # fmt: skip
-    return width * np.exp(found.x if found.fun < errors[best] else steps[best])
+        lambda c: error(np.exp(c) * near), bounds=(-1, 1), method="bounded", options=options
+    )
+    return near * np.exp(found.x if found.fun < error(near) else 0)
 
 
 def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:
-    """h (d,) and λ from there by L-BFGS: a column that does not help gets wide."""
+    """h (d,) and λ from there by L-BFGS: a column that does not help gets wide.
+
+    Minimises L + PRIOR/m Σₖ log² (hₖ/widthₖ).
+    """
     from scipy.optimize import minimize
 
-    d = len(width)
+    d, prior = len(width), PRIOR / len(rows.key)
 
     def loss(at: Numbers) -> tuple[float, Numbers]:
         value, by_width, by_ridge = rows.slope(np.exp(at[:d]), float(np.exp(at[d])))
-        return value, np.append(by_width, by_ridge)
+        apart = at[:d] - np.log(width)
+        by_width = by_width + 2 * prior * apart
+        return value + prior * float(apart @ apart), np.append(by_width, by_ridge)
 
     bounds = [REACH] * d + [(np.log(1e-6), np.log(1e2))]
     start = np.append(np.clip(np.log(width), *REACH), np.log(RIDGE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from qkv import scores, weightings
 from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, DtypeError, ShapeError, sizes, unknown
 from qkv.scores import Gaussian, Score
+from qkv.scores.distance import Expanded
 from qkv.scores.window import Window
-from qkv.sklearn.bandwidth import RIDGE, Loss, Rows, common, learned, scott, squared
+from qkv.sklearn.bandwidth import RIDGE, Loss, Rows, coarse, common, learned, scott, squared
 from qkv.sklearn.columns import Columns, Numbers, chosen
 from qkv.weightings import Normalized, Softmax, Weighting
 
@@ -88,15 +90,15 @@ class Attentive(BaseEstimator):
         return self._searched(*self._rows(key, value, counts, spread), spread)
 
     def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
-        d, ridge, look = len(spread), RIDGE, self._look()
-        if self.bandwidth == "learned":
-            plain = type(look["score"]) is Gaussian and type(look["weighting"]) is Softmax
-            rows.score, rows.weighting = Gaussian(), Softmax()
-            width, ridge = learned(rows, np.full(d, scott(len(rows.key), d) * np.sqrt(d)))
-            rows.score, rows.weighting = look["score"], look["weighting"]
-            width = width if plain else common(rows.error, width)
-        else:
-            width = common(rows.error, np.ones(d))
+        """The bandwidth and the ridge by leave-one-out."""
+        # Columns in their own units may be alike, as pixels are, or each in its deviations.
+        units = [np.ones(len(spread)), np.sqrt((spread**2).mean()) / spread]
+        if self.bandwidth == "loo":
+            return spread * common(rows.error, units) * fewer, RIDGE
+        plain = replace(rows, score=Expanded(1.0), weighting=Softmax())
+        width, ridge = learned(plain, coarse(plain.error, units))
+        if not _same(rows, plain):
+            width = common(rows.error, [width])
         return spread * width * fewer, ridge
 
     def _rows(
@@ -111,8 +113,11 @@ class Attentive(BaseEstimator):
             key, value, counts = key[some], value[some], counts[some]
         key = (key - key.mean(0)) / spread[self._columns.owner]
         look = self._look()
+        score = look["score"]
+        if type(score) is Gaussian:  # as products: about their middle they lose no digits
+            score = Expanded(score.bandwidth)
         rows = Rows(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
-                    self._loss, self._sloped, look["score"], look["weighting"])  # fmt: skip
+                    self._loss, self._sloped, score, look["weighting"])  # fmt: skip
         return rows, scott(total / counts.sum(), len(spread))
 
     def _look(self) -> dict[str, Any]:
@@ -177,6 +182,12 @@ class Attentive(BaseEstimator):
         if not look["weighting"].convex:
             return found[:, :-1]
         return found[:, :-1] / np.where(found[:, -1:] > 0, found[:, -1:], 1)
+
+
+def _same(one: Rows, two: Rows) -> bool:
+    """Whether both look at their rows in the same way, as far as numbers tell."""
+    told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
+    return told[0] == told[1]
 
 
 def _spread(key: Numbers, counts: Numbers, columns: Columns) -> Numbers:

@@ -47,6 +47,11 @@ class Columns(NamedTuple):
             numbers = table[:, self.numeric].astype(np.float64)
         except (TypeError, ValueError) as error:
             raise DtypeError(f"a column holds text ({error}): name it in categorical=") from None
+        if not np.isfinite(numbers).all():
+            raise ArgumentError(
+                "X: a column of numbers holds NaN or infinity: fill it, as AttentionTransformer "
+                "does, or name it in categorical="
+            )
         places = [_told(table[:, j])[:, None] == known for j, known in self.categories.items()]
         return np.concatenate([numbers, *(x * np.sqrt(0.5) for x in places)], axis=1)
 
@@ -63,7 +68,12 @@ class Columns(NamedTuple):
 
 def _told(column: Numbers) -> Numbers:
     """Categories as text: 1 and 1.0 are one, and a missing one is a category too."""
-    return np.array([f"{x:g}" if isinstance(x, float) else str(x) for x in column], dtype=object)
+    return np.array([str(_whole(x)) for x in column], dtype=object)
+
+
+def _whole(cell: Any) -> Any:
+    number = isinstance(cell, float | np.floating) and float(cell).is_integer()
+    return int(cell) if number else cell
 
 
 def _distinct(column: Numbers) -> Numbers:

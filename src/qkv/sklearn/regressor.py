@@ -21,10 +21,10 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
 
     X is (m, d), y (m,) or (m, p). Keys and queries are divided by the `bandwidth` before the score
     compares them: a number, one for each column, "scott" (standard deviation × m^(−1/(d + 4))),
-    "loo" (the same multiple of every column's standard deviation) or "learned" (one for each
-    column, by gradient), both by what predicts each row best from the others; None leaves X as it
-    is. `degree` 1 fits the line of least squares under α where 0 takes the mean: less bias where
-    the rows lie on a slope, and at the edges.
+    "loo" (one multiple of the columns' standard deviations, or one number for all) or "learned"
+    (one for each column, by gradient), both by what predicts each row best from the others; None
+    leaves X as it is. `degree` 1 fits the line of least squares under α where 0 takes the mean:
+    less bias where the rows lie on a slope, and at the edges.
 
     `weighting` None is softmax, and for windows their scores over the sum, or the nearest row where
     the window is empty. `categorical` lists columns, by name or place, that are compared for

@@ -109,7 +109,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, Attentive):
             raise ArgumentError('bandwidth "learned" needs a y to learn from: choose "loo"')
         if len(spread) == 1:
             return spread * scott(rows.weight.sum(), 1) * fewer, 0.0
-        found = common(partial(each_by_the_others, rows), np.ones(len(spread)))
+        found = common(partial(each_by_the_others, rows), [np.ones(len(spread))])
         return spread * found * fewer, 0.0
 
     def transform(self, X: Any) -> Numbers:
