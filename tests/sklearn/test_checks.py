@@ -6,24 +6,18 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
+from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from qkv.sklearn import (  # noqa: E402
-    AttentionClassifier,
-    AttentionRegressor,
-    AttentionTransformer,
-)
+from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransformer
 
-
-# Leave-one-out leaves a row out whole, whatever its weight. Of a row that is there twice, one stays:
-# a bandwidth found by it differs between the two, the pooling does not (test_weights.py).
-LEFT_OUT = {
-    "check_sample_weight_equivalence_on_dense_data": "leave-one-out leaves out all of a row's weight"
-}
+# Leave-one-out leaves a row out whole, whatever its weight; of a row that is there twice one stays.
+# So a bandwidth found by it differs between the two; the pooling does not (test_estimators.py).
+WHOLE = "leave-one-out leaves out all of a row's weight"
 
 
 def expected(estimator):
-    return {} if estimator.bandwidth == "scott" else LEFT_OUT
+    known = {"check_sample_weight_equivalence_on_dense_data": WHOLE}
+    return known if estimator.bandwidth == "loo" else {}
 
 
 @parametrize_with_checks(
