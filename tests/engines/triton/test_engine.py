@@ -54,7 +54,7 @@ def test_it_serves_what_it_should():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("score", "weighting", "mask"), SERVED if FULL else SERVED[::2])
+@pytest.mark.parametrize(("score", "weighting", "mask"), SERVED if FULL else SERVED[::3])
 def test_values_and_gradients(score, weighting, mask):
     call = case(score, weighting, mask)
     arrays = tensors(call.arrays)
@@ -110,24 +110,35 @@ def test_half_the_bits(score, dtype):
     np.testing.assert_allclose(lse.cpu().double().numpy(), wanted, atol=4e-2)
 
 
-def test_what_it_refuses_it_explains():
+def test_what_it_refuses_it_explains(monkeypatch):
     x = torch.ones(2, 4, 6, 3, device=DEVICE)
     for how, reason in (
         ({"score": "laplace"}, "no form"),
-        ({"weighting": "hard"}, "Hard"),
-        ({"mask": masks.strided(2)}, "strided"),
-        ({"mask": masks.window(1) & masks.strided(2)}, "strided"),
-        ({"mask": masks.blocks([[1]], 8) & masks.blocks([[1]], 9)}, "one layout"),
-        ({"dropout_p": 0.5, "seed": 1}, "dropout"),
-        ({"mask": torch.zeros(6, 6, device=DEVICE)}, "n × m"),
-        ({"weighting": weightings.Softmax(torch.tensor(2.0, device=DEVICE))}, "temperature"),
+        ({"weighting": weightings.Hard(straight_through=True)}, "other weights"),
+        ({"weighting": weightings.Softmax(torch.ones(6, device=DEVICE))}, "each key"),
+        (
+            {
+                "weighting": weightings.Softmax(torch.ones(6, 1, device=DEVICE)),
+                "score": "gaussian",
+            },
+            "each query",
+        ),
+        (
+            {
+                "weighting": weightings.Softmax(torch.ones(4, 1, 1, device=DEVICE)),
+                "mask": torch.zeros(6, 6, device=DEVICE),
+            },
+            "several temperatures",
+        ),
         ({"score": "gaussian", "weighting": "raw"}, "whole row"),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
-        ({"mask": masks.blocks([[1]], 8), "weighting": "entmax15"}, "layout"),
     ):
         with pytest.raises(EngineError, match=reason):
             qkv.attend(x, x, x, **how, engine="triton")
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="as an array"):
+        patched.setattr(engine, "WIDEST_RULE", 5)
+        qkv.attend(x, x, x, mask=masks.strided(2), engine="triton")
     with pytest.raises(EngineError, match="float32"):
         qkv.attend(x.double(), x.double(), x.double(), engine="triton")
     with pytest.raises(EngineError, match="torch tensors"):

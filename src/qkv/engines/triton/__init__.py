@@ -18,13 +18,14 @@ from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
-from qkv.masks.base import Both, Mask
+from qkv.masks.base import Both, Mask, Values
 from qkv.masks.sequences import Blocks, Lengths
 from qkv.scores import Additive, Cosine, Dot, Multiplicative, ScaledDot, Score
+from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
-from qkv.weightings import Average, Entmax, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
 from qkv.weightings.sparse import Tsallis
 
 NAME = "triton"
@@ -38,11 +39,16 @@ WEIGHTINGS = {
     Entmax: "entmax",
     Sparsemax: "entmax",
     TopK: "topk",
+    Hard: "topk",
 }
+SEARCHED = ("entmax", "topk")
+"""Those that must know something of the whole row first."""
 UNMOVED = ("softmax", "average", "entmax", "topk")
 """The weightings that a shift of the whole row does not move."""
 
 WIDEST = 4096
+WIDEST_RULE = 2**28
+"""Pairs of a mask that is made an array: more would take more memory than what it saves."""
 WIDEST_VALUE = 256
 PAIRS = 8
 """Pairs of functions that stand for tanh in 16 bits."""
@@ -69,31 +75,61 @@ def cannot(call: Call) -> str | None:
         return f"the kernels do not know {type(call.weighting).__name__}"
     if getattr(call.weighting, "on_empty", "zero") != "zero":
         return "the kernels give 0 to a row without weights"
-    if is_array(getattr(call.weighting, "temperature", None)):
-        return "a learned temperature needs a gradient that the kernel does not give"
-    if call.dropout:
-        return "the kernels have no dropout"
-    if call.bias is not None:
-        return "a float mask is an n × m matrix, which the kernels do not read"
+    if getattr(call.weighting, "straight_through", False):
+        return "the kernels have no gradient of other weights than those that pool"
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
     if call.fw.shape(call.value)[-1] > WIDEST_VALUE:
         return f"values are wider than the {WIDEST_VALUE} numbers that a tile holds"
     bounds = bounds_of(call)
-    if isinstance(bounds, str):
-        return bounds
-    weighting = WEIGHTINGS[type(call.weighting)]
-    if bounds.layout is not None and weighting in ("entmax", "topk"):
-        return "a search over the row does not know a layout of blocks"
-    if isinstance(call.score, Additive):
-        if weighting == "softmax" and call.weighting.temperature == 1 and bounds.layout is None:  # type: ignore[attr-defined]
-            return None
-        return "the additive kernels know plain softmax without a layout of blocks only"
+    reason = _unread(call, bounds)
+    if reason:
+        return reason
+    if _is_plain_additive(call):
+        return None
     found = lowering(call)
     if isinstance(found, str):
         return found
+    temperature = getattr(call.weighting, "temperature", 1.0)
+    if is_array(temperature):
+        return _untempered(call, temperature, found[0])
     if call.fw.shape(call.query)[-1] > WIDEST:
         return f"vectors are wider than {WIDEST} numbers"
+    return None
+
+
+def _is_plain_additive(call: Call) -> bool:
+    """Whether it is what the additive kernels know: softmax under bands and lengths alone. Others
+    have it as products of functions whose range must be looked at."""
+    bounds = bounds_of(call)
+    plain = isinstance(call.score, Additive) and type(call.weighting) is Softmax
+    temperature = getattr(call.weighting, "temperature", None)
+    plain = plain and not is_array(temperature) and temperature == 1
+    return plain and not (call.dropout or bounds.rules) and bounds.layout is None
+
+
+def _unread(call: Call, bounds: Bounds) -> str | None:
+    """Why the mask cannot be read as an array, where it must."""
+    leads = [x.values.shape[:-2] if isinstance(x, Values) else call.lead for x in bounds.rules]
+    pairs = max(map(math.prod, leads), default=0) * call.n * call.m
+    if pairs > WIDEST_RULE:
+        return f"the mask is one of {pairs} pairs: as an array the kernels read {WIDEST_RULE}"
+    return None
+
+
+def _untempered(call: Call, temperature: Array, score: Score) -> str | None:
+    """Why scores cannot be divided by this temperature in the query."""
+    shape = tuple(temperature.shape)
+    if shape[-1:] not in ((), (1,)):
+        return "a temperature of each key cannot be divided out of the query"
+    each = shape[-2:-1] not in ((), (1,))
+    if each and not isinstance(score, Dot | ScaledDot | Cosine | Multiplicative):
+        return "a temperature of each query cannot be divided out of what is added for each key"
+    shared = _key_heads(call) < _batch_and_heads(call)[1]
+    if shared and math.prod(shape[-3:]) > 1 and isinstance(score, Expanded):
+        return "a temperature of each head cannot be divided out of what heads share"
+    if call.bias is not None and math.prod(shape) > 1:
+        return "a float mask would be divided by each of several temperatures"
     return None
 
 
@@ -109,11 +145,13 @@ def declines(call: Call) -> str | None:
 
 def looks(call: Call) -> bool:
     """Whether the numbers decide if the score can be lowered: in 16 bits nothing is looked at."""
+    if isinstance(call.score, Additive):
+        return not _is_plain_additive(call)
     return call.score.ranged and call.fw.dtype(call.query) == "float32"
 
 
 def describe(call: Call) -> str:
-    if isinstance(call.score, Additive):
+    if _is_plain_additive(call):
         if call.fw.dtype(call.query) == "float32":
             return "tanh itself, tile by tile"
         return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
@@ -130,45 +168,67 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
     from qkv.engines.triton import ops
+    from qkv.engines.triton.arguments import Arrays, Numbers
 
-    if isinstance(call.score, Additive):
+    if _is_plain_additive(call):
         return _together(_additive)
     weighting = WEIGHTINGS[type(call.weighting)]
-    searched = weighting in ("entmax", "topk")
+    searched = weighting in SEARCHED
     found = lowering(call)
     expanded = _is_narrow(call) and isinstance(found[0], Expanded)
 
     def bound(call: Call) -> tuple[Array, Array | None, None]:
         bounds = bounds_of(call)
-        assert not isinstance(bounds, str)
         if expanded and not is_array(call.score.bandwidth):  # type: ignore[attr-defined]
             form = _expanded(call, call.score.bandwidth)  # type: ignore[attr-defined]
         else:
             found = lowering(call)
             assert not isinstance(found, str)
             form = form_of(call, found[0])
-        temperature = getattr(call.weighting, "temperature", 1.0)
+        temperature: Any = getattr(call.weighting, "temperature", 1.0)
+        share = 1.0 if is_array(temperature) else 1 / temperature
+        if is_array(temperature):
+            form = form._replace(query=_over(form.query, temperature))
+        if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
+            held: Any = form
+            form = Form(*(x.detach() if is_array(x) else x for x in held))
         (_, heads), few = _batch_and_heads(call), _key_heads(call)
         query, key = _four_axes(call, form.query, heads), _four_axes(call, form.key, few)
         parts = (
-            _rows(call, form.bias, few, 1 / temperature),
+            _rows(call, form.bias if form.bias is None else _over(form.bias, temperature), few),
             _rows(call, form.gate_query, heads),
             _rows(call, form.gate_key, few),
         )
-        lower, upper, lengths, layout, size = bounds
-        scale, alpha, rows = form.scale / temperature, 0.0, (None, None)
+        lower, upper, lengths, layout, size, _ = bounds
+        scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
+        pairs = _pairs(call, bounds)
+        if pairs is not None and is_array(temperature) and pairs.is_floating_point():
+            pairs = pairs / temperature.reshape(())
         if searched:
-            band = (scale, *parts, lower, upper, lengths)
+            band = (scale, *parts, lower, upper, lengths, pairs, times)
             alpha, rows = _searched(call, query, key, band)
         out, lse, _ = ops.pooled(
-            query, key, _four_axes(call, call.value, few), *parts, *rows,
-            lengths, layout, scale, weighting, alpha, lower, upper, size, False,
+            *Arrays(
+                query, key, _four_axes(call, call.value, few), *parts, *rows, lengths, layout,
+                pairs, call.seed if call.dropout else None,
+            ),
+            *Numbers(
+                scale, weighting, alpha, lower, upper, size, False, times, call.dropout,
+                heads if len(call.lead) > 1 else math.prod(call.lead),
+            ),
         )  # fmt: skip
         if form.offset is not None and call.wants_lse:
-            lse = lse[..., None] + _rows(call, form.offset, heads, 1 / temperature)
+            lse = lse[..., None] + _rows(call, _over(form.offset, temperature), heads)
         return _as_asked(call, out, lse)
 
     return _together(bound)
+
+
+def _over(x: Any, temperature: Any) -> Any:
+    """x / temperature, in x's dtype, by float32."""
+    if not is_array(temperature):
+        return x if temperature == 1 else x * (1 / temperature)
+    return (x.float() / temperature.float()).to(x.dtype)
 
 
 def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
@@ -176,6 +236,7 @@ def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
     from qkv.engines.triton import ahead
 
     def bound(call: Call) -> Any:
+        call = calls.seeded(call)  # here, so that a dry run draws none
         with ahead.together(partial(_dry, run, call)):
             return run(call)
 
@@ -211,10 +272,12 @@ def warm(call: Call) -> tuple[str, ...]:
 def waits(call: Call) -> str:
     """Whether the next such call compiles first, and how long that takes where Triton's own cache
     on disk has nothing."""
-    seconds = [key.seconds for key in missing(call)]
-    if not seconds:
+    count = len(missing(call))
+    if not count:
         return "ready"
-    return f"compiles {len(seconds)} kernels now, about {math.ceil(max(seconds))} s"
+    # Seen beside an H200. In float32 a product is written out term by term.
+    seconds = (1.5 + 0.2 * count) * (1 if _is_narrow(call) else 4)
+    return f"compiles {count} kernels now, about {math.ceil(seconds)} s"
 
 
 def direct(call: Call) -> Callable[..., Array] | None:
@@ -245,7 +308,7 @@ def direct(call: Call) -> Callable[..., Array] | None:
 
     scale = form.scale / getattr(call.weighting, "temperature", 1.0)
     factor = None if form.bias is None else -scale / 2
-    number = call.weighting.k if isinstance(call.weighting, TopK) else 0.0
+    number = getattr(call.weighting, "k", 1)
     if isinstance(call.weighting, Entmax):
         number = float(call.weighting.alpha)
     return Repeat(weighting, number, scale, factor, partial(_band, rule))
@@ -269,7 +332,7 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     )
     if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
         return None
-    if isinstance(bounds, str) or bounds != Bounds(upper=bounds.upper) or cannot(call):
+    if bounds != Bounds(upper=bounds.upper) or call.dropout or cannot(call):
         return None
     if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_VALUE:
         return None
@@ -290,16 +353,17 @@ def interpreted() -> bool:
 
 
 def lowering(call: Call) -> tuple[Any, float] | str:
-    """The score as one with a form. For 16 bits nothing is looked at, so nothing waits."""
+    """The score as one with a form. For 16 bits nothing is looked at, so nothing waits, but for the
+    range of an additive score."""
     dtype = call.fw.dtype(call.query)
-    if dtype == "float32":
+    if dtype == "float32" or isinstance(call.score, Additive):
         found = call.lowering
     else:
         found = call.score.lowered(call.query, call.key, call.tolerance, dtype)
     if isinstance(found, str):
         return found
     inner = getattr(found[0], "score", found[0])
-    if isinstance(inner, Additive):
+    if type(inner) is Additive:
         return "the kernels know no gate on an additive score"
     moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
     if moved and isinstance(inner, Expanded):
@@ -309,6 +373,9 @@ def lowering(call: Call) -> tuple[Any, float] | str:
 
 def form_of(call: Call, score: Score) -> Form:
     """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
+    if _is_narrow(call) and isinstance(score, Separable):
+        wide = score.form(call.query.float(), call.key.float())
+        return wide._replace(**{x: getattr(wide, x).to(call.query.dtype) for x in ("query", "key")})
     if _is_narrow(call):
         from qkv.engines.triton import norms
 
@@ -334,37 +401,72 @@ def _is_narrow(call: Call) -> bool:
 
 
 class Bounds(NamedTuple):
-    """Which pairs count: lower ≤ j − i ≤ upper, j < lengths, and the layout's blocks."""
+    """Which pairs count: lower ≤ j − i ≤ upper, j < lengths, the layout's blocks, and what rules
+    of other kinds leave, which are read as one array."""
 
     lower: int | None = None
     upper: int | None = None
     lengths: Array | None = None
     layout: Array | None = None
     layout_size: int = 0
+    rules: tuple[Mask, ...] = ()
 
 
-def bounds_of(call: Call) -> Bounds | str:
+def bounds_of(call: Call) -> Bounds:
     return Bounds() if call.rule is None else _bounds(call, call.rule)
 
 
-def _bounds(call: Call, rule: Mask) -> Bounds | str:
+def _bounds(call: Call, rule: Mask) -> Bounds:
     import torch
 
     device = call.query.device
     if isinstance(rule, Both):
         one, two = _bounds(call, rule.one), _bounds(call, rule.two)
-        return one if isinstance(one, str) else two if isinstance(two, str) else _both(one, two)
+        if one.layout is not None and two.layout is not None:
+            two = Bounds(rules=(rule.two,))
+        return _both(one, two)
     if isinstance(rule, Band) and rule.relative:
         return Bounds(*_band(rule, call.n, call.m))
     if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
         valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
         batch, _ = _batch_and_heads(call)
         return Bounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
-    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and rule.size[0] == rule.size[1]:
+    searched = WEIGHTINGS[type(call.weighting)] in SEARCHED
+    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and not searched:
         size = rule.size[0]
-        layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
-        return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
-    return f"the kernels do not know the mask {rule!r}"
+        if size == rule.size[1]:
+            layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
+            return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
+    return Bounds(rules=(rule,))
+
+
+def _pairs(call: Call, bounds: Bounds) -> Array | None:
+    """(B or 1, H or 1, n or 1, m or 1): what the rules add, −∞ where they rule out, or if they add
+    nothing 0 there, as bytes."""
+    import torch
+
+    allowed, bias = None, None
+    for rule in bounds.rules:
+        if isinstance(rule, Values) and rule.is_bias:
+            bias = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
+            continue
+        some = rule.allowed(calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+        if some is not None:
+            some = torch.as_tensor(some, device=call.query.device)
+            allowed = some if allowed is None else allowed & some
+    if bias is None:
+        return None if allowed is None else _own_axes(call, allowed).view(torch.uint8)
+    return _own_axes(call, bias if allowed is None else bias.where(allowed, -math.inf))
+
+
+def _own_axes(call: Call, x: Any) -> Any:
+    """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
+    x = x[(None,) * (len(call.lead) + 2 - x.ndim)]
+    if len(call.lead) < 2:
+        return x[:, None] if call.lead else x[None, None]
+    if math.prod(x.shape[:-3]) > 1 and len(call.lead) > 2:
+        x = x.expand(*call.lead[:-1], *x.shape[-3:])
+    return x.reshape(-1, *x.shape[-3:])
 
 
 def _band(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
@@ -378,9 +480,7 @@ def _band(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
     return None if left is None else shift - left, None if right is None else shift + right
 
 
-def _both(one: Bounds, two: Bounds) -> Bounds | str:
-    if one.layout is not None and two.layout is not None:
-        return "the kernels know one layout of blocks, not two"
+def _both(one: Bounds, two: Bounds) -> Bounds:
     lower = [x.lower for x in (one, two) if x.lower is not None]
     upper = [x.upper for x in (one, two) if x.upper is not None]
     lengths = [x.lengths for x in (one, two) if x.lengths is not None]
@@ -390,6 +490,7 @@ def _both(one: Bounds, two: Bounds) -> Bounds | str:
         lengths[0].minimum(lengths[-1]) if lengths else None,
         one.layout if two.layout is None else two.layout,
         one.layout_size or two.layout_size,
+        one.rules + two.rules,
     )
 
 
@@ -440,8 +541,7 @@ def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tu
     if isinstance(call.weighting, Entmax):
         alpha = float(call.weighting.alpha)
         return alpha, (search.entmax_threshold(query, key, alpha, *band), None)
-    assert isinstance(call.weighting, TopK)
-    return 0.0, search.topk_threshold(query, key, call.weighting.k, *band)
+    return 0.0, search.topk_threshold(query, key, getattr(call.weighting, "k", 1), *band)
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}
@@ -452,7 +552,7 @@ def _additive(call: Call) -> tuple[Array, Array | None, None]:
     from qkv.engines.triton.features import tables
 
     bounds = bounds_of(call)
-    assert isinstance(call.score, Additive) and not isinstance(bounds, str)
+    assert isinstance(call.score, Additive)
     a, b = call.score.hidden(call.query, call.key)
     heads = _key_heads(call)
     a, b = _four_axes(call, a, _batch_and_heads(call)[1]), _four_axes(call, b, heads)

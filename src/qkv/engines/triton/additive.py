@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import backward, exact, features, forward, launch, ops
+from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import DtypeError, EngineError, ShapeError
 
@@ -68,7 +69,7 @@ def _check(a: Tensor, b: Tensor, v: Tensor, value: Tensor) -> None:
 def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> tuple[Any, ...]:
     """What the operators of `ops` take behind φ, ψ and the values."""
     absent = (None,) * 5
-    return *absent, lengths, None, 1.0, "softmax", 0.0, lower, upper, 0, False
+    return *absent, lengths, None, None, None, *Numbers(1.0, lower=lower, upper=upper)
 
 
 def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]]:
@@ -131,7 +132,8 @@ def _additive_backward(
             settings = _settings(None if lengths is None else lengths[batches], lower, upper)
             dphi, dpsi, dsome, *_ = backward.attend_backward(
                 grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
-                kept[:, *ours].contiguous(), phi, psi, value[theirs], *(*settings, True, True),
+                kept[:, *ours].contiguous(), phi, psi, value[theirs], *settings,
+                *(True, True, False),
             )  # fmt: skip
             del phi, psi
             if len(pieces) > 1:

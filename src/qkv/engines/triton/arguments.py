@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,32 +15,59 @@ from qkv.engines.triton.launch import Launch, Tile
 LOG2E = 1.4426950408889634
 
 
+class Arrays(NamedTuple):
+    """The arrays of a call, as the operators take them; those that may be None are told of in
+    `ops.attend`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor | None = None
+    gate_query: Tensor | None = None
+    gate_key: Tensor | None = None
+    row_a: Tensor | None = None
+    row_b: Tensor | None = None
+    lengths: Tensor | None = None
+    layout: Tensor | None = None
+    pairs: Tensor | None = None
+    seed: Tensor | None = None
+
+
+ARRAYS = len(Arrays._fields)
+
+
+class Numbers(NamedTuple):
+    """What follows them. `times` multiplies `pairs`, and `hashed` heads make a batch of those by
+    which a dropout counts."""
+
+    scale: float
+    weighting: str = "softmax"
+    alpha: float = 0.0
+    lower: int | None = None
+    upper: int | None = None
+    layout_size: int = 0
+    tf32: bool = False
+    times: float = 1.0
+    dropout: float = 0.0
+    hashed: int = 1
+
+    @property
+    def floats(self) -> tuple[float, ...]:
+        """As a kernel takes them: scales of scores that are in base 2 for softmax."""
+        base = LOG2E if self.weighting == "softmax" else 1.0
+        share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return float(self.scale) * base, self.alpha, self.times * base, share
+
+
 class Arguments:
     """What the kernels of one call share: checked arrays, numbers, and compile-time facts."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_bias: Tensor | None,
-        gate_query: Tensor | None,
-        gate_key: Tensor | None,
-        row_a: Tensor | None,
-        row_b: Tensor | None,
-        lengths: Tensor | None,
-        layout: Tensor | None,
-        scale: float,
-        weighting: str,
-        alpha: float,
-        lower: int | None,
-        upper: int | None,
-        layout_size: int,
-        tf32: bool,
-    ) -> None:
-        given = (
-            query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
-        )  # fmt: skip
+    def __init__(self, *given: Any) -> None:
+        arrays, numbers = Arrays(*given[:ARRAYS]), Numbers(*given[ARRAYS:])
+        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, *_ = (
+            arrays
+        )
+        scale, weighting, alpha, lower, upper, layout_size, tf32, *_ = numbers
         self.query, self.key, self.value = _row_major(query), _row_major(key), _row_major(value)
         self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
         self.gate_query = None if gate_query is None else gate_query.contiguous()
@@ -48,24 +75,28 @@ class Arguments:
         self.row_b = None if row_b is None else row_b.contiguous()
         self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
         self.layout = None if layout is None else (layout != 0).contiguous().view(torch.uint8)
+        self.pairs, self.seed = arrays.pairs, arrays.seed
         self.b, self.h, self.n, self.w = query.shape
         _, self.hk, self.m, self.d = value.shape
         self.group = self.h // self.hk
         reach = self.n + self.m
         self.lower = 0 if lower is None else max(min(lower, reach), -reach)
         self.upper = 0 if upper is None else max(min(upper, reach), -reach)
-        self.weighting, self.alpha = weighting, alpha
-        self.scale = in_base(scale, weighting)
+        self.weighting, self.floats = weighting, numbers.floats
+        self.dropped = (min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed)
         self.layout_size = layout_size
         self.layout_columns = 0 if layout is None else layout.shape[1]
-        self.fold = weighting == "softmax" and key_bias is None and gate_key is None and scale > 0
-        self.masked = not (lower is None and upper is None and lengths is None and layout is None)
+        kind = 0 if self.pairs is None else 2 if self.pairs.is_floating_point() else 1
+        plain = key_bias is None and gate_key is None and kind < 2
+        self.fold = weighting == "softmax" and plain and scale > 0
+        bounds = (lower, upper, lengths, layout, self.pairs)
+        self.masked = any(x is not None for x in bounds)
         self.facts = _facts(
-            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32
+            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32, kind
         )
         self.inputs = (
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
-            self.row_a, self.row_b, self.lengths, self.layout,
+            self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
         )  # fmt: skip
         self.strides = (
             *self.query.stride()[:3],
@@ -73,8 +104,9 @@ class Arguments:
             *self.value.stride()[:3],
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
+            *_shared_strides(self.pairs),
         )
-        self.copied = any(x is not y for x, y in zip(self.inputs, given, strict=True))
+        self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         self.described = launch.copy_engine(query.device) and self._fits_descriptors()
 
     def _fits_descriptors(self) -> bool:
@@ -117,8 +149,11 @@ class Arguments:
         }
 
     def bounds(self, *more: int) -> tuple[int, ...]:
-        """Which pairs count, as every pass is told it: the band, the layout, and its own."""
-        return (self.lower, self.upper, self.layout_size, self.layout_columns, *more)
+        """Which pairs count, as every pass is told it: the band, the layout, the dropout, and its
+        own."""
+        return (
+            self.lower, self.upper, self.layout_size, self.layout_columns, *self.dropped, *more
+        )  # fmt: skip
 
     def lists(self, tile: Tile, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, int]:
         """For each tile of queries (or keys), the tiles of the others: full, partial, empty."""
@@ -131,9 +166,11 @@ class Arguments:
         return at.contiguous(), counts.contiguous(), at.shape[1]
 
 
-def in_base(scale: float, weighting: str) -> float:
-    """The scale of scores that are in base 2 for softmax."""
-    return float(scale) * LOG2E if weighting == "softmax" else float(scale)
+def _shared_strides(x: Tensor | None) -> tuple[int, ...]:
+    """0 for an axis that all share."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else x.stride(axis) for axis, size in enumerate(x.shape))
 
 
 @cache
@@ -146,6 +183,7 @@ def _facts(
     from_start: bool,
     to_end: bool,
     tf32: bool,
+    pairs: int,
 ) -> dict[str, Any]:
     """What every kernel of a call is compiled for."""
     return {
@@ -159,6 +197,7 @@ def _facts(
         "APART": dtype == torch.float32,
         "FAST": dtype != torch.float32 and not launch.interpreted(),
         "PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee",
+        "PAIRS": pairs,
     }
 
 

@@ -4,6 +4,7 @@ is what both need of each row first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.arguments import ARRAYS, Arguments, Arrays
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.score import gate_half, left_over, pull_gate, score
 from qkv.engines.triton.tiles import (  # fmt: skip
@@ -23,12 +24,15 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     described,
     fetch,
     finite,
+    kept_share,
     launched,
     length_of,
     listed,
     portion,
     products,
+    row_hash,
     rows_at,
+    ruled,
 )
 from qkv.engines.triton.weigh import slope, weigh
 
@@ -90,15 +94,16 @@ def keys_tiles(
     POWER: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
+    DROP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
     dk, dv, dbias, dgate = state
     key, k, k_offset, v, j, added, b = keys
     query, q_n, along, at, ds_out, ds_line, ds_columns, stored = queries
-    kept, centre, row_a, row_b, gate_query, lines, head_line = rows
-    n, _, end, lower, upper, layout, size, columns = mask
-    scale, alpha = numbers
+    kept, centre, row_a, row_b, gate_query, lines, head_line, head_at, seed, lane = rows
+    n, _, end, lower, upper, layout, size, columns, pairs, p_n, p_m = mask
+    scale, alpha, times, dropped, kept_scale, hashed = numbers
     COLS: tl.constexpr = v.shape[0]
     near = tl.arange(0, ROWS)
     for t in tl.range(lo, hi):
@@ -112,6 +117,13 @@ def keys_tiles(
         if MASKED:
             here = tl.minimum(near, n - 1 - start)
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        extra = i
+        if PAIRS:
+            i_at = head_at + i * tl.cast(p_n, tl.int64)
+            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+        keep = i
+        if DROP:
+            keep = kept_share(row_hash(seed, lane, i, hashed), j, dropped, kept_scale)
         line = head_line + start + here
         top, share, middle, first_a, first_b, a = known(
             kept, centre, row_a, row_b, gate_query, line, lines,
@@ -123,6 +135,8 @@ def keys_tiles(
                 i, j, live, 0.0, share[None, :], first_a, first_b, alpha,
                 WEIGHTING, POWER, APART, FAST, MASKED,
             )  # fmt: skip
+            if DROP:
+                p = p * keep
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         else:
             if WIDE:
@@ -134,17 +148,25 @@ def keys_tiles(
                 q = rows_at(query, start, q_n, here, W, BLOCK_W, TMA)
                 x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             s, steep = score(x, scale, added, a[None, :], b, BIAS, GATE, FAST)
+            gated = s
+            if PAIRS == 2:
+                s = s + extra
             p, lean = weigh(
                 s, j, live, top[None, :], share[None, :], first_a[None, :], first_b[None, :], alpha,
                 WEIGHTING, POWER, APART, FAST, MASKED,
             )  # fmt: skip
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            given = p
+            if DROP:
+                given = p * keep
+            dv = tl.dot(given.to(do.dtype), do, dv, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if DROP:
+                dp = dp * keep
             ds = slope(p, lean, dp, middle[None, :], share[None, :], WEIGHTING)
             if MASKED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
-                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
+                logit, ds = pull_gate(ds, gated, steep, scale, BIAS)
                 if MASKED:
                     logit = tl.where(live, logit, 0.0)
                 dgate += tl.sum(logit, 1)
@@ -166,16 +188,18 @@ def keys_tiles(
 
 @launched
 def to_keys(
-    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    along, centre, kept, dkey, dvalue, dbias, dgate, ds, scale, alpha,
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs, seed,
+    at, counts, along, centre, kept, dkey, dvalue, dbias, dgate, ds,
+    scale, alpha, times, kept_scale,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
-    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
-    first_pair, first_key, keys_n, parts_lines,
+    p_b, p_h, p_n, p_m,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+    span, first_pair, first_key, keys_n, parts_lines,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
     CUT: tl.constexpr, UNEVEN: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and its values, from every query of the group.
 
@@ -186,14 +210,20 @@ def to_keys(
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
     LAYOUT: tl.constexpr = layout is not None
+    DROP: tl.constexpr = seed is not None
     pid = tl.program_id(0)
     tiles = (keys_n + COLS - 1) // COLS
     part = 0
     if SPLIT:
         part = pid % splits
         pid = pid // splits
-    tile = pid % tiles + first_key // COLS
-    pair = pid // tiles + first_pair
+    if PAIRS:  # heads side by side read one piece of the mask's array
+        count = tl.num_programs(0) // (tiles * splits)
+        tile = pid // count + first_key // COLS
+        pair = pid % count + first_pair
+    else:
+        tile = pid % tiles + first_key // COLS
+        pair = pid // tiles + first_pair
     batch = tl.cast(pair // heads, tl.int64)
     head = tl.cast(pair % heads, tl.int64)
     first = tile * COLS
@@ -241,8 +271,11 @@ def to_keys(
         tl.zeros((COLS,), dtype=tl.float32),
     )
     keys = (key, k, k_offset, v, j, added, b)
-    mask = (n, m, end, lower, upper, layout, size, columns)
-    numbers = (scale, alpha)
+    mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_n, p_m)
+    numbers = (scale, alpha, times, dropped, kept_scale, hashed)
+    if PAIRS:  # every tile is looked at
+        inner_lo = lo
+        inner_hi = lo
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     ds_columns = tl.cast(group, tl.int64) * n
     lines = tl.cast(lines, tl.int64)
@@ -257,23 +290,28 @@ def to_keys(
             described(head_along, n, tl.cast(D, tl.int64), D, ROWS, BLOCK_D, TMA),
             at, ds, ds_line, ds_columns, stored,
         )  # fmt: skip
-        rows = (kept, centre, row_a, row_b, gate_query, lines, query_head * n)
-        if (UPPER or CUT) and not LAYOUT:
+        head_at = batch * p_b + (head * group + g) * p_h
+        rows = (
+            kept, centre, row_a, row_b, gate_query, lines, query_head * n, head_at, seed,
+            query_head,
+        )  # fmt: skip
+        if (UPPER or CUT) and not LAYOUT and not PAIRS:
             state = keys_tiles(
                 state, keys, queries, rows, mask, numbers, lo, inner_lo, g, ROWS, WIDE, True,
                 WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
+                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
             )  # fmt: skip
-        state = keys_tiles(
-            state, keys, queries, rows, mask, numbers, inner_lo, inner_hi, g, ROWS, WIDE, False,
-            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
-        )  # fmt: skip
-        if LOWER or UNEVEN or LAYOUT:
+        if not PAIRS:
+            state = keys_tiles(
+                state, keys, queries, rows, mask, numbers, inner_lo, inner_hi, g, ROWS, WIDE, False,
+                WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
+            )  # fmt: skip
+        if LOWER or UNEVEN or LAYOUT or PAIRS:
             state = keys_tiles(
                 state, keys, queries, rows, mask, numbers, inner_hi, hi, g, ROWS, WIDE, True,
                 WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA,
+                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
             )  # fmt: skip
     dk, dv, db, dg = state
     line = tl.cast(pair, tl.int64) * m + first + near
@@ -303,14 +341,15 @@ def queries_tiles(
     WEIGHTING: tl.constexpr, POWER: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, LAYOUT: tl.constexpr, W: tl.constexpr,
     D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, APART: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
+    DROP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of queries after tiles lo … hi of the keys."""
     dq, one, two = state
-    q, query, offset, i, do, top, share, middle, first_a, first_b, a = rows
+    q, query, offset, i, do, top, share, middle, first_a, first_b, a, i_at, of_row = rows
     key, k_m, value, v_m, bias, gate_key, at = keys
-    n, m, end, lower, upper, layout, size, columns = mask
-    scale, alpha = numbers
+    n, m, end, lower, upper, layout, size, columns, pairs, p_m = mask
+    scale, alpha, times, dropped, kept_scale = numbers
     ROWS: tl.constexpr = do.shape[0]
     near = tl.arange(0, COLS)
     for t in tl.range(lo, hi):
@@ -324,6 +363,9 @@ def queries_tiles(
         if MASKED:
             here = tl.minimum(near, m - 1 - start)
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        extra = j
+        if PAIRS:
+            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
         if WIDE:
             x = products(
                 query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
@@ -340,12 +382,17 @@ def queries_tiles(
         if GATE:
             b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
         s, steep = score(x, scale, added, a, b, BIAS, GATE, FAST)
+        gated = s
+        if PAIRS == 2:
+            s = s + extra
         p, lean = weigh(
             s, j, live, top, share, first_a, first_b, alpha,
             WEIGHTING, POWER, APART, FAST, MASKED,
         )  # fmt: skip
         v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if DROP:
+            dp = dp * kept_share(of_row, j, dropped, kept_scale)
         if CENTRE:
             one += tl.sum(tl.where(lean == 0, 0.0, lean * dp), 1)
             two += tl.sum(lean, 1)
@@ -354,7 +401,7 @@ def queries_tiles(
             if MASKED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
-                logit, ds = pull_gate(ds, s, steep, scale, BIAS)
+                logit, ds = pull_gate(ds, gated, steep, scale, BIAS)
                 if MASKED:
                     logit = tl.where(live, logit, 0.0)
                 one += tl.sum(logit, 1)
@@ -369,15 +416,17 @@ def queries_tiles(
 
 @launched
 def to_queries(
-    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    along, centre, kept, dquery, one_out, two_out, scale, alpha,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
-    n, m, heads, group, lines, lower, upper, size, columns, at_columns, splits, span,
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs, seed,
+    at, counts, along, centre, kept, dquery, one_out, two_out, scale, alpha, times, kept_scale,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
+    p_b, p_h, p_n, p_m, o_b, o_h, o_n,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+    span,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     CENTRE: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr, CUT: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
@@ -387,16 +436,22 @@ def to_queries(
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
     LAYOUT: tl.constexpr = layout is not None
+    DROP: tl.constexpr = seed is not None
     pid = tl.program_id(0)
     tiles = (n + ROWS - 1) // ROWS
     part = 0
     if SPLIT:
         part = pid % splits
         pid = pid // splits
-    tile = pid % tiles
+    if PAIRS:  # heads side by side read one piece of the mask's array
+        lanes = tl.num_programs(0) // (tiles * splits)
+        tile = pid // lanes
+        lane = pid % lanes
+    else:
+        tile = pid % tiles
+        lane = pid // tiles
     if UPPER:
         tile = tiles - 1 - tile
-    lane = pid // tiles
     batch = tl.cast(lane // heads, tl.int64)
     head = tl.cast(lane % heads, tl.int64)
     pair_head = head // group
@@ -420,6 +475,12 @@ def to_queries(
         kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED, FAST
     )
     i = (first + near)[:, None]
+    i_at = i
+    if PAIRS:
+        i_at = batch * p_b + head * p_h + i * tl.cast(p_n, tl.int64)
+    of_row = i
+    if DROP:
+        of_row = row_hash(seed, lane, i, hashed)
     q = i
     if not WIDE:
         q = fetch(query, offset, W, BLOCK_W)
@@ -439,31 +500,35 @@ def to_queries(
     )
     rows = (
         q, query, offset, i, do, top[:, None], share[:, None], middle[:, None],
-        first_a[:, None], first_b[:, None], a[:, None],
+        first_a[:, None], first_b[:, None], a[:, None], i_at, of_row,
     )  # fmt: skip
     k_m = tl.cast(k_m, tl.int64)
     v_m = tl.cast(v_m, tl.int64)
     key = described(key, m, k_m, W, COLS, BLOCK_W, TMA)
     value = described(value, m, v_m, D, COLS, BLOCK_D, TMA)
     keys = (key, k_m, value, v_m, bias, gate_key, at)
-    mask = (n, m, end, lower, upper, layout, size, columns)
-    numbers = (scale, alpha)
-    if LOWER and not LAYOUT:
+    mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_m)
+    numbers = (scale, alpha, times, dropped, kept_scale)
+    if PAIRS:  # every tile is looked at
+        inner_lo = lo
+        inner_hi = lo
+    if LOWER and not LAYOUT and not PAIRS:
         state = queries_tiles(
             state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, CENTRE,
             WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
+            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
-    state = queries_tiles(
-        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, CENTRE,
-        WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-        W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
-    )  # fmt: skip
-    if UPPER or CUT or LAYOUT:
+    if not PAIRS:
+        state = queries_tiles(
+            state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, CENTRE,
+            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
+        )  # fmt: skip
+    if UPPER or CUT or LAYOUT or PAIRS:
         state = queries_tiles(
             state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, CENTRE,
             WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA,
+            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
     dq, one, two = state
     place = batch * o_b + head * o_h + (first + near) * tl.cast(o_n, tl.int64)
@@ -485,6 +550,121 @@ def to_queries(
             tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column < W))
 
 
+@launched
+def to_pairs(
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs, seed,
+    along, centre, kept, dpairs, scale, alpha, times, kept_scale,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
+    p_b, p_h, p_n, p_m, o_b, o_h, o_n, o_m,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, splits, span,
+    rows_own, keys_own, lanes_own, batches_own, heads_own,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one tile of a mask's array, from all batches and heads that share it.
+
+    Where its rows or keys are shared too (`rows_own` or `keys_own` is 1), their tiles are looped
+    over as well. A program has `span` of these steps, and of `splits` each writes a part by itself.
+    """
+    BIAS: tl.constexpr = bias is not None
+    GATE: tl.constexpr = gate_key is not None
+    LAYOUT: tl.constexpr = layout is not None
+    DROP: tl.constexpr = seed is not None
+    tiles_i = (n + ROWS - 1) // ROWS
+    tiles_j = (m + COLS - 1) // COLS
+    own_i = tl.where(rows_own > 1, tiles_i, 1)
+    own_j = tl.where(keys_own > 1, tiles_j, 1)
+    pid = tl.program_id(0)
+    part = pid % splits
+    pid = pid // splits
+    tile_j = pid % own_j
+    pid = pid // own_j
+    tile_i = pid % own_i
+    lane_own = pid // own_i
+    loops_i = tiles_i // own_i
+    loops_j = tiles_j // own_j
+    others = batches_own * heads_own  # lanes that share the array's lane
+    steps = others * loops_i * loops_j
+    lines = tl.cast(lines, tl.int64)
+    near_i = tl.arange(0, ROWS)
+    near_j = tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for step in tl.range(part * span, tl.minimum(part * span + span, steps)):
+        at_j = (tile_j + step % loops_j) * COLS
+        at_i = (tile_i + step // loops_j % loops_i) * ROWS
+        other = step // (loops_j * loops_i)
+        own_heads = heads // heads_own
+        batch = tl.cast(lane_own // own_heads * batches_own + other // heads_own, tl.int64)
+        head = tl.cast(lane_own % own_heads * heads_own + other % heads_own, tl.int64)
+        shared = head // group
+        here_i = tl.minimum(near_i, n - 1 - at_i)
+        here_j = tl.minimum(near_j, m - 1 - at_j)
+        i = (at_i + near_i)[:, None]
+        j = (at_j + near_j)[None, :]
+        end = length_of(lengths, batch, m)
+        live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        i_at = batch * p_b + head * p_h + i * tl.cast(p_n, tl.int64)
+        extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+        line = (batch * heads + head) * n + at_i + here_i
+        top, share, middle, first_a, first_b, a = known(
+            kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED,
+            FAST,
+        )  # fmt: skip
+        x = products(
+            query + batch * q_b + head * q_h + at_i * tl.cast(q_n, tl.int64), here_i * q_n,
+            key + batch * k_b + shared * k_h + at_j * tl.cast(k_m, tl.int64), here_j * k_m,
+            ROWS, COLS, W, BLOCK_W, PRECISION,
+        )  # fmt: skip
+        dp = products(
+            along, line * D,
+            value + batch * v_b + shared * v_h + at_j * tl.cast(v_m, tl.int64), here_j * v_m,
+            ROWS, COLS, D, BLOCK_W, PRECISION,
+        )  # fmt: skip
+        added = j
+        if BIAS:
+            added = tl.load(bias + batch * bias_b + shared * bias_h + at_j + here_j)[None, :]
+            if WEIGHTING == "softmax":
+                added = added * LOG2E
+        b = j
+        if GATE:
+            b = tl.load(gate_key + batch * gate_b + shared * gate_h + at_j + here_j)
+            b = gate_half(b, FAST)[None, :]
+        s, _ = score(x, scale, added, a[:, None], b, BIAS, GATE, FAST)
+        p, lean = weigh(
+            s + extra, j, live, top[:, None], share[:, None], first_a[:, None], first_b[:, None],
+            alpha, WEIGHTING, POWER, APART, FAST, True,
+        )  # fmt: skip
+        if DROP:
+            of_row = row_hash(seed, batch * heads + head, i, hashed)
+            dp = dp * kept_share(of_row, j, dropped, kept_scale)
+        ds = slope(p, lean, dp, middle[:, None], share[:, None], WEIGHTING)
+        total += tl.where(live, ds, 0.0)
+    factor = times
+    if WEIGHTING == "softmax":
+        factor = factor * LN2
+    total = total * factor
+    own_heads = heads // heads_own
+    place = dpairs + tl.cast(part, tl.int64) * lanes_own * rows_own * keys_own
+    place += tl.cast(lane_own // own_heads, tl.int64) * o_b
+    place += tl.cast(lane_own % own_heads, tl.int64) * o_h
+    row = tile_i * ROWS + near_i
+    col = tile_j * COLS + near_j
+    if rows_own == 1:
+        if keys_own == 1:
+            tl.store(place, tl.sum(tl.sum(total, 1), 0))
+        else:
+            tl.store(place + col * o_m, tl.sum(total, 0), mask=col < m)
+    else:
+        there = place + row * tl.cast(o_n, tl.int64)
+        if keys_own == 1:
+            tl.store(there, tl.sum(total, 1), mask=row < n)
+        else:
+            inside = (row < n)[:, None] & (col < m)[None, :]
+            tl.store(there[:, None] + col[None, :] * o_m, total, mask=inside)
+
+
 class _Gradients(NamedTuple):
     query: Tensor
     key: Tensor
@@ -492,20 +672,21 @@ class _Gradients(NamedTuple):
     key_bias: Tensor
     gate_query: Tensor
     gate_key: Tensor
+    pairs: Tensor
 
 
 def attend_backward(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
 ) -> _Gradients:
-    """Gradients of query, key, value, key_bias, gate_query, gate_key.
+    """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs.
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
-    wanted for queries and for keys. Where there is no such argument, or nobody wants the gradient,
-    the array is empty.
+    wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
+    gradient, the array is empty.
     """
-    *given, for_queries, for_keys = rest
+    *given, for_queries, for_keys, for_pairs = rest
     call = Arguments(*given)
-    grads = _places(tuple(given[:6]), for_queries, for_keys)
+    grads = _places(given, for_queries, for_keys, for_pairs)
     if out.numel() == 0 or call.m == 0:
         for x in grads:
             x.zero_()
@@ -516,8 +697,10 @@ def attend_backward(
     wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.described = call.described and not wide
     centre = _centre(call, along, along_lse, out, kept, wide)
+    if for_pairs and call.weighting != "average":
+        _to_pairs(call, along, centre, kept, grads.pairs)
     if call.weighting == "average":
-        for x in (grads.query, grads.key, grads.key_bias, grads.gate_query, grads.gate_key):
+        for x in (*grads[:2], *grads[3:]):
             x.zero_()
         if for_keys:
             _to_keys(call, along, centre, kept, grads, False)
@@ -533,15 +716,15 @@ def attend_backward(
     return grads
 
 
-def _places(given: tuple[Tensor | None, ...], for_queries: bool, for_keys: bool) -> _Gradients:
+def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool) -> _Gradients:
     """Room for the gradients of these; none where there is no argument or no wish."""
-    wishes = (for_queries, for_keys, for_keys, for_keys, for_queries, for_keys)
-    query = given[0]
-    assert query is not None
+    wishes = (for_queries, for_keys, for_keys, for_keys, for_queries, for_keys, for_pairs)
+    arrays = Arrays(*given[:ARRAYS])
+    learned = (*arrays[:6], arrays.pairs)
     return _Gradients(
         *(
-            query.new_empty((0,)) if x is None or not wish else x.new_empty(x.shape)
-            for x, wish in zip(given, wishes, strict=True)
+            arrays.query.new_empty((0,)) if x is None or not wish else x.new_empty(x.shape)
+            for x, wish in zip(learned, wishes, strict=True)
         )
     )
 
@@ -549,7 +732,7 @@ def _places(given: tuple[Tensor | None, ...], for_queries: bool, for_keys: bool)
 def fake(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
 ) -> _Gradients:
-    return _places(rest[:6], *rest[-2:])
+    return _places(rest, *rest[-3:])
 
 
 def _centre(
@@ -569,6 +752,42 @@ def _centre(
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     launch.start(inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
     return centre
+
+
+def _to_pairs(
+    call: Arguments, along: Tensor, centre: Tensor | None, kept: Tensor, dpairs: Tensor
+) -> None:
+    """Fill the gradient of the mask's array, (B or 1, H or 1, n or 1, m or 1)."""
+    batches, heads, rows, keys = dpairs.shape
+    names = (
+        "W", "D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST", "PRECISION",
+        "PAIRS",
+    )  # fmt: skip
+
+    def run(tile: Tile) -> None:
+        tiles = -(-call.n // tile.rows), -(-call.m // tile.cols)
+        own = [count if size > 1 else 1 for count, size in zip(tiles, (rows, keys), strict=True)]
+        programs = batches * heads * own[0] * own[1]
+        steps = call.b * call.h * tiles[0] * tiles[1] // programs
+        room = launch.processors(dpairs.device) * tile.waves
+        span = max(-(-steps * programs // room), min(steps, 4))
+        splits = -(-steps // span)
+        out = dpairs
+        if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
+            out = call.new(splits, *dpairs.shape)
+        facts = {name: call.facts[name] for name in names}
+        facts |= {"BLOCK_W": tile.chunk, "ROWS": tile.rows, "COLS": tile.cols}
+        arrays = (*call.inputs, along, centre, kept, out)
+        whole = (
+            *call.strides, *out.stride()[-4:], call.n, call.m, call.h, call.group,
+            call.b * call.h * call.n, *call.bounds(splits, span), rows, keys, batches * heads,
+            call.b // batches, call.h // heads,
+        )  # fmt: skip
+        launch.start(to_pairs, programs * splits, arrays, call.floats, whole, facts, tile)
+        if out is not dpairs:
+            dpairs.copy_(out.sum(0))
+
+    call.fitting("to_pairs", call.n, run)
 
 
 def _to_queries(
@@ -602,8 +821,7 @@ def _to_queries(
             call.n, call.m, call.h, call.group, lines,
             *call.bounds(at_columns, splits, span),
         )  # fmt: skip
-        floats = (call.scale, call.alpha)
-        launch.start(to_queries, programs * splits, arrays, floats, whole, facts, tile)
+        launch.start(to_queries, programs * splits, arrays, call.floats, whole, facts, tile)
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
@@ -655,8 +873,7 @@ def _to_keys(
             *call.bounds(at_columns, splits, span),
             first_pair, first_key, keys_n, lines,
         )  # fmt: skip
-        floats = (call.scale, call.alpha)
-        launch.start(to_keys, programs * splits, arrays, floats, whole, facts, tile)
+        launch.start(to_keys, programs * splits, arrays, call.floats, whole, facts, tile)
         if splits == 1:
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
@@ -691,8 +908,7 @@ def _through_scratch(
     phi = call.query.reshape(pairs, wide_n, call.w)
     psi = call.key.reshape(pairs, call.m, call.w)
     whole = keys_n >= call.m
-    given = (call.query, call.key, call.value, call.key_bias, call.gate_query, call.gate_key)
-    target = grads if for_keys else _places(given, False, True)
+    target = grads if for_keys else _places(call.inputs, False, True, False)
     total: Tensor | None = None
     for pair in range(0, pairs, count):
         some = slice(pair, min(pair + count, pairs))

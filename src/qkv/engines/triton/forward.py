@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, in_base
+from qkv.engines.triton.arguments import ARRAYS, Arguments, Numbers
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.tiles import (  # fmt: skip
@@ -31,6 +31,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     described,
     fetch,
     finite,
+    kept_share,
     launched,
     launched_by_rows,
     length_of,
@@ -38,7 +39,9 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     portion,
     products,
     products_described,
+    row_hash,
     rows_at,
+    ruled,
 )
 from qkv.engines.triton.weigh import chosen, weigh
 
@@ -51,13 +54,14 @@ def pool_tiles(
     GATE: tl.constexpr, FOLD: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
     LAYOUT: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PAIRS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """The state of the rows after tiles lo … hi of the keys: pooled values, top, total."""
     acc, top, total = state
-    q, query, offset, i, a, row_a, row_b = rows
+    q, query, offset, i, a, row_a, row_b, i_at, of_row = rows
     key, k_m, value, v_m, bias, gate_key, at = keys
-    n, m, end, lower, upper, layout, size, columns = mask
-    scale, alpha = numbers
+    n, m, end, lower, upper, layout, size, columns, pairs, p_m = mask
+    scale, alpha, times, dropped, share = numbers
     ROWS: tl.constexpr = acc.shape[0]
     near = tl.arange(0, COLS)
     # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
@@ -73,6 +77,9 @@ def pool_tiles(
         if MASKED:
             here = tl.minimum(near, m - 1 - start)
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        extra = j
+        if PAIRS:
+            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
         if WEIGHTING == "average":
             p = live.to(tl.float32) if MASKED else tl.full((ROWS, COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
@@ -101,6 +108,8 @@ def pool_tiles(
                 if GATE:
                     b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
                 s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
+                if PAIRS == 2:
+                    s = s + extra
                 if WEIGHTING == "softmax" or WEIGHTING == "topk":
                     if WEIGHTING == "topk":
                         s = tl.where(chosen(s, j, row_a, row_b), s * LOG2E, NONE)
@@ -121,6 +130,8 @@ def pool_tiles(
                 top = new
             elif WEIGHTING == "normalized":
                 total += tl.sum(p, 1)
+        if DROP:
+            p = p * kept_share(of_row, j, dropped, share)
         v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
         if CAREFUL and SPARSE:
             acc = add_carefully(acc, p, v, p != 0, PRECISION)
@@ -133,15 +144,17 @@ def pool_tiles(
 
 @launched
 def pool(
-    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout, at, counts,
-    out, lse, kept, scale, alpha,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h, o_b, o_h, o_n,
-    n, m, heads, group, rows_n, lower, upper, size, columns, at_columns, splits, span,
+    query, key, value, bias, gate_query, gate_key, row_a, row_b, lengths, layout,
+    pairs, seed, at, counts, out, lse, kept, scale, alpha, times, share,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, bias_b, bias_h, gate_b, gate_h,
+    p_b, p_h, p_n, p_m, o_b, o_h, o_n,
+    n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+    span,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     PACKED: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, FOLD: tl.constexpr,
     LOWER: tl.constexpr, UPPER: tl.constexpr, CUT: tl.constexpr, APART: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The output and log-sum-exp of one tile of queries; with SPLIT, of one part of the keys.
 
@@ -152,16 +165,22 @@ def pool(
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
     LAYOUT: tl.constexpr = layout is not None
+    DROP: tl.constexpr = seed is not None
     pid = tl.program_id(0)
     tiles = (rows_n + ROWS - 1) // ROWS
     part = 0
     if SPLIT:
         part = pid % splits
         pid = pid // splits
-    tile = pid % tiles
+    if PAIRS:  # heads side by side read one piece of the mask's array
+        lanes = tl.num_programs(0) // (tiles * splits)
+        tile = pid // lanes
+        lane = pid % lanes
+    else:
+        tile = pid % tiles
+        lane = pid // tiles
     if UPPER:
         tile = tiles - 1 - tile  # a causal mask's longest rows first
-    lane = pid // tiles
     batch = tl.cast(lane // heads, tl.int64)
     head = lane % heads
     r = tile * ROWS + tl.arange(0, ROWS)
@@ -186,6 +205,18 @@ def pool(
     place += batch * o_b + pos * tl.cast(o_n, tl.int64)
     # Rows of lse and its like: those of a pair's group follow each other.
     line = tl.cast(lane, tl.int64) * rows_n + r
+    i_at = pos[:, None]
+    of_row = pos[:, None]
+    if PAIRS or DROP:
+        query_head = tl.cast(head, tl.int64) + pos * 0
+        query_lane = lane + pos * 0
+        if PACKED:
+            query_head = query_head * group + r // n
+            query_lane = lane * group + r // n
+        if PAIRS:
+            i_at = (batch * p_b + query_head * p_h + pos * tl.cast(p_n, tl.int64))[:, None]
+        if DROP:
+            of_row = row_hash(seed, query_lane, pos, hashed)[:, None]
     pair_head = tl.cast(pair_head, tl.int64)
     key += batch * k_b + pair_head * k_h
     value += batch * v_b + pair_head * v_h
@@ -220,14 +251,14 @@ def pool(
     )
     FLAT: tl.constexpr = WIDE and TMA
     query = described(query, n - first, tl.cast(q_n, tl.int64), W, ROWS, BLOCK_W, FLAT)
-    rows = (q, query, offset, i, a, first_a, first_b)
+    rows = (q, query, offset, i, a, first_a, first_b, i_at, of_row)
     k_m = tl.cast(k_m, tl.int64)
     v_m = tl.cast(v_m, tl.int64)
     key = described(key, m, k_m, W, COLS, BLOCK_W, TMA)
     value = described(value, m, v_m, D, COLS, BLOCK_D, TMA)
     keys = (key, k_m, value, v_m, bias, gate_key, at)
-    mask = (n, m, end, lower, upper, layout, size, columns)
-    numbers = (scale, alpha)
+    mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_m)
+    numbers = (scale, alpha, times, dropped, share)
     SPARSE: tl.constexpr = (
         WEIGHTING == "normalized"
         or WEIGHTING == "raw"
@@ -235,32 +266,36 @@ def pool(
         or WEIGHTING == "topk"
     )
     state = fresh
-    if LOWER and not LAYOUT:
+    if PAIRS:  # every tile is looked at
+        inner_lo = lo
+        inner_hi = lo
+    if LOWER and not LAYOUT and not PAIRS:
         state = pool_tiles(
             state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
-    state = pool_tiles(
-        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
-        WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
-        W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
-    )  # fmt: skip
-    if UPPER or CUT or LAYOUT:
+    if not PAIRS:
+        state = pool_tiles(
+            state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
+            WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
+        )  # fmt: skip
+    if UPPER or CUT or LAYOUT or PAIRS:
         state = pool_tiles(
             state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
     acc, top, total = state
-    if LOWER or UPPER or CUT or LAYOUT or SPARSE:
+    if LOWER or UPPER or CUT or LAYOUT or PAIRS or SPARSE:
         # A value that does not count was multiplied by 0. If the sum is not finite, that value
         # may be why: do it again and look at each.
         if tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0) > 0:
             acc, top, total = pool_tiles(
                 fresh, rows, keys, mask, numbers, lo, hi, COLS, WIDE, True, True, SPARSE,
                 WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
-                W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA,
+                W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
             )  # fmt: skip
     column = tl.arange(0, BLOCK_D)[None, :]
     if SPLIT:
@@ -362,18 +397,18 @@ def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     What is given is that of `Arguments`.
     """
-    query, _, value, *_ = given
+    arrays, numbers = given[:ARRAYS], Numbers(*given[ARRAYS:])
+    query, value, scale, weighting = arrays[0], arrays[2], numbers.scale, numbers.weighting
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
     lse = query.new_empty(rows, dtype=torch.float32)
     kept = query.new_empty((2, *rows), dtype=torch.float32)
-    scale, weighting, alpha, *rest = given[10:]
     if out.numel() == 0 or value.shape[2] == 0:
         exponential = weighting in ("softmax", "topk")
         return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
-    about = (attend, *launch.kinds(*given[:10]), scale > 0, weighting, alpha, *rest)
-    made, floats = launch.MADE.get(about), (in_base(scale, weighting), alpha)
-    if made is None or not made.again((*given[:10], None, None, out, lse, kept), floats):
+    about = (attend, *launch.kinds(*arrays), scale > 0, *numbers[1:])
+    made = launch.MADE.get(about)
+    if made is None or not made.again((*arrays, None, None, out, lse, kept), numbers.floats):
         call = Arguments(*given)
         made = _pool(call, out, lse, kept)
         launch.keep(about, None if call.copied else made)
@@ -404,9 +439,8 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
             call.n, call.m, call.hk if packed else call.h, call.group, rows,
             *call.bounds(at_columns, splits, span),
         )  # fmt: skip
-        floats = (call.scale, call.alpha)
         kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
-        made = launch.start(kernel, programs * splits, arrays, floats, whole, facts, tile)
+        made = launch.start(kernel, programs * splits, arrays, call.floats, whole, facts, tile)
         if splits > 1:
             joined = {name: facts[name] for name in ("D", "BLOCK_D", "WEIGHTING", "APART")}
             joined["BLOCK_S"] = max(16, min(64, 8192 // joined["BLOCK_D"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 OVERRIDE: dict[str, Tile] = {}
-"""Tiles by hand, of "pool", "split", "to_keys", "to_queries", "mend", for tuning and tests."""
+"""Tiles by hand, of "pool", "split", "to_keys", "to_queries", "to_pairs" and "mend"."""
 
 SMALLER: dict[tuple[Any, ...], Tile] = {}
 
@@ -71,6 +71,8 @@ def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded
         if wide > 128:
             return Tile(block, 32, 64, 4, 3)
         return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
+    if name == "to_pairs":
+        return Tile(64, 64, 32, 4, 2) if size == 4 else Tile(128, 64, 64, 8, 2)
     if size == 4:
         if name == "pool":
             return Tile(64, 64 if wide <= 128 else 32, 32, 4, 2)
@@ -196,10 +198,6 @@ class Launch(NamedTuple):
         )  # fmt: skip
 
 
-SECONDS = {"pool": 3.0, "to_keys": 3.0, "to_queries": 3.0, "entmax_kernel": 3.0, "topk_kernel": 4.0}
-"""How long a kernel takes to compile for widths of 64, measured beside an H200; else about 1."""
-
-
 class Key(NamedTuple):
     """All that a kernel is compiled for: `str()` of it is meant to be read.
 
@@ -215,12 +213,6 @@ class Key(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
     odd: tuple[int | None, ...]
     strides: tuple[int, ...]
-
-    @property
-    def seconds(self) -> float:
-        """About how long it takes to compile."""
-        wide = float(sum(self.facts[:2])) / 128
-        return SECONDS.get(self.name, 1.0) * max(1.0, wide)
 
     def __str__(self) -> str:
         told = " ".join(str(x) for x in self.facts if type(x) is not bool)
@@ -324,9 +316,12 @@ def _compiled(
     named: dict[str, Any],
     device: torch.device,
 ) -> Any:
-    """The kernel for arrays of the dtypes given, which is not launched."""
+    """The kernel for arrays of the dtypes given, and what launches it, which is built too."""
     with on(device):
-        return kernel.warmup(*given, grid=grid, **named)
+        made = kernel.warmup(*given, grid=grid, **named)
+        with suppress(triton.runtime.errors.OutOfResources):  # a launch says so, and shrinks
+            made.run  # noqa: B018
+        return made
 
 
 @cache

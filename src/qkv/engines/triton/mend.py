@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, in_base
+from qkv.engines.triton.arguments import Arguments, Arrays, Numbers
 from qkv.engines.triton.backward import known, queries_tiles
 from qkv.engines.triton.forward import finish, pool_tiles
 from qkv.engines.triton.launch import Launch, Tile
@@ -56,7 +56,7 @@ def mend(
     key += batch * k_b + head // group * k_h
     value += batch * v_b + head // group * v_h
     keys = (key, k_m, value, v_m, None, None, None)
-    mask = (n, m, m, 0, upper, None, 0, 0)
+    mask = (n, m, m, 0, upper, None, 0, 0, None, 0)
     lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
     for tile in tl.range(pid % parts, (n + ROWS - 1) // ROWS, parts):
         first = tile * ROWS
@@ -76,10 +76,10 @@ def mend(
             tl.zeros((ROWS,), dtype=tl.float32),
         )
         acc, top, total = pool_tiles(
-            state, (q, base, offset, i, i, i, i), keys, mask, (scale, 0.0), lo, hi,
-            COLS, WIDE, True, True, False,
+            state, (q, base, offset, i, i, i, i, i, i), keys, mask, (scale, 0.0, 0.0, 0, 0.0),
+            lo, hi, COLS, WIDE, True, True, False,
             "softmax", 0, False, False, False, False, True, False,
-            W, D, BLOCK_W, BLOCK_D, False, "ieee", False,
+            W, D, BLOCK_W, BLOCK_D, False, "ieee", False, 0, False,
         )  # fmt: skip
         finish(
             acc, top, total, lane * n + r, r * tl.cast(o_n, tl.int64), inside, out, None, kept,
@@ -115,7 +115,7 @@ def mend_queries(
     key += batch * k_b + head // group * k_h
     value += batch * v_b + head // group * v_h
     keys = (key, k_m, value, v_m, None, None, None)
-    mask = (n, m, m, 0, upper, None, 0, 0)
+    mask = (n, m, m, 0, upper, None, 0, 0, None, 0)
     lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
     column_d = tl.arange(0, BLOCK_D)[None, :]
     column_w = tl.arange(0, BLOCK_W)[None, :]
@@ -137,13 +137,14 @@ def mend_queries(
         i = r[:, None]
         rows = (
             q, query, far, i, do, top[:, None], share[:, None], middle[:, None], i, i, i,
+            i, i,
         )  # fmt: skip
         lo, _, _, hi = bounds(first, first + ROWS - 1, 0, upper, m, COLS, False, True)
         state = (tl.zeros((ROWS, BLOCK_W), dtype=tl.float32), zero, zero)
         dq, _, _ = queries_tiles(
-            state, rows, keys, mask, (scale, 0.0), lo, hi, COLS, False, True, False,
+            state, rows, keys, mask, (scale, 0.0, 0.0, 0, 0.0), lo, hi, COLS, False, True, False,
             "softmax", 0, False, False, False, True, False,
-            W, D, BLOCK_W, BLOCK_D, APART, False, "ieee", False,
+            W, D, BLOCK_W, BLOCK_D, APART, False, "ieee", False, 0, False,
         )  # fmt: skip
         dq = dq * left_over(scale, "softmax", False, False)
         where = dquery + far[:, None] * d_n + column_w
@@ -151,8 +152,7 @@ def mend_queries(
 
 
 def _healing(query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int) -> Arguments:
-    none = (None,) * 7
-    return Arguments(query, key, value, *none, scale, "softmax", 0.0, None, upper, 0, False)
+    return Arguments(*Arrays(query, key, value), *Numbers(scale, upper=upper))
 
 
 def _mend(
@@ -177,7 +177,7 @@ def _mend(
         whole = (
             *call.strides[:9], *strides, call.n, call.m, call.h, call.group, call.upper, parts,
         )  # fmt: skip
-        floats = (call.scale,)
+        floats = call.floats[:1]
         return launch.start(kernel, lanes * parts, arrays, floats, whole, known | facts, tile)
 
     return call.fitting("mend", call.n, run)
@@ -210,7 +210,7 @@ def _repair(
     arrays = (query, key, value, out, kept)
     about = (mend, *launch.kinds(*arrays[:4]), kept is None, upper)
     made = launch.MADE.get(about)
-    if made is None or not made.again(arrays, (in_base(scale, "softmax"),)):
+    if made is None or not made.again(arrays, Numbers(scale).floats[:1]):
         call = _healing(query, key, value, scale, upper)
         wide = call.w > launch.HELD
         given = (*call.inputs[:3], out, kept)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import backward, forward
+from qkv.engines.triton.arguments import ARRAYS, Arrays
 from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
 
@@ -19,6 +20,8 @@ WEIGHTINGS = ("softmax", "average", "normalized", "raw", "sigmoid", "entmax", "t
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 WIDEST_VALUE = 512
+
+PAIRS = Arrays._fields.index("pairs")
 
 
 def attend(
@@ -39,6 +42,10 @@ def attend(
     lengths: Tensor | None = None,
     layout: Tensor | None = None,
     layout_size: int = 0,
+    pairs: Tensor | None = None,
+    times: float = 1.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σⱼ α(s)ᵢⱼ vⱼ and the log-sum-exp of each row of s.
@@ -48,7 +55,9 @@ def attend(
     gate_key (B, Hₖ, m) are float32 and may be expanded.
 
     The pair i, j counts if lower ≤ j − i ≤ upper, j < lengths[batch], and
-    layout[i // layout_size, j // layout_size]; None sets no bound.
+    layout[i // layout_size, j // layout_size]; None sets no bound. `pairs` (B or 1, H or 1, n or 1,
+    m or 1) is either uint8, 0 where a pair does not count, or floats that are added to the scores,
+    multiplied by `times`; −∞ rules a pair out. Weights are dropped by a hash of `seed`, an int32.
 
     `entmax` takes its threshold t from row_a (B, H, n), as in α = max(0, (alpha − 1)s − t)^e with
     e = 1/(alpha − 1). `topk` takes the smallest chosen score from row_a and its position from
@@ -61,6 +70,15 @@ def attend(
     query, key, value = cast(query, key, value)
     check(query, key, value, weighting, alpha)
     _check_rows(query, key, key_bias, gate_query, gate_key, weighting, row_a, row_b)
+    if pairs is not None:
+        full = (*query.shape[:3], key.shape[2])
+        fits = pairs.ndim == 4 and all(x in (1, y) for x, y in zip(pairs.shape, full, strict=True))
+        if not fits:
+            raise ShapeError(f"pairs must broadcast to {full}, on four axes: {tuple(pairs.shape)}")
+        if pairs.dtype not in (torch.uint8, *DTYPES):
+            raise DtypeError(f"pairs must be uint8, bfloat16, float16 or float32: {pairs.dtype}")
+    if dropout and seed is None:
+        raise ArgumentError("a dropout needs a seed: an int32 tensor of one number")
     if layout is not None:
         if layout_size < 1:
             raise ArgumentError(f"layout_size must be at least 1, not {layout_size}")
@@ -70,8 +88,9 @@ def attend(
     if lengths is not None and tuple(lengths.shape) != (query.shape[0],):
         raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
     out, lse, _ = pooled(
-        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout,
-        scale, weighting, alpha, lower, upper, layout_size, tf32,
+        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs,
+        seed, scale, weighting, alpha, lower, upper, layout_size, tf32, times, dropout,
+        query.shape[1],
     )  # fmt: skip
     return out, lse
 
@@ -142,22 +161,24 @@ def _check_rows(
 
 _GIVEN = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
-    "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, float scale, "
-    "str weighting, float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool tf32"
+    "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, "
+    "Tensor? pairs, Tensor? seed, float scale, str weighting, float alpha, SymInt? lower, "
+    "SymInt? upper, SymInt layout_size, bool tf32, float times, float dropout, SymInt hashed"
 )
 
 _backward = operator(
     backward.fake,
     refuse,
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {_GIVEN}, "
-    "bool for_queries, bool for_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool for_queries, bool for_keys, bool for_pairs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(backward.attend_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, _, kept = output
-    ctx.save_for_backward(out, kept, *inputs[:10])
-    ctx.numbers = inputs[10:]
+    ctx.save_for_backward(out, kept, *inputs[:ARRAYS])
+    ctx.numbers = inputs[ARRAYS:]
     ctx.set_materialize_grads(False)
 
 
@@ -168,16 +189,20 @@ def _differentiate(
     needs = ctx.needs_input_grad
     for_queries = needs[0] or needs[4]
     for_keys = needs[1] or needs[2] or needs[3] or needs[5]
+    for_pairs = needs[PAIRS]
     weighting = ctx.numbers[1]
     if weighting not in ("softmax", "topk"):
         along_lse = None
     if along is None and along_lse is None:
-        return (None,) * 17
+        return (None,) * len(needs)
     if along is None:
         along = torch.zeros_like(out)
-    found = _backward(along, along_lse, out, kept, *inputs, *ctx.numbers, for_queries, for_keys)
-    wanted = (x if need else None for x, need in zip(found, needs, strict=False))
-    return (*wanted, *(None,) * 11)
+    wishes = (for_queries, for_keys, for_pairs)
+    found = _backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
+    grads: list[Tensor | None] = [None] * len(needs)
+    for at, x in zip((*range(6), PAIRS), found, strict=True):
+        grads[at] = x if needs[at] else None
+    return tuple(grads)
 
 
 pooled = operator(

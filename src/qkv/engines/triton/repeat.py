@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import ahead, launch, norms, ops, search
+from qkv.engines.triton.arguments import Arrays, Numbers
 from qkv.engines.triton.launch import Launch
 from qkv.engines.triton.operators import watched
 
@@ -68,9 +69,9 @@ class Repeat:
         if factor is not None:
             self.taken.append(itemgetter(KEY, BIAS))
         if found:
-            self.taken.append(itemgetter(*pair, bias, *none, NONE, *found))
+            self.taken.append(itemgetter(*pair, bias, *none, *none, *found))
         self.taken.append(
-            itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none, *none, OUT, LSE, KEPT)
+            itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none * 3, OUT, LSE, KEPT)
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -102,9 +103,9 @@ class Repeat:
         elif self.weighting == "topk":
             found = search.topk_threshold(query, key, self.number, *parts)
         made = ops.pooled(
-            query, key, value, bias, None, None, *found, None, None,
-            self.scale, self.weighting, alpha, *band, 0, False,
-        )  # fmt: skip
+            *Arrays(query, key, value, bias, None, None, *found),
+            *Numbers(self.scale, self.weighting, alpha, *band),
+        )
         return (*made, bias, *found)
 
     def _steps(self, notes: list[Any], arrays: tuple[Tensor | None, ...]) -> Steps | None:

@@ -17,11 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.arguments import Arguments, Arrays, Numbers
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.score import gate_half, score
-from qkv.engines.triton.tiles import NONE, alive, bounds, fetch, launched, length_of, products
+from qkv.engines.triton.tiles import (  # fmt: skip
+    NONE,
+    alive,
+    bounds,
+    fetch,
+    launched,
+    length_of,
+    products,
+    ruled,
+)
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -36,7 +45,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """The position behind all others."""
 
 
-NAMES = ("W", "LOWER", "UPPER", "FAST", "PRECISION")
+NAMES = ("W", "LOWER", "UPPER", "FAST", "PRECISION", "PAIRS")
 """The facts of a call that both kernels are compiled for."""
 
 
@@ -45,7 +54,7 @@ def _scores(
     rows, keys, mask, edges, scale, times, t,
     COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
     BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Scores of tile t of the keys, −∞ where a pair does not count.
 
@@ -54,7 +63,7 @@ def _scores(
     """
     q, query, offset, i, a = rows
     key, k_m, bias, gate_key = keys
-    n, m, end, lower, upper = mask
+    n, m, end, lower, upper, pairs, i_at, p_m, pairs_times = mask
     ROWS: tl.constexpr = i.shape[0]
     start = t * COLS
     near = tl.arange(0, COLS)
@@ -74,7 +83,13 @@ def _scores(
     if GATE:
         b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
     s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
-    if (t < edges[1]) | (t >= edges[2]):
+    if PAIRS:
+        live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
+        extra, live = ruled(live, pairs, i_at, j, p_m, pairs_times * times, PAIRS)
+        if PAIRS == 2:
+            s = s + extra
+        s = tl.where(live, s, NONE)
+    elif (t < edges[1]) | (t >= edges[2]):
         live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
         s = tl.where(live, s, NONE)
     return s
@@ -82,18 +97,23 @@ def _scores(
 
 @triton.jit
 def _place(
-    query, key, bias, gate_query, gate_key, lengths,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
     n, m, heads, group, lower, upper,
     ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
     WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The rows of this program, their keys, and the tiles of keys that they may see."""
     tiles = (n + ROWS - 1) // ROWS
-    tile = tl.program_id(0) % tiles
+    if pairs is not None:  # heads side by side read one piece of the mask's array
+        lanes = tl.num_programs(0) // tiles
+        tile = tl.program_id(0) // lanes
+        lane = tl.program_id(0) % lanes
+    else:
+        tile = tl.program_id(0) % tiles
+        lane = tl.program_id(0) // tiles
     if UPPER:
         tile = tiles - 1 - tile  # a causal mask's longest rows first
-    lane = tl.program_id(0) // tiles
     batch = tl.cast(lane // heads, tl.int64)
     head = lane % heads
     first = tile * ROWS
@@ -124,7 +144,12 @@ def _place(
         key if bias is None else bias,
         key if gate_key is None else gate_key,
     )
-    mask = (n, m, end, lower, upper)
+    i_at = i
+    if pairs is not None:
+        i_at = batch * p_b + tl.cast(head, tl.int64) * p_h + i * tl.cast(p_n, tl.int64)
+    mask = (
+        n, m, end, lower, upper, key if pairs is None else pairs, i_at, p_m, pairs_times,
+    )  # fmt: skip
     edges = (lo, inner_lo, inner_hi, hi)
     return rows, keys, mask, edges, line
 
@@ -134,7 +159,7 @@ def _peaks(
     rows, keys, mask, edges, scale, times,
     COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
     BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, COUNT: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The largest of every COLS-th score, (ROWS, COLS); if COUNT the lowest score and how many.
 
@@ -147,7 +172,7 @@ def _peaks(
     for t in tl.range(edges[0], edges[3]):
         s = _scores(
             rows, keys, mask, edges, scale, times, t,
-            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
         )  # fmt: skip
         peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
         if COUNT:
@@ -203,12 +228,12 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
 
 @launched
 def entmax_kernel(
-    query, key, bias, gate_query, gate_key, lengths, out, scale, alpha,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    query, key, bias, gate_query, gate_key, lengths, pairs, out, scale, alpha, pairs_times,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
     n, m, heads, group, lower, upper,
     POWER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr,
     BLOCK_W: tl.constexpr, WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: a first look for the start, then steps until the slowest row is there.
 
@@ -219,15 +244,15 @@ def entmax_kernel(
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
     rows, keys, mask, edges, line = _place(
-        query, key, bias, gate_query, gate_key, lengths,
-        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+        query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
+        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
         n, m, heads, group, lower, upper,
         ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
     )  # fmt: skip
     slim = alpha - 1.0
     peaks, _, _ = _peaks(
         rows, keys, mask, edges, scale * slim, slim,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, False,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS, False,
     )  # fmt: skip
     bad = _spoiled(peaks)
     top = tl.max(peaks, 1)
@@ -250,7 +275,7 @@ def entmax_kernel(
         for tile in tl.range(edges[0], edges[3]):
             s = _scores(
                 rows, keys, mask, edges, scale * slim, slim, tile,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
             )  # fmt: skip
             r = tl.maximum(s - t[:, None], 0.0)
             some, lean = _powers(r, alpha, POWER, FAST)
@@ -337,12 +362,12 @@ def _fitting(equal, room):
 
 @launched
 def topk_kernel(
-    query, key, bias, gate_query, gate_key, lengths, out, position, scale,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+    query, key, bias, gate_query, gate_key, lengths, pairs, out, position, scale, pairs_times,
+    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
     n, m, heads, group, lower, upper, top_k,
     ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
     WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
 
@@ -353,14 +378,14 @@ def topk_kernel(
     BIAS: tl.constexpr = bias is not None
     GATE: tl.constexpr = gate_key is not None
     rows, keys, mask, edges, line = _place(
-        query, key, bias, gate_query, gate_key, lengths,
-        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h,
+        query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
+        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
         n, m, heads, group, lower, upper,
         ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
     )  # fmt: skip
     peaks, floor, count = _peaks(
         rows, keys, mask, edges, scale, 1.0,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, True,
+        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS, True,
     )  # fmt: skip
     bad = _spoiled(peaks)
     few = count <= top_k
@@ -391,7 +416,7 @@ def topk_kernel(
         for tile in tl.range(edges[0], edges[3]):
             s = _scores(
                 rows, keys, mask, edges, scale, 1.0, tile,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
             )  # fmt: skip
             three_counts = tl.where(s >= first, 1, 0)
             three_counts += tl.where(s >= second, FIELD, 0)
@@ -419,7 +444,7 @@ def topk_kernel(
     for tile in tl.range(edges[0], edges[3]):
         s = _scores(
             rows, keys, mask, edges, scale, 1.0, tile,
-            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION,
+            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
         )  # fmt: skip
         above = s >= foot[:, None]
         count += tl.sum(above.to(tl.int32), 1)
@@ -431,7 +456,7 @@ def topk_kernel(
             last = tl.where(seen <= room, tile * COLS + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score: so another tile's rounding cannot shut the k-th out.
-    half = 0.5 * least + 0.5 * below
+    half = 0.5 * least + 0.5 * tl.where(below == NONE, least, below)
     half = tl.where((half > below) & (half < least), half, least)
     tied = (count > top_k) & (idle == 0)
     least = tl.where(tied, foot, half)
@@ -463,15 +488,16 @@ def _run(
 
     What is given, and its numbers, are those of `Arguments`.
     """
-    query, key, _, key_bias, gate_query, gate_key, _, _, lengths, _ = given
-    taken = (query, key, key_bias, gate_query, gate_key, lengths)
+    query, key, _, key_bias, gate_query, gate_key, _, _, lengths, _, pairs, _ = given
+    taken = (query, key, key_bias, gate_query, gate_key, lengths, pairs)
     about = (kernel, *launch.kinds(*taken), *numbers[1:], *whole)
     made = launch.MADE.get(about)
     if made is not None and made.again((*taken, *outs), floats):
         return
-    call = Arguments(*given, *numbers)  # type: ignore[arg-type]
+    call = Arguments(*given, *numbers)
     arrays = (
-        call.query, call.key, call.key_bias, call.gate_query, call.gate_key, call.lengths, *outs,
+        call.query, call.key, call.key_bias, call.gate_query, call.gate_key, call.lengths,
+        call.pairs, *outs,
     )  # fmt: skip
     whole = (
         *call.strides[:6], *call.strides[9:], call.n, call.m, call.h, call.group,
@@ -513,6 +539,8 @@ def entmax_threshold(
     lower: int | None = None,
     upper: int | None = None,
     lengths: Tensor | None = None,
+    pairs: Tensor | None = None,
+    times: float = 1.0,
     tf32: bool = False,
 ) -> Tensor:
     """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
@@ -524,9 +552,11 @@ def entmax_threshold(
     out = _rows(query, torch.float32)
     if not (out.numel() and key.shape[2]):
         return out.zero_()
-    given = (query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None)
-    numbers = (scale, "entmax", alpha, lower, upper, 0, tf32)
-    _run(entmax_kernel, given, numbers, (out,), (scale, alpha), names=("POWER", *NAMES))
+    given = Arrays(
+        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
+    )
+    numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, tf32, times)
+    _run(entmax_kernel, given, numbers, (out,), (scale, alpha, times), names=("POWER", *NAMES))
     return out
 
 
@@ -542,6 +572,8 @@ def topk_threshold(
     lower: int | None = None,
     upper: int | None = None,
     lengths: Tensor | None = None,
+    pairs: Tensor | None = None,
+    times: float = 1.0,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """least (B, H, n) and position (B, H, n) int32: the k largest scores of a row are those with
@@ -554,7 +586,9 @@ def topk_threshold(
     least, position = _rows(query, torch.float32), _rows(query, torch.int32)
     if not (least.numel() and key.shape[2]):
         return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
-    given = (query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None)
-    numbers = (scale, "topk", 0.0, lower, upper, 0, tf32)
-    _run(topk_kernel, given, numbers, (least, position), (scale,), (k,))
+    given = Arrays(
+        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
+    )
+    numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, tf32, times)
+    _run(topk_kernel, given, numbers, (least, position), (scale, times), (k,))
     return least, position

@@ -24,6 +24,7 @@ SIZES = (
     "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
     "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
     "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a", "others_count",
+    "dropped", "hashed", "rows_own", "keys_own", "lanes_own", "batches_own", "heads_own",
 )  # fmt: skip
 """Numbers that change from call to call, by name."""
 
@@ -109,6 +110,47 @@ def alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOU
         cell = layout + (i // size) * columns + j // size
         live = live & (tl.load(cell, mask=live, other=0) != 0)
     return live
+
+
+@triton.jit
+def ruled(live, pairs, i_at, j, p_m, times, PAIRS: tl.constexpr):
+    """What a mask's own array adds to the scores of a tile, and the pairs that it leaves.
+
+    `i_at` is where the array has the rows of the tile. PAIRS is 1 for booleans, 2 for floats.
+    """
+    x = tl.load(pairs + i_at + j * tl.cast(p_m, tl.int64), mask=live, other=0)
+    if PAIRS == 1:
+        added = x
+        live = live & (x != 0)
+    else:
+        added = x.to(tl.float32)
+        live = live & (added > NONE)
+        added = tl.where(live, added * times, 0.0)
+    return added, live
+
+
+@triton.jit
+def mixed(x):
+    """Wellons' lowbias32, of uint32: `qkv.engines.dropout` has it for all other engines."""
+    x = (x ^ (x >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.cast(0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_hash(seed, lane, i, hashed):
+    """Of rows i of a lane, one batch and one head, of which `hashed` make a batch."""
+    x = mixed(tl.load(seed).to(tl.uint32, bitcast=True))
+    x = mixed(x ^ tl.cast(lane // hashed, tl.uint32))
+    x = mixed(x ^ tl.cast(lane % hashed, tl.uint32))
+    return mixed(x ^ tl.cast(i, tl.uint32))
+
+
+@triton.jit
+def kept_share(of_row, j, dropped, share):
+    """0 for the weights of a tile that are dropped, `share` for the others."""
+    x = mixed(of_row ^ tl.cast(j, tl.uint32)) & tl.cast(0x7FFFFFFF, tl.uint32)
+    return tl.where(x >= tl.cast(dropped, tl.uint32), share, 0.0)
 
 
 @triton.jit

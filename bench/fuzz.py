@@ -1,0 +1,186 @@
+"""Random legal calls of the CUDA kernels against the equation in float64.
+
+python -m bench.fuzz --cuda SECONDS SEED
+
+Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
+and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
+more than twice as far from float64 as the equation itself in the same dtype, where it is not
+finite, or where more than LEAST pairs ran on `dense`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.errors import QkvError
+
+LEAST = 64 * 64
+FLOOR = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Errors that are not looked at, ‖got − want‖ / ‖want‖."""
+CHOOSY = (weightings.TopK, weightings.Hard)
+"""Weightings that another rounding may have choose another key."""
+
+
+class Drawn(NamedTuple):
+    """A call: arrays by name, a function that makes the rest of them, and how it reads."""
+
+    arrays: dict[str, Tensor]
+    how: Any
+    told: str
+
+
+def amid_nan(x: Tensor, random: Random) -> Tensor:
+    """The same numbers in the middle of NaN: rows apart, heads beside each other or not."""
+    before, after = random.choice((0, 1, 8)), random.choice((0, 3, 8))
+    turned = x.ndim == 4 and random.random() < 0.5
+    x = x.transpose(1, 2) if turned else x
+    room = x.new_full((*x.shape[:-2], x.shape[-2] + 2, before + x.shape[-1] + after), torch.nan)
+    room[..., 1:-1, before : before + x.shape[-1]] = x
+    inside = room[..., 1:-1, before : before + x.shape[-1]]
+    return inside.transpose(1, 2) if turned else inside
+
+
+def draw(random: Random, device: str, small: bool) -> Drawn:
+    """One call; what the library refuses is among them."""
+    make = torch.Generator(device=device).manual_seed(random.randrange(2**31))
+    dtype = random.choice((torch.float32,) if small else tuple(FLOOR))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, device=device).to(dtype)
+
+    few = random.choice((1, 2))
+    b, h = random.choice((1, 2)), few * random.choice((1, 2))
+    top = 40 if small else random.choice((70, 300, 700))
+    n, m = random.choice((1, 3, random.randint(2, top))), random.randint(2, top)
+    w, d = (random.choice((8, 16, 20) if small else (16, 40, 64, 128, 200)) for _ in "wd")
+    arrays = {
+        "query": normal(b, h, n, w),
+        "key": normal(b, few, m, w),
+        "value": normal(b, few, m, d),
+    }
+    score = random.choice(
+        ("scaled_dot", "dot", "cosine", "gaussian", "learned", "gated", "additive")
+    )
+    shapes = {"learned": ((w, w),), "gated": ((w,), (w,)), "additive": ((w, 8), (w, 8), (8,))}
+    for i, shape in enumerate(shapes.get(score, ())):
+        arrays[f"of the score {i}"] = normal(*shape) / w**0.5
+    weighting = random.choice(
+        ("softmax", "entmax15", "sparsemax", "topk", "hard", "average", "sigmoid", "raw", "warm")
+    )
+    if weighting == "warm":
+        arrays["temperature"] = normal(*random.choice(((), (h, 1, 1)))).abs() + 0.5
+    rule = random.choice(("none", "none", "causal", "window", "lengths", "bool", "float", "blocks"))
+    fixed: dict[str, Any] = {}
+    own = random.choice(((n, m), (b, 1, 1, m), (h, n, m), (b, h, n, m), (n, 1)))
+    if rule == "float":
+        arrays["mask"] = normal(*own)
+    elif rule == "bool":
+        fixed["mask"] = torch.rand(own, generator=make, device=device) > 0.3
+    elif rule == "blocks":
+        fixed["mask"] = masks.blocks((torch.rand(-(-n // 16), -(-m // 16)) > 0.3).numpy(), 16)
+    elif rule == "lengths":
+        fixed["mask"] = masks.lengths(torch.randint(m + 1, (b,), generator=make, device=device))
+    elif rule != "none":
+        fixed["mask"] = masks.causal("bottom_right") if rule == "causal" else masks.window(5)
+    if random.random() < 0.2:
+        fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
+
+    def how(given: dict[str, Tensor]) -> dict[str, Any]:
+        own = [x for name, x in given.items() if name.startswith("of the score")]
+        made: Any = {"learned": scores.Multiplicative, "gated": scores.Gated}.get(score)
+        made = scores.Additive if score == "additive" else made
+        kinds = {
+            "topk": weightings.TopK(4),
+            "warm": weightings.Softmax(given.get("temperature", 1.0)),
+        }
+        taken = {"mask": given["mask"]} if "mask" in given else {}
+        weighs = kinds.get(weighting, weighting)
+        return {"score": made(*own) if own else score, "weighting": weighs} | fixed | taken
+
+    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float') else ''}"
+    told += f", {list(fixed)[1:]} {dtype} {[tuple(x.shape) for x in arrays.values()]}"
+    return Drawn(
+        {name: amid_nan(x, random) if x.ndim > 1 else x for name, x in arrays.items()}, how, told
+    )
+
+
+def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, Tensor]:
+    """The output and every gradient, of arrays in this dtype or as they lie."""
+    given = {
+        name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
+        for name, x in drawn.arrays.items()
+    }
+    out = qkv.attend(
+        given["query"], given["key"], given["value"], **drawn.how(given), engine=engine
+    )
+    make = torch.Generator(device=out.device).manual_seed(3)
+    along = torch.randn(out.shape, generator=make, device=out.device).to(
+        drawn.arrays["query"].dtype
+    )
+    grads = torch.autograd.grad(
+        (out * along.to(out.dtype)).sum(), tuple(given.values()), allow_unused=True
+    )
+    return {"out": out.detach()} | {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(given.items(), grads, strict=True)
+    }
+
+
+def complaint(drawn: Drawn, engine: Any = None) -> str | None:
+    """What is wrong with a call; None if nothing is."""
+    got = results(drawn, None, engine)
+    want, eager = results(drawn, torch.float64, "dense"), results(drawn, None, "dense")
+    choosy = isinstance(weightings.resolve(drawn.how(drawn.arrays)["weighting"]), CHOOSY)
+    for name, x in want.items():
+        off, usual = (float((y[name].double() - x).norm()) for y in (got, eager))
+        size = max(float(x.norm()), 0.1 * x.numel() ** 0.5)  # what is 0 but for rounding
+        floor = FLOOR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
+        if not off <= max(2 * usual, floor * size):
+            return f"{name} is off by {off / size:.1e}, eager by {usual / size:.1e}"
+    return None
+
+
+def run(
+    random: Random, device: str, small: bool, engine: Any = None
+) -> Iterator[tuple[str, str | None]]:
+    """Calls without end: the engine that ran, and the complaint."""
+    while True:
+        drawn = draw(random, device, small)
+        query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
+        try:
+            told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
+        except QkvError:
+            continue  # two things that mean nothing together, or an engine that says why it cannot
+        wrong = complaint(drawn, engine)
+        if wrong is None and told.engine == "dense" and query.shape[-2] * key.shape[-2] > LEAST:
+            wrong = "ran on dense: " + dict(told.refusals).get("triton", "")
+        yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
+
+
+def main(seconds: float, seed: int) -> None:
+    started, engines, wrongs = time.monotonic(), Counter[str](), 0
+    for engine, wrong in run(Random(seed), "cuda", False):
+        engines[engine] += 1
+        if wrong is not None:
+            wrongs += 1
+            print(f"call {sum(engines.values())} on {engine}: {wrong}", flush=True)
+        if time.monotonic() - started > seconds:
+            break
+    print(f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}")
+    sys.exit(bool(wrongs))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "--cuda":
+        sys.exit(__doc__)
+    main(float(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,142 @@
+"""Masks that are arrays, learned temperatures, dropout, and additive scores of any weighting."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+import qkv
+from bench import fuzz
+from qkv import masks, scores, weightings
+from qkv.engines import triton
+
+pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="small sizes, in the interpreter")
+
+N, M = 5, 19
+MADE = torch.Generator().manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=MADE)
+
+
+def holed(*shape):
+    """With −∞ here and there."""
+    return normal(*shape).masked_fill(torch.rand(shape, generator=MADE) < 0.3, -torch.inf)
+
+
+RULE = torch.rand((N, M), generator=MADE) > 0.3
+CASES = {
+    "a mask for all": {"mask": normal(N, M)},
+    "a mask of its own for each": {"mask": holed(2, 4, N, M), "and": masks.causal("bottom_right")},
+    "a mask for each key": {"mask": holed(2, 1, 1, M)},
+    "a mask for each query, by entmax": {"mask": normal(N, 1), "weighting": "entmax15"},
+    "one number": {"mask": normal(1, 1), "weighting": "sigmoid"},
+    "a mask and top-k": {"mask": holed(4, N, M), "weighting": weightings.TopK(3)},
+    "a mask and a Gaussian": {"mask": holed(N, M), "score": "gaussian"},
+    "a rule": {"mask": RULE, "weighting": "average"},
+    "a rule and entmax": {"mask": RULE, "weighting": "entmax15"},
+    "hard": {"mask": RULE, "weighting": "hard"},
+    "blocks and sparsemax": {
+        "and": masks.blocks(np.array([[1, 0, 1], [0, 1, 1]], bool), (4, 8)),
+        "weighting": "sparsemax",
+    },
+    "no band": {"and": ~masks.causal("bottom_right")},
+    "dropout": {"dropout_p": 0.4, "seed": 7},
+    "dropout of a mask's, by entmax": {
+        "mask": normal(N, M),
+        "dropout_p": 0.4,
+        "seed": 7,
+        "weighting": "entmax15",
+    },
+    "a temperature": {"temperature": torch.tensor(0.7), "mask": normal(N, M)},
+    "a temperature for each head": {"temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5},
+    "a temperature for each query": {"temperature": torch.rand((2, 4, N, 1), generator=MADE) + 0.5},
+}
+
+
+def results(arrays, how, engine, dtype):
+    """The output and the gradients of all that floats."""
+    how = dict(how)
+    floats = {
+        name: how.pop(name).to(dtype).clone().requires_grad_()
+        for name in ("mask", "temperature")
+        if name in how and how[name].is_floating_point()
+    }
+    if "temperature" in floats:
+        how["weighting"] = weightings.Softmax(floats["temperature"])
+    mask, more = floats.get("mask", how.pop("mask", None)), how.pop("and", None)
+    if more is not None:
+        mask = more if mask is None else masks.array(mask) & more
+    given = [x.to(dtype).clone().requires_grad_() for x in arrays]
+    out = qkv.attend(*given, mask=mask, engine=engine, **how)
+    along = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = (*given, *floats.values())
+    grads = torch.autograd.grad((out * along).sum(), wanted, allow_unused=True)
+    return out, *(
+        torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    make = torch.Generator().manual_seed(2)
+    arrays = [torch.randn(x, generator=make) for x in ((2, 4, N, 8), (2, 2, M, 8), (2, 2, M, 8))]
+    got = results(arrays, CASES[name], "triton", torch.float32)
+    want = results(arrays, CASES[name], "dense", torch.float64)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_additive_scores_of_other_weightings(dtype):
+    make = torch.Generator().manual_seed(3)
+    shapes = ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 8), (4, 8), (4, 8), (4,))
+    arrays = [torch.randn(x, generator=make).to(dtype) / (2 if len(x) == 2 else 1) for x in shapes]
+    found = []
+    for engine, wide in (("triton", dtype), ("dense", torch.float64)):
+        given = [x.to(wide).requires_grad_() for x in arrays]
+        how = {"score": scores.Additive(*given[3:]), "weighting": "entmax15", "mask": RULE}
+        out = qkv.attend(*given[:3], engine=engine, **how)
+        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    near = 1e-4 if dtype == torch.float32 else 4e-2
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=near, rtol=near)
+
+
+def test_a_nan_that_a_mask_rules_out_stays_there():
+    """In a key, a value or the mask's neighbourhood, forth and back."""
+    make = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(1, 1, x, 8, generator=make) for x in (N, M, M))
+    mask = normal(N, M)
+    mask[:, 3] = -torch.inf
+    whole = [x.clone().requires_grad_() for x in (query, key, value)]
+    key[..., 3, :] = value[..., 3, :] = torch.nan
+    spoiled = [x.clone().requires_grad_() for x in (query, key, value)]
+    for weighting in ("softmax", "entmax15"):
+        found = []
+        for given in (whole, spoiled):
+            out = qkv.attend(*given, mask=mask, weighting=weighting, engine="triton")
+            found.append((out, *torch.autograd.grad(out.sum(), given)))
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_dropout_without_a_seed_is_drawn_once(monkeypatch):
+    x = torch.ones(1, 1, 4, 8)
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        outs.append(qkv.attend(x, x, x, dropout_p=0.5, engine="triton"))
+    torch.testing.assert_close(*outs)
+
+
+def test_some_random_calls():
+    """`python -m bench.fuzz` has more of them, on a GPU."""
+    calls = fuzz.run(Random(5), "cpu", True, "triton")
+    assert not [wrong for (_, wrong), _ in zip(calls, range(6), strict=False) if wrong]
