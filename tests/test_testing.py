@@ -81,6 +81,15 @@ class TestWhatIsWrongIsNoticed:
         with pytest.raises(AssertionError, match=r"Last.*-merging"):
             check_weighting(Last(), **QUICK)
 
+    def test_a_key_left_out_that_the_others_do_not_feel(self) -> None:
+        @dataclass(frozen=True)
+        class Felt(Exponential):
+            def without(self, rest: Array) -> Array:
+                return rest
+
+        with pytest.raises(AssertionError, match=r"Felt.*-leaving"):
+            check_weighting(Felt(), **QUICK)
+
     def test_a_mask_that_is_not_heeded(self) -> None:
         @dataclass(frozen=True)
         class Blind(Exponential):

@@ -181,7 +181,9 @@ def _places(view: View, right: Sequence[Any]) -> list[np.ndarray]:
     for i, key in enumerate(right):
         mark = cells.digest(key)
         if mark not in known:
-            known[mark] = np.flatnonzero(np.isin(view.ids, view.find(key)))
+            ids = np.array(view.find(key), np.int64)
+            at = np.minimum(np.searchsorted(view.ids, ids), len(view.ids) - 1)
+            known[mark] = at[view.ids[at] == ids]
         if not len(known[mark]):
             raise ArgumentError(
                 f"calibrate: pairs[{i}] names the right key {key!r}, which no row has: add it first"

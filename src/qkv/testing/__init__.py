@@ -107,6 +107,7 @@ def _checks(
         fallback = scores.Triangular(3.0) if nonnegative else scores.ScaledDot()
         pairs = [(scores.resolve(score or fallback), thing)]
         yield Check(f"{title}-merging", partial(checks.merging, thing, nonnegative))
+        yield Check(f"{title}-leaving", partial(checks.leaving, thing, nonnegative))
     elif isinstance(thing, Score):
         kinds: list[Weighting] = [weightings.Softmax(), weightings.Raw()]
         kinds += [weightings.Normalized()] if thing.nonnegative else []

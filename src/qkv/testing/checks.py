@@ -181,3 +181,20 @@ def merging(weighting: Weighting, nonnegative: bool = False) -> None:
         for part in order:
             state = weighting.merge(state, part)
         np.testing.assert_allclose(weighting.finish(state, found)[0], want, atol=1e-10)
+
+
+def leaving(weighting: Weighting, nonnegative: bool = False) -> None:
+    """Without a key the others weigh what `without` makes of them, and as before where a weighting
+    that is sparse gave it nothing."""
+    scores = np.random.default_rng(4).normal(size=(4, 9))
+    scores = np.abs(scores) if nonnegative else scores
+    alpha = np.asarray(weighting(scores))
+    for i in range(9):
+        live = np.arange(9)[None] != i
+        want, rest = np.asarray(weighting(scores, live)), np.where(live, alpha, 0)
+        by = weighting.without(rest.sum(axis=1, keepdims=True))
+        if by is not None:
+            np.testing.assert_allclose(rest / by, want, atol=1e-10)
+        elif weighting.sparse:
+            gone = alpha[:, i] == 0
+            np.testing.assert_allclose(alpha[gone], want[gone], atol=1e-10)
