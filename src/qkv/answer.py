@@ -233,6 +233,8 @@ class Answer(Shown):
             parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
         if self.missing:
             parts.append(f"Left out: {self._left_out}.")
+        if self.error_bound:
+            parts.append(f"At most {_percent(self.error_bound)} of the weight is misplaced.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
 
@@ -276,6 +278,7 @@ class Answer(Shown):
             "effective_rows": self.effective_rows,
             "total": self.total,
             "missing": self.missing,
+            "error_bound": self.error_bound,
             "exact": self.exact,
             "engine": self.engine,
             **self.promised(_told),

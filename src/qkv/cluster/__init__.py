@@ -2,3 +2,23 @@
 `qkv.cluster.torch` attends to keys that the processes of a group hold."""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkv.cluster.cluster import Cluster
+    from qkv.cluster.faults import LostShard
+    from qkv.cluster.stores import split
+
+__all__ = ["Cluster", "LostShard", "split"]
+
+_HOMES = {"Cluster": "cluster", "LostShard": "faults", "split": "stores"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"qkv.cluster.{_HOMES[name]}"), name)
+    if name == "torch":
+        return importlib.import_module("qkv.cluster.torch")
+    raise AttributeError(f"module 'qkv.cluster' has no attribute {name!r}")

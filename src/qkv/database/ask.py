@@ -39,6 +39,9 @@ RUN = 512
 SHARES = 1024
 """Rows whose values are compared to find the heaviest value."""
 
+Scatter = tuple[np.ndarray, np.ndarray]
+"""A sum of squares, and the square root of what it is counted in."""
+
 
 class Asked:
     """A score, a weighting and the rows that may answer; `answers` asks them."""
@@ -70,8 +73,8 @@ class Asked:
         pools, found = self.view.schema.pools, []
         keep = len(queries) * len(self.view) <= HELD
         for some, weighed, engine in self.batches(queries, pools):
-            how = {"engine": engine, "score": _named(self.score)}
-            how["weighting"] = _named(self.weighting)
+            how = {"engine": engine, "score": named(self.score)}
+            how["weighting"] = named(self.weighting)
             for i, query in enumerate(some):
                 found.append(self._answer(query, weighed, i, keep, **how))
         return found
@@ -98,11 +101,7 @@ class Asked:
     def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
         view, code, matches = self.view, Query(None), None
         if self.score.compares_keys:
-            ids = view.ids if self.places is None else view.ids[self.places]
-            matches = np.zeros((len(queries), len(ids)))
-            for i, key in enumerate(queries):
-                matches[i, np.isin(ids, view.find(key))] = 1.0
-            engine = "exact index"
+            matches, engine = self.matches(queries), "exact index"
         else:
             code = self._encoded(queries)
             pieces = f"{view.pieces} piece{'s' if view.pieces > 1 else ''}"
@@ -119,6 +118,14 @@ class Asked:
         if found.bound is not None:
             engine = f"codes of {engine[8:]}, {found.read:,} of them read in full"
         return found, engine
+
+    def matches(self, queries: Any) -> np.ndarray:
+        """1 where a row's key is the query, else 0, (n, m)."""
+        ids = self.view.ids if self.places is None else self.view.ids[self.places]
+        found = np.zeros((len(queries), len(ids)))
+        for i, key in enumerate(queries):
+            found[i, np.isin(ids, self.view.find(key))] = 1.0
+        return found
 
     def _encoded(self, queries: Any) -> Query:
         given = is_array(queries) and self.view.schema.key_kind != "vector"  # not a text: a vector
@@ -149,16 +156,16 @@ class Asked:
         elif rows:
             values = _shares(rows[:SHARES])
             value, rows = values[0].value, rows[: self.top]
-        given = partial(np.asarray, alpha) if keep else partial(self._again, query)
+        given = partial(_itself, alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
-            alpha = given()
+            alpha = np.asarray(given())
             return self._heaviest(np.where(alpha >= weight, alpha, 0), len(alpha))
 
         def influence() -> Any:
             from qkv.database.influence import influence
 
-            return influence(self, query, given(), value)
+            return influence(self, query, np.asarray(given()), value)
 
         fits = isinstance(self.promise, str) or found.best[at] >= self.promise.best
 
@@ -180,17 +187,17 @@ class Asked:
             _set=partial(self._set, given) if fits else list,
             _without=lambda place: self._without(query, place),
             _influence=influence,
-            _weights=lambda: self.of_all(given()),
+            _weights=lambda: self.of_all(np.asarray(given())),
             _spread=lambda: self._spread(given(), value),
             _above=above,
             _library=self.library,
-            _source=lambda most: self._source(query, given(), most),
+            _source=lambda most: self.source(query, np.asarray(given()), most),
         )
 
     def _set(self, given: Callable[[], np.ndarray]) -> list[Row]:
         if isinstance(self.promise, str):
             raise CombinationError(f"the database promises no set: {self.promise}")
-        alpha = given()
+        alpha = np.asarray(given())
         fits = alpha >= self.promise.weight
         if self.live is not None and self.places is None:
             fits &= self.live
@@ -202,12 +209,12 @@ class Asked:
             raise ArgumentError(f"row {place} was not asked, so the answer is the same without it")
         return self.but(place).answers(one(query))[0]
 
-    def _source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
+    def source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
         view, order = self.view, np.arange(len(alpha))
         if self.places is None and self.live is not None:
             order = np.flatnonzero(self.live)
         if len(order) > most:
-            order = np.sort(self._order(alpha, most))
+            order = np.sort(self.order(alpha, most))
         keys = code = None
         if not self.score.compares_keys:
             places = order if self.places is None else self.places[order]
@@ -244,7 +251,7 @@ class Asked:
         out[..., self.places] = alpha
         return out
 
-    def _order(self, alpha: np.ndarray, top: int) -> np.ndarray:
+    def order(self, alpha: np.ndarray, top: int) -> np.ndarray:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
         size = alpha if self.weighting.convex else np.abs(alpha)
         if top >= len(size):
@@ -262,7 +269,7 @@ class Asked:
         return np.asarray(near[size[near] > 0])
 
     def _heaviest(self, alpha: np.ndarray, top: int) -> list[Row]:
-        return self._rows(alpha, self._order(alpha, top))
+        return self._rows(alpha, self.order(alpha, top))
 
     def _rows(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
         places = order if self.places is None else self.places[order]
@@ -291,8 +298,13 @@ class Asked:
         if value is None or not self.view.schema.pools:
             return None
         mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
+        total, size = self.scatter(alpha, mean)
+        return self._value(2 * size * np.sqrt(np.maximum(total, 0)))
+
+    def scatter(self, alpha: np.ndarray, mean: np.ndarray) -> Scatter:
+        """Σᵢ αᵢ (vᵢ − mean)² / 4, in units of the square of the second array."""
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)
-        size = np.full_like(total, np.finfo(float).tiny)
+        found = total, np.full_like(total, np.finfo(float).tiny)
         with np.errstate(invalid="ignore"):
             for group in self.view.vectors(self.live, value=True).cuts(CHUNK):
                 for cut in group:
@@ -300,12 +312,19 @@ class Asked:
                     used = np.flatnonzero(some)
                     # Halves, over the largest so far: no square goes beyond a float.
                     far = cut.value(used).astype(float) / 2 - mean / 2
-                    largest = np.abs(far).max(axis=0, initial=0)
-                    larger = np.maximum(size, largest)
-                    total *= (size / larger) ** 2
-                    total += some[used] @ (far / larger) ** 2
-                    size = larger
-            return self._value(2 * size * np.sqrt(np.maximum(total, 0)))
+                    size = np.maximum(np.abs(far).max(axis=0, initial=0), found[1])
+                    found = farther(found, (some[used] @ (far / size) ** 2, size))
+        return found
+
+
+def farther(one: Scatter, two: Scatter) -> Scatter:
+    """The sum of both, in the larger units."""
+    size = np.maximum(one[1], two[1])
+    return one[0] * (one[1] / size) ** 2 + two[0] * (two[1] / size) ** 2, size
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _shares(rows: list[Row]) -> list[Share]:
@@ -353,7 +372,7 @@ def _largest(x: np.ndarray, k: int) -> Any:
     return np.partition(x, len(x) - k)[len(x) - k]
 
 
-def _named(thing: Any) -> str:
+def named(thing: Any) -> str:
     """The name of a score or weighting, with the numbers in it that are not its own defaults."""
     told = [
         f"{field.name}={getattr(thing, field.name):.4g}"

@@ -24,7 +24,7 @@ from qkv.types import A, Array, K, Shaped, T, V
 if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.database.encoders import Encoder, EncoderLike
-    from qkv.scores import ScoreLike
+    from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
 
 NOTHING: Any = object()
@@ -250,7 +250,6 @@ class Reading(Generic[K, V]):
         """
         from qkv import scores, weightings
         from qkv.database import conformal
-        from qkv.database.ask import Asked
 
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
             raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
@@ -258,12 +257,18 @@ class Reading(Generic[K, V]):
         view = self._filled()
         queries, single = as_queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
-        live = view.where(where)
         near, sure = _near(tolerance, confidence)
         promise = conformal.kept(view, score, weighting)
-        asked = Asked(view, chosen, alpha, live, top, near, promise, self._library, sure)
+        how = (top, near, promise, self._library, sure)
+        asked = self._asked(view, chosen, alpha, where, *how)
         answers = asked.answers(queries)
         return answers[0] if single else answers
+
+    def _asked(self, view: View, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
+        """What makes answers of queries."""
+        from qkv.database.ask import Asked
+
+        return Asked(view, score, weighting, view.where(where), *how)
 
     @overload
     def attend(self, query: A, **options: Unpack[How]) -> A: ...
@@ -292,7 +297,6 @@ class Reading(Generic[K, V]):
         array([[15.]])
         """
         from qkv import scores
-        from qkv.attention import over
         from qkv.database.ask import WORDY
 
         view = self._filled()
@@ -319,11 +323,25 @@ class Reading(Generic[K, V]):
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
+        near = dict(zip(("tolerance", "confidence"), _near(tolerance, confidence), strict=True))
+        out = self._attended(view, code, chosen, weighting, where, near)
+        return out[0] if single else out
+
+    def _attended(
+        self,
+        view: View,
+        code: Query,
+        score: Score,
+        weighting: WeightingLike,
+        where: Any,
+        near: dict[str, float | None],
+    ) -> Array:
+        """The output (n, d_v) of queries that are encoded."""
+        from qkv.attention import over
+
         allowed = view.having_values(view.where(where))[0]
         rows = view.vectors(allowed, value=True, asked=code.asked)
-        near = dict(zip(("tolerance", "confidence"), _near(tolerance, confidence), strict=True))
-        out: Array = over(rows, code.code, score=chosen, weighting=weighting, **near)
-        return out[0] if single else out
+        return over(rows, code.code, score=score, weighting=weighting, **near)
 
     def _filled(self) -> View:
         view = self._view

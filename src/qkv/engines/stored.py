@@ -26,6 +26,9 @@ CACHED = 2**18
 MOST = 2**18
 """Rows of values that a core takes at a time, however narrow."""
 
+Sums = tuple[Any, ...]
+"""Σᵢ αᵢ vᵢ (n, d_v), and of a mean Σᵢ αᵢ (n,) and the value that all rows with weight have."""
+
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
@@ -33,15 +36,15 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     seen = scores if at is None else np.take(scores, at, axis=1)
     best = seen.max(axis=1, initial=-np.inf)
     if at is None or not len(at):
-        alpha, entropy, lse = _weights(weighting.scale(scores), rows.allowed, weighting)
+        alpha, spread, lse = _weights(weighting.scale(scores), rows.allowed, weighting)
     else:
-        some, entropy, lse = _weights(weighting.scale(seen), None, weighting)
+        some, spread, lse = _weights(weighting.scale(seen), None, weighting)
         alpha = scores
         for all_rows, found in zip(alpha, some, strict=True):
             all_rows.fill(0)
             all_rows[at] = found
     out = pooled(rows, alpha, mean=weighting.convex)
-    return Weighed(out, alpha, entropy, None if lse is None else lse[:, 0], best)
+    return Weighed(out, alpha, spread, None if lse is None else lse[:, 0], best)
 
 
 def _weights(
@@ -53,7 +56,7 @@ def _weights(
     live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
     lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
     alpha = weighting.weights(s, live, k)
-    return alpha, _entropy(*_sums(alpha, weighting.sparse)), lse
+    return alpha, entropy_of(*_sums(alpha, weighting.sparse)), lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
@@ -102,36 +105,66 @@ def _in_blocks(
     s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
 ) -> tuple[np.ndarray, np.ndarray, Array | None]:
     """The weights in place of the scores, their entropy, and the log-sum-exp if there is one."""
-    fw, (n, m) = of(s), s.shape
-    step = max(CACHED // n, 1)
-    spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
-    template, nothing = fw.full((n, 1), 0.0, s), np.empty((m, 0), s.dtype)
-
-    def block(span: Span) -> tuple[Array, Array | None, Array]:
-        at = slice(span.start, span.start + span.size)
-        live = None if allowed is None else allowed[None, at]
-        return s[:, at], live, fw.positions(span.start, span.size, s)[None]
-
-    def fold(lift: Any, merge: Any, init: Any) -> Any:
-        return fw.reduce(lambda span: lift(*block(span)), merge, init(template), spans)
-
-    found = weighting.search(fold)
-
-    def lift(span: Span) -> State:
-        x, live, k = block(span)
-        return weighting.lift(x.copy(), live, k, found, nothing[: span.size], None)
-
-    state = fw.reduce(lift, weighting.merge, weighting.init(template, 0), spans)
-    _, known, _ = weighting.finish(state, found)
+    part = Part(s, allowed, weighting)
+    found = weighting.search(part.fold)
+    _, known, _ = weighting.finish(part.state(found), found)
     weighting.check(known)
+    told = part.weigh(known)
+    return s, entropy_of(*told), weighting.lse(known) if weighting.has_lse else None
 
-    def weight(span: Span) -> tuple[np.ndarray, np.ndarray]:
-        x, live, k = block(span)
-        x[:] = weighting.weight(x, live, k, known)
-        return _sums(x, weighting.sparse)
 
-    entropy = _entropy(*fw.reduce(weight, np.add, np.zeros((2, n)), spans))
-    return s, entropy, weighting.lse(known) if weighting.has_lse else None
+class Part:
+    """Scaled scores (n, c) of some rows, the first of them at the position `origin`, in passes.
+
+    Others may hold the rest: what `fold` and `state` give is merged with theirs.
+    """
+
+    def __init__(
+        self, s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting, origin: int = 0
+    ):
+        self.s, self.allowed, self.weighting, self.origin = s, allowed, weighting, origin
+        self.fw, (n, m) = of(s), s.shape
+        step = max(CACHED // max(n, 1), 1)
+        self.spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
+        self.template = self.fw.full((n, 1), 0.0, s)
+
+    def _block(self, span: Span) -> tuple[Array, Array | None, Array]:
+        at = slice(span.start, span.start + span.size)
+        live = None if self.allowed is None else self.allowed[None, at]
+        return (
+            self.s[:, at],
+            live,
+            self.fw.positions(self.origin + at.start, span.size, self.s)[None],
+        )
+
+    def fold(self, lift: Any, merge: Any, init: Any) -> State:
+        """What `Weighting.search` asks of the scores."""
+        start = init(self.template)
+        found: State = self.fw.reduce(lambda x: lift(*self._block(x)), merge, start, self.spans)
+        return found
+
+    def state(self, found: State, width: int = 0) -> State:
+        """The weighting's state, with values of 0."""
+        nothing = np.zeros((self.s.shape[1], width), self.s.dtype)
+
+        def lift(span: Span) -> State:
+            x, live, k = self._block(span)
+            return self.weighting.lift(x.copy(), live, k, found, nothing[: span.size], None)
+
+        start = self.weighting.init(self.template, width)
+        state: State = self.fw.reduce(lift, self.weighting.merge, start, self.spans)
+        return state
+
+    def weigh(self, known: State) -> np.ndarray:
+        """Σ |α| and Σ |α| ln |α| of each row, (2, n); the weights take the scores' place."""
+
+        def weight(span: Span) -> tuple[np.ndarray, np.ndarray]:
+            x, live, k = self._block(span)
+            x[:] = self.weighting.weight(x, live, k, known)
+            return _sums(x, self.weighting.sparse)
+
+        start = np.zeros((2, self.s.shape[0]))
+        return np.asarray(self.fw.reduce(weight, np.add, start, self.spans))
 
 
 def entropy(alpha: np.ndarray) -> np.ndarray:
@@ -143,7 +176,7 @@ def entropy(alpha: np.ndarray) -> np.ndarray:
     def sums(span: Span) -> np.ndarray:
         return np.asarray(_sums(alpha[:, span.start : span.start + span.size], sparse=False))
 
-    return _entropy(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
+    return entropy_of(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
 
 
 def _sums(alpha: np.ndarray, sparse: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +187,7 @@ def _sums(alpha: np.ndarray, sparse: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.add.reduce(size, 1), np.add.reduce(size * np.log(of(size).nonzero(size)), 1)
 
 
-def _entropy(total: np.ndarray, along: np.ndarray) -> np.ndarray:
+def entropy_of(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     """−Σ p ln p of p = |α| / Σ |α|, 0 where no weight is or they are NaN."""
     some = of(total).nonzero(total)
     return np.asarray(np.fmax(np.log(some) - along / some, 0))
@@ -166,12 +199,18 @@ def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
     A `mean` is divided by the sum of its weights, which rounding keeps from 1; that of equal values
     is theirs.
     """
+    return averaged(sums(rows, alpha, mean))
+
+
+def sums(rows: Rows, alpha: np.ndarray, mean: bool) -> Sums:
+    """Σᵢ αᵢ vᵢ and, of a `mean`, Σᵢ αᵢ and what all values have in common; `both` merges them."""
     width = rows.value.shape[-1]
     start = np.zeros((len(alpha), width), alpha.dtype)
+    none = (start, np.zeros(len(alpha), alpha.dtype), None)[: 3 if mean else 1]
     if not start.size:
-        return start
+        return none
 
-    def lift(cut: Cut) -> tuple[Any, ...]:
+    def lift(cut: Cut) -> Sums:
         some = alpha[:, cut.start : cut.start + cut.size]
         if np.count_nonzero(some) * 8 < cut.size:
             used = np.flatnonzero(some.any(axis=0))
@@ -182,15 +221,21 @@ def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
         total = _summed(some, value)
         return (total, np.add.reduce(some, 1), _common(value, some)) if mean else (total,)
 
-    def merge(one: tuple[Any, ...], two: tuple[Any, ...]) -> tuple[Any, ...]:
-        sums = [a + b for a, b in zip(one[:2], two[:2], strict=True)]
-        return *sums, *map(_both, one[2:], two[2:])
-
-    none = (start, start[:, 0], None)[: 3 if mean else 1]
     size = max(min(streaming.READ // width, MOST), 512)
-    out, *more = Reader(of(alpha)).reduce(lift, merge, none, rows.cuts(size))
-    if mean and more[1] is not None:
-        mass, common = more
+    found: Sums = Reader(of(alpha)).reduce(lift, both, none, rows.cuts(size))
+    return found
+
+
+def both(one: Sums, two: Sums) -> Sums:
+    added = [a + b for a, b in zip(one[:2], two[:2], strict=True)]
+    return *added, *map(_both, one[2:], two[2:])
+
+
+def averaged(sums: Sums) -> np.ndarray:
+    """The output of sums over all rows."""
+    out, *more = sums
+    if more and more[1] is not None:
+        (mass, common), out = more, np.array(out)
         some = np.flatnonzero(mass > 0)
         out[some] = np.where(np.isnan(common), out[some] / mass[some, None], common)
     return np.asarray(out)

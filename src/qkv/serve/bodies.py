@@ -80,6 +80,7 @@ ANSWER = record(
         "effective_rows": NUMBER,
         "total": COUNT,
         "missing": COUNT,
+        "error_bound": NUMBER,
         "exact": {"type": "boolean", "description": "Whether the query is a key, which decides."},
         "engine": TEXT,
         "score": TEXT,

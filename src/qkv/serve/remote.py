@@ -24,7 +24,17 @@ FIRST, PAGE = 16, 1000
 
 NOTHING: Any = object()
 
-_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+_PLAIN = (
+    "entropy",
+    "lse",
+    "total",
+    "missing",
+    "error_bound",
+    "engine",
+    "score",
+    "weighting",
+    "version",
+)
 
 
 class Remote:

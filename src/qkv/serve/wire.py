@@ -50,6 +50,7 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         "lse": answer.lse,
         "total": answer.total,
         "missing": answer.missing,
+        "error_bound": answer.error_bound,
         "exact": answer.exact,
         "engine": answer.engine,
         "score": answer.score,

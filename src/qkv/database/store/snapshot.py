@@ -23,8 +23,8 @@ from qkv.database.store.shelf import Shelf
 from qkv.errors import ArgumentError
 
 ROW = "SELECT id, digest, record, crc FROM rows"
-LIVE = "id <= ? AND (died IS NULL OR died > ?)"
-"""Rows of a version: not younger than its last id, and not dead by then."""
+LIVE = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"
+"""Rows of a version: between its first id and its last, and not dead by then."""
 
 NEWEST = f"{ROW} WHERE digest = ? AND {LIVE} ORDER BY id DESC LIMIT 1"
 LATEST = f"{ROW} WHERE digest = ? AND died IS NULL ORDER BY id DESC LIMIT 1"
@@ -94,7 +94,7 @@ class Snapshot:
         self._shelf = shelf
         self._graves = graves
         self._edition = edition
-        self._live = (edition.last, edition.number)
+        self._first = 0
         self._skip_damaged = skip_damaged
         self._open: dict[str, Segment] = {}
         self._found: _Listing | None = None
@@ -104,6 +104,18 @@ class Snapshot:
         self._finalizer = weakref.finalize(self, pins.release, edition.number)
         # At the end of the process its locks go by themselves.
         self._finalizer.atexit = False
+
+    def between(self, start: int, stop: int) -> Snapshot:
+        """The live rows from the one numbered `start` to that before `stop`, and no others."""
+        ids, some = self.ids()[start:stop], copy.copy(self)
+        some._owner, some._found, some._ids = self, None, ids
+        first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
+        some._first, some._edition = first, self._edition._replace(last=last, rows=len(ids))
+        return some
+
+    @property
+    def _live(self) -> tuple[int, int, int]:
+        return self._first, self._edition.last, self._edition.number
 
     @property
     def version(self) -> int:
@@ -210,7 +222,7 @@ class Snapshot:
         Where the tensors take more than `resident` bytes, the windows are small, and when the
         next one is asked for, the system may take back the memory of the last.
         """
-        after = -1
+        after = self._first - 1
         scarce = self.scarce(resident)
         if window is None and scarce:
             window = max(1, sizes.WINDOW // max(1, self._sizes()[1]))
@@ -365,7 +377,8 @@ class Snapshot:
     def _sizes(self) -> tuple[int, int]:
         """Bytes of all segments, and of one row."""
         width = self._layout().row_bytes + 8
-        return sum(entry.size for entry in self._listing().entries), width
+        held = (entry for entry in self._listing().entries if entry.last >= self._first)
+        return sum(entry.size for entry in held), width
 
     def _ids_of_segments(self) -> np.ndarray | None:
         """The live ids from the segments, which is fast; None where they do not tell them all."""

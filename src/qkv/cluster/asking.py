@@ -1,0 +1,218 @@
+"""Answers from shards: the same as a database's, of which no shard has seen all rows."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from qkv import parts
+from qkv.answer import Row, Source
+from qkv.arrays.ragged import Query
+from qkv.arrays.rows import Weighed
+from qkv.cluster.faults import LostShard
+from qkv.cluster.fleet import Asked, Many
+from qkv.cluster.shard import Heaviest, Job
+from qkv.database.ask import SHARES, Scatter, farther
+from qkv.database.ask import Asked as InOne
+from qkv.database.conformal import Promise
+from qkv.database.view import View
+from qkv.errors import CombinationError
+from qkv.scores import Score
+from qkv.weightings import State, Weighting
+
+
+class Spread(View):
+    """One version of rows that shards hold; what looks at all of them is done by the shards."""
+
+    snapshot: Many  # type: ignore[assignment]
+
+    @cached_property
+    def _listed(self) -> tuple[np.ndarray, int]:
+        return np.arange(len(self)), len(self.snapshot.slices)
+
+    def where(self, wish: Any) -> np.ndarray | None:
+        return self._marked("where", wish)
+
+    @cached_property
+    def present(self) -> np.ndarray | None:
+        return self._marked("present")
+
+    def _marked(self, name: str, *args: Any) -> np.ndarray | None:
+        """Which rows the leaves mark, (m,); None where all do."""
+        found = zip(self.snapshot.each(name, *args), self.snapshot.slices, strict=True)
+        parts = [
+            (np.ones(slice.rows, bool), False) if some is None else (some, True)
+            for some, (_, slice) in found
+        ]
+        return np.concatenate([some for some, _ in parts]) if any(x for _, x in parts) else None
+
+    def census(self, name: str) -> np.ndarray:
+        if name not in self._censuses:
+            self._censuses[name] = sum(self.snapshot.each("census", name))
+        return self._censuses[name]
+
+    @cached_property
+    def _widths(self) -> tuple[int, int]:
+        code, value = (self.snapshot.kind(name) for name in ("code", "value"))
+        return code[1][0], 0 if value is None else value[1][0]
+
+    def vectors(self, *_: Any, **__: Any) -> Any:
+        raise CombinationError("the rows lie in shards: open the database itself for this")
+
+    def job(
+        self,
+        code: Query,
+        keys: Any,
+        score: Score,
+        weighting: Weighting,
+        where: Any,
+        but: int | None = None,
+    ) -> Job:
+        return Job(
+            uuid4().hex,
+            code.code,
+            code.asked,
+            keys,
+            score,
+            weighting,
+            where,
+            len(self),
+            self.schema.pools,
+            but,
+        )
+
+
+class One:
+    """The weights of one query's answer: those of its heaviest rows are here, others are asked."""
+
+    def __init__(self, asked: Asked, known: State, i: int, found: list[Heaviest], convex: bool):
+        self.asked, self.known, self.i = asked, known, i
+        places = np.concatenate([some.places[i] for some in found])
+        weights = np.concatenate([some.weights[i] for some in found])
+        order = np.argsort(-(weights if convex else np.abs(weights)), kind="stable")
+        self.places, self.weights = places[order], weights[order]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        lost = self.asked.without
+        found = iter(self.asked.each("weights", self.known, self.i))
+        slices = self.asked.many.slices
+        every = [np.zeros(s.rows) if shard in lost else next(found) for shard, s in slices]
+        return np.concatenate(every).astype(dtype or self.weights.dtype, copy=False)
+
+
+class Gathered(InOne):
+    """A score, a weighting and a condition; `answers` asks the shards."""
+
+    view: Spread
+
+    def __init__(
+        self,
+        view: Spread,
+        score: Score,
+        weighting: Weighting,
+        where: Any,
+        top: int,
+        tolerance: float | None,
+        promise: Promise | str = "",
+        library: str | None = None,
+        confidence: float | None = None,
+        but: int | None = None,
+    ):
+        self.view, self.score, self.where, self.top = view, score, where, top
+        self._read_as, weighting = parts.resolved(score, weighting, None)
+        self.weighting, self.tolerance = weighting.among(len(view)), tolerance
+        self.promise, self.library, self._but = promise, library, but
+        self.live = self.places = None
+        self.total = self.missing = 0
+        self._rows_of: dict[int, dict[str, Any]] = {}
+
+    def but(self, place: int) -> Gathered:
+        how = (self.top, self.tolerance, self.promise, self.library, None, place)
+        return Gathered(self.view, self.score, self.weighting, self.where, *how)
+
+    def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
+        many, lost = self.view.snapshot, dict[int, LostShard]()
+        while True:
+            try:
+                return self._gathered(queries, lost)
+            except LostShard as fault:
+                held = {shard for shard, _ in many.slices}
+                if not many.fleet.partial or held <= {*lost, fault.shard}:
+                    raise
+                lost[fault.shard] = fault
+
+    def _gathered(self, queries: Any, lost: dict[int, LostShard]) -> tuple[Weighed, str]:
+        view, weighting = self.view, self.weighting
+        keyed = self.score.compares_keys
+        code = Query(None) if keyed else self._encoded(queries)
+        keys = queries if keyed else None
+        job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
+        asked = Asked(view.snapshot, job, lost)
+        known = parts.known(asked, weighting)
+        top = self.top if view.schema.pools else max(self.top, SHARES)
+        found: list[Heaviest] = asked.each("heaviest", known, top)
+        self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()
+        bound = self._bound(asked, code.code, lost) if lost else 0.0
+        each = [One(asked, known, i, found, weighting.convex) for i in range(len(queries))]
+        self._read(each, top)
+        weighed = Weighed(
+            parts.averaged(parts.merged([some.sums for some in found], parts.both)),
+            each,  # type: ignore[arg-type]
+            parts.entropy_of(*parts.merged([some.told for some in found], np.add)),
+            weighting.lse(known)[:, 0] if weighting.has_lse else None,
+            np.max([some.best for some in found], axis=0),
+            bound,
+            self.total,
+        )
+        return weighed, self._engine(lost)
+
+    def _engine(self, lost: dict[int, LostShard]) -> str:
+        slices = self.view.snapshot.slices
+        shards = len({shard for shard, _ in slices} - lost.keys())
+        kind = "exact index" if self.score.compares_keys else f"scan of {self.total:,} rows"
+        told = f"{kind} by {shards} shard{'s' if shards > 1 else ''}"
+        if not lost:
+            return told
+        rows = sum(slice.rows for shard, slice in slices if shard in lost)
+        return f"{told}; {rows:,} rows are lost ({'; '.join(map(str, lost.values()))})"
+
+    def _bound(self, asked: Asked, query: Any, lost: dict[int, LostShard]) -> np.ndarray:
+        """The largest share that the rows of lost shards can have."""
+        balls = asked.many.lost(lost)
+        if self.score.compares_keys or self.view.wordy:
+            most = np.full(len(asked.job.keys if query is None else query), np.inf)
+        else:
+            most = np.max([ball.most(query, self._read_as) for ball in balls], axis=0)
+        return parts.share(asked, self.weighting, sum(ball.rows for ball in balls), most)
+
+    def _read(self, each: list[One], top: int) -> None:
+        """Bring the rows that answers name, all at once."""
+        wanted = np.unique(np.concatenate([one.places[:top] for one in each])).tolist()
+        self._rows_of = dict(zip(wanted, self.view.rows(wanted), strict=True))
+
+    def _heaviest(self, alpha: Any, top: int) -> list[Row]:
+        if not isinstance(alpha, One):
+            return self._rows(alpha, self.order(alpha, top))
+        some = alpha.weights[:top]
+        return self.rows_at(alpha.places[: len(some)], some)
+
+    def rows_at(self, places: np.ndarray, weights: np.ndarray) -> list[Row]:
+        schema, known = self.view.schema, self._rows_of
+        new = [place for place in places.tolist() if place not in known]
+        rows = known | (dict(zip(new, self.view.rows(new), strict=True)) if new else {})
+        return [
+            Row(schema.key_of(rows[p]), schema.value_of(rows[p]), float(w), p, rows[p])
+            for p, w in zip(places.tolist(), weights, strict=True)
+        ]
+
+    def scatter(self, alpha: Any, mean: np.ndarray) -> Scatter:
+        found: list[Scatter] = alpha.asked.each("scatter", alpha.known, alpha.i, mean)
+        return parts.merged(found, farther)
+
+    def source(self, query: Any, alpha: Any, most: int) -> Source:
+        view = self.view
+        self.live, _ = view.having_values(view.where(self.where))
+        return super().source(query, alpha, most)

@@ -1,0 +1,220 @@
+"""A database in shards: the same questions, each answered by all shards together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial as bound
+from pathlib import Path
+from typing import Any
+
+from qkv import parts
+from qkv.arrays import of
+from qkv.arrays.ragged import Query
+from qkv.cluster.asking import Gathered, Spread
+from qkv.cluster.fleet import Attended, Fleet, owners
+from qkv.database import cells
+from qkv.database.leaving import Leaving
+from qkv.database.reading import NOTHING, AbsentKey
+from qkv.database.writing import Writing
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
+from qkv.scores import Score
+from qkv.types import Array
+from qkv.weightings import Weighting, WeightingLike
+
+Place = str | os.PathLike[str]
+
+
+class Cluster(Leaving[Any, Any]):
+    """The database at a path, or in several stores that are its shards, asked on Ray.
+
+    `sources` is the path or URL of a store, which `shards` actors share out by its rows, or a list
+    of stores with rows of their own. Each actor opens its segments where it runs: a path must lead
+    to them on every machine; what a URL names is copied to the machine's `cache` by fsspec. Each
+    shard has `replicas`, each with `cores`. `address` is that of a Ray that runs, as in `ray.init`,
+    and `options` are Ray's for actors, such as resources; without them one is started here.
+
+    A shard that ends is started again, and its query asked again. One that is not back after
+    `timeout` seconds is an error, or with `partial` left out: then `answer.error_bound` counts the
+    largest share that its rows can have. With `hedge` seconds, a second replica is asked where the
+    first has not answered by then.
+
+    >>> import qkv
+    >>> with qkv.cluster.Cluster("big.qkv", shards=2) as c:  # doctest: +SKIP
+    ...     c.ask("the alchemist").value
+    """
+
+    def __init__(
+        self,
+        sources: Place | Sequence[Place],
+        *,
+        shards: int | None = None,
+        replicas: int = 1,
+        cores: int = 1,
+        address: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        cache: Place | None = None,
+        timeout: float = 60.0,
+        hedge: float | None = None,
+        partial: bool = False,
+    ):
+        places = [_place(x) for x in ([sources] if _one(sources) else sources)]  # type: ignore[union-attr]
+        if not places:
+            raise ArgumentError("sources: name the path or the URL of at least one store")
+        count = (len(places) if len(places) > 1 else 2) if shards is None else shards
+        sizes(shards=count, replicas=replicas, cores=cores)
+        from qkv.cluster.ray import Actors
+
+        held = owners(len(places), count)
+        workers = Actors(
+            [{i: places[i] for i in own} for own in held],
+            replicas=replicas,
+            cores=cores,
+            address=address,
+            options=options or {},
+            cache=None if cache is None else os.fspath(cache),
+            timeout=timeout,
+            hedge=hedge,
+        )
+        try:
+            super().__init__(Fleet(places, held, workers, partial))  # type: ignore[arg-type]
+            self._view  # noqa: B018, so that stores that do not fit are told of now
+        except BaseException:
+            workers.close()
+            raise
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._store  # type: ignore[return-value]
+
+    @property
+    def _view(self) -> Spread:
+        many = self._fleet.at(self._pin)
+        held = self._held
+        if not isinstance(held, Spread) or held.snapshot is not many:
+            old, held = held, Spread(many, self._encoder_wish)  # type: ignore[arg-type]
+            if old is not None:
+                held.inherit(old)
+            self._held = held
+        return held
+
+    def _asked(self, view: Any, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
+        return Gathered(view, score, weighting, where, *how)
+
+    def _attended(
+        self,
+        view: Any,
+        code: Query,
+        score: Score,
+        weighting: WeightingLike,
+        where: Any,
+        near: dict[str, float | None],
+    ) -> Array:
+        if of(code.code).unknown(code.code):
+            raise FrameworkError(
+                "attend asks other processes while it runs, so it cannot be traced: call it "
+                "outside of jit, compile or tf.function"
+            )
+
+        def begin(query: Array, score: Score, weighting: Weighting) -> Attended:
+            job = view.job(Query(query, code.asked), None, score, weighting, where)
+            return Attended(view.snapshot, job)
+
+        shape = len(view), code.code.shape[-1], view._widths[1]
+        return parts.across(begin, code.code, shape, score=score, weighting=weighting)
+
+    # Rows in and out
+
+    def add(self, keys: Any, values: Any = NOTHING) -> None:
+        """One row, or many, as `Database.add`: on disk when this returns. Of several stores, a
+        row's key says which has it, and what goes to one store goes in together."""
+        self._writable()
+        if len(self._fleet.sources) == 1:
+            self._fleet.write(0, "add", keys, *(() if values is NOTHING else (values,)))
+            return
+        if values is not NOTHING:
+            many = Writing._many(self, keys)  # type: ignore[arg-type]
+            pairs = list(zip(keys, values, strict=True)) if many else [(keys, values)]
+        else:
+            pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
+        for source, some in self._routed(pairs, lambda pair: pair[0]).items():
+            self._fleet.write(source, "add", some)
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows with named columns, as `Database.extend`."""
+        self._writable()
+        schema = self._view.schema
+        for source, some in self._routed(list(rows), schema.key_of).items():
+            self._fleet.write(source, "extend", some)
+
+    def update(self, key: Any, value: Any = NOTHING) -> int:
+        """Give a key another value, or each of a mapping; how many were absent, and inserted."""
+        if value is NOTHING and not isinstance(key, Mapping):
+            raise DtypeError("update takes a key and its value, or a mapping of them")
+        pairs = list(key.items()) if value is NOTHING else [(key, value)]
+        absent = sum(key not in self for key, _ in pairs)
+        for source, some in self._routed(pairs, lambda pair: pair[0]).items():
+            self._fleet.write(source, "update", dict(some))
+        return absent
+
+    def remove(self, keys: Any) -> int:
+        """Take out every row of these keys (one, or a list); how many rows went."""
+        keys = list(keys) if isinstance(keys, list | set | frozenset) else [keys]
+        count = 0
+        for key in keys:
+            found = len(self._view.find(key))
+            if not found:
+                raise AbsentKey(key, bound(self._nearest, key))
+            count += found
+        for source, some in self._routed(keys, lambda key: key).items():
+            self._fleet.write(source, "remove", some)
+        return count
+
+    def _writable(self) -> None:
+        if self._pin is not None:
+            raise CombinationError(
+                f"version {self._pin} is past and cannot change: write to the cluster itself"
+            )
+
+    def _routed(self, things: list[Any], key_of: Any) -> dict[int, list[Any]]:
+        """What goes to each store: a key to that which has it already, else as its digest says."""
+        self._writable()
+        count, found = len(self._fleet.sources), dict[int, list[Any]]()
+        if count == 1:
+            return {0: things} if things else {}
+        digests = [cells.digest(key_of(thing)) for thing in things]
+        for thing, digest, own in zip(things, digests, self._owners(digests), strict=True):
+            new = int.from_bytes(digest[:8], "big") % count
+            found.setdefault(new if own is None else own, []).append(thing)
+        return found
+
+    def _owners(self, digests: list[bytes]) -> list[int | None]:
+        """The store that has each key, None where none has."""
+        many = self._view.snapshot
+        owners: list[int | None] = [None] * len(digests)
+        for (_, slice), there in zip(many.slices, many.each("has", digests), strict=True):
+            for i in there:
+                owners[i] = slice.source
+        return owners
+
+    # What it is
+
+    def processes(self) -> list[int]:
+        """The process of each shard."""
+        return self._fleet.processes()
+
+    def __repr__(self) -> str:
+        shards, told = len(self._fleet.shards), ", ".join(self._fleet.sources)
+        return f"<Cluster {told}: {len(self):,} rows in {shards} shards>"
+
+
+def _one(sources: Any) -> bool:
+    return isinstance(sources, str | os.PathLike)
+
+
+def _place(source: Any) -> str:
+    """A URL, or a path as it is on any machine."""
+    if not isinstance(source, str | os.PathLike):
+        raise DtypeError(f"sources: a path or a URL is wanted, not {type(source).__name__}")
+    told = os.fspath(source)
+    return told if "://" in told else str(Path(told).absolute())

@@ -1,0 +1,183 @@
+"""Actors on Ray: one for each shard and replica, asked again where one does not answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qkv.cluster.faults import LostShard, Unreadable
+from qkv.cluster.fleet import Request
+from qkv.cluster.shard import Shard
+from qkv.errors import ArgumentError, MissingExtra
+
+try:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+    from ray import exceptions
+except ImportError:
+    raise MissingExtra("a cluster needs ray: pip install 'qkv[ray]'") from None
+
+PAUSE = 0.05
+"""Seconds between two looks at an actor that starts again."""
+
+TRIES = 3
+"""How many times Ray is started where it gives up on itself."""
+
+STORE = 256 << 20
+"""Bytes of shared memory for a Ray that is started here: queries and states are small."""
+
+
+class Actors:
+    """`replicas` actors for each shard, of which `sources` are the stores of each."""
+
+    def __init__(
+        self,
+        sources: Sequence[dict[int, str]],
+        *,
+        replicas: int,
+        cores: int,
+        address: str | None,
+        options: Mapping[str, Any],
+        cache: str | None,
+        timeout: float,
+        hedge: float | None,
+    ):
+        self._sources, self._cores, self._cache = sources, cores, cache
+        self._options, self.timeout, self.hedge = dict(options), timeout, hedge
+        self._own = not ray.is_initialized()
+        wanted = len(sources) * replicas * cores
+        if self._own:
+            _start(address, wanted)
+        have = ray.cluster_resources().get("CPU", 0)
+        if "num_cpus" not in self._options and have < wanted:
+            self.close()
+            raise ArgumentError(
+                f"{len(sources)} shards × {replicas} replicas × {cores} cores are {wanted} cores, "
+                f"and Ray has {have:g}: pass fewer, or add machines"
+            )
+        self._actors: list[list[Any]] = [
+            [self._made(shard) for _ in range(replicas)] for shard in range(len(sources))
+        ]
+        self._turn = 0
+
+    def _made(self, shard: int) -> Any:
+        options = {"num_cpus": self._cores, "max_restarts": -1, **self._options}
+        actor = ray.remote(Shard).options(**options)
+        return actor.remote(self._sources[shard], self._cache, self._cores)
+
+    def put(self, thing: Any) -> Any:
+        """Where all actors read it; it is sent to each machine once."""
+        return ray.put(thing)
+
+    def of(self, shard: int) -> list[Any]:
+        """The replicas of a shard."""
+        return self._actors[shard]
+
+    def replace(self, shard: int, replica: int) -> None:
+        """Put a new actor in the place of one that is dead."""
+        time.sleep(PAUSE)
+        self._actors[shard][replica] = self._made(shard)
+
+    def each(self, requests: Sequence[Request]) -> list[Any]:
+        """The results, in the order of the requests."""
+        self._turn += 1
+        waiting = [_Waiting(self, request, self._turn) for request in requests]
+        if self.hedge is None:
+            try:  # all at once, which is quickest
+                return list(ray.get([one.ref for one in waiting], timeout=self.timeout))
+            except exceptions.RayError:
+                pass  # each is then looked at by itself
+        return [one.result() for one in waiting]
+
+    def once(self, request: Request) -> Any:
+        """The same of the first replica alone, which is not asked again."""
+        shard, method, args = request
+        try:
+            return ray.get(getattr(self._actors[shard][0], method).remote(*args))
+        except exceptions.RayTaskError as fault:
+            raise fault.cause from None
+        except exceptions.RayActorError:
+            raise LostShard(f"shard {shard} ended while it was asked", shard) from None
+
+    def close(self) -> None:
+        """End the actors, and Ray where it was started for them."""
+        if not ray.is_initialized():
+            return
+        for actors in getattr(self, "_actors", []):
+            for actor in actors:
+                ray.kill(actor)
+        self._actors = []
+        if self._own:
+            ray.shutdown()
+
+
+class _Waiting:
+    """A request on its way: to one replica, and to the next where that does not answer."""
+
+    def __init__(self, actors: Actors, request: Request, turn: int):
+        self.actors, self.turn = actors, turn
+        self.shard, self.method, self.args = request
+        self.end = time.monotonic() + actors.timeout
+        self.sent: dict[Any, int] = {}
+        """The replica that each reference was asked of."""
+        self.send()
+
+    def send(self) -> None:
+        replicas = self.actors.of(self.shard)
+        self.turn = (self.turn + 1) % len(replicas)
+        asked = getattr(replicas[self.turn], self.method)
+        self.sent[asked.remote(*self.args)] = self.turn
+
+    @property
+    def ref(self) -> Any:
+        return next(iter(self.sent))
+
+    def result(self) -> Any:
+        """The first result that comes, of a replica that is there."""
+        shard, told = self.shard, "it did not answer in time"
+        tries = 2 * len(self.actors.of(shard))
+        while tries and (left := self.end - time.monotonic()) > 0:
+            late = self.actors.hedge if len(self.sent) == 1 else None
+            ready, _ = ray.wait(list(self.sent), timeout=min(left, late or left))
+            if not ready:
+                if late is not None:
+                    self.send()
+                continue
+            replica = self.sent.pop(ready[0])
+            try:
+                return ray.get(ready[0])
+            except exceptions.RayTaskError as fault:
+                if not isinstance(fault.cause, Unreadable):
+                    raise fault.cause from None
+                told, tries = str(fault.cause), tries - 1
+            except exceptions.ActorDiedError:  # Ray will not start it again
+                self.actors.replace(shard, replica)
+            except exceptions.RayActorError:
+                time.sleep(PAUSE)
+            if not self.sent:
+                self.send()
+        raise LostShard(f"shard {shard} is lost: {told}", shard)
+
+
+def _start(address: str | None, cores: int) -> None:
+    """Join the Ray at an address, or start one here."""
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as fault:
+            raise ArgumentError(f"address: no Ray answers at {address!r}: {fault}") from None
+        return
+    here: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE, **quiet}
+    for left in reversed(range(TRIES)):
+        try:
+            ray.init(num_cpus=max(cores, os.cpu_count() or 1), **here)
+            return
+        except Exception as fault:  # Ray waits half a minute for its parts, a busy machine longer
+            ray.shutdown()
+            if not left or "timed out" not in str(fault):
+                raise

@@ -1,0 +1,316 @@
+"""One shard: rows of one or more stores, read where they lie. It knows nothing of who asks."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv import parts
+from qkv.arrays import threads
+from qkv.cluster import cached
+from qkv.cluster.faults import Unreadable
+from qkv.database.ask import Asked, Scatter
+from qkv.database.database import Database
+from qkv.database.database import open as open_database
+from qkv.database.faults import Damaged, NoStore, NotAStore
+from qkv.database.store import Store
+from qkv.database.view import CHUNK, View
+from qkv.errors import QkvError
+from qkv.scores import Score
+from qkv.types import Arrays
+from qkv.weightings import State, Weighting
+
+JOBS = 2
+"""Jobs whose scores are held: that which is asked, and that which an answer is asked about."""
+
+VIEWS = 4
+"""Versions of slices that are held."""
+
+
+class Slice(NamedTuple):
+    """The rows `start … stop` of one version of a store, which stand at `origin` among all."""
+
+    source: int
+    version: int
+    start: int
+    stop: int
+    origin: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class Job(NamedTuple):
+    """What is asked of every slice; it is sent once, and whoever restarts finds all of it here.
+
+    `query` (n, d) are vectors, with the `words` that were asked beside them; where the score
+    compares keys, `keys` are the queries. `total` rows are asked in all.
+    """
+
+    token: str
+    query: Any
+    words: np.ndarray | None
+    keys: Any
+    score: Score
+    weighting: Weighting
+    where: Any
+    total: int
+    pools: bool
+    but: int | None = None
+    """The place of a row that is left out."""
+
+
+class Heaviest(NamedTuple):
+    """What one slice has to say to n queries once their weights are known.
+
+    `told` (2, n) gives the entropy; `sums` the output; `places` and `weights` the heaviest rows of
+    each query; `counts` the rows that were asked and those left out for want of a value; `best` is
+    the best score.
+    """
+
+    told: np.ndarray
+    sums: parts.Sums
+    places: list[np.ndarray]
+    weights: list[np.ndarray]
+    counts: tuple[int, int]
+    best: np.ndarray
+
+
+class Leaf:
+    """One slice, and what was asked of it. Every method may be called again, in a new process."""
+
+    def __init__(self, view: View, slice: Slice, job: Job | None):
+        self.view, self.slice, self._job = view, slice, job
+        self._alpha: np.ndarray | None = None
+
+    @property
+    def job(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+    @cached_property
+    def asked(self) -> Asked:
+        job, view = self.job, self.view
+        live = view.where(job.where)
+        at = -1 if job.but is None else job.but - self.slice.origin
+        if 0 <= at < self.slice.rows:
+            live = np.ones(self.slice.rows, bool) if live is None else live.copy()
+            live[at] = False
+        return Asked(view, job.score, job.weighting, live, 1, None)
+
+    @property
+    def part(self) -> parts.Part:
+        return self._scored[0]
+
+    @cached_property
+    def _scored(self) -> tuple[parts.Part, np.ndarray]:
+        job, asked = self.job, self.asked
+        matches = asked.matches(job.keys) if job.score.compares_keys else None
+        return parts.scored(
+            self.view.vectors(asked.live, asked=job.words),
+            job.query,
+            score=job.score,
+            weighting=job.weighting,
+            origin=self.slice.origin,
+            matches=matches,
+        )
+
+    @cached_property
+    def _held(self) -> parts.Held:
+        job, view = self.job, self.view
+        allowed = view.having_values(view.where(job.where))[0]
+        return parts.Held.of(
+            view.vectors(allowed, value=True, asked=job.words),
+            job.query,
+            score=job.score,
+            weighting=job.weighting,
+            origin=self.slice.origin,
+            total=job.total,
+        )
+
+    # With weights
+
+    def fold(self, lift: Any, merge: Any, init: Any) -> State:
+        return self.part.fold(lift, merge, init)
+
+    def state(self, found: State, width: int = 0) -> State:
+        return self.part.state(found, width)
+
+    def heaviest(self, known: State, top: int) -> Heaviest:
+        job, asked = self.job, self.asked
+        part, best = self._scored
+        told, alpha, origin = part.weigh(known), part.s, self.slice.origin
+        self._alpha = alpha
+        del self._scored  # they are weights now
+        rows = self.view.vectors(asked.live, value=job.pools, asked=job.words)
+        sums = parts.sums(rows, alpha, mean=job.weighting.convex)
+        orders = [asked.order(some, top) for some in alpha]
+        places = [
+            origin + (order if asked.places is None else asked.places[order]) for order in orders
+        ]
+        weights = [some[order] for some, order in zip(alpha, orders, strict=True)]
+        return Heaviest(told, sums, places, weights, (asked.total, asked.missing), best)
+
+    def _weights(self, known: State, i: int) -> np.ndarray:
+        if self._alpha is None:
+            self.heaviest(known, 1)
+        assert self._alpha is not None
+        return np.asarray(self._alpha[i])
+
+    def weights(self, known: State, i: int) -> np.ndarray:
+        return self.asked.of_all(self._weights(known, i))
+
+    def scatter(self, known: State, i: int, mean: np.ndarray) -> Scatter:
+        return self.asked.scatter(self._weights(known, i), mean)
+
+    # With gradients
+
+    @cached_property
+    def passes(self) -> Any:
+        return self._held.passes()
+
+    def search(self, lift: Any, merge: Any, init: Any) -> State:
+        return self.passes.fold(lift, merge, init)  # type: ignore[no-any-return]
+
+    def pooled(self, found: State) -> State:
+        state: State = self.passes.state(found)
+        del self.passes  # a weighting may have written over its scores
+        return state
+
+    def slopes(self, kept: State, gradients: Arrays) -> list[Any]:
+        return self._held.slopes(kept, gradients)
+
+    # Without a job
+
+    def ball(self) -> parts.Ball:
+        return parts.Ball.around(self.view.vectors())
+
+    def find(self, digest: bytes) -> list[int]:
+        return (self.slice.origin + self._at(self.view.snapshot.find(digest))).tolist()  # type: ignore[no-any-return]
+
+    def has(self, digests: list[bytes]) -> list[int]:
+        """Which of the keys are here."""
+        return [i for i, digest in enumerate(digests) if self.view.snapshot.find(digest)]
+
+    def _at(self, ids: Any) -> np.ndarray:
+        return np.searchsorted(self.view.ids, np.asarray(ids, np.int64))
+
+    def _ids(self, places: Any) -> np.ndarray:
+        return np.asarray(self.view.ids[np.asarray(places, np.int64) - self.slice.origin])
+
+    def records(self, places: Any) -> list[str]:
+        return self.view.snapshot.records(self._ids(places))
+
+    def tensor(self, name: str, places: Any) -> Any:
+        return self.view.snapshot.tensor(name, self._ids(places))
+
+    def page(self, start: int) -> list[str]:
+        """The records of some rows from one on."""
+        return self.view.snapshot.records(self.view.ids[start : start + CHUNK])
+
+    def where(self, wish: Any) -> np.ndarray | None:
+        return self.view.where(wish)
+
+    def present(self) -> np.ndarray | None:
+        return self.view.present
+
+    def census(self, name: str) -> np.ndarray:
+        return self.view.census(name)
+
+
+class About(NamedTuple):
+    """What is to be known of a store to ask it: of one version."""
+
+    version: int
+    rows: int
+    settings: dict[str, Any]
+    names: tuple[str, ...]
+    kinds: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Shard:
+    """What one actor does: it opens its stores when it is first asked, and maps their segments."""
+
+    def __init__(self, sources: dict[int, str], cache: str | None, cores: int):
+        threads.CORES = cores
+        self._sources, self._cache = sources, cache
+        self._stores: dict[int, Store] = {}
+        self._writers: dict[int, Database] = {}
+        self._views: OrderedDict[Slice, View] = OrderedDict()
+        self._leaves: OrderedDict[tuple[Slice, str], Leaf] = OrderedDict()
+
+    def _path(self, source: int) -> Path:
+        place = self._sources[source]
+        return cached.local(place, self._cache) if cached.is_url(place) else Path(place)
+
+    def _store(self, source: int) -> Store:
+        if source not in self._stores:
+            try:
+                self._stores[source] = Store(self._path(source), create=False)
+            except (QkvError, OSError) as fault:
+                if isinstance(fault, NoStore | NotAStore) or not isinstance(fault, QkvError):
+                    raise Unreadable(str(fault)) from None
+                raise
+        return self._stores[source]
+
+    def versions(self) -> dict[int, int]:
+        """The newest version of each store."""
+        return {source: self._store(source).version for source in self._sources}
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def history(self, source: int) -> list[Any]:
+        return self._store(source).versions()
+
+    def about(self, source: int, version: int | None = None) -> About:
+        snapshot = self._store(source).at(version)
+        kinds = {name: snapshot.kind(name) for name in snapshot.names}
+        settings, arrays = snapshot.settings, snapshot.arrays()
+        return About(
+            snapshot.version, len(snapshot), settings, tuple(snapshot.names), kinds, arrays
+        )
+
+    def _view(self, slice: Slice) -> View:
+        view = self._views.pop(slice, None)
+        if view is None:
+            snapshot = self._store(slice.source).at(slice.version)
+            view = View(snapshot.between(slice.start, slice.stop))
+        self._views[slice] = view
+        while len(self._views) > VIEWS * max(len(self._sources), 1):
+            self._views.popitem(last=False)
+        return view
+
+    def _leaf(self, slice: Slice, job: Job | None) -> Leaf:
+        if job is None:
+            return Leaf(self._view(slice), slice, None)
+        leaf = self._leaves.pop((slice, job.token), None) or Leaf(self._view(slice), slice, job)
+        self._leaves[slice, job.token] = leaf
+        while len({token for _, token in self._leaves}) > JOBS:
+            self._leaves.popitem(last=False)
+        return leaf
+
+    def run(self, slices: list[Slice], job: Job | None, name: str, *args: Any) -> list[Any]:
+        """A method of each of the slices' leaves."""
+        try:
+            return [getattr(self._leaf(slice, job), name)(*args) for slice in slices]
+        except (Damaged, OSError) as fault:
+            self._stores.clear()
+            self._views.clear()
+            self._leaves.clear()
+            raise Unreadable(str(fault)) from None
+
+    def write(self, source: int, name: str, *args: Any) -> tuple[int, Any]:
+        """A method of the database that changes it; the version that it made, and its result."""
+        if source not in self._writers:
+            self._writers[source] = open_database(self._path(source), create=False)
+        writer = self._writers[source]
+        found = getattr(writer, name)(*args)
+        return writer.version, found

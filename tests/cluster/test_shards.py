@@ -1,0 +1,305 @@
+"""What shards say together is what the database says: for any cut, tree, death and loss."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import qkv
+from qkv import scores, weightings
+from qkv.cluster import LostShard, split
+from qkv.errors import ArgumentError, CombinationError
+from tests.cluster.here import cluster
+
+PAIRS: list[tuple[Any, Any]] = [
+    (None, "softmax"),
+    ("dot", weightings.Softmax(0.3)),
+    ("gaussian", "softmax"),
+    ("dot", "hard"),
+    ("dot", weightings.Hard(straight_through=True)),
+    ("constant", "average"),
+    (scores.Boxcar(1.5), "normalized"),
+    (scores.Triangular(0.1), weightings.Normalized("nearest")),
+    ("dot", weightings.TopK(3)),
+    ("dot", "sparsemax"),
+    ("gaussian", weightings.Entmax(1.5)),
+    ("dot", weightings.Entmax(1.2)),
+    ("dot", "sigmoid"),
+    ("dot", "raw"),
+    (scores.Laplace(0.7), "softmax"),
+    ("exact", "raw"),
+]
+QUIET = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+NUMBERS = count()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    rows = draw(st.integers(2, 40))
+    stores = draw(st.integers(1, min(3, rows)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    # Halves meet again and again, so that there are ties.
+    key = np.round(rng.normal(size=(rows, 3)) * 2) / 2
+    return {
+        "key": key,
+        "value": rng.normal(size=(rows, 2)),
+        "query": np.concatenate([key[:1], np.round(rng.normal(size=(2, 3)) * 2) / 2]),
+        "stores": stores,
+        "shards": draw(st.integers(1, 4)),
+        "rng": rng,
+        "pair": draw(st.sampled_from(PAIRS)),
+        "where": draw(st.booleans()),
+    }
+
+
+def made(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
+    """The database, and the paths of the stores that hold its rows."""
+    place = folder / str(next(NUMBERS))
+    whole = f"{place}-all.qkv"
+    with qkv.open(whole, key="k", value="v") as D:
+        half = len(case["key"]) // 2
+        for some in (slice(0, half), slice(half, None)):
+            rows = zip(case["key"][some], case["value"][some], strict=True)
+            D.extend([{"k": k, "v": v, "n": i} for i, (k, v) in enumerate(rows)])
+    places = [whole]
+    if case["stores"] > 1:
+        places = [f"{place}-{i}.qkv" for i in range(case["stores"])]
+        split(whole, places)
+    return qkv.open(whole), places
+
+
+@settings(max_examples=40, **QUIET)
+@given(cases())
+def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any]) -> None:
+    D, places = made(tmp_path, case)
+    how: dict[str, Any] = {"score": case["pair"][0], "weighting": case["pair"][1], "top": 4}
+    if case["where"]:
+        how["where"] = "n < 12"
+    dies = lambda: case["rng"].random() < 0.2  # noqa: E731
+    with D, cluster(places, case["shards"], dies=dies) as c:
+        pairs = zip(D.ask(case["query"], **how), c.ask(case["query"], **how), strict=True)
+        for one, other in pairs:
+            near = {"rtol": 1e-6, "atol": 1e-6}
+            np.testing.assert_allclose(other.weights, one.weights, **near)
+            for name in ("value", "entropy", "spread", "lse"):
+                np.testing.assert_allclose(
+                    *(np.asarray(getattr(x, name), float) for x in (other, one)), **near
+                )
+            assert (other.total, other.missing, other.error_bound) == (one.total, one.missing, 0)
+            if case["pair"][1] == "hard":
+                assert [row.index for row in other.rows] == [row.index for row in one.rows]
+        if case["pair"][0] != "exact":
+            del how["top"]
+            out, want = (x.attend(case["query"], **how) for x in (c, D))
+            np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=25, **QUIET)
+@given(cases(), st.data())
+def test_a_partial_answer_is_within_its_bound(
+    tmp_path: Path, case: dict[str, Any], data: st.DataObject
+) -> None:
+    score, weighting = case["pair"]
+    if not weightings.resolve(weighting).convex:
+        weighting = "softmax"
+    D, places = made(tmp_path, case)
+    with D, cluster(places, case["shards"], partial=True) as c:
+        held = sorted({shard for shard, _ in c._view.snapshot.slices})
+        lost = data.draw(st.sets(st.sampled_from(held), min_size=1))
+        c._fleet.workers.lost = lost
+        how = {"score": score, "weighting": weighting}
+        if lost == set(held):
+            with pytest.raises(LostShard):
+                c.ask(case["query"], **how)
+            return
+        for one, other in zip(
+            D.ask(case["query"], **how), c.ask(case["query"], **how), strict=True
+        ):
+            wrong = 0.5 * np.abs(one.weights - other.weights).sum()
+            assert wrong <= other.error_bound + 1e-7
+            assert other.error_bound <= 1
+            assert "lost" in other.engine
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("store") / "numbers.qkv")
+    rng = np.random.default_rng(0)
+    with qkv.open(path) as D:
+        D.add(rng.normal(size=(50, 4)).astype("f4"), rng.normal(size=(50, 2)).astype("f4"))
+    return path
+
+
+def test_the_bound_is_not_all_or_nothing(store: str) -> None:
+    with cluster([store], 5, partial=True) as c:
+        c._fleet.workers.lost = {3}
+        soft = c.ask(np.zeros(4), score="dot")
+        assert soft.error_bound == pytest.approx(0.2, rel=1e-3)  # ten of fifty equal rows
+        assert "10 rows are lost" in soft.explain()
+        far = c.ask(np.full(4, 1e3), score="gaussian", weighting="hard")
+        assert far.error_bound in (0, 1)
+
+
+def test_a_lost_shard_is_an_error_unless_partial_answers_were_asked_for(store: str) -> None:
+    with cluster([store], 2) as c:
+        c._fleet.workers.lost = {1}
+        with pytest.raises(LostShard, match="shard 1 is lost"):
+            c.ask(np.zeros(4))
+        with pytest.raises(LostShard):
+            c.attend(np.zeros(4))
+
+
+def test_sums_repeat_to_the_bit(store: str) -> None:
+    query = np.random.default_rng(1).normal(size=(3, 4)).astype("f4")
+    outs = []
+    for dies in (lambda: False, lambda: True):
+        with cluster([store], 3, dies=dies) as c:
+            outs.append((c.attend(query), np.stack([answer.value for answer in c.ask(query)])))
+    for one, other in zip(*outs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("weighting", ["softmax", weightings.Entmax(1.5), weightings.TopK(3)])
+def test_gradients_reach_query_and_score(store: str, weighting: Any) -> None:
+    rng = np.random.default_rng(2)
+
+    def slopes(D: Any) -> list[torch.Tensor]:
+        query, w = (
+            torch.tensor(np.random.default_rng(i).normal(size=s), requires_grad=True)
+            for i, s in enumerate([(3, 4), (4, 4)])
+        )
+        out = D.attend(query, score=scores.Multiplicative(w), weighting=weighting)
+        (out * torch.tensor(along)).sum().backward()
+        return [query.grad, w.grad]
+
+    along = rng.normal(size=(3, 2))
+    with qkv.open(store) as D, cluster([store], 3, dies=lambda: True) as c:
+        for one, other in zip(slopes(D), slopes(c), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-8)
+
+
+def test_many_queries_are_asked_in_turns(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qkv.parts, "TOGETHER", 2)
+    query = np.random.default_rng(3).normal(size=(5, 4))
+    warm = weightings.Softmax(np.array([[0.5], [1.0], [2.0], [3.0], [4.0]]))
+    with qkv.open(store) as D, cluster([store], 2) as c:
+        np.testing.assert_allclose(
+            c.attend(query, weighting=warm), D.attend(query, weighting=warm), rtol=1e-6
+        )
+
+
+def test_it_is_a_database(tmp_path: Path) -> None:
+    path = str(tmp_path / "names.qkv")
+    with qkv.open(path, key="name", value="major") as D:
+        D.extend({"name": f"name {i}", "major": f"m{i % 3}", "year": i} for i in range(9))
+        with cluster([path], 4) as c:
+            assert c["name 7"] == "m1" and "nobody" not in c and len(c) == 9
+            assert list(c) == list(D) and list(c.rows(where="year > 5")) == list(
+                D.rows(where="year > 5")
+            )
+            assert c.describe() == D.describe() and c.count("year > 5") == 3
+            with pytest.raises(KeyError, match="the nearest are"):
+                c["name 77"]
+            answer, want = c.ask("name 3"), D.ask("name 3")
+            assert answer.value == want.value
+            for row, other in zip(answer.rows, want.rows, strict=True):
+                assert (row.index, row.record) == (other.index, other.record)
+                assert row.weight == pytest.approx(other.weight, rel=1e-5)
+            assert [share.value for share in answer.values] == [s.value for s in want.values]
+            assert [row.key for row in answer.above(0.05)] == [row.key for row in want.above(0.05)]
+            source = answer.source(5)
+            assert source is not None and [row.index for row in source.rows] == [
+                row.index
+                for row in want.source(5).rows  # type: ignore[union-attr]
+            ]
+            np.testing.assert_array_equal(source.keys, want.source(5).keys)  # type: ignore[union-attr]
+            less, least = answer.without(3), want.without(3)
+            assert (less.value, less.rows[0].key) == (least.value, least.rows[0].key)
+            assert c.at(1).ask("name 3").value == want.value
+            assert [v.rows for v in c.versions()] == [v.rows for v in D.versions()]
+            with pytest.raises(CombinationError, match="past"):
+                c.at(1).add("x", "y")
+
+
+@pytest.mark.parametrize("stores", [1, 2])
+def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
+    whole, rng = str(tmp_path / "all.qkv"), np.random.default_rng(0)
+    with qkv.open(whole) as D:
+        D.add([f"key {i}" for i in range(8)], [float(i) for i in range(8)])
+    places = [whole]
+    if stores == 2:
+        places = [str(tmp_path / f"{i}.qkv") for i in range(2)]
+        split(whole, places)
+    with cluster(places, 2, dies=lambda: rng.random() < 0.2) as c:
+        c.add("key 8", 8.0)
+        c.add(["key 9", "key 10"], [9.0, 10.0])
+        c.add({"key 11": 11.0})
+        c.extend([{"key": "key 12", "value": 12.0}])
+        assert c.update("key 3", 33.0) == 0 and c.update({"key 13": 13.0}) == 1
+        assert c.remove("key 0") == 1
+        assert len(c) == 13 and c["key 9"] == 9.0 and c["key 3"] == 33.0
+        with pytest.raises(KeyError):
+            c.remove("key 0")
+    found = {key: value for place in places for key, value in qkv.open(place).items()}
+    assert found == {f"key {i}": float(i) for i in range(1, 14)} | {"key 3": 33.0}
+
+
+class Dying:
+    """A shard that ends once it has written, before it says so."""
+
+    def __init__(self, workers: Any):
+        self.workers, self.left = workers, 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.workers, name)
+
+    def once(self, request: Any) -> Any:
+        self.workers.once(request)
+        self.left -= 1
+        if self.left >= 0:
+            raise LostShard("it ended", 0)
+
+
+def test_a_change_whose_answer_was_lost_is_not_made_again(store: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "new.qkv")
+    split(store, [path])
+    with cluster([path], 2) as c:
+        c._fleet.workers = Dying(c._fleet.workers)
+        c.add(np.zeros((1, 4), "f4"), np.zeros((1, 2), "f4"))
+        assert len(c) == 51
+
+
+def test_stores_of_different_databases_are_refused(store: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other.qkv")
+    with qkv.open(other) as D:
+        D.add(["a", "b"], ["c", "d"])
+    with pytest.raises(CombinationError, match="differ in their schema"):
+        cluster([store, other], 2).ask(np.zeros(4))
+
+
+def test_split_refuses(store: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="is there already"):
+        split(store, [store])
+    with pytest.raises(ArgumentError, match="cannot be shared out"):
+        split(store, [tmp_path / str(i) for i in range(51)])
+
+
+def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    query = np.zeros(4)
+    with qkv.open(store) as D, cluster([f"file://{store}"], 2) as c:
+        np.testing.assert_allclose(c.ask(query).value, D.ask(query).value, rtol=1e-6)
+        with pytest.raises(CombinationError, match="read and not written"):
+            c.add(query, np.zeros(2))
+    assert len(list((tmp_path / "qkv").iterdir())) == 1  # one copy for both
+    for url, told in (("file:///nowhere.qkv", "there is no store"), ("no://x", "Protocol")):
+        with pytest.raises(qkv.QkvError, match=told):
+            cluster([url], 1)
