@@ -85,6 +85,8 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline.add_component("rows", HaystackRetriever(books, top=2))
     told = pipeline.run({"rows": {"query": "moby dick"}})["rows"]["documents"]
     checked(books, [(x.content, x.meta, x.score) for x in told])
+    again = asyncio.run(pipeline.run_async({"rows": {"query": "moby dick"}}))
+    assert again["rows"]["documents"] == told
     late = HaystackRetriever(books, content="title", where="year > 1900")
     assert {x.content for x in late.run("moby dick", top=3)["documents"]} == {"Dune", "Ulysses"}
     kept = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])

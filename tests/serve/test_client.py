@@ -18,6 +18,7 @@ from qkv import Client, Database, scores, weightings
 from qkv.database import AbsentKey
 from qkv.database.faults import DuplicateKey, NoStore, UnknownVersion
 from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.retrievers import found as retrieved
 from qkv.serve import transport
 from qkv.serve.transport import NotAllowed, Unreachable
 from tests.cli.run import BOOKS, NAMES
@@ -346,6 +347,11 @@ def test_a_connection_that_the_server_closed_is_not_used() -> None:
     client = Client(stub.url)
     assert client.databases() == client.databases() == ["books"]
     assert len(stub.heard) == 2
+
+
+def test_a_retriever_asks_a_server_too(client: Client) -> None:
+    one = retrieved.found(client["books"], "Emma", 1)[0]
+    assert (one.text, one.about["key"], one.about["year"]) == ("Jane Austen", "Emma", 1815)
 
 
 def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:

@@ -111,7 +111,7 @@ def calibrate(
     A quarter of them (every fourth) says below which score of the best row a question is foreign,
     the rest how much the right row weighs.
     """
-    if isinstance(coverage, bool) or not 0 < coverage < 1:
+    if isinstance(coverage, bool | str) or not 0 < coverage < 1:
         raise ArgumentError(f"calibrate: coverage must lie between 0 and 1, not {coverage!r}")
     doubt, told, how = 1 - coverage, _told(score, weighting), weightings.resolve(weighting)
     if not how.convex:
