@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
-from qkv.database.sources import files
+from qkv.database.sources import duck, files
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import (
     LONGEST,
@@ -35,8 +36,10 @@ def read(
     delimiter: str | None,
     progress: Progress | None = None,
     missing: Sequence[str] = MISSING,
+    path: Path | None = None,
 ) -> Table:
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
+    `path` is where they lie, if in a file.
 
     UTF-8 with or without byte order mark; blank lines are passed over. Which columns become
     numbers, and which cells are missing: see `numbers`. Words such as true and false stay text.
@@ -47,6 +50,34 @@ def read(
     text = files.text(data, file)
     if delimiter is None:
         delimiter, _ = sniff(text)
+    names, columns = _split(path, data, delimiter) or _parsed(data, text, delimiter, file, progress)
+    check_names(names, file, line=files.place(text[: _next(text, 0)])[0])
+    if progress is not None:
+        progress(len(data), len(data))
+    if not columns[0]:
+        raise no_rows(file)
+    found = [numbers(column, missing) for column in columns]
+    return Table(name, dict(zip(names, found, strict=True)))
+
+
+def _split(
+    path: Path | None, data: bytes, delimiter: str
+) -> tuple[list[str], list[list[str]]] | None:
+    """Names and columns of a file that DuckDB has split; None where it has not."""
+    if path is None:
+        return None
+    try:
+        header = next(csv.reader([data.partition(b"\n")[0].decode()], delimiter=delimiter), [])
+    except csv.Error:
+        return None
+    found = duck.cells(path, data, delimiter, len(header))
+    return None if found is None else ([column.pop(0) for column in found], found)
+
+
+def _parsed(
+    data: bytes, text: str, delimiter: str, file: str, progress: Progress | None
+) -> tuple[list[str], list[list[str]]]:
+    """Names and columns, record by record, or the error of the first that cannot be read."""
     names: list[str] = []
     columns: list[list[str]] = []
     for batch, done in _batches(data, delimiter):
@@ -54,16 +85,12 @@ def read(
             raise _broken(text, delimiter, file)
         if not names:
             names = batch.pop(0)
-            check_names(names, file, line=files.place(text[: _next(text, 0)])[0])
             columns = [[] for _ in names]
         for column, cells in zip(columns, zip(*batch, strict=True), strict=False):
             column.extend(cells)
         if progress is not None:
             progress(done, len(data))
-    if not columns[0]:
-        raise no_rows(file)
-    found = [numbers(column, missing) for column in columns]
-    return Table(name, dict(zip(names, found, strict=True)))
+    return names, columns
 
 
 def sniff(text: str) -> tuple[str, bool]:

@@ -7,31 +7,52 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qkv.database.sources import files
-from qkv.database.sources.table import SourceError, Table, build
+from qkv.database.sources import duck, files
+from qkv.database.sources.table import SourceError, Table, bounded, check_names
 from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LINE = re.compile(r"[^\r\n]+")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _BATCH = 16_384
 # Beyond it, names are data: a table of them would be columns² of None.
 _MOST_COLUMNS = 4096
 
 
-def read(data: bytes, name: str, file: str, progress: Progress | None = None) -> Table:
+def read(
+    data: bytes,
+    name: str,
+    file: str,
+    progress: Progress | None = None,
+    path: Path | None = None,
+) -> Table:
     """The table whose columns are the names in the objects, in the order they first appear.
 
-    A name that an object lacks is None in its row. NaN and Infinity, which JSON does not have but
-    many write, are floats. A column of lists of floats, all of one length, is one of vectors.
+    `path` is where the bytes lie, if in a file. A name that an object lacks is None in its row. NaN
+    and Infinity, which JSON does not have but many write, are floats. A column of lists of floats,
+    all of one length, is one of vectors.
 
     >>> read(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
     {'name': ['Li', 'Mu'], 'age': [34, None]}
     """
     text = files.text(data, file)
+    listed = text.startswith("[", _past_space(text, 0))
+    split = None if path is None or listed else _split(path, data)
+    columns = split or _parsed(text, file, progress)
+    if progress is not None:
+        progress(len(text), len(text))
+    check_names(list(columns), file)
+    # What JSON has are plain cells as they stand.
+    return Table(name, {n: bounded(_vectors(cells), n, file) for n, cells in columns.items()})
+
+
+def _parsed(text: str, file: str, progress: Progress | None) -> dict[str, list[Any]]:
+    """The columns, object by object, or the error of the first that cannot be read."""
     columns: dict[str, list[Any]] = {}
     count = 0
     for start, end, row in _rows(text, file):
@@ -53,9 +74,21 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
             progress(end, len(text))
     if not count:
         raise SourceError("a list of no objects: add at least one", file=file)
-    if progress is not None:
-        progress(len(text), len(text))
-    return build(name, list(columns), map(_vectors, columns.values()), file)
+    return columns
+
+
+def _split(path: Path, data: bytes) -> dict[str, list[Any]] | None:
+    """The columns of a file of many lines that DuckDB has split; None where it has not."""
+    found = duck.lines(path, data)
+    if not found or len(found) > _MOST_COLUMNS:
+        return None
+    try:
+        return {
+            title: _decode(f"[{','.join(cell or 'null' for cell in cells)}]", 0)[0]
+            for title, cells in found.items()
+        }
+    except ValueError:
+        return None
 
 
 def _vectors(column: list[Any]) -> list[Any]:
@@ -175,7 +208,7 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, at)
     except RecursionError:
         raise _Refused("lists or objects are nested too deeply: flatten them") from None
-    if "\\u" in text[at:end]:
+    if _HALF.search(text, at, end):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -149,11 +149,11 @@ def _file(path: Path, chosen: Wish, progress: Progress | None, missing: Sequence
         return arrow.parquet(path, progress)
     if kind == "arrow":
         return arrow.arrow(path, progress)
-    data = files.contents(path) if regular else opening
+    data, place = (files.contents(path), path) if regular else (opening, None)
     if kind == "json":
-        return json.read(data, path.stem, str(path), progress)
+        return json.read(data, path.stem, str(path), progress, place)
     delimiter = "\t" if kind == "tsv" else None
-    return delimited.read(data, path.stem, str(path), delimiter, progress, missing)
+    return delimited.read(data, path.stem, str(path), delimiter, progress, missing, place)
 
 
 def _sniff(opening: bytes, path: Path) -> str:

@@ -104,7 +104,12 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
                         "turn the column into text or numbers first",
                         file=file,
                     ) from None
-    if {str, bytes} & kinds:
+    return bounded(cells, name, file)
+
+
+def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
+    """The column, or the error of a cell that is too long."""
+    if {str, bytes} & set(map(type, cells)):
         for row, value in enumerate(cells):
             if isinstance(value, str | bytes) and len(value) > LONGEST:
                 raise SourceError(
