@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.nn.functional import pad
 
 from qkv import attention
 from qkv.masks import MaskLike
@@ -138,12 +140,30 @@ class Ranks:
         return torch.stack(self._all(own)).T.tolist()  # type: ignore[no-any-return]
 
     def merged(self, state: State, merge: Callable[[State, State], State]) -> State:
-        flat, unpack = packed(state)
-        states = zip(*(self._all(x) for x in flat), strict=True)
-        first, *rest = (unpack(one) for one in states)
-        for other in rest:
-            first = merge(first, other)
-        return first
+        rows = state[0].shape[-2]
+        if self.size < 3 or rows < self.size:
+            return self._folded([state], merge)
+        # Each process merges its share of the rows: less travels than all states to all of them.
+        share = -(-rows // self.size)
+        padded = [pad(x, (0, 0, 0, share * self.size - rows)) for x in state]
+        mine = self._folded(zip(*(x.split(share, -2) for x in padded), strict=True), merge)
+        flat, unpack = packed(mine)
+        shares = map(unpack, zip(*map(self._all, flat), strict=True))
+        return tuple(torch.cat(x, -2)[..., :rows, :] for x in zip(*shares, strict=True))
+
+    def _folded(self, states: Iterable[State], merge: Callable[[State, State], State]) -> State:
+        """The states of all processes merged: of several, one for each process, this one's."""
+        sent = [packed(state) for state in states]
+        unpack, kinds = sent[0][1], zip(*(flat for flat, _ in sent), strict=True)
+        found = [self._all(x[0]) if len(x) == 1 else self._exchanged(x) for x in kinds]
+        return reduce(merge, map(unpack, zip(*found, strict=True)))
+
+    def _exchanged(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts that all processes have for this one, of one length."""
+        together = torch.cat(list(parts))
+        boxes = torch.empty_like(together)
+        dist.all_to_all_single(boxes, together, group=self.group)
+        return boxes.chunk(self.size)
 
     def summed(self, arrays: Sequence[Tensor]) -> State:
         flat, unpack = packed([x.contiguous() for x in arrays])

@@ -18,6 +18,7 @@ from qkv import masks
 from qkv.arrays import tree
 from qkv.arrays.base import Tiling
 from qkv.engines import call as calls
+from qkv.engines.alone import alone, slopes_of, state_of, wide
 from qkv.engines.call import Call
 from qkv.engines.passes import Passes, searches
 from qkv.engines.streaming import BLOCK, backward_of, block_size, footprint, hoist, tiling_of
@@ -59,7 +60,7 @@ class Across(Protocol):
 
 def run(call: Call, across: Across) -> tuple[Array, Array | None]:
     """The output and, where wanted, the log-sum-exp."""
-    call = calls.seeded(call.precise())
+    call = calls.seeded(call)
     fw = call.fw
     if across.rows and any(by_row(x, call.n) for x in tree.leaves(fw, call.weighting)):
         raise CombinationError(
@@ -118,13 +119,10 @@ class Same:
         return finished(call, self.across.merged(state, call.weighting.merge), found)
 
     def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
-        slopes = list(backward_of(call, tiling(call), kept, gradients, None))
+        slopes = pulled(call, kept, gradients)
         learned = [0, *range(3, 3 + len(tree.leaves(call.fw, (call.score, call.weighting))))]
-        for at, total in zip(
-            learned, self.across.summed([slopes[i] for i in learned]), strict=True
-        ):
-            slopes[at] = total
-        return slopes
+        totals = iter(self.across.summed([slopes[i] for i in learned]))
+        return [next(totals) if i in learned else x for i, x in enumerate(slopes)]
 
 
 class Gathered(Same):
@@ -147,7 +145,7 @@ class Gathered(Same):
     def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
         every, whole = self.across.gathered, self.whole(call)
         kept, gradients = tuple(map(every, kept)), tuple(map(every, gradients))
-        slopes = list(backward_of(whole, tiling(whole), kept, gradients, None))
+        slopes = pulled(whole, kept, gradients)
         slopes[0] = self.own(call, self.across.summed(slopes[:1])[0])
         return slopes
 
@@ -193,13 +191,13 @@ class Ring:
     def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
         fw, visits = call.fw, self.visits(call)
         counts = len(kept), len(gradients)
-        query, dquery = call.query, fw.full(fw.shape(call.query), 0.0, call.query)
+        query, dquery = call.query, fw.full(fw.shape(call.query), 0.0, wide(call, call.query))
         along = (*kept, *gradients)
         total: list[Array | None] | None = None
         for step, at in enumerate(visits):
             guest = self.guest(call, query, at)
             known, due = along[: counts[0]], along[counts[0] :]
-            first, *rest = backward_of(guest, tiling(guest), known, due, None)
+            first, *rest = pulled(guest, known, due)
             dquery = dquery + first
             rest = self.spread(call, at, rest)
             total = rest if total is None else [*map(_sum, total, rest)]
@@ -242,6 +240,10 @@ def tiling(call: Call) -> Tiling:
 
 def folded(call: Call, across: Across | None) -> tuple[State, State]:
     """What a search over all processes has found, and the state of the keys that are here."""
+    single = alone(call)
+    if single is not None:
+        return (), state_of(single)
+    call = call.precise()
     counts: set[int] = set()
 
     def pooled(rows: Span, keys: list[Span]) -> Arrays:
@@ -258,6 +260,15 @@ def folded(call: Call, across: Across | None) -> tuple[State, State]:
     everything = call.fw.tiled(pooled, tiling(call) or [(Span(0, 0), [])])
     (count,) = counts
     return everything[:count], everything[count:]
+
+
+def pulled(call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+    """One gradient for each array of the call, from the keys that are here."""
+    single = alone(call)
+    if single is None:
+        call = call.precise()
+        return list(backward_of(call, tiling(call), kept, gradients, None))
+    return [*slopes_of(single, kept, gradients), *[None] * len(tree.leaves(call.fw, call.rule))]
 
 
 def finished(call: Call, state: State, found: State) -> tuple[Array, State]:
