@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv import cluster, database, masks, onnx, page, plot, scores, weightings
     from qkv.answer import Answer
-    from qkv.attention import attend, explain, scaled_dot_product_attention, warm, weights
+    from qkv.attention import attend, explain, warm, weights
     from qkv.database import Database, open
     from qkv.errors import QkvError
     from qkv.page import show
+    from qkv.sdpa import scaled_dot_product_attention
     from qkv.serve.client import Client
 
 __version__ = "0.1.0"
@@ -51,7 +52,7 @@ _HOMES = {
     "open": "database",
     "attend": "attention",
     "explain": "attention",
-    "scaled_dot_product_attention": "attention",
+    "scaled_dot_product_attention": "sdpa",
     "show": "page",
     "warm": "attention",
     "weights": "attention",

@@ -15,7 +15,7 @@ from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.encoding import at_words
-from qkv.database.reading import as_queries
+from qkv.database.queries import as_queries
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import Score

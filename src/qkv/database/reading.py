@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 
 import numpy as np
 
-from qkv.arrays import is_array, of, to_numpy
+from qkv.arrays import is_array
 from qkv.arrays.ragged import Query
 from qkv.database import cells, columns
+from qkv.database.queries import as_queries, differentiable, nearness
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable, unknown
+from qkv.errors import ArgumentError, CombinationError, QkvError, printable, unknown
 from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
 
@@ -257,7 +258,7 @@ class Reading(Generic[K, V]):
         view = self._filled()
         queries, single = as_queries(view, query)
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
-        near, sure = _near(tolerance, confidence)
+        near, sure = nearness(tolerance, confidence)
         promise = conformal.kept(view, score, weighting)
         how = (top, near, promise, self._library, sure)
         asked = self._asked(view, chosen, alpha, where, *how)
@@ -323,7 +324,7 @@ class Reading(Generic[K, V]):
         chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
-        near = dict(zip(("tolerance", "confidence"), _near(tolerance, confidence), strict=True))
+        near = dict(zip(("tolerance", "confidence"), nearness(tolerance, confidence), strict=True))
         out = self._attended(view, code, chosen, weighting, where, near)
         return out[0] if single else out
 
@@ -419,22 +420,6 @@ class Reading(Generic[K, V]):
         return f"<Database {where}: {len(self):,} rows, {names}{past}>"
 
 
-def _near(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:
-    """How near an answer must be, and how surely; refused where that means nothing."""
-    for name, x in (("tolerance", tolerance), ("confidence", confidence)):
-        if x is None:
-            continue
-        if isinstance(x, bool) or not isinstance(x, int | float):
-            raise DtypeError(f"{name} must be a number, not {x!r}")
-    if tolerance is not None and not tolerance >= 0:
-        raise ArgumentError(f"tolerance must be 0 or above, not {tolerance!r}")
-    if confidence is not None and not 0 < confidence < 1:
-        raise ArgumentError(f"confidence must lie between 0 and 1, not {confidence!r}")
-    if confidence is not None and tolerance is None:
-        raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
-    return tolerance or None, confidence
-
-
 def _precision(wish: str | None) -> str | None:
     if wish is not None and wish not in PRECISIONS:
         raise unknown("precision", wish, PRECISIONS)
@@ -455,39 +440,3 @@ def names(wish: str | Sequence[str]) -> tuple[str, ...]:
     if not found:
         raise ArgumentError("name at least one column")
     return found
-
-
-def as_queries(view: View, query: Any) -> tuple[Any, bool]:
-    """The queries, and whether there is only one."""
-    kind = view.schema.key_kind
-    if kind == "vector" or (is_array(query) and kind != "number"):
-        try:
-            array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
-        except (TypeError, ValueError, OverflowError):
-            raise DtypeError(
-                "query must be a vector of numbers, as the keys are, or a list of such, not "
-                f"{cells.shown(query)}"
-            ) from None
-        return (array[None], True) if array.ndim == 1 else (array, False)
-    if is_array(query):
-        array = to_numpy(query)
-        return array.reshape(-1).tolist(), array.ndim == 0
-    queries = query if isinstance(query, list) else [query]
-    for i, one in enumerate(queries):
-        if isinstance(one, str):
-            cells.utf8(one)
-        elif one is not None and kind == "text" and view.encoder.kind != "custom":
-            told = f"not {cells.shown(one)} ({type(one).__name__})"
-            raise DtypeError(f"query {i} must be text, as the keys are, {told}")
-    return queries, queries is not query
-
-
-def differentiable(view: View, query: Array) -> tuple[Array, bool]:
-    """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
-    from qkv.database.encoders import Numbers
-
-    encoder, single = view.encoder, len(query.shape) == 0
-    column = of(query).xp.reshape(query, (-1, 1))
-    if not isinstance(encoder, Numbers) or encoder.mean is None or encoder.unit is None:
-        return view.encoded(to_numpy(column)[:, 0].tolist()).code, single
-    return (column - encoder.mean[0]) / encoder.unit[0], single

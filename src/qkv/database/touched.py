@@ -8,7 +8,7 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.arrays.ragged import Query
-from qkv.database.reading import differentiable
+from qkv.database.queries import differentiable
 from qkv.database.schema import transposed
 from qkv.errors import CombinationError
 from qkv.types import Array

@@ -1,0 +1,93 @@
+"""PyTorch's `scaled_dot_product_attention`, as it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from qkv import masks, scores
+from qkv.arrays import framework_of, of
+from qkv.attention import attend
+from qkv.errors import ArgumentError, CombinationError, FrameworkError, ShapeError
+from qkv.masks import Mask
+from qkv.types import A, Array
+
+
+def scaled_dot_product_attention(
+    query: A,
+    key: A,
+    value: A,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed: Any = None,
+) -> A:
+    """softmax(QKᵀ · scale + mask) V, with PyTorch's signature and meaning, on every framework.
+
+    query (…, n, d), key (…, m, d), value (…, m, d_v) → (…, n, d_v). A boolean mask is True where
+    a pair takes part; `is_causal` is aligned to the top left; heads are shared only if
+    `enable_gqa`. torch's nested tensors are taken too, sequence by sequence. Beyond PyTorch:
+    `attn_mask` and `is_causal` may be given together, and dropout takes a `seed`, which JAX needs.
+
+    >>> import numpy as np
+    >>> x = np.eye(2)
+    >>> scaled_dot_product_attention(x, x, x, is_causal=True).round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
+    fw = framework_of(query)
+    rows = None if fw is None else fw.sequences(query)
+    if fw is not None and rows is not None:
+        given = zip(rows, *_sequences(len(rows), attn_mask, key=key, value=value), strict=True)
+        how = (dropout_p, is_causal, scale, enable_gqa)
+        parts = [scaled_dot_product_attention(q, k, v, None, *how, seed=seed) for q, k, v in given]
+        packed: A = fw.packed(parts, query)
+        return packed
+    heads = [x.shape[-3] for x in (query, key, value) if len(getattr(x, "shape", ())) > 2]
+    if not enable_gqa and len({size for size in heads if size != 1}) > 1:
+        raise ArgumentError(
+            f"query, key and value have {', '.join(map(str, heads))} heads: pass enable_gqa=True "
+            "to share keys and values among groups of heads"
+        )
+    mask = None if attn_mask is None else _torchs_rule(attn_mask, query, key)
+    if is_causal:
+        mask = masks.causal if mask is None else masks.causal & mask
+    score = scores.ScaledDot(scale)
+    return attend(query, key, value, score=score, mask=mask, dropout_p=dropout_p, seed=seed)
+
+
+def _sequences(count: int, attn_mask: Any, **given: Array) -> Iterator[list[Array]]:
+    """The sequences of arrays that must be nested as the query is."""
+    if attn_mask is not None:
+        raise CombinationError(
+            "attn_mask: sequences of different lengths have no mask in common: pass is_causal, or "
+            "call once for each sequence"
+        )
+    for name, x in given.items():
+        parts = of(x).sequences(x)
+        if parts is None:
+            raise FrameworkError(f"query is a nested tensor but {name} is not nested: nest it too")
+        if len(parts) != count:
+            raise ShapeError(f"query holds {count} sequences and {name} {len(parts)}")
+        yield parts
+
+
+def _torchs_rule(mask: Any, query: Array, key: Array) -> Mask:
+    """A mask as torch has it: an array, or `causal_upper_left` and `causal_lower_right`."""
+    variant = getattr(mask, "variant", None)
+    if variant is None:
+        return masks.array(mask)
+    made, met = (mask.seq_len_q, mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if made != met:
+        raise ShapeError(
+            f"attn_mask was made for {made[0]} queries and {made[1]} keys, but met "
+            f"{met[0]} and {met[1]}"
+        )
+    return masks.causal if variant.name == "UPPER_LEFT" else masks.causal("bottom_right")
+
+
+# As for `attend`: AutoGraph is to leave it as it is.
+setattr(scaled_dot_product_attention, "autograph_info__", None)  # noqa: B010
