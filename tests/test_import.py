@@ -9,8 +9,13 @@ import qkv
 
 HEAVY = [
     "anywidget",
+    "datasets",
+    "duckdb",
+    "haystack",
     "jax",
     "keras",
+    "langchain_core",
+    "llama_index",
     "matplotlib",
     "mxnet",
     "onnx",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.encoding import at_words
-from qkv.database.queries import as_queries
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError
 from qkv.scores import Score
 from qkv.weightings import Weighting
 
@@ -346,19 +345,6 @@ def mark(value: Any) -> Any:
 
 
 _SIMPLE = {str, int, bool, type(None)}
-
-
-def paired(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:
-    """The queries of (query, right …) pairs, and what is right of each."""
-    for i, pair in enumerate(pairs):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise DtypeError(f"{what}: pairs[{i}] must be (query, {right}), not {pair!r}")
-    if not pairs:
-        raise ArgumentError(f"{what}: pairs is empty; it takes (query, {right}) pairs")
-    asked = [query for query, _ in pairs]
-    vectors = all(is_array(query) and len(query.shape) == 1 for query in asked)
-    queries, _ = as_queries(view, np.stack(list(map(to_numpy, asked))) if vectors else asked)
-    return queries, [wish for _, wish in pairs]
 
 
 def one(query: Any) -> Any:

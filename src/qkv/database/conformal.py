@@ -16,7 +16,8 @@ import numpy as np
 
 from qkv import scores, weightings
 from qkv.database import cells, spelled
-from qkv.database.ask import Asked, paired
+from qkv.database.ask import Asked
+from qkv.database.queries import paired
 from qkv.database.view import View
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 

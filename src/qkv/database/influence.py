@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from qkv.answer import Row
-from qkv.database.ask import Asked, mark, one, paired
+from qkv.database.ask import Asked, mark, one
+from qkv.database.queries import paired
 from qkv.database.schema import plain
 from qkv.database.view import CHUNK
 from qkv.errors import DtypeError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,3 +66,16 @@ def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | Non
     if confidence is not None and tolerance is None:
         raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
     return tolerance or None, confidence
+
+
+def paired(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:
+    """The queries of (query, right …) pairs, and what is right of each."""
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DtypeError(f"{what}: pairs[{i}] must be (query, {right}), not {pair!r}")
+    if not pairs:
+        raise ArgumentError(f"{what}: pairs is empty; it takes (query, {right}) pairs")
+    asked = [query for query, _ in pairs]
+    vectors = all(is_array(query) and len(query.shape) == 1 for query in asked)
+    queries, _ = as_queries(view, np.stack(list(map(to_numpy, asked))) if vectors else asked)
+    return queries, [wish for _, wish in pairs]
