@@ -84,7 +84,11 @@ def __getattr__(name: str) -> Any:
         return value
     if name in __all__ or name in _ROOMS:
         return importlib.import_module(f"qkv.{name}")
-    raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+    import difflib
+
+    near = difflib.get_close_matches(name, [*__all__, *_ROOMS], n=1)
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"module 'qkv' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -63,7 +63,8 @@ def serve(
         from qkv.serve.run import bound, check_address, run
         from qkv.serve.shelf import opened
     except ImportError as error:
-        raise MissingExtra(f"serve needs {error.name}: pip install 'qkv[serve]'") from None
+        name = (error.name or "starlette").partition(".")[0]
+        raise MissingExtra(f"serve needs {name}: pip install 'qkv[serve]'") from None
     import socket
 
     access = Access(token, read_token, write)

@@ -256,6 +256,11 @@ def open(
     ...         D["Li"]
     'Mu'
     """
+    if isinstance(path, str) and "://" in path:
+        raise ArgumentError(
+            f"path: {path} is an address, and a database here is a folder: qkv.Client(url) asks a "
+            "server, and what lies elsewhere is copied first"
+        )
     store = Store(path, create=create, skip_damaged=skip_damaged)
     wish = {"key": key, "value": value, "unique": unique, "precision": precision}
     return Database._on(store, encoder=encoder, **wish)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from qkv.arrays import is_array, to_numpy
@@ -63,10 +64,12 @@ class Writing(Leaving[K, V]):
         try:
             pairs = [(key, value) for key, value in pairs]
         except (TypeError, ValueError):
-            raise DtypeError(
-                "data must be a mapping or pairs (key, value); keys and values apart are "
-                "Database(keys, values)"
-            ) from None
+            step = "keys and values apart are Database(keys, values)"
+            if isinstance(data, str | PathLike):
+                step = "a table in a file is Database.from_source(path), a database qkv.open(path)"
+            elif hasattr(data, "columns"):
+                step = "a data frame is Database.from_frame(frame)"
+            raise DtypeError(f"data must be a mapping or pairs (key, value); {step}") from None
         if pairs:
             keys, values = map(list, zip(*pairs, strict=True))
             self._write(self._named(keys, values))

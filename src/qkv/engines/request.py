@@ -18,6 +18,9 @@ from qkv.scores import Score, ScoreLike
 from qkv.types import Array, At, Shape
 from qkv.weightings import Weighting, WeightingLike
 
+TEXT = "text is encoded first, as Database(keys, values).ask(query) does"
+"""The next step of who attends over words."""
+
 
 def request(
     query: Array,
@@ -120,7 +123,8 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     dtypes = {name: fw.dtype(x) for name, x in given.items()}
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
-            raise DtypeError(f"{name} is an array of {dtype}: attention needs floats, so cast it")
+            step = TEXT if dtype.startswith(("object", "<U")) else "so cast it"
+            raise DtypeError(f"{name} is an array of {dtype}: attention needs floats, {step}")
         if dtype != dtypes["query"]:
             raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
     shapes = {name: fw.shape(x) for name, x in given.items()}
@@ -170,14 +174,22 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
         try:
             host = np.asarray(x, dtype=float)
         except (TypeError, ValueError) as error:
-            raise DtypeError(f"{name} is no rectangle of numbers: {error}") from None
+            what = f"{name} is no rectangle of numbers: "
+            if "inhomogeneous" in str(error):
+                what += (
+                    "its rows differ in length; fill them up, and rule that out by masks.lengths"
+                )
+            else:
+                what += f"{error}; {TEXT}"
+            raise DtypeError(what) from None
         return (
             host
             if like is None
             else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
         )
     if not arrays.is_array(x):
-        raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}")
+        step = f"; {TEXT}" if isinstance(x, str) else ""
+        raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}{step}")
     return arrays.of(x).plain(x)
 
 

@@ -191,7 +191,10 @@ class Values(Mask):
         for a, b in zip(shape[::-1], full[::-1], strict=False):
             fits = fits and (a == b or a == 1 or a is None or b is None)
         if not fits:
-            raise ShapeError(f"mask: an array of shape {shape} does not broadcast to {full}")
+            raise ShapeError(
+                f"mask: an array of shape {shape} does not broadcast to {full}: it has a row for "
+                "each query and a column for each key"
+            )
 
 
 def array(values: Any) -> Mask:

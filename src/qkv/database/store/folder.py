@@ -47,7 +47,9 @@ def prepare(folder: Path, create: bool) -> None:
         except OSError as error:
             raise Unwritable(f"{folder} cannot be made ({error.strerror})") from error
     if not folder.is_dir():
-        raise NotAStore(f"{folder} is a file: a store is a folder")
+        raise NotAStore(
+            f"{folder} is a file: a store is a folder; a table is Database.from_source(file)"
+        )
     path = folder / FILE
     names = listed(folder)
     # A store that was ever finished has one of these.

@@ -1,0 +1,167 @@
+"""What a newcomer does wrong in the first five minutes, and the next step that he is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.errors import QkvError
+
+X = np.ones((2, 3))
+NAMES = qkv.Database({"Li": "Mu", "Zhang": "Aston"}, encoder="characters")
+GRADES = qkv.Database([(3.1, 70.0), (3.9, 95.0)])
+POINTS = qkv.Database(np.eye(3), ["a", "b", "c"])
+
+
+def attend(query: Any = X, key: Any = X, value: Any = X, **how: Any) -> Any:
+    return qkv.attend(query, key, value, **how)
+
+
+def books(**how: Any) -> Any:
+    return qkv.Database.from_source("books.csv", encoder="characters", **how)
+
+
+# Each: what he tries, and what the one line must say.
+
+SLIPS: list[tuple[str, Callable[[], Any], str]] = [
+    # Strings without an encoder.
+    ("words", lambda: attend(["a whale"]), "query .* Database(keys, values).ask(query)"),
+    ("a word", lambda: attend("a whale"), "query must be an array .* Database(keys, values)"),
+    ("an array of words", lambda: attend(key=np.array([["a"] * 3] * 2)), "key .* encoded first"),
+    ("a frame's objects", lambda: attend(np.array([["a"] * 3], object)), "query .* encoded first"),
+    # Wrong shapes and types.
+    ("a vector", lambda: attend([1.0, 2.0, 3.0]), "query .* one row is query[None, :]"),
+    ("ragged rows", lambda: attend([[1, 2], [3]]), "query .* differ in length.*masks.lengths"),
+    ("widths", lambda: attend(np.ones((2, 4))), "query has 4 numbers a row and key 3"),
+    ("fewer values", lambda: attend(key=np.ones((5, 3))), "key has 5 and value 2"),
+    ("nothing", lambda: attend(key=None), "key must be an array"),
+    ("truths", lambda: attend(X > 0), "query is an array of bool.*cast it"),
+    ("a mask's shape", lambda: attend(mask=np.ones((3, 3), bool)), "(3, 3) .* (2, 2): .* each key"),
+    ("a mask of ints", lambda: attend(mask=np.ones((2, 2), int)), "mask .* booleans"),
+    # Typos.
+    ("a score", lambda: attend(score="gausian"), "did you mean 'gaussian'"),
+    ("a weighting", lambda: attend(weighting="softmx"), "did you mean 'softmax'"),
+    ("a mask", lambda: attend(mask="casual"), "did you mean 'causal'"),
+    ("an engine", lambda: attend(engine="streming"), "did you mean 'streaming'"),
+    ("an encoder", lambda: qkv.Database({"a": 1}, encoder="wrods"), "did you mean 'words'"),
+    ("a function", lambda: qkv.atend, "did you mean 'attend'"),
+    ("a class, not an object", lambda: attend(score=qkv.scores.Gaussian), "build it, Gaussian(…)"),
+    ("a learned score", lambda: attend(score="additive"), "scores.Additive(w_query, w_key, v)"),
+    ("a width below 0", lambda: qkv.scores.Gaussian(-1), "bandwidth must be above 0"),
+    # Making a database.
+    ("a file as data", lambda: qkv.Database("books.csv"), "Database.from_source(path)"),
+    ("a path as data", lambda: qkv.Database(Path("books.csv")), "Database.from_source(path)"),
+    ("keys alone", lambda: qkv.Database(["a", "b"]), "Database(keys, values)"),
+    ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys came with 1 values"),
+    ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "keys of one type"),
+    ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: nothing could ask for it"),
+    ("a table that is not there", lambda: qkv.Database.from_source("book.csv"), "'books.csv'?"),
+    ("a column that is not there", lambda: books(key="titel"), "did you mean 'title'"),
+    ("a value that is not there", lambda: books(key="title", value="yaer"), "mean 'year'"),
+    ("a table of the web", lambda: qkv.Database.from_source("https://a.b/c.csv"), "download"),
+    ("a table opened", lambda: qkv.open("books.csv"), "Database.from_source(file)"),
+    ("no such database", lambda: qkv.open("boks.qkv", create=False), "boks.qkv .* create=True"),
+    ("a database of the web", lambda: qkv.open("s3://here/books.qkv"), "copied first"),
+    ("a server without a scheme", lambda: qkv.Client("127.0.0.1:8000"), "http://host:8000"),
+    # Asking it.
+    ("an empty one", lambda: qkv.Database().ask("x"), "add rows first"),
+    ("a number of text", lambda: NAMES.ask(3), "query 0 must be text, as the keys are, not 3"),
+    ("text of numbers", lambda: GRADES.ask("three"), "query 0 must be a number, not 'three'"),
+    ("NaN", lambda: GRADES.ask(float("nan")), "query 0 is not a finite number"),
+    ("None", lambda: NAMES.ask(None), "query 0 must not be None"),
+    ("a narrow vector", lambda: POINTS.ask([1.0, 2.0]), "vectors of 3 numbers, but these have 2"),
+    ("text of vectors", lambda: POINTS.ask("a"), "a vector of numbers, as the keys are"),
+    ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
+    ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
+    ("a condition's column", lambda: books().ask("x", where="yaer < 1900"), "mean 'year'"),
+    ("a condition's type", lambda: books().ask("x", where="year < 'old'"), "not compared with"),
+    ("text pooled", lambda: NAMES.attend("Li"), "only numbers can be pooled: use ask"),
+]
+
+
+@pytest.mark.parametrize(("slip", "says"), [x[1:] for x in SLIPS], ids=[x[0] for x in SLIPS])
+def test_a_slip_is_told_its_next_step(slip, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("books.csv").write_text("title,year\nEmma,1815\nMoby-Dick,1851\n")
+    with pytest.raises((QkvError, AttributeError)) as caught:
+        slip()
+    told = str(caught.value)
+    assert "\n" not in told
+    for part in says.split(".*"):
+        assert part.strip() in told, told
+        told = told[told.index(part.strip()) :]
+    assert not Path("boks.qkv").exists() and not Path("s3:").exists()
+
+
+def test_a_frame_is_told_from_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(QkvError, match="from_frame"):
+        qkv.Database(pandas.DataFrame({"a": [1, 2]}))
+
+
+# Each: a package that is not there, what needs it, and the extra that brings it.
+
+EXTRAS: list[tuple[str, str, str]] = [
+    ("torch", "import qkv.nn", "torch"),
+    ("torch", "qkv.cluster.torch", "torch"),
+    ("torch", "D.learn([('L', 'Li')], framework='torch')", "torch"),
+    ("keras", "import qkv.keras", "keras"),
+    ("transformers", "import qkv.transformers", "transformers"),
+    ("onnx", "qkv.onnx.Attention", "onnx"),
+    ("matplotlib", "D.ask('Li').plot()", "plot"),
+    ("narwhals", "qkv.Database.from_frame(object())", "tables"),
+    ("pyarrow", "qkv.Database.from_source('t.parquet')", "tables"),
+    ("pyarrow", "D.to_parquet('x.parquet')", "tables"),
+    ("polars pandas", "D.to_frame()", "tables"),
+    ("anywidget", "qkv.show(D)", "widget"),
+    ("psycopg", "qkv.Database.from_source('postgresql://h/d?table=t')", "postgres"),
+    ("wordllama", "qkv.Database({'a': 1}, encoder='words')", "text"),
+    ("sentence_transformers", "qkv.Database({'a': 1}, encoder='sentences')", "sentences"),
+    ("duckdb", "qkv.duckdb.register(None)", "duckdb"),
+    ("sklearn", "import qkv.sklearn", "sklearn"),
+    ("langchain_core", "qkv.retrievers.LangChainRetriever", "langchain"),
+    ("llama_index", "qkv.retrievers.LlamaIndexRetriever", "llama-index"),
+    ("haystack", "qkv.retrievers.HaystackRetriever", "haystack"),
+    ("ray", "qkv.cluster.Cluster('x.qkv')", "ray"),
+    ("starlette", "from qkv.cli.serve import serve; serve([])", "serve"),
+]
+
+MISSING = """
+import json, sys
+for names, _, _ in json.loads(sys.argv[1]):
+    sys.modules |= dict.fromkeys(names.split())
+import qkv
+D = qkv.Database({"Li": "Mu", "Zhang": "Aston"})
+assert D.ask("Lee").value == "Mu"
+for _, code, _ in json.loads(sys.argv[1]):
+    try:
+        exec(code)
+        print("nothing was raised")
+    except qkv.QkvError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path):
+    """One fresh interpreter in which no extra is there."""
+    (tmp_path / "t.parquet").write_bytes(b"PAR1----PAR1")
+    ran = subprocess.run(
+        [sys.executable, "-c", MISSING, json.dumps(EXTRAS)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = ran.stdout.splitlines()
+    assert len(told) == len(EXTRAS), ran.stdout
+    for line, (names, code, extra) in zip(told, EXTRAS, strict=True):
+        assert line.startswith("MissingExtra"), (code, names, line)
+        assert f"qkv[{extra}]" in line and "pip install" in line, (code, line)
