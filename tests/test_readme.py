@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("how/*.md")),
+]
 BLOCK = re.compile(
     r"(?P<skip>^<!-- no-run -->[ \t]*\n)?^```python[ \t]*\n(?P<code>.*?)^```[ \t]*$",
     re.MULTILINE | re.DOTALL,
