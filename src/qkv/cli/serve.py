@@ -50,6 +50,15 @@ def serve(
     write: Annotated[
         bool, typer.Option("--write", help="Without tokens: whoever reaches it may write too.")
     ] = False,
+    cluster: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SHARDS",
+            min=1,
+            help="Ask each folder, or store at a URL, by so many processes on Ray.",
+            show_default=False,
+        ),
+    ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> Result:
     """Serve databases over HTTP: a page and an API.
@@ -70,7 +79,7 @@ def serve(
     access = Access(token, read_token, write)
     check_address(host, access)
     with bound(host, port) as place:
-        shelf = opened(sources or [])
+        shelf = opened(sources or [], cluster)
         found = place.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
         names = ", ".join(shelf.databases) or "no database"

@@ -157,7 +157,7 @@ class Gathered(InOne):
         self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()
         bound = self._bound(asked, code.code, lost) if lost else 0.0
         each = [One(asked, known, i, found, weighting.convex) for i in range(len(queries))]
-        self._read(each, top)
+        self._read(each, top, found)
         weighed = Weighed(
             parts.averaged(parts.merged([some.sums for some in found], parts.both)),
             each,  # type: ignore[arg-type]
@@ -188,10 +188,12 @@ class Gathered(InOne):
             most = np.max([ball.most(query, self._read_as) for ball in balls], axis=0)
         return parts.share(asked, self.weighting, sum(ball.rows for ball in balls), most)
 
-    def _read(self, each: list[One], top: int) -> None:
+    def _read(self, each: list[One], top: int, found: list[Heaviest]) -> None:
         """Bring the rows that answers name, all at once."""
-        wanted = np.unique(np.concatenate([one.places[:top] for one in each])).tolist()
-        self._rows_of = dict(zip(wanted, self.view.rows(wanted), strict=True))
+        known = {place: row for some in found for place, row in some.rows.items()}
+        named = np.unique(np.concatenate([one.places[:top] for one in each])).tolist()
+        new = [place for place in named if place not in known]
+        self._rows_of = known | (dict(zip(new, self.view.rows(new), strict=True)) if new else {})
 
     def _heaviest(self, alpha: Any, top: int) -> list[Row]:
         if not isinstance(alpha, One):

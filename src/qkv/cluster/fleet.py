@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,8 +62,6 @@ def owners(sources: int, shards: int) -> list[list[int]]:
 class Fleet:
     """The stores that a cluster reads, and those who read them."""
 
-    path = None
-
     def __init__(
         self, sources: Sequence[str], shards: list[list[int]], workers: Workers, partial: bool
     ):
@@ -72,6 +71,12 @@ class Fleet:
         self._seen = 0.0
         self._many: dict[tuple[int, ...], Many] = {}
         self.refresh()
+
+    @property
+    def path(self) -> Path | None:
+        """Where the rows are written, if it is one place."""
+        one = self.sources[0]
+        return None if len(self.sources) > 1 or "://" in one else Path(one)
 
     def refresh(self) -> None:
         """Look for the newest version of every store."""

@@ -51,7 +51,7 @@ class Actors:
         self._own = not ray.is_initialized()
         wanted = len(sources) * replicas * cores
         if self._own:
-            _start(address, wanted)
+            start(address, wanted)
         have = ray.cluster_resources().get("CPU", 0)
         if "num_cpus" not in self._options and have < wanted:
             self.close()
@@ -163,7 +163,7 @@ class _Waiting:
         raise LostShard(f"shard {shard} is lost: {told}", shard)
 
 
-def _start(address: str | None, cores: int) -> None:
+def start(address: str | None, cores: int) -> None:
     """Join the Ray at an address, or start one here."""
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:

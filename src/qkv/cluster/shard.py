@@ -28,6 +28,9 @@ from qkv.weightings import State, Weighting
 JOBS = 2
 """Jobs whose scores are held: that which is asked, and that which an answer is asked about."""
 
+FEW = 64
+"""Rows that a slice names without being asked for them."""
+
 VIEWS = 4
 """Versions of slices that are held."""
 
@@ -71,7 +74,7 @@ class Heaviest(NamedTuple):
 
     `told` (2, n) gives the entropy; `sums` the output; `places` and `weights` the heaviest rows of
     each query; `counts` the rows that were asked and those left out for want of a value; `best` is
-    the best score.
+    the best score; `rows` are the heaviest themselves, if they are few.
     """
 
     told: np.ndarray
@@ -80,6 +83,7 @@ class Heaviest(NamedTuple):
     weights: list[np.ndarray]
     counts: tuple[int, int]
     best: np.ndarray
+    rows: dict[int, dict[str, Any]]
 
 
 class Leaf:
@@ -155,7 +159,12 @@ class Leaf:
             origin + (order if asked.places is None else asked.places[order]) for order in orders
         ]
         weights = [some[order] for some, order in zip(alpha, orders, strict=True)]
-        return Heaviest(told, sums, places, weights, (asked.total, asked.missing), best)
+        counts, read = (asked.total, asked.missing), dict[int, dict[str, Any]]()
+        if sum(map(len, places)) <= FEW:  # which saves another call
+            named = np.unique(np.concatenate(places))
+            found = self.view.rows(self._ids(named).tolist())
+            read = dict(zip(named.tolist(), found, strict=True))
+        return Heaviest(told, sums, places, weights, counts, best, read)
 
     def _weights(self, known: State, i: int) -> np.ndarray:
         if self._alpha is None:

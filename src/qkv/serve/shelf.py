@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -235,8 +235,9 @@ class Shelf:
             kept.close()
 
 
-def opened(sources: Sequence[str | Path]) -> Shelf:
-    """A shelf of folders and tables, each under its name without the ending."""
+def opened(sources: Sequence[str | Path], shards: int | None = None) -> Shelf:
+    """A shelf of folders and tables, each under its name without the ending; folders, and stores
+    at URLs, in so many shards of a cluster where a number is given."""
     from qkv.database import Database
     from qkv.database import open as open_database
 
@@ -244,7 +245,12 @@ def opened(sources: Sequence[str | Path]) -> Shelf:
     try:
         for source in sources:
             path = Path(source)
-            if path.is_dir() or path.suffix == ".qkv":
+            database: Database[Any, Any]
+            if shards is not None and (path.is_dir() or path.suffix == ".qkv"):
+                from qkv.cluster import Cluster
+
+                database = cast(Database, Cluster(source, shards=shards))
+            elif path.is_dir() or path.suffix == ".qkv":
                 database = open_database(path, create=False)
             else:
                 database = Database.from_source(source)

@@ -1,0 +1,169 @@
+"""The real thing: one Ray, started once, for all that needs one. So this is one test."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from starlette.testclient import TestClient
+
+import qkv
+from qkv import weightings
+from qkv.cluster import Cluster, LostShard
+from qkv.errors import ArgumentError
+from qkv.serve.app import app
+from qkv.serve.guard import Access
+from qkv.serve.shelf import opened
+
+QUICK = str(Path(__file__).parent / "quick")
+RNG = np.random.default_rng(0)
+KEYS, VALUES = RNG.normal(size=(600, 8)).astype("f4"), RNG.normal(size=(600, 3)).astype("f4")
+QUERY = KEYS[:5] * 2
+
+
+def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([QUICK, *sys.path]))
+    path = tmp_path / "numbers.qkv"
+    with qkv.open(path) as D:
+        D.add(KEYS, VALUES)
+    from qkv.cluster.ray import start
+
+    start(None, 2)
+    try:
+        with qkv.open(path) as D:
+            with Cluster(path, shards=2, timeout=90) as c:
+                answers_and_gradients(D, c)
+                deaths(D, c)
+                written(D, c)
+            replicas(D, path)
+        served(path)
+        lost(path, tmp_path)
+        refused(path, tmp_path)
+    finally:
+        ray.shutdown()
+
+
+def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
+    for weighting in ("softmax", "hard", weightings.TopK(3), weightings.Entmax(1.5)):
+        for one, other in zip(
+            D.ask(QUERY, weighting=weighting), c.ask(QUERY, weighting=weighting), strict=True
+        ):
+            np.testing.assert_allclose(other.value, one.value, rtol=1e-5, atol=1e-6)
+            assert [row.index for row in other.rows] == [row.index for row in one.rows]
+    query = torch.tensor(QUERY, requires_grad=True)
+    slopes = [
+        torch.autograd.grad(x.attend(query, weighting="sparsemax").square().sum(), query)[0]
+        for x in (D, c)
+    ]
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-5)
+
+
+def deaths(D: qkv.Database, c: Cluster) -> None:
+    """No answer is wrong while shards are killed, and all are there."""
+    want, found = D.attend(QUERY), []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            found.append(c.attend(QUERY))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for process in c.processes():
+            os.kill(process, signal.SIGKILL)
+        seen = len(found)
+        end = time.monotonic() + 90
+        while len(found) < seen + 3 and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(found) >= seen + 3
+    for out in found:
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
+def written(D: qkv.Database, c: Cluster) -> None:
+    c.add(np.ones((2, 8), "f4"), np.zeros((2, 3), "f4"))
+    assert len(c) == len(D) == 602
+    np.testing.assert_array_equal(c[np.ones(8, "f4")], np.zeros(3))
+
+
+def replicas(D: qkv.Database, path: Path) -> None:
+    """While one replica is away, the other answers; a slow one is not waited for."""
+    free = {"num_cpus": 0}
+    with Cluster(path, shards=1, replicas=2, options=free, hedge=0.2, timeout=90) as c:
+        want = D.attend(QUERY)
+        for _ in range(2):
+            np.testing.assert_allclose(c.attend(QUERY), want, rtol=1e-5, atol=1e-6)
+        os.kill(c.processes()[0], signal.SIGSTOP)
+        stopped = c._fleet.workers.of(0)
+        for _ in range(3):
+            np.testing.assert_allclose(c.attend(QUERY), want, rtol=1e-5, atol=1e-6)
+        assert len(stopped) == 2
+
+
+def served(path: Path) -> None:
+    shelf = opened([path], shards=1)
+    try:
+        with TestClient(app(shelf, Access(None, None, True)), base_url="http://127.0.0.1") as web:
+            query = QUERY[0].tolist()
+            told = web.post("/v1/databases/numbers/ask", json={"query": query}).json()
+            assert "by 1 shard" in told["engine"] and told["total"] == 602
+            row = {"key": [2.0] * 8, "value": [1.0] * 3}
+            web.post("/v1/databases/numbers/rows", json={"rows": [row]}).raise_for_status()
+            assert web.get("/v1/databases/numbers/info").json()["rows"] == 603
+    finally:
+        shelf.close()
+
+
+def lost(path: Path, folder: Path) -> None:
+    """Stores whose disk is gone: an error, or a partial answer."""
+    places = [folder / f"{i}.qkv" for i in range(2)]
+    qkv.cluster.split(path, places)
+    free = {"num_cpus": 0}
+    with Cluster(places, options=free, timeout=30, partial=True) as c:
+        whole = c.ask(QUERY[0])
+        places[1].rename(folder / "gone")
+        os.kill(c.processes()[1], signal.SIGKILL)
+        part = c.ask(QUERY[0])
+        wrong = 0.5 * np.abs(whole.weights - part.weights).sum()
+        assert 0 < wrong <= part.error_bound <= 1
+        c._fleet.partial = False
+        with pytest.raises(LostShard, match="does not exist"):
+            c.ask(QUERY[0])
+
+
+def refused(path: Path, folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="Ray has"):
+        Cluster(path, shards=99)
+    with pytest.raises(qkv.QkvError, match="does not exist"):
+        Cluster(folder / "nowhere.qkv", shards=1, options={"num_cpus": 0})
+
+
+def test_ray_is_an_extra(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import qkv\n"
+        "try: qkv.cluster.Cluster('x.qkv')\n"
+        "except qkv.QkvError as error: print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "a cluster needs ray: pip install 'qkv[ray]'\n"
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ArgumentError, match="at least one store"):
+        Cluster([])
+    with pytest.raises(ArgumentError, match="shards must be"):
+        Cluster("x.qkv", shards=0)
+    with pytest.raises(TypeError, match="a path or a URL"):
+        Cluster([3])  # type: ignore[list-item]
