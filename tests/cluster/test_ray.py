@@ -131,11 +131,11 @@ def lost(path: Path, folder: Path) -> None:
     qkv.cluster.split(path, places)
     free = {"num_cpus": 0}
     with Cluster(places, options=free, timeout=30, partial=True) as c:
-        whole = c.ask(QUERY[0])
+        whole = c.ask(QUERY[0]).weights
         places[1].rename(folder / "gone")
         os.kill(c.processes()[1], signal.SIGKILL)
         part = c.ask(QUERY[0])
-        wrong = 0.5 * np.abs(whole.weights - part.weights).sum()
+        wrong = 0.5 * np.abs(whole - part.weights).sum()
         assert 0 < wrong <= part.error_bound <= 1
         c._fleet.partial = False
         with pytest.raises(LostShard, match="does not exist"):
