@@ -739,6 +739,24 @@ def test_empty_files(tmp_path, name):
     assert "empty" in str(refused(write(tmp_path, name, b"")))
 
 
+def test_a_pattern_is_all_files_that_fit(tmp_path):
+    write(tmp_path, "b.csv", "id,x\n1,2.5\n007,\n")
+    write(tmp_path, "a.csv", "id\n1\n2\n")
+    write(tmp_path, "c.tsv", "y\tid\nNA\t3\n")
+    write(tmp_path, "d.jsonl", '{"id": 4}\n')
+    (tmp_path / "e.csv").mkdir()
+    seen: list[tuple[int, int | None]] = []
+    found = read(f"{tmp_path}/*.csv", progress=lambda *at: seen.append(at))
+    assert found.columns == {"id": ["1", "2", "1", "007"], "x": [None, None, 2.5, None]}
+    assert seen == [(1, 2), (2, 2)]
+    assert read(f"{tmp_path}/[ac].?sv").columns == {"id": [1, 2, 3], "y": [None] * 3}
+    assert read(f"{tmp_path}/[ad].*").columns == {"id": [1, 2, 4]}
+    assert "no file fits" in str(refused(f"{tmp_path}/*.parquet"))
+    write(tmp_path, "f.csv", "id,x\n1\n")
+    assert str(refused(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
+    assert read(write(tmp_path, "[a].csv", "id\n9\n")).columns == {"id": [9]}
+
+
 def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     write(tmp_path, "books.csv", "a\n1\n")
     assert "did you mean 'books.csv'?" in str(refused(tmp_path / "book.csv"))

@@ -35,11 +35,11 @@ def read(
     file: str,
     delimiter: str | None,
     progress: Progress | None = None,
-    missing: Sequence[str] = MISSING,
+    missing: Sequence[str] | None = MISSING,
     path: Path | None = None,
 ) -> Table:
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
-    `path` is where they lie, if in a file.
+    `path` is where they lie, if in a file; `missing` None leaves every cell the text that it is.
 
     UTF-8 with or without byte order mark; blank lines are passed over. Which columns become
     numbers, and which cells are missing: see `numbers`. Words such as true and false stay text.
@@ -56,6 +56,8 @@ def read(
         progress(len(data), len(data))
     if not columns[0]:
         raise no_rows(file)
+    if missing is None:
+        return Table(name, dict(zip(names, columns, strict=True)))
     found = [numbers(column, missing) for column in columns]
     return Table(name, dict(zip(names, found, strict=True)))
 

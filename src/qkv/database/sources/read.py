@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite
-from qkv.database.sources.numbers import MISSING
+from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
@@ -58,8 +60,9 @@ def read(
     """The table in a file or a database, read and checked as a whole before any of it is returned.
 
     `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file, known by its
-    first bytes or its ending; "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV
-    on standard input. An address takes ?query=select… in place of ?table=. `table` names the table
+    first bytes or its ending; a pattern of such files, as "logs/*.csv";
+    "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV on standard input. An
+    address takes ?query=select… in place of ?table=. `table` names the table
     of a database that has several. `missing` are the words for a missing cell in CSV and TSV, by
     default those of pandas; an empty cell always is one. `progress(done, total)` is called along
     the way, in whatever the source counts (bytes, rows, columns); `total` is None where it is not
@@ -96,7 +99,34 @@ def _read(
             return _address(source, table, progress, words)
         if not source.strip():
             raise SourceError(f"no file was named: {_KNOWN}")
+        if glob.has_magic(source) and not os.path.lexists(source):
+            return _files(source, Wish(table), progress, words)
     return _file(Path(source), Wish(table), progress, words)
+
+
+def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequence[str]) -> Table:
+    """The rows of all files that fit a pattern, in the order of their names.
+
+    A column that a file lacks is missing in its rows. Those of CSV are typed when all are there.
+    """
+    paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    paths = [path for path in paths if not path.is_dir()]
+    if not paths:
+        raise SourceError("no file fits this pattern: check it and the folder", file=pattern)
+    text = {ENDINGS.get(path.suffix.lower()) for path in paths} <= {"csv", "tsv"}
+    columns: dict[str, list[Any]] = {}
+    for done, path in enumerate(paths, start=1):
+        before = len(next(iter(columns.values()), []))
+        found = _file(path, chosen, None, None if text else words)
+        for name in found.columns:
+            columns.setdefault(name, ["" if text else None] * before)
+        for name, cells in columns.items():
+            cells += found.columns.get(name) or ["" if text else None] * len(found)
+        if progress is not None:
+            progress(done, len(paths))
+    if text:
+        columns = {name: numbers(cells, words) for name, cells in columns.items()}
+    return Table(Path(pattern).stem, columns)
 
 
 def _words(missing: Sequence[str] | None) -> Sequence[str]:
@@ -130,7 +160,9 @@ def _address(
     raise SourceError(f"addresses with {scheme}:// are not read: {step}", file=url)
 
 
-def _file(path: Path, chosen: Wish, progress: Progress | None, missing: Sequence[str]) -> Table:
+def _file(
+    path: Path, chosen: Wish, progress: Progress | None, missing: Sequence[str] | None
+) -> Table:
     # A pipe can be read only once.
     regular = os.path.isfile(path)
     opening = files.opening(path) if regular else files.contents(path)
