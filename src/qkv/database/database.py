@@ -178,7 +178,8 @@ class Database(Writing[K, V]):
         missing: Sequence[str] | None = None,
         **how: Any,
     ) -> Database:
-        """A CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, or a PostgreSQL URL.
+        """A CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, a pattern of such files, as
+        "logs/*.csv", or a PostgreSQL URL.
 
         In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
         (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text.
