@@ -182,24 +182,27 @@ class _Asked:
 
 def _soft(asked: _Asked, tolerance: float, confidence: float | None) -> Weighed:
     rows, doubt = asked.rows, asked.coded()
-    pools = rows.width > 0
+    codes, pools = doubt, rows.width > 0
     keep = tolerance * (1 - POOLED * pools)
     asked.most = doubt.weigh(asked.profile, asked.form(np.ones(1)).offset)
     statistical = None
+    bound, kept = doubt.bound(), None
     if pools:
-        doubt.prune(tolerance * POOLED)
-    bound = doubt.bound()
+        kept = doubt.prune(tolerance * POOLED)
+        doubt = doubt.some(kept)
+        bound = doubt.bound()
     for _ in range(3):
         if (bound.error <= tolerance).all() or asked.lost:
             break
         at = doubt.largest(keep * 0.8, rows.shape[0] // MANY)
+        places = at if kept is None else kept[at]
         if confidence is not None and asked.profile is None and len(at) > DRAWN:
-            statistical = _sampled(asked, doubt, bound, tolerance, confidence)
+            statistical = _sampled(asked, doubt, kept, bound, tolerance, confidence)
             if (statistical <= tolerance).all():
                 break
         if not len(at):
             break
-        doubt.settle(at, asked.exact(at)[0])
+        doubt.settle(at, asked.exact(places)[0])
         bound = doubt.bound()
     error, drawn = bound.error, False
     if statistical is not None and (error > tolerance).any():
@@ -209,7 +212,7 @@ def _soft(asked: _Asked, tolerance: float, confidence: float | None) -> Weighed:
             break
         if narrow and asked.profile is not None:
             continue
-        doubt = asked.whole(doubt, narrow)
+        doubt, kept = asked.whole(codes, narrow), None
         doubt.weigh(asked.profile, asked.form(np.ones(1)).offset)
         bound = doubt.bound()
         error, drawn = bound.error, False
@@ -218,11 +221,16 @@ def _soft(asked: _Asked, tolerance: float, confidence: float | None) -> Weighed:
     if asked.lost and asked.profile is None and (error > tolerance).any():
         error = np.minimum(error, doubt.anchored())
     _reached(error, tolerance, asked.lost)
-    return _finished(asked, doubt, bound, error)._replace(statistical=drawn)
+    return _finished(asked, doubt, kept, bound, error)._replace(statistical=drawn)
 
 
 def _sampled(
-    asked: _Asked, doubt: Doubt, bound: Bound, tolerance: float, confidence: float
+    asked: _Asked,
+    doubt: Doubt,
+    kept: np.ndarray | None,
+    bound: Bound,
+    tolerance: float,
+    confidence: float,
 ) -> np.ndarray:
     """The error (n,) that is not exceeded with this confidence, for each query by itself.
 
@@ -235,7 +243,7 @@ def _sampled(
         at, share, counts, total = doubt.drawn(int(i), rng)
         if not len(at):
             continue
-        true = asked.exact(at)[0][i]
+        true = asked.exact(at if kept is None else kept[at])[0][i]
         found = np.abs(np.expm1(true - doubt.scores[i, at])) / share
         found = np.repeat(np.minimum(found, 1.0), counts)
         level, size = np.log(2 / (1 - confidence)), len(found)
@@ -282,7 +290,7 @@ def _best(asked: _Asked, k: int, tolerance: float) -> Weighed | str:
     _reached(error, tolerance, fixed)
     bound = Bound(tops, sums, sums * error, sums * error)
     lse = tops + np.log(np.where(sums > 0, sums, 1.0)) if asked.weighting.has_lse else None
-    return _told(asked, alpha, lse, error, bound)
+    return _told(asked, alpha, stored.entropy(alpha), lse, error, bound)
 
 
 def _alike(asked: _Asked, at: np.ndarray) -> bool:
@@ -309,25 +317,37 @@ def _reached(error: np.ndarray, tolerance: float, lost: bool) -> None:
         )
 
 
-def _finished(asked: _Asked, doubt: Doubt, bound: Bound, error: np.ndarray) -> Weighed:
+def _finished(
+    asked: _Asked, doubt: Doubt, kept: np.ndarray | None, bound: Bound, error: np.ndarray
+) -> Weighed:
     if not (bound.total > 0).all():  # nothing lies within the window: the weighting says what then
-        s = stored.scored(asked.rows, asked.query, asked.weighting.reads(asked.score))
+        s = stored.scored(asked.rows, asked.query, asked.score)
         found = stored.run(asked.rows, s, asked.weighting)
         return found._replace(read=asked.rows.shape[0], error=np.zeros(len(s)))
     # Scores in float64 were needed for digits that float32 would lose again.
-    alpha = doubt.weights(np.result_type(asked.query, doubt.scores), bound.total)
+    dtype = np.result_type(asked.query, doubt.scores)
+    if kept is None:
+        alpha = doubt.scores if doubt.scores.dtype == dtype else doubt.scores.astype(dtype)
+        entropy = doubt.weights(alpha)
+    else:
+        alpha = np.zeros((len(error), asked.rows.shape[0]), dtype)
+        entropy = doubt.weights(alpha, kept)
     lse = bound.top + np.log(bound.total) if asked.weighting.has_lse else None
-    return _told(asked, alpha, lse, error, bound)
+    return _told(asked, alpha, entropy, lse, error, bound)
 
 
 def _told(
-    asked: _Asked, alpha: np.ndarray, lse: np.ndarray | None, error: np.ndarray, bound: Bound
+    asked: _Asked,
+    alpha: np.ndarray,
+    entropy: np.ndarray,
+    lse: np.ndarray | None,
+    error: np.ndarray,
+    bound: Bound,
 ) -> Weighed:
     form = asked.score.affine(asked.wide, np.ones(1))
     shift = 0.0 if form is None or form.offset is None else np.asarray(form.offset)
     best = bound.top * asked.cooled
     best = best + shift if asked.profile is None else asked.profile(np.maximum(-asked.most, 0))
     lse = None if lse is None else lse + shift / asked.cooled
-    out, entropy = stored.pooled(asked.rows, alpha, mean=True), stored.entropy(alpha)
-    read = min(asked.read, alpha.shape[1])
+    out, read = stored.pooled(asked.rows, alpha, mean=True), min(asked.read, alpha.shape[1])
     return Weighed(out, alpha, entropy, lse, best, error, read, bound)

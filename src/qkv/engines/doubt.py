@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Doubt:
         self.spread = np.full(m, np.inf, np.float32)
         self.block = np.zeros(m, np.uint32)
         self.dead: np.ndarray | None = None
-        self.top, self.least, self.pruned = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.top, self.least, self.pruned, self.total = np.zeros((4, n))
         self.profile: Callable[..., Any] | None = None
         self.offset: Any = 0.0
 
@@ -124,9 +124,10 @@ class Doubt:
             return np.asarray(np.exp(x))
         return np.asarray(self.profile(np.maximum(-x, 0)))
 
-    def _below(self, at: slice) -> np.ndarray:
+    def _below(self, at: Any) -> np.ndarray:
         return np.asarray(self.scores[:, at] - self.top.astype(self.scores.dtype)[:, None])
 
+    @cached_property
     def _runs(self) -> list[slice]:
         """Runs of rows, which end where blocks do if they can."""
         n, m = self.scores.shape
@@ -141,9 +142,14 @@ class Doubt:
         return found
 
     def _each(self, function: Callable[[slice], Any], merge: Any, start: Any) -> Any:
-        spans: list[Any] = self._runs()
+        spans: list[Any] = self._runs
         with np.errstate(all="ignore"):
             return of(self.scores).reduce(function, merge, start, spans)  # type: ignore[arg-type]
+
+    def _most(self, at: slice) -> np.ndarray:
+        """No δ of these rows is larger, (n,)."""
+        terms = self.terms[at].max(axis=0, initial=0.0).astype(float)
+        return np.asarray(self.parts @ terms + self.least)
 
     def bound(self) -> Bound:
         """How far the weights may be off."""
@@ -154,11 +160,12 @@ class Doubt:
             more = self.pruned + FAINT * self.scores.shape[1]
         else:  # what the quotient and its numbers are rounded by
             more = self.pruned + 8 * self.unit * found.total
+        self.total = found.total
         return found._replace(gain=found.gain + more)
 
     def _bound(self, at: slice) -> Bound:
         x, terms = self._below(at), self.terms[at]
-        most = self.parts @ terms.max(axis=0).astype(float) + self.least
+        most = self._most(at)
         if self.profile is not None or not (most <= LINEAR).all():
             x = x.astype(float)
             w, delta = self._from(x), self.deltas(at)
@@ -193,37 +200,64 @@ class Doubt:
                 out[i] = Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0]
         return out
 
-    def weights(self, dtype: Any, total: np.ndarray) -> np.ndarray:
-        """α (n, m), in place of the scores."""
-        out = self.scores if self.scores.dtype == dtype else np.empty(self.scores.shape, dtype)
+    def weights(self, out: np.ndarray, at: Any = slice(None)) -> np.ndarray:
+        """Put α into `out` (n, m) at these places, and give its entropy (n,)."""
+        n, total = len(out), np.where(self.total > 0, self.total, 1.0)
+        straight = isinstance(at, slice)
 
-        def fill(at: slice) -> None:
-            w = self._from(self._below(at))
-            np.divide(w, total.astype(w.dtype)[:, None], out=out[:, at], casting="same_kind")
+        def fill(run: slice) -> np.ndarray:
+            x = self._below(run)
+            w = self._from(x)
+            if self.profile is None:  # −Σ w ln w, with 0 of −∞ left out
+                along = np.einsum("ij,ij->i", w, np.maximum(x, -200))
+            else:
+                along = np.einsum("ij,ij->i", w, np.log(np.where(w > 0, w, 1)))
+            w /= total.astype(w.dtype)[:, None]
+            out[:, run if straight else at[run]] = w
+            return np.asarray(along, float)
 
-        self._each(fill, lambda one, two: None, None)
-        return out
+        along = self._each(fill, np.add, np.zeros(n))
+        return np.asarray(np.fmax(np.log(total) - along / total, 0.0))
 
     # Which rows to look at
 
-    def prune(self, budget: float) -> None:
-        """Leave out, of each query, rows that cannot have more than so much weight in all."""
-        total = self.bound().total
+    def prune(self, budget: float) -> np.ndarray:
+        """Leave out, of each query, rows that cannot have more than so much weight in all; places,
+        ascending, of the rows that some query keeps. `bound` must have been asked before."""
+        keep = np.zeros(self.scores.shape[1], bool)
+        dtype = self.scores.dtype
+        for i, total in enumerate(self.total):
+            one = self._one(i)
+            most = float(one._most(slice(None))[0])
+            if self.profile is not None or not most <= LINEAR or not total > 0:
+                keep[:] = True  # there is no cheap bound on what is left out
+                continue
+            grown = np.exp(most)
+            s, spare = self.scores[i], budget * total / grown
+            least = dtype.type(self.top[i] + np.log(spare / (4 * len(s))))
+            at = np.flatnonzero(s > least)
+            w = np.exp(s[at] - dtype.type(self.top[i]))
+            near = _heaviest(w, spare / 2, len(at))
+            at, w = at[near], w[near]
+            # What is not kept is the rest of a sum that is known but for its rounding.
+            left = max(total * (1 + 1e-5) - float(w.sum(dtype=float)), 0.0)
+            if left * grown > budget * total:
+                keep[:] = True
+                continue
+            self.pruned[i] += left * grown
+            row = np.full(len(s), -np.inf, dtype)
+            row[at] = s[at]
+            self.scores[i] = row
+            keep[at] = True
+        return np.flatnonzero(keep)
 
-        def upper(one: Doubt, at: slice) -> np.ndarray:
-            x = one.deltas(at)
-            x += one._below(at)
-            return one._from(x)
-
-        m = self.scores.shape[1]
-        for i in np.flatnonzero(total > 0):
-            one = self._one(int(i))
-            high = one._gathered(partial(upper, one))
-            keep = _heaviest(high, budget * total[i] * 0.99, m)
-            mask = np.ones(m, bool)
-            mask[keep] = False
-            self.pruned[i] += float(high[mask].sum(dtype=float)) * CAREFUL
-            self.scores[i, mask] = -np.inf
+    def some(self, at: np.ndarray) -> Doubt:
+        """The same for some of the rows."""
+        found = Doubt(self.scores[:, at], self.length, self.parts)
+        found.terms, found.spread, found.block = self.terms[at], self.spread[at], self.block[at]
+        found.top, found.least, found.pruned = self.top, self.least, self.pruned
+        found.profile, found.offset = self.profile, self.offset
+        return found
 
     def _one(self, i: int) -> Doubt:
         """The same for one query."""
@@ -231,7 +265,7 @@ class Doubt:
         one = Doubt(self.scores[some], self.length[some], self.parts[some])
         one.terms, one.spread, one.block = self.terms, self.spread, self.block
         one.top, one.least, one.profile = self.top[some], self.least[some], self.profile
-        one.pruned = self.pruned[some]
+        one.pruned, one.total, one.offset = self.pruned[some], self.total[some], self.offset
         return one
 
     def _gathered(self, part: Callable[[slice], np.ndarray]) -> np.ndarray:
@@ -245,9 +279,9 @@ class Doubt:
         self._each(fill, lambda one, two: None, None)
         return out
 
-    def _shares(self, at: slice, total: np.ndarray) -> np.ndarray:
+    def _shares(self, at: Any) -> np.ndarray:
         """The part of each row in the bound, over the sum of the weights."""
-        x, delta = self._below(at), self.deltas(at)
+        x, delta, total = self._below(at), self.deltas(at), self.total
         if self.profile is None:
             found = np.exp(x) * np.expm1(np.minimum(delta, 60))
         else:
@@ -256,9 +290,18 @@ class Doubt:
 
     def largest(self, budget: float, most: int) -> np.ndarray:
         """Places, ascending, of the rows without which the bound is at most so much; of as many as
-        may be read, the first."""
-        total = self.bound().total
-        return _heaviest(self._gathered(lambda at: self._shares(at, total)), budget, most)
+        may be read, the first. `bound` must have been asked before."""
+        delta = self._most(slice(None))
+        if self.profile is not None or not (delta <= LINEAR).all() or not (self.total > 0).all():
+            share = self._gathered(self._shares)
+            return _heaviest(share, budget, most)
+        # The rest cannot have a part that counts, and are not looked at one by one.
+        spare = budget * self.total / (4 * self.scores.shape[1] * np.expm1(delta))
+        least = (self.top + np.log(spare)).astype(self.scores.dtype)
+        some = self._gathered(lambda at: self.scores[:, at] - least[:, None]) > 0
+        at = np.flatnonzero(some)
+        share = self._shares(at).max(axis=0)
+        return at[_heaviest(share, budget / 2, most)]
 
     def settle(self, at: np.ndarray, scores: np.ndarray) -> None:
         """Rows whose keys were read: their scores (n, c)."""
@@ -271,8 +314,7 @@ class Doubt:
         """Rows for one query, drawn by their part in its bound: their places, their e^δ − 1, how
         often each came; and the sum of all parts."""
         one = self._one(i)
-        total = one.bound().total
-        share = np.concatenate([one._shares(at, total)[0] for at in one._runs()]).astype(float)
+        share = np.concatenate([one._shares(at)[0] for at in one._runs]).astype(float)
         along = np.cumsum(share)
         if not 0 < along[-1] < np.inf:
             return np.zeros(0, np.int64), share[:0], share[:0], 0.0
