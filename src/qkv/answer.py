@@ -231,6 +231,8 @@ class Answer(Shown):
             )
         if self.coverage is not None:
             parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
+        if self.error_bound:
+            parts.append(f"{self.nearness}.")
         if self.missing:
             parts.append(f"Left out: {self._left_out}.")
         if self.error_bound:
@@ -247,6 +249,15 @@ class Answer(Shown):
             return "it abstains: no row fits, as to a question from another field"
         rows = f"{len(self.set):,} row{'s' * (len(self.set) > 1)}"
         return f"the right row is among {rows} with {_percent(self.coverage)} probability"
+
+    @property
+    def nearness(self) -> str:
+        """How far the weights may lie from the exact ones, in a few words."""
+        how = "with the confidence asked for" if self.statistical else "proven"
+        return (
+            f"The weights lie within {self.error_bound:.2g} of the exact ones ({how}); "
+            f"{self.rows_read:,} of the keys were read in full"
+        )
 
     @property
     def _left_out(self) -> str:
@@ -280,6 +291,9 @@ class Answer(Shown):
             "missing": self.missing,
             "error_bound": self.error_bound,
             "exact": self.exact,
+            "error_bound": self.error_bound,
+            "rows_read": self.rows_read,
+            "statistical": self.statistical,
             "engine": self.engine,
             **self.promised(_told),
         }

@@ -40,6 +40,7 @@ def ask(
     weighting: options.Weighting = None,
     top: options.Top = 5,
     where: options.Where = None,
+    tolerance: options.Tolerance = None,
     at: options.At = None,
     table: options.Table = None,
     encoder: options.Encoder = None,
@@ -53,7 +54,7 @@ def ask(
     """
     if source == "-" and query == ["-"]:
         raise ArgumentError("stdin cannot be both the table and the queries")
-    how = _how(score, weighting, top, where)
+    how = _how(score, weighting, top, where) | {"tolerance": tolerance}
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
     with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
         for text in _queries(query):
@@ -181,6 +182,8 @@ def draw(answer: Answer) -> None:
         answer.engine,
     )
     screen.line(f" {dot} ".join(parts) + _left(answer), "dim")
+    if answer.error_bound:
+        screen.line(answer.nearness, "dim")
     if answer.coverage is not None:
         screen.line(answer.fit, "bold" if answer.abstains else "dim")
 

@@ -153,6 +153,16 @@ Where = Annotated[
         "Given again, all must pass.",
     ),
 ]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        metavar="ERROR",
+        min=0.0,
+        help="How far the weights may lie from the exact ones, proven: half the sum of the "
+        "differences. A large store then reads few vectors in full.",
+    ),
+]
 At = Annotated[
     int | None,
     typer.Option("--at", metavar="VERSION", help="As of this version; see `qkv versions`."),

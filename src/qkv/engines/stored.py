@@ -212,8 +212,10 @@ def sums(rows: Rows, alpha: np.ndarray, mean: bool) -> Sums:
 
     def lift(cut: Cut) -> Sums:
         some = alpha[:, cut.start : cut.start + cut.size]
-        if np.count_nonzero(some) * 8 < cut.size:
+        used = None
+        if np.count_nonzero(some) * 8 < some.size:
             used = np.flatnonzero(some.any(axis=0))
+        if used is not None and len(used) * 4 < cut.size:
             value, some = cut.value(used), some[:, used]
         else:
             value = cut.value()

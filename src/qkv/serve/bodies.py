@@ -53,8 +53,15 @@ HOW: dict[str, Schema] = {
 TOLERANCE: Schema = {
     "type": ["number", "null"],
     "minimum": 0,
-    "description": "An absolute error of a score that may be traded for speed.",
+    "description": "How far the weights may lie from the exact ones, proven: ½ Σ |difference|.",
 }
+CONFIDENCE: Schema = {
+    "type": ["number", "null"],
+    "exclusiveMinimum": 0,
+    "exclusiveMaximum": 1,
+    "description": "With what probability the tolerance must hold, where rows may be drawn for it.",
+}
+NEAR = {"tolerance": TOLERANCE, "confidence": CONFIDENCE}
 WHERE_OR_CELLS: Schema = {
     "anyOf": [
         WHERE,
@@ -82,6 +89,9 @@ ANSWER = record(
         "missing": COUNT,
         "error_bound": NUMBER,
         "exact": {"type": "boolean", "description": "Whether the query is a key, which decides."},
+        "error_bound": {**NUMBER, "description": "½ Σ |weight − exact weight| is at most this."},
+        "rows_read": {**COUNT, "description": "Rows whose keys were read in full."},
+        "statistical": {"type": "boolean", "description": "Whether the bound is not proven."},
         "engine": TEXT,
         "score": TEXT,
         "weighting": TEXT,
@@ -100,14 +110,14 @@ ASK = body(
     "Ask",
     {"query": QUERY},
     **HOW,
-    tolerance=TOLERANCE,
+    **NEAR,
     top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
     where=WHERE_OR_CELLS,
     at=AT,
     weights={"type": "boolean", "description": "Give the weight of every row too."},
     spread={"type": "boolean", "description": "Give how far the pooled values lie apart too."},
 )
-ATTEND = body("Attend", {"query": QUERY}, **HOW, tolerance=TOLERANCE, where=WHERE_OR_CELLS, at=AT)
+ATTEND = body("Attend", {"query": QUERY}, **HOW, **NEAR, where=WHERE_OR_CELLS, at=AT)
 MATRIX: Schema = {
     "type": "array",
     "minItems": 1,
