@@ -22,6 +22,7 @@ SCRIPTS = (
     "window",
     "memory",
     "database",
+    "certified",
     "layers",
     "small",
     "serve",

@@ -101,6 +101,9 @@ def test_json():
         "total": 2,
         "missing": 0,
         "exact": False,
+        "error_bound": 0.0,
+        "rows_read": 0,
+        "statistical": False,
         "engine": "scan",
     }
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays.rows import Near
+from qkv.errors import unknown
 
 BLOCK = 4096
 """Vectors whose residuals are bounded together."""
@@ -14,10 +15,20 @@ BLOCK = 4096
 NARROW = 32
 """Numbers in a vector from which codes are kept beside it: fewer are read as fast as they are."""
 
+PRECISIONS = ("float32", "float16", "int8")
+"""The numbers that keys' vectors can be kept as."""
+
 LEAST = 1e-37
 """The least scale whose inverse float32 has: smaller numbers are rounded to 0."""
 
 BOUNDS = ("scale", "residual", "norm", "spread")
+
+
+def checked(precision: str | None) -> str | None:
+    """The precision that is asked for, refused where there is none of that name."""
+    if precision is not None and precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
+    return precision
 
 
 def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,12 +12,12 @@ import numpy as np
 
 from qkv.arrays import is_array
 from qkv.arrays.ragged import Query
-from qkv.database import cells, columns
+from qkv.database import cells, codes, columns
 from qkv.database.queries import as_queries, differentiable, nearness
 from qkv.database.schema import Schema
 from qkv.database.store import Store
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, QkvError, printable, unknown
+from qkv.errors import ArgumentError, CombinationError, QkvError, printable
 from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 NOTHING: Any = object()
 """No value was given, or none was found; None is a value."""
-
-
-PRECISIONS = ("float32", "float16", "int8")
-"""The numbers that keys' vectors can be kept as."""
 
 
 class AbsentKey(QkvError, KeyError):
@@ -103,7 +99,7 @@ class Reading(Generic[K, V]):
         pin: int | None = None,
     ):
         self._store, self._pin = store, pin
-        self._precision = _precision(precision)
+        self._precision = codes.checked(precision)
         self._wish = (names(key), None if value is None else names(value), unique)
         self._encoder_wish: Encoder | None = None
         if encoder is not None:
@@ -418,12 +414,6 @@ class Reading(Generic[K, V]):
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
         return f"<Database {where}: {len(self):,} rows, {names}{past}>"
-
-
-def _precision(wish: str | None) -> str | None:
-    if wish is not None and wish not in PRECISIONS:
-        raise unknown("precision", wish, PRECISIONS)
-    return wish
 
 
 def _sizes(folder: Path) -> Iterator[int]:

@@ -87,7 +87,6 @@ ANSWER = record(
         "effective_rows": NUMBER,
         "total": COUNT,
         "missing": COUNT,
-        "error_bound": NUMBER,
         "exact": {"type": "boolean", "description": "Whether the query is a key, which decides."},
         "error_bound": {**NUMBER, "description": "½ Σ |weight − exact weight| is at most this."},
         "rows_read": {**COUNT, "description": "Rows whose keys were read in full."},

@@ -24,17 +24,8 @@ FIRST, PAGE = 16, 1000
 
 NOTHING: Any = object()
 
-_PLAIN = (
-    "entropy",
-    "lse",
-    "total",
-    "missing",
-    "error_bound",
-    "engine",
-    "score",
-    "weighting",
-    "version",
-)
+_NEAR = ("error_bound", "rows_read", "statistical")
+_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
 
 
 class Remote:
@@ -101,6 +92,7 @@ class Remote:
             _weights=lambda: then(weights=True)["weights"],
             _spread=lambda: then(spread=True)["spread"],
             coverage=told.get("coverage"),
+            **{name: told[name] for name in _NEAR if name in told},
             _above=above,
             _set=fitting,
         )

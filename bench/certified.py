@@ -1,0 +1,164 @@
+"""What does a proof cost? Weights to within 0.01 from 8-bit codes, against the exact scan, on CPU.
+
+The vectors are wordllama's, of phrases; repeated with noise where they are too few. The load of the
+machine is among what is kept: a ratio is of sides that took turns.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import qkv
+from bench._results import show
+from bench._side_by_side import compare, keep, peer, size
+from qkv import attention
+from qkv.arrays.rows import Rows, Stored
+from qkv.database import codes
+from qkv.database.encoders import resolve
+from qkv.database.encoders.base import sharpness
+
+M, D = size(int(os.environ.get("QKV_BENCH_ROWS", 1_000_000)), 20_000), 256
+PHRASES = size(100_000, 5_000)
+QUERIES = size(10_000, 200)
+CHECKED = size(50_000, 5_000)
+"""Rows among which the true error of so many queries is looked at."""
+STEP = 2**18
+TOLERANCE = 0.01
+
+
+def embeddings(rng, count):
+    """Vectors (count, D) of phrases, of the words of our own documents."""
+    root = Path(__file__).resolve().parent.parent
+    text = " ".join(
+        file.read_text() for file in sorted(root.glob("*.md")) + sorted(root.glob("docs/*.md"))
+    )
+    words = np.array(sorted(set(re.findall(r"[a-z]{3,}", text))))
+    some = min(count, PHRASES)
+    lengths = rng.integers(2, 10, some)
+    phrases = [" ".join(words[rng.integers(len(words), size=n)]) for n in lengths]
+    found = np.asarray(resolve("words").encode(phrases), np.float32)[:, :D]
+    found = found[np.arange(count) % some]
+    if count > some:
+        found = found + 0.02 * rng.standard_normal((count, D), np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def asked(rng, keys, n):
+    found = keys[rng.integers(len(keys), size=n)] + 0.05 * rng.standard_normal((n, D), np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def over(keys, near, value=None):
+    parts = [slice(at, at + STEP) for at in range(0, len(keys), STEP)]
+
+    def read():
+        for at in parts:
+            yield Stored(keys[at], None if value is None else value[at], near=near.some(at))
+
+    return Rows(read, keys.shape, 0 if value is None else value.shape[1])
+
+
+def row(work, goal, found, met, **more):
+    told = {
+        "work": work,
+        "sides": {"qkv": more},
+        "goals": [{"goal": goal, "found": found, "met": met}],
+    }
+    show(told)
+    return told
+
+
+def speeds(rng, keys, near):
+    value = rng.standard_normal((len(keys), 256), np.float32)
+    score = qkv.scores.ScaledDot(sharpness(len(keys)))
+    faiss, index = peer("faiss"), None
+    if faiss is not None:
+        faiss.omp_set_num_threads(2)
+        index = faiss.IndexFlatIP(D)
+        index.add(keys)
+    load = os.getloadavg()[0]
+    for n, alone, pooled in ((1, 1.7, 3.0), (16, 2.0, 3.0)):
+        query = asked(rng, keys, n)
+        for what, rows, least in (
+            ("weights", over(keys, near), alone),
+            ("256-wide values pooled", over(keys, near, value), pooled),
+        ):
+            how = {"score": score, "weighting": "softmax"}
+            told = compare(
+                f"{n} queries, {len(keys):,} × {D}, {what}, load {load:.0f}",
+                {
+                    "qkv": lambda: attention.weigh(rows, query, **how, tolerance=TOLERANCE).out,
+                    "exact": lambda: attention.weigh(rows, query, **how).out,
+                    "faiss": index and (lambda: index.search(query, 10)[0]),
+                },
+                goals={"exact": least, "faiss": 1.0},
+                repeats=7,
+            )
+            found = attention.weigh(rows, query, **how, tolerance=TOLERANCE)
+            told["sides"]["qkv"] |= {"rows read": found.read, "bound": float(found.error.max())}
+            yield told
+
+
+def errors(rng):
+    """The true error of many queries, and their bounds."""
+    keys = embeddings(rng, CHECKED)
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    rows, above, worst, ratio = over(keys, near), 0, 0.0, 0.0
+    wide = torch.from_numpy(keys).double()
+    for scale in (sharpness(CHECKED), 4.0):
+        score = qkv.scores.ScaledDot(scale)
+        for _ in range(0, QUERIES // 2, 50):
+            query = asked(rng, keys, 50)
+            found = attention.weigh(
+                rows, query, score=score, weighting="softmax", tolerance=TOLERANCE
+            )
+            true = torch.softmax(torch.from_numpy(query).double() @ wide.T * scale, dim=-1)
+            error = 0.5 * np.abs(found.weights - true.numpy()).sum(axis=1)
+            above += int((error > found.error).sum())
+            worst, ratio = max(worst, found.error.max()), max(ratio, (error / found.error).max())
+    work = f"true error of {QUERIES:,} queries on {CHECKED:,} rows"
+    yield row(
+        work,
+        "never above its bound",
+        above,
+        above == 0,
+        **{"largest bound": worst, "error / bound": ratio},
+    )
+
+
+def disk(rng, keys):
+    """Bytes of segments, which hold the vectors; a catalogue with the records lies beside."""
+    sizes = {}
+    for precision in ("float32", "int8"):
+        with tempfile.TemporaryDirectory(prefix="qkv-bench-") as folder:
+            with qkv.open(Path(folder) / "d.qkv", precision=precision) as database:
+                database.add(keys, np.zeros(len(keys), np.float32))
+            files = (Path(folder) / "d.qkv").glob("segment-*")
+            sizes[precision] = sum(file.stat().st_size for file in files)
+    share = sizes["int8"] / keys.nbytes
+    yield row(
+        f"int8 store of {len(keys):,} × {D}",
+        "≤ 30 % of the bytes of the float32 vectors",
+        share,
+        share <= 0.3,
+        **{f"MB {name}": n / 1e6 for name, n in sizes.items()},
+    )
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    keys = embeddings(rng, M)
+    yield from disk(rng, keys[: M // 10])
+    yield from errors(rng)
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    yield from speeds(rng, keys, near)
+
+
+if __name__ == "__main__":
+    keep("certified", rows())
