@@ -289,7 +289,6 @@ class Answer(Shown):
             "effective_rows": self.effective_rows,
             "total": self.total,
             "missing": self.missing,
-            "error_bound": self.error_bound,
             "exact": self.exact,
             "error_bound": self.error_bound,
             "rows_read": self.rows_read,
