@@ -59,6 +59,7 @@ class Attentive(BaseEstimator):
 
     def _keep(self, X: Any, values: Numbers, counts: Numbers, sloped: bool = False) -> None:
         """Take the rows as keys, and find the bandwidth; values (m, p)."""
+        self._look()  # names that are not known, before anything is looked for
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
         places = chosen(self.categorical, names, self.n_features_in_)

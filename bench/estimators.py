@@ -1,0 +1,222 @@
+"""How good, and how fast, are attention's estimators? Bundled and made-up data, 5 folds, CPU.
+
+The peers are tuned by a grid search inside of each fold; ours learns its bandwidths. Times are of
+fitting and predicting, in processor seconds, tuning included.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import numpy as np
+
+from bench._side_by_side import SMALL, Row, compare, keep, peer, size
+from qkv.scores import Gaussian
+
+M, N, D = size(200_000, 5_000), size(2_000, 50), 3
+SIGMA = M ** (-1 / (D + 4)) / np.sqrt(12)
+ROWS = size(1_000, 150)
+MANY = size(4_000, 300)
+WITHIN = 5.5
+"""Bandwidths beyond which scikit-learn does not look: a millionth of the weight lies there."""
+
+
+def tuned(model, classes=False):
+    """k nearest neighbours, with scaling, k, weights and norm by cross-validation."""
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import Pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    grid = {
+        "scale": [StandardScaler(), "passthrough"],
+        "knn__n_neighbors": [1, 3, 5, 7, 10, 15, 20, 30],
+        "knn__weights": ["uniform", "distance"],
+        "knn__p": [1, 2] if not classes else [2],
+    }
+    if SMALL:
+        grid["knn__n_neighbors"] = [3, 10]
+    return GridSearchCV(Pipeline([("scale", None), ("knn", model)]), grid, cv=5)
+
+
+def gaussian_process(d):
+    """With a length scale for each column, and noise, both learned."""
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    kernel = ConstantKernel() * RBF(np.ones(d)) + WhiteKernel()
+    return make_pipeline(
+        StandardScaler(), GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
+    )
+
+
+def waves(rows):
+    """sin(2x₁) x₂ + cos x₃, of four columns, with noise of 0.3."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-2, 2, (rows, 4))
+    return x, np.sin(2 * x[:, 0]) * x[:, 1] + np.cos(x[:, 2]) + rng.normal(0, 0.3, rows)
+
+
+def folded(make, X, y, folds, measures):
+    """Each measure of (true, predicted) over all folds together, and the seconds of one fold."""
+    found, seconds = [], 0.0
+    for known, held_out in folds:
+        begin = time.process_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a peer's optimizer that stops at a bound
+            model = make().fit(X[known], y[known])
+            if "log-loss" in measures:
+                told = model.predict_proba(X[held_out])
+            else:
+                told = model.predict(X[held_out])
+        seconds += time.process_time() - begin
+        found.append((y[held_out], told))
+    true, told = (np.concatenate(x) for x in zip(*found, strict=True))
+    side = {name: float(measure(true, told)) for name, measure in measures.items()}
+    return side | {"ms": 1e3 * seconds / len(folds)}
+
+
+def judged(work, sides, goals) -> Row:
+    """A row of these sides; goals: in words, what was found, and whether that is enough."""
+    from bench._results import show
+
+    told = [{"goal": goal, "found": found, "met": bool(met)} for goal, found, met in goals]
+    row = {"work": work, "sides": sides, "goals": told}
+    show(row)
+    return row
+
+
+def root(true, told):
+    return np.sqrt(np.mean((true - told) ** 2))
+
+
+def regression():
+    from sklearn.datasets import load_diabetes, make_friedman1
+    from sklearn.model_selection import KFold
+    from sklearn.neighbors import KNeighborsRegressor
+
+    from qkv.sklearn import AttentionRegressor
+
+    tables = {
+        "diabetes": load_diabetes(return_X_y=True),
+        f"Friedman 1, {ROWS:,} rows": make_friedman1(ROWS, noise=1.0, random_state=0),
+        f"waves, {ROWS:,} rows": waves(ROWS),
+    }
+    for name, (X, y) in tables.items():
+        folds = list(KFold(5, shuffle=True, random_state=0).split(X))
+        makes = {
+            "qkv": lambda: AttentionRegressor("learned", degree=1, random_state=0),
+            "qkv, degree 0": lambda: AttentionRegressor("learned", random_state=0),
+            "k-NN, tuned": lambda: tuned(KNeighborsRegressor()),
+        }
+        sides = {k: folded(make, X, y, folds, {"RMSE": root}) for k, make in makes.items()}
+        ratio = sides["k-NN, tuned"]["RMSE"] / sides["qkv"]["RMSE"]
+        goal = "RMSE below that of k-NN, tuned (times)"
+        yield judged(f"regression, {name}, 5 folds", sides, [(goal, ratio, ratio > 1)])
+
+
+def beside_a_process():
+    from sklearn.datasets import make_friedman1
+    from sklearn.model_selection import KFold
+
+    from qkv.sklearn import AttentionRegressor
+
+    X, y = make_friedman1(MANY, noise=1.0, random_state=0)
+    # A Gaussian process of so many rows takes minutes for one fold.
+    folds = list(KFold(5, shuffle=True, random_state=0).split(X))[:1]
+    makes = {
+        "qkv": lambda: AttentionRegressor("learned", degree=1, random_state=0),
+        "Gaussian process": lambda: gaussian_process(X.shape[1]),
+    }
+    sides = {k: folded(make, X, y, folds, {"RMSE": root}) for k, make in makes.items()}
+    ours, theirs = sides["qkv"], sides["Gaussian process"]
+    near, quick = ours["RMSE"] / theirs["RMSE"], theirs["ms"] / ours["ms"]
+    goals = [
+        ("RMSE ≤ 1.05 × that of Gaussian process", near, near <= 1.05),
+        ("≥ 10× Gaussian process", quick, quick >= 10),
+    ]
+    yield judged(f"regression, Friedman 1, {MANY:,} rows, first of 5 folds", sides, goals)
+
+
+def classification():
+    from sklearn.datasets import load_digits, load_wine
+    from sklearn.metrics import log_loss
+    from sklearn.model_selection import StratifiedKFold
+    from sklearn.neighbors import KNeighborsClassifier
+
+    from qkv.sklearn import AttentionClassifier
+
+    measures = {"accuracy": lambda true, p: np.mean(p.argmax(1) == true), "log-loss": log_loss}
+    for name, load in {"wine": load_wine, "digits": load_digits}.items():
+        X, y = load(return_X_y=True)
+        if SMALL:
+            X, y = X[:300], y[:300]
+        folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(X, y))
+        makes = {
+            "qkv": lambda: AttentionClassifier("learned", random_state=0),
+            "qkv, one bandwidth": lambda: AttentionClassifier("loo", random_state=0),
+            "k-NN, tuned": lambda: tuned(KNeighborsClassifier(), classes=True),
+        }
+        sides = {k: folded(make, X, y, folds, measures) for k, make in makes.items()}
+        ours, theirs = sides["qkv"], sides["k-NN, tuned"]
+        more = ours["accuracy"] - theirs["accuracy"]
+        less = theirs["log-loss"] / ours["log-loss"]
+        goals = [
+            ("accuracy ≥ that of k-NN, tuned (difference)", more, more >= 0),
+            ("log-loss below that of k-NN, tuned (times)", less, less > 1),
+        ]
+        yield judged(f"classes, {name}, 5 folds", sides, goals)
+
+
+def speed():
+    """Prediction alone: what is fitted is kept between the calls, trees too."""
+    from sklearn.neighbors import RadiusNeighborsRegressor
+
+    from qkv.sklearn import AttentionRegressor
+
+    rng = np.random.default_rng(0)
+    X, Q = rng.random((M, D)), rng.random((N, D))
+    y = np.sin(3 * X.sum(1)) + 0.1 * rng.normal(size=M)
+
+    def weigh(apart):
+        return [np.exp(-0.5 * (x / SIGMA) ** 2) for x in apart]
+
+    model = AttentionRegressor(SIGMA).fit(X, y)
+    within = RadiusNeighborsRegressor(WITHIN * SIGMA, weights=weigh, algorithm="kd_tree").fit(X, y)
+    few = Q[: max(N // 100, 1)]
+    sides = {
+        "qkv": lambda: model.predict(Q),
+        "RadiusNeighborsRegressor": lambda: np.concatenate(
+            [within.predict(Q[at : at + 100]) for at in range(0, N, 100)]
+        ),
+        "KernelReg": None,
+    }
+    if peer("statsmodels"):
+        from statsmodels.nonparametric.kernel_regression import KernelReg
+
+        loop = KernelReg(y, X, "c" * D, reg_type="lc", bw=np.full(D, SIGMA))
+        sides["KernelReg"] = lambda: loop.fit(few)[0]
+
+    def exact():
+        import qkv
+
+        parts = [qkv.attend(q, X, y[:, None], score=Gaussian(SIGMA), engine="streaming")
+                 for q in np.array_split(Q, 20)]  # fmt: skip
+        return [np.concatenate(parts)[:, 0]]
+
+    del exact
+    row = compare(f"predict {N:,} of {M:,} rows d{D}, σ {SIGMA:.3g}, f64", sides, repeats=5)
+    yield row
+
+
+def rows():
+    yield from regression()
+    yield from classification()
+    yield from speed()
+    yield from beside_a_process()
+
+
+if __name__ == "__main__":
+    keep("estimators", rows())

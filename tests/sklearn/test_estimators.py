@@ -1,0 +1,287 @@
+"""The estimators against the formulas, in float64, and in the places where people put them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+import qkv
+from qkv.errors import QkvError
+from qkv.sklearn import AttentionClassifier, AttentionRegressor, AttentionTransformer
+from qkv.weightings import Normalized, TopK
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 3))
+Y = np.sin(2 * X[:, 0]) + X[:, 1]
+C = np.where(X[:, 0] > 0.5, "high", np.where(X[:, 1] > 0, "middle", "low"))
+Q = RNG.normal(size=(7, 3))
+WIDTH = np.array([0.6, 0.9, 1.4])
+COUNTS = RNG.integers(0, 4, 40).astype(float)
+
+
+def gaussian(query=Q, key=X, width=WIDTH):
+    apart = (query[:, None] - key[None]) / width
+    alpha = np.exp(-0.5 * (apart**2).sum(-1))
+    return alpha / alpha.sum(1, keepdims=True)
+
+
+def test_the_mean_is_nadaraya_watson():
+    model = AttentionRegressor(WIDTH).fit(X, Y)
+    found, deviation = model.predict(Q, return_std=True)
+    np.testing.assert_allclose(model.predict(Q), gaussian() @ Y, rtol=1e-12)
+    np.testing.assert_allclose(found, gaussian() @ Y, rtol=1e-12)
+    spread = gaussian() @ Y**2 - (gaussian() @ Y) ** 2
+    np.testing.assert_allclose(deviation, np.sqrt(spread), rtol=1e-9)
+    np.testing.assert_allclose(model.attention_weights(Q), gaussian(), rtol=1e-11)
+
+
+def test_the_line_is_weighted_least_squares():
+    y = np.stack([Y, X[:, 2] ** 2], axis=1)
+    model = AttentionRegressor(WIDTH, degree=1).fit(X, y)
+    found, deviation = model.predict(Q, return_std=True)
+    for q, alpha, value, off in zip(Q, gaussian(), found, deviation, strict=True):
+        design = np.column_stack([np.ones(40), (X - q) / WIDTH])
+        hold = model.ridge_ * np.diag([0, 1, 1, 1])
+        line = np.linalg.solve(design.T @ (alpha[:, None] * design) + hold,
+                               design.T @ (alpha[:, None] * y))  # fmt: skip
+        np.testing.assert_allclose(value, line[0], rtol=1e-9)
+        left = y - design @ line
+        left -= alpha @ left  # the ridge moves it
+        np.testing.assert_allclose(off, np.sqrt(alpha @ left**2), rtol=1e-6)
+
+
+def test_a_straight_line_is_found_again_up_to_its_ends():
+    x = np.linspace(0, 1, 30)[:, None]
+    model = AttentionRegressor(0.1, degree=1).fit(x, 3 * x[:, 0] + 1)
+    np.testing.assert_allclose(model.predict([[0.0], [1.0]]), [1.0, 4.0], atol=0.02)
+    assert AttentionRegressor(0.1).fit(x, 3 * x[:, 0] + 1).predict([[0.0]])[0] > 1.1
+
+
+def test_scott_is_scotts():
+    want = X.std(0) * 40 ** (-1 / 7)
+    np.testing.assert_allclose(AttentionRegressor().fit(X, Y).bandwidth_, want)
+
+
+@pytest.mark.parametrize(
+    "kernel, weighting",
+    [
+        ("laplace", "softmax"),
+        ("epanechnikov", None),
+        ("boxcar", Normalized("uniform")),
+        ("gaussian", TopK(3)),
+        ("dot", "sparsemax"),
+        ("cosine", "raw"),
+        ("gaussian", "hard"),
+        (lambda q, k: -abs(q[..., :1] - k[..., 0]), "entmax15"),
+    ],
+)
+def test_any_kernel_and_weighting_is_one_call_of_attend(kernel, weighting):
+    model = AttentionRegressor(WIDTH, kernel=kernel, weighting=weighting).fit(X, Y)
+    inside = Normalized("nearest") if weighting is None else weighting
+    keys = Q / WIDTH, X / WIDTH
+    want = qkv.attend(*keys, Y[:, None], score=kernel, weighting=inside, engine="dense")
+    np.testing.assert_allclose(model.predict(Q), want[:, 0], rtol=1e-9, atol=1e-12)
+    alpha = model.attention_weights(Q)
+    np.testing.assert_allclose(alpha @ Y, want[:, 0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_query_that_no_window_reaches_is_told_by_the_nearest():
+    model = AttentionRegressor(0.1, kernel="boxcar").fit([[0.0], [1.0]], [10.0, 20.0])
+    np.testing.assert_array_equal(model.predict([[0.05], [0.9], [7.0]]), [10.0, 20.0, 20.0])
+
+
+def test_classes_are_pooled_by_the_same_weights():
+    model = AttentionClassifier(WIDTH).fit(X, C)
+    want = gaussian() @ (C[:, None] == model.classes_)
+    np.testing.assert_allclose(model.predict_proba(Q), want, rtol=1e-10)
+    np.testing.assert_array_equal(model.predict(Q), model.classes_[want.argmax(1)])
+
+
+def test_two_questions_at_once_are_answered_as_each_alone():
+    both = np.column_stack([C, np.where(Y > 0, "up", "down")])
+    model = AttentionClassifier(WIDTH).fit(X, both)
+    for j in range(2):
+        alone = AttentionClassifier(WIDTH).fit(X, both[:, j])
+        np.testing.assert_allclose(model.predict_proba(Q)[j], alone.predict_proba(Q), rtol=1e-12)
+        np.testing.assert_array_equal(model.predict(Q)[:, j], alone.predict(Q))
+
+
+def test_a_query_without_an_answer_has_all_classes_alike():
+    model = AttentionClassifier(0.1, kernel="boxcar", weighting="normalized").fit([[0.0]], ["a"])
+    model.partial_fit([[1.0]], ["b"])
+    np.testing.assert_array_equal(model.predict_proba([[9.0]]), [[0.5, 0.5]])
+
+
+@pytest.mark.parametrize("degree", [0, 1])
+def test_weights_are_repeated_rows(degree):
+    twice = COUNTS.astype(int)
+    one = AttentionRegressor(degree=degree).fit(X, Y, sample_weight=COUNTS)
+    two = AttentionRegressor(degree=degree).fit(X.repeat(twice, 0), Y.repeat(twice))
+    for x, y in zip(one.predict(Q, True), two.predict(Q, True), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9)
+    alpha = one.attention_weights(Q)
+    assert (alpha[:, COUNTS == 0] == 0).all()
+    np.testing.assert_allclose(alpha.sum(1), 1)
+    many = AttentionClassifier().fit(X.repeat(twice, 0), C.repeat(twice))
+    few = AttentionClassifier().fit(X, C, COUNTS)
+    np.testing.assert_allclose(few.predict_proba(Q), many.predict_proba(Q), rtol=1e-10)
+
+
+def test_weights_of_windows_and_without_a_sum():
+    model = AttentionRegressor(2.0, kernel="epanechnikov").fit(X, Y, COUNTS)
+    alpha = model.attention_weights(Q)
+    np.testing.assert_allclose(alpha @ Y, model.predict(Q), rtol=1e-10)
+    raw = AttentionRegressor(2.0, kernel="epanechnikov", weighting="raw").fit(X, Y, COUNTS)
+    np.testing.assert_allclose(raw.attention_weights(Q) @ Y, raw.predict(Q), rtol=1e-10)
+
+
+def test_more_rows_are_as_if_they_had_been_there():
+    whole = AttentionRegressor("loo", degree=1).fit(X, Y, COUNTS + 1)
+    parts = AttentionRegressor("loo", degree=1)
+    for at in (slice(15), slice(15, 16), slice(16, None)):
+        parts.partial_fit(X[at], Y[at], COUNTS[at] + 1)
+    np.testing.assert_array_equal(parts.predict(Q), whole.predict(Q))
+    first = AttentionClassifier().partial_fit(X[:20], C[:20], classes=["never", *set(C)])
+    assert "never" in first.classes_
+    first.partial_fit(X[20:], C[20:])
+    both = AttentionClassifier().fit(X, C)
+    np.testing.assert_array_equal(first.predict(Q), both.predict(Q))
+    holes = np.where(RNG.random(X.shape) < 0.2, np.nan, X)
+    one = AttentionTransformer().partial_fit(holes[:20]).partial_fit(holes[20:]).transform(holes)
+    np.testing.assert_array_equal(one, AttentionTransformer().fit(holes).transform(holes))
+
+
+def test_categories_count_by_equality():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": X[:, 0], "town": np.resize(["Ulm", "Bonn", "Jena"], 40)})
+    model = AttentionRegressor([0.5, 0.7], categorical=["town"]).fit(frame, Y)
+    query = pandas.DataFrame({"x": [0.1, 0.1], "town": ["Bonn", "Köln"]})
+    apart = ((0.1 - X[:, 0]) / 0.5) ** 2 + (frame["town"] != "Bonn") / 0.7**2
+    alpha = np.exp(-0.5 * apart)
+    assert model.predict(query)[0] == pytest.approx(alpha @ Y / alpha.sum())
+    plain = np.exp(-0.5 * ((0.1 - X[:, 0]) / 0.5) ** 2)
+    assert model.predict(query)[1] == pytest.approx(plain @ Y / plain.sum())
+    line = AttentionRegressor("learned", degree=1, categorical=[False, True]).fit(frame, Y)
+    assert line.bandwidth_.shape == (2,)
+    assert np.isfinite(line.predict(query)).all()
+
+
+def test_a_missing_cell_is_told_by_the_cells_beside_it():
+    holes = X.copy()
+    holes[3, 1] = np.nan
+    found = AttentionTransformer(WIDTH).fit(X).transform(holes[:5])
+    alpha = gaussian(X[3:4, [0, 2]], X[:, [0, 2]], WIDTH[[0, 2]])[0]
+    assert found[3, 1] == pytest.approx(alpha @ X[:, 1])
+    found[3, 1] = np.nan
+    np.testing.assert_array_equal(found, holes[:5])
+
+
+def test_a_hole_among_the_rows_counts_for_nothing():
+    rows = np.array([[0.0, 10.0], [0.1, np.nan], [5.0, 50.0]])
+    model = AttentionTransformer(0.5).fit(rows)
+    np.testing.assert_allclose(model.transform([[0.1, np.nan]]), [[0.1, 10.0]], rtol=1e-9)
+    np.testing.assert_allclose(model.transform([[np.nan, np.nan]]), [[1.7, 30.0]])
+
+
+def test_all_cells_pooled_are_a_step_of_mean_shift():
+    model = AttentionTransformer(WIDTH, cells="all").fit(X)
+    np.testing.assert_allclose(model.transform(Q), gaussian() @ X, rtol=1e-10)
+
+
+def test_loo_imputes_better_than_the_rule():
+    t = RNG.uniform(0, 6, 120)
+    whole = np.column_stack([np.sin(t), np.cos(t), t])
+    holes = whole.copy()
+    gone = RNG.random(whole.shape) < 0.1
+    holes[gone] = np.nan
+    errors = [
+        np.abs(AttentionTransformer(rule).fit_transform(holes) - whole)[gone].mean()
+        for rule in ("loo", "scott")
+    ]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_frames_keep_their_names():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(X, columns=list("abc"), index=range(100, 140))
+    model = AttentionTransformer().set_output(transform="pandas")
+    found = model.fit_transform(frame)
+    assert list(found.columns) == list("abc") and list(found.index) == list(frame.index)
+    assert list(model.get_feature_names_out()) == list("abc")
+    fitted = AttentionRegressor().fit(frame, Y)
+    np.testing.assert_array_equal(fitted.feature_names_in_, list("abc"))
+    with pytest.raises(ValueError, match="feature names"):
+        fitted.predict(frame[["c", "b", "a"]])
+
+
+def test_in_a_pipeline_a_grid_a_clone_and_a_pickle():
+    steps = make_pipeline(AttentionTransformer(), StandardScaler(), AttentionRegressor())
+    grid = {"attentionregressor__bandwidth": [0.1, 0.5, 5.0], "attentionregressor__degree": [0, 1]}
+    search = GridSearchCV(steps, grid, cv=2).fit(X, Y)
+    assert search.best_params_["attentionregressor__bandwidth"] < 5
+    again = pickle.loads(pickle.dumps(search.best_estimator_))
+    np.testing.assert_array_equal(again.predict(Q), search.predict(Q))
+    copy = clone(AttentionClassifier("loo", kernel="laplace", random_state=3))
+    assert copy.get_params()["kernel"] == "laplace" and copy.random_state == 3
+
+
+def test_the_precision_of_x_is_kept():
+    thin = AttentionTransformer(cells="all").fit_transform(X.astype(np.float32))
+    assert thin.dtype == np.float32
+    np.testing.assert_allclose(thin, AttentionTransformer(cells="all").fit_transform(X), atol=1e-5)
+    line = AttentionRegressor(degree=1).fit(X.astype(np.float32), Y)
+    want = AttentionRegressor(degree=1).fit(X, Y).predict(Q)
+    np.testing.assert_allclose(line.predict(Q.astype(np.float32)), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "work, match",
+    [
+        (lambda: AttentionRegressor(degree=2).fit(X, Y), "degree must be 0"),
+        (lambda: AttentionRegressor(kernel="gausian").fit(X, Y), "did you mean 'gaussian'"),
+        (lambda: AttentionRegressor(kernel="dot", weighting="raw", degree=1).fit(X, Y), "sum to"),
+        (lambda: AttentionRegressor(kernel="dot", weighting="raw").fit(X, Y).predict(Q, True),
+         "return_std=True needs weights that sum to one"),
+        (lambda: AttentionRegressor().fit(X, Y, -COUNTS), "sample_weight must not be negative"),
+        (lambda: AttentionRegressor().fit(X, Y, [1.0]), "sample_weight has shape"),
+        (lambda: AttentionRegressor().fit(X, Y).partial_fit(X, np.ones((40, 2))), "y has shape"),
+        (lambda: AttentionRegressor(categorical=["a"]).fit(X, Y), "X has no names"),
+        (lambda: AttentionRegressor(categorical=[3]).fit(X, Y), "none at 3"),
+        (lambda: AttentionRegressor(categorical="a").fit(X, Y), "must list columns"),
+        (lambda: AttentionRegressor(categorical=[0]).fit(X * np.nan, Y), "NaN or infinity"),
+        (lambda: AttentionRegressor(categorical=[0]).fit([["a", "b"], ["a", "c"]], [1, 2]),
+         "name it in categorical="),
+        (lambda: AttentionTransformer(cells="some").fit(X), "unknown cells 'some'"),
+        (lambda: AttentionTransformer("learned").fit(X), "needs a y"),
+        (lambda: AttentionTransformer().fit(X * [1, np.nan, 1]), "column 1 has no value"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(work, match):
+    with pytest.raises(QkvError, match=match):
+        work()
+
+
+def test_names_of_columns_are_looked_up():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"town": ["a", "b", "c"], "x": [1.0, 2.0, 3.0]})
+    with pytest.raises(QkvError, match="did you mean 'town'"):
+        AttentionRegressor(categorical=["towm"]).fit(frame, [1, 2, 3])
+
+
+def test_a_missing_extra_is_one_line(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("qkv.sklearn")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(qkv.QkvError, match=r'^qkv.sklearn needs scikit-learn: pip install "qkv'):
+        __import__("qkv.sklearn")
