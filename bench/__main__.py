@@ -19,6 +19,7 @@ SCRIPTS = (
     "sparse",
     "lookup",
     "gaussian",
+    "estimators",
     "window",
     "memory",
     "database",

@@ -107,6 +107,21 @@ def test_classes_are_pooled_by_the_same_weights():
     np.testing.assert_array_equal(model.predict(Q), model.classes_[want.argmax(1)])
 
 
+def test_classes_by_a_line_are_sharpened_by_leave_one_out():
+    model = AttentionClassifier(WIDTH, degree=1).fit(X, C)
+    ones = (C[:, None] == model.classes_).astype(float)
+    line = AttentionRegressor(WIDTH, degree=1).fit(X, ones).predict(Q)
+    p = np.maximum(line, 0) + 1e-3
+    want = p / p.sum(1, keepdims=True)
+    np.testing.assert_allclose(model.predict_proba(Q), want, rtol=1e-9)
+    tuned = AttentionClassifier("loo", degree=1).fit(X, C)
+    assert tuned.power_ != 1.0
+    np.testing.assert_allclose(tuned.predict_proba(Q).sum(1), 1)
+    both = AttentionClassifier("loo", degree=1).fit(X, np.column_stack([C, C]))
+    assert both.power_ == pytest.approx(tuned.power_, rel=1e-4)
+    np.testing.assert_array_equal(both.predict(Q)[:, 1], tuned.predict(Q))
+
+
 def test_two_questions_at_once_are_answered_as_each_alone():
     both = np.column_stack([C, np.where(Y > 0, "up", "down")])
     model = AttentionClassifier(WIDTH).fit(X, both)

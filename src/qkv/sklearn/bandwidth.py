@@ -23,6 +23,12 @@ from qkv.weightings import Weighting
 RIDGE = 1e-2
 """λ in squares of the bandwidth, where it is not learned."""
 
+RIDGES = (1e-3, RIDGE, 1e-1, 1.0)
+"""Those that are tried."""
+
+FLOOR = 1e-3
+"""The least that a class has of a line, which may fall below 0, or of a loss."""
+
 REACH = (-4.0, 5.0)
 """log h in standard deviations: from a fiftieth to where a column no longer counts."""
 
@@ -44,9 +50,10 @@ def squared(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Num
 
 
 def surprise(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Numbers]:
-    """−Σᵢ wᵢ log pᵢ of the true classes, with a millionth for each, so that none is impossible."""
-    p = found + 1e-6
-    return float(-(weight[:, None] * value * np.log(p)).sum()), -weight[:, None] * value / p
+    """−Σᵢ wᵢ log pᵢ of the true classes, with `FLOOR` for each, so that none is impossible."""
+    p = np.maximum(found, 0) + FLOOR
+    pull = -weight[:, None] * value / p
+    return float(-(weight[:, None] * value * np.log(p)).sum()), np.where(found > 0, pull, 0)
 
 
 @dataclass
@@ -65,10 +72,12 @@ class Rows:
 
     def error(self, width: Numbers, ridge: float = RIDGE) -> float:
         """L(h) for any score and weighting, h (d,)."""
-        total = 0.0
-        for some, _, _, found in self._left_out(width, ridge):
-            total += self.loss(found.value, self.value[some], self.weight[some])[0]
+        total = self.loss(self.told(width, ridge), self.value, self.weight)[0]
         return total / float(self.weight.sum())
+
+    def told(self, width: Numbers, ridge: float = RIDGE) -> Numbers:
+        """ŷ₋ᵢ(xᵢ) (m, p)"""
+        return np.concatenate([found.value for *_, found in self._left_out(width, ridge)])
 
     def slope(self, width: Numbers, ridge: float = RIDGE) -> tuple[float, Numbers, float]:
         """L(h), ∂L/∂log h (d,) and ∂L/∂log λ; of a softmax of Gaussians."""
@@ -123,16 +132,20 @@ def coarse(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numb
     return tried[int(np.nanargmin([error(width) for width in tried]))]
 
 
-def common(error: Callable[[Numbers], float], widths: Sequence[Numbers]) -> Numbers:
-    """The same, to two digits of c."""
+def common(
+    error: Callable[[Numbers, float], float], widths: Sequence[Numbers], ridges: Sequence[float]
+) -> tuple[Numbers, float]:
+    """The same, to two digits of c, and the best of the ridges."""
     from scipy.optimize import minimize_scalar
 
-    near = coarse(error, widths)
+    near = coarse(lambda width: error(width, RIDGE), widths)
+    errors = [error(near, ridge) for ridge in ridges]
+    ridge = ridges[int(np.nanargmin(errors))]
     options = {"xatol": 0.02, "maxiter": 12}
     found = minimize_scalar(
-        lambda c: error(np.exp(c) * near), bounds=(-1, 1), method="bounded", options=options
+        lambda c: error(np.exp(c) * near, ridge), bounds=(-1, 1), method="bounded", options=options
     )
-    return near * np.exp(found.x if found.fun < error(near) else 0)
+    return near * np.exp(found.x if found.fun < min(errors) else 0), ridge
 
 
 def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,17 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from qkv import scores, weightings
 from qkv.attention import attend, weights
-from qkv.errors import ArgumentError, DtypeError, ShapeError, sizes, unknown
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes, unknown
 from qkv.scores import Gaussian, Score
 from qkv.scores.distance import Expanded
 from qkv.scores.window import Window
-from qkv.sklearn.bandwidth import RIDGE, Loss, Rows, coarse, common, learned, scott, squared
+from qkv.sklearn.bandwidth import RIDGE, RIDGES, Loss, Rows, coarse, common, learned, scott, squared
 from qkv.sklearn.columns import Columns, Numbers, chosen
+from qkv.sklearn.local import Line, line
 from qkv.weightings import Normalized, Softmax, Weighting
+
+BLOCK = 2**24
+"""Moments of queries that are held at once, in numbers."""
 
 RULES = ("scott", "loo", "learned")
 
@@ -32,6 +38,7 @@ class Attentive(BaseEstimator):
         self,
         bandwidth: Any = "scott",
         *,
+        degree: int = 0,
         kernel: Any = "gaussian",
         weighting: Any = None,
         categorical: Any = None,
@@ -39,6 +46,7 @@ class Attentive(BaseEstimator):
         random_state: Any = None,
     ) -> None:
         self.bandwidth = bandwidth
+        self.degree = degree
         self.kernel = kernel
         self.weighting = weighting
         self.categorical = categorical
@@ -57,8 +65,12 @@ class Attentive(BaseEstimator):
             alpha /= np.where(total > 0, total, 1)
         return alpha
 
-    def _keep(self, X: Any, values: Numbers, counts: Numbers, sloped: bool = False) -> None:
+    def _keep(self, X: Any, values: Numbers, counts: Numbers) -> None:
         """Take the rows as keys, and find the bandwidth; values (m, p)."""
+        if isinstance(self.degree, bool) or self.degree not in (0, 1):
+            raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
+        if self.degree:
+            self._sums_to_one("degree=1")
         self._look()  # names that are not known, before anything is looked for
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
@@ -66,12 +78,12 @@ class Attentive(BaseEstimator):
         self._columns = Columns.of(X[kept], places)
         key = self._columns.vectors(X[kept])
         self._X, self._counts = X, counts
-        self._sloped = self._columns.sloped & sloped
+        self._sloped = self._columns.sloped & bool(self.degree)
         spread = _spread(key, counts[kept], self._columns)
         self.bandwidth_, self.ridge_ = self._width(key, values[kept], counts[kept], spread)
         self._middle = np.average(key, axis=0, weights=counts[kept]) * self._sloped
         # A line is told by differences of moments, for which 32 bits are too few.
-        self._dtype = np.dtype(np.float64) if sloped else key.dtype
+        self._dtype = np.dtype(np.float64) if self.degree else key.dtype
         self._keys = self._scaled(key)
 
     def _width(
@@ -95,11 +107,13 @@ class Attentive(BaseEstimator):
         # Columns in their own units may be alike, as pixels are, or each in its deviations.
         units = [np.ones(len(spread)), np.sqrt((spread**2).mean()) / spread]
         if self.bandwidth == "loo":
-            return spread * common(rows.error, units) * fewer, RIDGE
+            ridges = RIDGES if rows.sloped.any() else (RIDGE,)
+            width, ridge = common(rows.error, units, ridges)
+            return spread * width * fewer, ridge
         plain = replace(rows, score=Expanded(1.0), weighting=Softmax())
         width, ridge = learned(plain, coarse(plain.error, units))
         if not _same(rows, plain):
-            width = common(rows.error, [width])
+            width, ridge = common(rows.error, [width], (ridge,))
         return spread * width * fewer, ridge
 
     def _rows(
@@ -183,6 +197,22 @@ class Attentive(BaseEstimator):
         if not look["weighting"].convex:
             return found[:, :-1]
         return found[:, :-1] / np.where(found[:, -1:] > 0, found[:, -1:], 1)
+
+    def _lines(self, query: Numbers, values: Numbers) -> Iterator[Line]:
+        """The mean or the line of values (m, p), a block of queries at a time."""
+        d, p = int(self._sloped.sum()), values.shape[1]
+        step = max(BLOCK // ((d + 1) * (d + p + 1)), 1)
+        key = self._keys[:, self._sloped]
+        for at in range(0, len(query), step):
+            some = query[at : at + step]
+            near = some[:, self._sloped]
+            yield line(partial(self._pooled, some), near, key, values, self.ridge_)
+
+    def _sums_to_one(self, wanted: str) -> None:
+        weighting = self._look()["weighting"]
+        if not weighting.convex:
+            kind = type(weighting).__name__
+            raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
 
 
 def _same(one: Rows, two: Rows) -> bool:

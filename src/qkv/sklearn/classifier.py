@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
-from qkv.sklearn.bandwidth import surprise
+from qkv.sklearn.bandwidth import FLOOR, Rows, surprise
 from qkv.sklearn.base import Attentive
 from qkv.sklearn.columns import Numbers
 
@@ -17,8 +17,10 @@ class AttentionClassifier(ClassifierMixin, Attentive):
     """p(c | x) = Σᵢ α(x, xᵢ) [yᵢ = c]: attention over the classes of the rows that were seen.
 
     X is (m, d), y (m,), or (m, p) for p questions at once, where `classes_` and `predict_proba` are
-    lists. The parameters are those of `AttentionRegressor`, without `degree`; a bandwidth by
-    leave-one-out is the one under which the true classes of rows left out are the least surprising.
+    lists. The parameters are those of `AttentionRegressor`. A bandwidth by leave-one-out is the one
+    under which the true classes of rows left out are the least surprising. A line (`degree` 1) may
+    rise above 1 and fall below 0: what is below counts as 0, each class gets a thousandth, and all
+    are taken to the power `power_`, found by leave-one-out too, and divided by their sum.
 
     >>> X, y = [[0.0], [0.2], [1.0], [1.2]], ["low", "low", "high", "high"]
     >>> model = AttentionClassifier(bandwidth=0.5).fit(X, y)
@@ -58,18 +60,46 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         self.classes_ = found[0] if y.ndim == 1 else found
         ones = [column[:, None] == names for column, names in zip(columns, found, strict=True)]
         values = np.concatenate(ones, axis=1).astype(np.float64)
+        self.power_ = 1.0
         self._keep(X, values, counts)
         self._values = values[counts > 0]
         return self
 
+    def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+        """The bandwidth and the ridge; and for lines, too soft for probabilities as they are, the
+        power that surprises least."""
+        from scipy.optimize import minimize_scalar
+
+        width, ridge = super()._searched(rows, fewer, spread)
+        if not rows.sloped.any():
+            return width, ridge
+        told, sure = rows.told(width / spread / fewer, ridge), rows.weight[:, None] * rows.value
+
+        def surprised(power: float) -> float:
+            return -float((sure * np.log(np.concatenate(self._over_sums(told, power), 1))).sum())
+
+        self.power_ = float(minimize_scalar(surprised, bounds=(0.5, 20), method="bounded").x)
+        return width, ridge
+
     def predict_proba(self, X: Any) -> Any:
         """p (n, classes), or one for each question. A query that no row answers has all classes
         alike."""
-        found = np.clip(self._pooled(self._queries(X), self._values), 0, None)
-        many = [self.classes_] if self._y.ndim == 1 else self.classes_
-        ends = np.cumsum([len(names) for names in many])[:-1]
-        parts = [_over_sum(part) for part in np.split(found, ends, axis=1)]
+        query = self._queries(X)
+        if self._sloped.any():
+            lines = self._lines(query, self._values)
+            parts = self._over_sums(np.concatenate([x.value for x in lines]), self.power_)
+        else:
+            parts = self._over_sums(self._pooled(query, self._values))
         return parts[0] if self._y.ndim == 1 else parts
+
+    def _over_sums(self, found: Numbers, power: float | None = None) -> list[Numbers]:
+        """The classes of each question over their sum, as they are or of a line and to a power."""
+        many = [self.classes_] if self._y.ndim == 1 else self.classes_
+        found = np.maximum(found, 0)
+        if power is not None:
+            found = (found + FLOOR) ** power
+        ends = np.cumsum([len(names) for names in many])[:-1]
+        return [_over_sum(part) for part in np.split(found, ends, axis=1)]
 
     def predict(self, X: Any) -> Numbers:
         """The most probable class (n,), or (n, p)."""

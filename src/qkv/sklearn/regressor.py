@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 from sklearn.base import MultiOutputMixin, RegressorMixin
 
-from qkv.errors import ArgumentError, CombinationError
 from qkv.sklearn.base import Attentive
 from qkv.sklearn.columns import Numbers
-from qkv.sklearn.local import line
-
-BLOCK = 2**24
-"""Moments of queries that are held at once, in numbers."""
 
 
 class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
@@ -45,27 +40,6 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
     array([1.134])
     """
 
-    def __init__(
-        self,
-        bandwidth: Any = "scott",
-        *,
-        degree: int = 0,
-        kernel: Any = "gaussian",
-        weighting: Any = None,
-        categorical: Any = None,
-        sample: int = 2000,
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            bandwidth,
-            kernel=kernel,
-            weighting=weighting,
-            categorical=categorical,
-            sample=sample,
-            random_state=random_state,
-        )
-        self.degree = degree
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> AttentionRegressor:
         """Keep the rows X (m, d) and y (m,) or (m, p), and find the bandwidth."""
         X, y = self._checked(X, y=y, multi_output=True, y_numeric=True)
@@ -79,17 +53,13 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
         return self._fit(*self._together(X, y, self._counted(sample_weight, X)))
 
     def _fit(self, X: Any, y: Numbers, counts: Numbers) -> AttentionRegressor:
-        if isinstance(self.degree, bool) or self.degree not in (0, 1):
-            raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
-        if self.degree:
-            self._sums_to_one("degree=1")
         self._y = y
         values = y.reshape(len(y), -1).astype(np.float64)
         kept = counts > 0
         self._centre = np.average(values[kept], axis=0, weights=counts[kept])
         spread = np.sqrt(np.average((values - self._centre) ** 2, axis=0, weights=counts))
         standard = (values - self._centre) / np.where(spread > 0, spread, 1)
-        self._keep(X, standard, counts, sloped=self.degree == 1)
+        self._keep(X, standard, counts)
         self._values = values[kept]
         return self
 
@@ -101,28 +71,16 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
             self._sums_to_one("return_std=True")
         if not self._sloped.any() and not return_std:
             return self._shaped(self._pooled(query, self._values))
-        d, p = int(self._sloped.sum()), self._values.shape[1]
-        step = max(BLOCK // ((d + 1) * (d + 2 * p + 1)), 1)
-        found = [self._fitted(query[at : at + step]) for at in range(0, len(query), step)]
-        value, variance = (self._shaped(np.concatenate(x)) for x in zip(*found, strict=True))
-        return (value, np.sqrt(np.maximum(variance, 0))) if return_std else value
-
-    def _fitted(self, query: Numbers) -> tuple[Numbers, Numbers]:
-        """The value and the variance (n, p) at some queries."""
         values, p = self._values - self._centre, self._values.shape[1]
-        key, near = (x[:, self._sloped] for x in (self._keys, query))
-        found = line(
-            lambda given: self._pooled(query, given),
-            near, key, np.concatenate([values, values**2], axis=1), self.ridge_,
-        )  # fmt: skip
-        variance = found.mean[:, p:] - found.mean[:, :p] ** 2 - found.explained[:, :p]
-        return found.value[:, :p] + self._centre, variance
-
-    def _sums_to_one(self, wanted: str) -> None:
-        weighting = self._look()["weighting"]
-        if not weighting.convex:
-            kind = type(weighting).__name__
-            raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
+        if return_std:
+            values = np.concatenate([values, values**2], axis=1)
+        found = list(self._lines(query, values))
+        value = np.concatenate([line.value[:, :p] for line in found]) + self._centre
+        if not return_std:
+            return self._shaped(value)
+        variance = [x.mean[:, p:] - x.mean[:, :p] ** 2 - x.explained[:, :p] for x in found]
+        deviation = np.sqrt(np.maximum(np.concatenate(variance), 0))
+        return self._shaped(value), self._shaped(deviation)
 
     def _shaped(self, values: Numbers) -> Numbers:
         return values[:, 0] if self._y.ndim == 1 else values

@@ -11,14 +11,14 @@ from sklearn.base import OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from qkv.errors import ArgumentError, unknown
-from qkv.sklearn.bandwidth import Rows, common, scott
+from qkv.sklearn.bandwidth import RIDGE, Rows, common, scott
 from qkv.sklearn.base import Attentive
 from qkv.sklearn.columns import Columns, Numbers
 
 CELLS = ("missing", "all")
 
 
-def each_by_the_others(rows: Rows, width: Numbers) -> float:
+def each_by_the_others(rows: Rows, width: Numbers, ridge: float) -> float:
     """The sum of the columns' errors, each told by the other columns; `value` (m, d) says how much
     a cell counts."""
     columns, flat = Columns.of(rows.key[:, 1:], []), rows.sloped[1:]
@@ -28,7 +28,7 @@ def each_by_the_others(rows: Rows, width: Numbers) -> float:
         part = replace(
             rows, key=key, value=rows.key[:, [j]], weight=weight, columns=columns, sloped=flat
         )
-        total += part.error(np.delete(width, j))
+        total += part.error(np.delete(width, j), ridge)
     return total
 
 
@@ -108,9 +108,10 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, Attentive):
         if self.bandwidth == "learned":
             raise ArgumentError('bandwidth "learned" needs a y to learn from: choose "loo"')
         if len(spread) == 1:
-            return spread * scott(rows.weight.sum(), 1) * fewer, 0.0
-        found = common(partial(each_by_the_others, rows), [np.ones(len(spread))])
-        return spread * found * fewer, 0.0
+            return spread * scott(rows.weight.sum(), 1) * fewer, RIDGE
+        units = [np.ones(len(spread))]
+        found, ridge = common(partial(each_by_the_others, rows), units, (RIDGE,))
+        return spread * found * fewer, ridge
 
     def transform(self, X: Any) -> Numbers:
         """X (n, d) with its missing cells filled, or with all of them pooled."""
