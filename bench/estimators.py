@@ -19,6 +19,7 @@ M, N, D = size(200_000, 5_000), size(2_000, 50), 3
 SIGMA = M ** (-1 / (D + 4)) / np.sqrt(12)
 ROWS = size(1_000, 150)
 MANY = size(4_000, 300)
+LEARNED = size(600, 100)
 WITHIN = 5.5
 """Bandwidths beyond which scikit-learn does not look: a millionth of the weight lies there."""
 
@@ -40,17 +41,39 @@ def tuned(model, classes=False):
     return GridSearchCV(Pipeline([("scale", None), ("knn", model)]), grid, cv=5)
 
 
-def gaussian_process(d):
-    """With a length scale for each column, and noise, both learned."""
+def gaussian_process(X, y, query):
+    """What it says of the queries, and the seconds that its whole fit would take.
+
+    With a length scale for each column, and noise. They are learned from a part of the rows, then
+    all rows are fitted with them: a step of learning on all takes so long that one is timed, and
+    counted as often as steps were needed on the part.
+    """
+    from scipy.optimize import minimize
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
-    from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    kernel = ConstantKernel() * RBF(np.ones(d)) + WhiteKernel()
-    return make_pipeline(
-        StandardScaler(), GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
-    )
+    steps = [0]
+
+    def counted(objective, start, bounds):
+        def step(theta):
+            steps[0] += 1
+            return objective(theta)
+
+        found = minimize(step, start, jac=True, method="L-BFGS-B", bounds=bounds)
+        return found.x, found.fun
+
+    scale = StandardScaler().fit(X)
+    X, query = scale.transform(X), scale.transform(query)
+    kernel = ConstantKernel() * RBF(np.ones(X.shape[1])) + WhiteKernel()
+    part = GaussianProcessRegressor(kernel, optimizer=counted, normalize_y=True)
+    part.fit(X[:LEARNED], y[:LEARNED])
+    begin = time.process_time()
+    whole = GaussianProcessRegressor(part.kernel_, optimizer=None, normalize_y=True).fit(X, y)
+    told = whole.predict(query)
+    rest = time.process_time()
+    whole.log_marginal_likelihood(whole.kernel_.theta, eval_gradient=True, clone_kernel=False)
+    return told, rest - begin + steps[0] * (time.process_time() - rest), steps[0]
 
 
 def waves(rows):
@@ -123,19 +146,27 @@ def beside_a_process():
     from qkv.sklearn import AttentionRegressor
 
     X, y = make_friedman1(MANY, noise=1.0, random_state=0)
-    # A Gaussian process of so many rows takes minutes for one fold.
     folds = list(KFold(5, shuffle=True, random_state=0).split(X))[:1]
-    makes = {
-        "qkv": lambda: AttentionRegressor("learned", degree=1, random_state=0),
-        "Gaussian process": lambda: gaussian_process(X.shape[1]),
+    known, held_out = folds[0]
+
+    def make():
+        return AttentionRegressor("learned", degree=1, random_state=0)
+
+    ours = folded(make, X, y, folds, {"RMSE": root})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told, seconds, steps = gaussian_process(X[known], y[known], X[held_out])
+    theirs = {
+        "ms": 1e3 * seconds,
+        "RMSE": float(root(y[held_out], told)),
+        "note": f"{steps} steps, one of them timed; its kernel learned from {LEARNED} rows",
     }
-    sides = {k: folded(make, X, y, folds, {"RMSE": root}) for k, make in makes.items()}
-    ours, theirs = sides["qkv"], sides["Gaussian process"]
     near, quick = ours["RMSE"] / theirs["RMSE"], theirs["ms"] / ours["ms"]
     goals = [
         ("RMSE ≤ 1.05 × that of Gaussian process", near, near <= 1.05),
         ("≥ 10× Gaussian process", quick, quick >= 10),
     ]
+    sides = {"qkv": ours, "Gaussian process": theirs}
     yield judged(f"regression, Friedman 1, {MANY:,} rows, first of 5 folds", sides, goals)
 
 
@@ -154,7 +185,7 @@ def classification():
             X, y = X[:300], y[:300]
         folds = list(StratifiedKFold(5, shuffle=True, random_state=0).split(X, y))
         makes = {
-            "qkv": lambda: AttentionClassifier("loo", degree=1, sample=700, random_state=0),
+            "qkv": lambda: AttentionClassifier("loo", degree=1, sample=400, random_state=0),
             "qkv, degree 0": lambda: AttentionClassifier("loo", random_state=0),
             "k-NN, tuned": lambda: tuned(KNeighborsClassifier(), classes=True),
         }

@@ -141,7 +141,7 @@ def common(
     near = coarse(lambda width: error(width, RIDGE), widths)
     errors = [error(near, ridge) for ridge in ridges]
     ridge = ridges[int(np.nanargmin(errors))]
-    options = {"xatol": 0.02, "maxiter": 12}
+    options = {"xatol": 0.02, "maxiter": 8}
     found = minimize_scalar(
         lambda c: error(np.exp(c) * near, ridge), bounds=(-1, 1), method="bounded", options=options
     )
