@@ -240,36 +240,23 @@ def _literal(text: str) -> str:
 def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ of each row of DuckDB's; rows of the same shapes are one call of `attend`."""
     import pyarrow
-    import pyarrow.compute
 
-    columns = {"query": query, "keys": keys, "values": values}
-    for name, column in columns.items():
-        flat = column
-        while pyarrow.types.is_list(flat.type):
-            flat = pyarrow.compute.list_flatten(flat)
-            if flat.null_count:
-                raise ArgumentError(
-                    f"attend: {name} holds a NULL: leave it out, as in list(k) FILTER (WHERE k IS "
-                    "NOT NULL), for keys and values alike"
-                )
-    q, k, v, by, weighted = (
-        column.to_pylist() for column in (query, keys, values, score, weighting)
-    )
+    given = {"query": query, "keys": keys, "values": values}
+    _, k, v = sides = [_Vectors(column, name) for name, column in given.items()]
     groups: dict[Any, list[int]] = {}
-    for i in range(len(q)):
+    for i, way in enumerate(zip(score.to_pylist(), weighting.to_pylist(), strict=True)):
         # Of nothing the sum is NULL, as SQL's is.
-        if q[i] is None or not k[i] or v[i] is None:
+        if any(side.null[i] for side in sides) or not k.count[i]:
             continue
-        if len(k[i]) != len(v[i]):
-            raise ShapeError(f"attend: {len(k[i])} keys and {len(v[i])} values: one for each key")
-        shape = (len(q[i]), len(k[i]), _width(k[i], "keys"), _width(v[i], "values"))
-        groups.setdefault((by[i], weighted[i], *shape), []).append(i)
-    found: list[Any] = [None] * len(q)
+        if k.count[i] != v.count[i]:
+            told = f"{k.count[i]} keys and {v.count[i]} values"
+            raise ShapeError(f"attend: {told}: one for each key")
+        shape = (int(k.count[i]), *(side.width(i) for side in sides))
+        groups.setdefault((*way, *shape), []).append(i)
+    found: list[Any] = [None] * len(query)
     for (name, weights, *_), at in groups.items():
         out = attend(
-            np.array([q[i] for i in at], float)[:, None],
-            np.array([k[i] for i in at], float),
-            np.array([v[i] for i in at], float),
+            *(side.stacked(at) for side in sides),
             score=spelled.score(name),
             weighting=spelled.weighting(weights),
         )
@@ -278,12 +265,42 @@ def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) ->
     return pyarrow.array(found, pyarrow.list_(pyarrow.float64()))
 
 
-def _width(vectors: list[list[float]], name: str) -> int:
-    """How many numbers each of the vectors has."""
-    widths = sorted(set(map(len, vectors)))
-    if len(widths) > 1:
-        raise ShapeError(
-            f"attend: {name} has vectors of {widths[0]} and of {widths[-1]} numbers: all that "
-            "belong to one query need one length"
-        )
-    return widths[0]
+class _Vectors:
+    """A column of Arrow whose rows are lists of vectors, or one vector each, as flat numbers."""
+
+    def __init__(self, column: Any, name: str):
+        from pyarrow import types
+
+        array, offsets = column.combine_chunks(), []
+        self.name, self.null = name, array.is_null().to_numpy(zero_copy_only=False)
+        while types.is_list(array.type):
+            offsets.append(array.offsets.to_numpy())
+            array = array.values
+            if array.null_count:
+                raise ArgumentError(
+                    f"attend: {name} holds a NULL: leave it out, as in list(k) FILTER (WHERE k IS "
+                    "NOT NULL), for keys and values alike"
+                )
+        if len(offsets) < 2:
+            offsets.insert(0, np.arange(len(column) + 1))
+        self._rows, self._ends = offsets
+        self._widths, self._flat = np.diff(self._ends), array.to_numpy(zero_copy_only=False)
+        self.count = np.diff(self._rows)
+
+    def width(self, row: int) -> int:
+        """How many numbers each vector of a row has."""
+        widths = self._widths[self._rows[row] : self._rows[row + 1]]
+        least, most = int(widths.min()), int(widths.max())
+        if least < most:
+            raise ShapeError(
+                f"attend: {self.name} has vectors of {least} and of {most} numbers: all that "
+                "belong to one query need one length"
+            )
+        return least
+
+    def stacked(self, rows: list[int]) -> np.ndarray:
+        """The vectors of rows of one shape, (rows, count, width)."""
+        count, width = int(self.count[rows[0]]), self.width(rows[0])
+        starts = self._ends[self._rows[rows]]
+        flat: np.ndarray = self._flat[starts[:, None] + np.arange(count * width)]
+        return flat.reshape(-1, count, width)
