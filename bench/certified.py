@@ -26,7 +26,7 @@ from qkv.database.encoders.base import sharpness
 M, D = size(int(os.environ.get("QKV_BENCH_ROWS", 1_000_000)), 20_000), 256
 PHRASES = size(100_000, 5_000)
 QUERIES = size(10_000, 200)
-CHECKED = size(50_000, 5_000)
+CHECKED = size(20_000, 5_000)
 """Rows among which the true error of so many queries is looked at."""
 STEP = 2**18
 TOLERANCE = 0.01

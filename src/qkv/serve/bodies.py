@@ -57,8 +57,8 @@ TOLERANCE: Schema = {
 }
 CONFIDENCE: Schema = {
     "type": ["number", "null"],
-    "exclusiveMinimum": 0,
-    "exclusiveMaximum": 1,
+    "minimum": 0,
+    "maximum": 1,
     "description": "With what probability the tolerance must hold, where rows may be drawn for it.",
 }
 NEAR = {"tolerance": TOLERANCE, "confidence": CONFIDENCE}
