@@ -101,10 +101,11 @@ def keys_tiles(
     dk, dv, dbias, dgate = state
     key, k, k_offset, v, j, added, b = keys
     query, q_n, along, at, ds_out, ds_line, ds_columns, stored = queries
-    kept, centre, row_a, row_b, gate_query, lines, head_line, head_at, seed, lane = rows
-    n, _, end, lower, upper, layout, size, columns, pairs, p_n, p_m = mask
+    kept, centre, row_a, row_b, gate_query, lines, head_line, head_at, j_at, seed, lane = rows
+    n, _, end, lower, upper, layout, size, columns, pairs, p_n = mask
     scale, alpha, times, dropped, kept_scale, hashed = numbers
     COLS: tl.constexpr = v.shape[0]
+    RULED: tl.constexpr = MASKED or PAIRS > 0
     near = tl.arange(0, ROWS)
     for t in tl.range(lo, hi):
         if LAYOUT:
@@ -119,8 +120,8 @@ def keys_tiles(
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
         extra = i
         if PAIRS:
-            i_at = head_at + i * tl.cast(p_n, tl.int64)
-            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+            place = pairs + head_at + start * tl.cast(p_n, tl.int64)
+            extra, live = ruled(live, place, j_at + here[None, :] * p_n, times, PAIRS, MASKED)
         keep = i
         if DROP:
             keep = kept_share(row_hash(seed, lane, i, hashed), j, dropped, kept_scale)
@@ -133,7 +134,7 @@ def keys_tiles(
         if WEIGHTING == "average":
             p, lean = weigh(
                 i, j, live, 0.0, share[None, :], first_a, first_b, alpha,
-                WEIGHTING, POWER, APART, FAST, MASKED,
+                WEIGHTING, POWER, APART, FAST, RULED,
             )  # fmt: skip
             if DROP:
                 p = p * keep
@@ -153,7 +154,7 @@ def keys_tiles(
                 s = s + extra
             p, lean = weigh(
                 s, j, live, top[None, :], share[None, :], first_a[None, :], first_b[None, :], alpha,
-                WEIGHTING, POWER, APART, FAST, MASKED,
+                WEIGHTING, POWER, APART, FAST, RULED,
             )  # fmt: skip
             given = p
             if DROP:
@@ -163,14 +164,14 @@ def keys_tiles(
             if DROP:
                 dp = dp * keep
             ds = slope(p, lean, dp, middle[None, :], share[None, :], WEIGHTING)
-            if MASKED:
+            if RULED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
                 logit, ds = pull_gate(ds, gated, steep, scale, BIAS)
-                if MASKED:
+                if RULED:
                     logit = tl.where(live, logit, 0.0)
                 dgate += tl.sum(logit, 1)
-                if MASKED:
+                if RULED:
                     ds = tl.where(live, ds, 0.0)
             if BIAS:
                 dbias += tl.sum(ds, 1)
@@ -180,7 +181,7 @@ def keys_tiles(
                 ds = (ds * left_over(scale, WEIGHTING, BIAS, GATE)).to(ds_out.dtype.element_ty)
                 tl.store(spot, ds, mask=kept_pairs)
             else:
-                if MASKED:
+                if RULED:
                     q = tl.where(finite(q), q, 0.0)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv, dbias, dgate
@@ -271,11 +272,8 @@ def to_keys(
         tl.zeros((COLS,), dtype=tl.float32),
     )
     keys = (key, k, k_offset, v, j, added, b)
-    mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_n, p_m)
+    mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_n)
     numbers = (scale, alpha, times, dropped, kept_scale, hashed)
-    if PAIRS:  # every tile is looked at
-        inner_lo = lo
-        inner_hi = lo
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     ds_columns = tl.cast(group, tl.int64) * n
     lines = tl.cast(lines, tl.int64)
@@ -290,24 +288,23 @@ def to_keys(
             described(head_along, n, tl.cast(D, tl.int64), D, ROWS, BLOCK_D, TMA),
             at, ds, ds_line, ds_columns, stored,
         )  # fmt: skip
-        head_at = batch * p_b + (head * group + g) * p_h
+        head_at = batch * p_b + (head * group + g) * p_h + first * tl.cast(p_m, tl.int64)
         rows = (
-            kept, centre, row_a, row_b, gate_query, lines, query_head * n, head_at, seed,
-            query_head,
+            kept, centre, row_a, row_b, gate_query, lines, query_head * n, head_at,
+            here[:, None] * p_m, seed, query_head,
         )  # fmt: skip
-        if (UPPER or CUT) and not LAYOUT and not PAIRS:
+        if (UPPER or CUT) and not LAYOUT:
             state = keys_tiles(
                 state, keys, queries, rows, mask, numbers, lo, inner_lo, g, ROWS, WIDE, True,
                 WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
                 W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
             )  # fmt: skip
-        if not PAIRS:
-            state = keys_tiles(
-                state, keys, queries, rows, mask, numbers, inner_lo, inner_hi, g, ROWS, WIDE, False,
-                WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-                W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
-            )  # fmt: skip
-        if LOWER or UNEVEN or LAYOUT or PAIRS:
+        state = keys_tiles(
+            state, keys, queries, rows, mask, numbers, inner_lo, inner_hi, g, ROWS, WIDE, False,
+            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+            W, D, BLOCK_W, BLOCK_D, APART, CENTRED, FAST, PRECISION, TMA, PAIRS, DROP,
+        )  # fmt: skip
+        if LOWER or UNEVEN or LAYOUT:
             state = keys_tiles(
                 state, keys, queries, rows, mask, numbers, inner_hi, hi, g, ROWS, WIDE, True,
                 WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
@@ -351,6 +348,7 @@ def queries_tiles(
     n, m, end, lower, upper, layout, size, columns, pairs, p_m = mask
     scale, alpha, times, dropped, kept_scale = numbers
     ROWS: tl.constexpr = do.shape[0]
+    RULED: tl.constexpr = MASKED or PAIRS > 0
     near = tl.arange(0, COLS)
     for t in tl.range(lo, hi):
         if LAYOUT:
@@ -365,7 +363,8 @@ def queries_tiles(
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
         extra = j
         if PAIRS:
-            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+            place = pairs + start * tl.cast(p_m, tl.int64)
+            extra, live = ruled(live, place, i_at + near[None, :] * p_m, times, PAIRS, MASKED)
         if WIDE:
             x = products(
                 query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
@@ -387,7 +386,7 @@ def queries_tiles(
             s = s + extra
         p, lean = weigh(
             s, j, live, top, share, first_a, first_b, alpha,
-            WEIGHTING, POWER, APART, FAST, MASKED,
+            WEIGHTING, POWER, APART, FAST, RULED,
         )  # fmt: skip
         v = rows_at(value, start, v_m, here, D, BLOCK_D, TMA)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -398,17 +397,17 @@ def queries_tiles(
             two += tl.sum(lean, 1)
         else:
             ds = slope(p, lean, dp, middle, share, WEIGHTING)
-            if MASKED:
+            if RULED:
                 ds = tl.where(live, ds, 0.0)
             if GATE:
                 logit, ds = pull_gate(ds, gated, steep, scale, BIAS)
-                if MASKED:
+                if RULED:
                     logit = tl.where(live, logit, 0.0)
                 one += tl.sum(logit, 1)
-                if MASKED:
+                if RULED:
                     ds = tl.where(live, ds, 0.0)
             if not WIDE:
-                if MASKED:
+                if RULED:
                     k = tl.where(finite(k), k, 0.0)
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, one, two
@@ -477,7 +476,8 @@ def to_queries(
     i = (first + near)[:, None]
     i_at = i
     if PAIRS:
-        i_at = batch * p_b + head * p_h + i * tl.cast(p_n, tl.int64)
+        pairs += batch * p_b + head * p_h + first * tl.cast(p_n, tl.int64)
+        i_at = here[:, None] * p_n
     of_row = i
     if DROP:
         of_row = row_hash(seed, lane, i, hashed)
@@ -509,22 +509,18 @@ def to_queries(
     keys = (key, k_m, value, v_m, bias, gate_key, at)
     mask = (n, m, end, lower, upper, layout, size, columns, pairs, p_m)
     numbers = (scale, alpha, times, dropped, kept_scale)
-    if PAIRS:  # every tile is looked at
-        inner_lo = lo
-        inner_hi = lo
-    if LOWER and not LAYOUT and not PAIRS:
+    if LOWER and not LAYOUT:
         state = queries_tiles(
             state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, CENTRE,
             WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
             W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
-    if not PAIRS:
-        state = queries_tiles(
-            state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, CENTRE,
-            WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
-        )  # fmt: skip
-    if UPPER or CUT or LAYOUT or PAIRS:
+    state = queries_tiles(
+        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, CENTRE,
+        WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
+        W, D, BLOCK_W, BLOCK_D, APART, FAST, PRECISION, TMA, PAIRS, DROP,
+    )  # fmt: skip
+    if UPPER or CUT or LAYOUT:
         state = queries_tiles(
             state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, CENTRE,
             WEIGHTING, POWER, BIAS, GATE, LOWER, UPPER, LAYOUT,
@@ -558,10 +554,10 @@ def to_pairs(
     p_b, p_h, p_n, p_m, o_b, o_h, o_n, o_m,
     n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, splits, span,
     rows_own, keys_own, lanes_own, batches_own, heads_own,
-    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, WEIGHTING: tl.constexpr, POWER: tl.constexpr, LOWER: tl.constexpr,
-    UPPER: tl.constexpr, APART: tl.constexpr, CENTRED: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, WEIGHTING: tl.constexpr,
+    POWER: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, APART: tl.constexpr,
+    CENTRED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of a mask's array, from all batches and heads that share it.
 
@@ -605,23 +601,33 @@ def to_pairs(
         j = (at_j + near_j)[None, :]
         end = length_of(lengths, batch, m)
         live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
-        i_at = batch * p_b + head * p_h + i * tl.cast(p_n, tl.int64)
-        extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+        place = pairs + batch * p_b + head * p_h
+        place += at_i * tl.cast(p_n, tl.int64) + at_j * tl.cast(p_m, tl.int64)
+        offset = near_i[:, None] * p_n + near_j[None, :] * p_m
+        extra, live = ruled(live, place, offset, times, PAIRS, True)
         line = (batch * heads + head) * n + at_i + here_i
         top, share, middle, first_a, first_b, a = known(
             kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED,
             FAST,
         )  # fmt: skip
-        x = products(
-            query + batch * q_b + head * q_h + at_i * tl.cast(q_n, tl.int64), here_i * q_n,
-            key + batch * k_b + shared * k_h + at_j * tl.cast(k_m, tl.int64), here_j * k_m,
-            ROWS, COLS, W, BLOCK_W, PRECISION,
-        )  # fmt: skip
-        dp = products(
-            along, line * D,
-            value + batch * v_b + shared * v_h + at_j * tl.cast(v_m, tl.int64), here_j * v_m,
-            ROWS, COLS, D, BLOCK_W, PRECISION,
-        )  # fmt: skip
+        some_query = query + batch * q_b + head * q_h + at_i * tl.cast(q_n, tl.int64)
+        some_key = key + batch * k_b + shared * k_h + at_j * tl.cast(k_m, tl.int64)
+        some_along = along + ((batch * heads + head) * n + at_i) * D
+        some_value = value + batch * v_b + shared * v_h + at_j * tl.cast(v_m, tl.int64)
+        if WIDE:
+            x = products(
+                some_query, here_i * q_n, some_key, here_j * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
+            )
+            dp = products(
+                some_along, here_i * D, some_value, here_j * v_m, ROWS, COLS, D, BLOCK_W, PRECISION
+            )
+        else:
+            q = fetch(some_query, here_i * q_n, W, BLOCK_W)
+            k = fetch(some_key, here_j * k_m, W, BLOCK_W)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            do = fetch(some_along, here_i * D, D, BLOCK_D)
+            v = fetch(some_value, here_j * v_m, D, BLOCK_D)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         added = j
         if BIAS:
             added = tl.load(bias + batch * bias_b + shared * bias_h + at_j + here_j)[None, :]
@@ -760,8 +766,8 @@ def _to_pairs(
     """Fill the gradient of the mask's array, (B or 1, H or 1, n or 1, m or 1)."""
     batches, heads, rows, keys = dpairs.shape
     names = (
-        "W", "D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST", "PRECISION",
-        "PAIRS",
+        "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST",
+        "PRECISION", "PAIRS",
     )  # fmt: skip
 
     def run(tile: Tile) -> None:
@@ -776,7 +782,9 @@ def _to_pairs(
         if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
             out = call.new(splits, *dpairs.shape)
         facts = {name: call.facts[name] for name in names}
-        facts |= {"BLOCK_W": tile.chunk, "ROWS": tile.rows, "COLS": tile.cols}
+        wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK or call.facts["APART"]
+        facts |= {"BLOCK_W": call.block_w(tile, wide), "ROWS": tile.rows, "COLS": tile.cols}
+        facts["WIDE"] = wide
         arrays = (*call.inputs, along, centre, kept, out)
         whole = (
             *call.strides, *out.stride()[-4:], call.n, call.m, call.h, call.group,

@@ -63,6 +63,7 @@ def pool_tiles(
     n, m, end, lower, upper, layout, size, columns, pairs, p_m = mask
     scale, alpha, times, dropped, share = numbers
     ROWS: tl.constexpr = acc.shape[0]
+    RULED: tl.constexpr = MASKED or PAIRS > 0
     near = tl.arange(0, COLS)
     # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
     FLAT: tl.constexpr = WIDE and TMA
@@ -79,9 +80,10 @@ def pool_tiles(
             live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
         extra = j
         if PAIRS:
-            extra, live = ruled(live, pairs, i_at, j, p_m, times, PAIRS)
+            place = pairs + start * tl.cast(p_m, tl.int64)
+            extra, live = ruled(live, place, i_at + near[None, :] * p_m, times, PAIRS, MASKED)
         if WEIGHTING == "average":
-            p = live.to(tl.float32) if MASKED else tl.full((ROWS, COLS), 1.0, tl.float32)
+            p = live.to(tl.float32) if RULED else tl.full((ROWS, COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
             if FLAT:
@@ -94,7 +96,7 @@ def pool_tiles(
                 k = rows_at(key, start, k_m, here, W, BLOCK_W, TMA)
                 x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if FOLD:
-                s = tl.where(live, x, NONE) if MASKED else x
+                s = tl.where(live, x, NONE) if RULED else x
                 new = tl.maximum(top, tl.max(s, 1) * scale)
                 base = tl.where(new == NONE, 0.0, new)
                 p = tl.exp2(s * scale - base[:, None])
@@ -113,7 +115,7 @@ def pool_tiles(
                 if WEIGHTING == "softmax" or WEIGHTING == "topk":
                     if WEIGHTING == "topk":
                         s = tl.where(chosen(s, j, row_a, row_b), s * LOG2E, NONE)
-                    if MASKED:
+                    if RULED:
                         s = tl.where(live, s, NONE)
                     new = tl.maximum(top, tl.max(s, 1))
                     base = tl.where(new == NONE, 0.0, new)
@@ -121,7 +123,7 @@ def pool_tiles(
                 else:
                     p, _ = weigh(
                         s, j, live, 0.0, 1.0, row_a, row_b, alpha,
-                        WEIGHTING, POWER, False, FAST, MASKED,
+                        WEIGHTING, POWER, False, FAST, RULED,
                     )  # fmt: skip
             if WEIGHTING == "softmax" or WEIGHTING == "topk":
                 fade = tl.exp2(top - base)
@@ -207,16 +209,18 @@ def pool(
     line = tl.cast(lane, tl.int64) * rows_n + r
     i_at = pos[:, None]
     of_row = pos[:, None]
-    if PAIRS or DROP:
-        query_head = tl.cast(head, tl.int64) + pos * 0
-        query_lane = lane + pos * 0
+    if DROP:
         if PACKED:
-            query_head = query_head * group + r // n
-            query_lane = lane * group + r // n
-        if PAIRS:
-            i_at = (batch * p_b + query_head * p_h + pos * tl.cast(p_n, tl.int64))[:, None]
-        if DROP:
-            of_row = row_hash(seed, query_lane, pos, hashed)[:, None]
+            of_row = row_hash(seed, lane * group + r // n, pos, hashed)[:, None]
+        else:
+            of_row = row_hash(seed, lane, pos, hashed)[:, None]
+    if PAIRS:
+        if PACKED:
+            pairs += batch * p_b + tl.cast(head * group, tl.int64) * p_h
+            i_at = ((r // n) * tl.cast(p_h, tl.int64) + pos * p_n)[:, None]
+        else:
+            pairs += batch * p_b + head * tl.cast(p_h, tl.int64) + first * tl.cast(p_n, tl.int64)
+            i_at = ((pos - first) * p_n)[:, None]
     pair_head = tl.cast(pair_head, tl.int64)
     key += batch * k_b + pair_head * k_h
     value += batch * v_b + pair_head * v_h
@@ -266,22 +270,18 @@ def pool(
         or WEIGHTING == "topk"
     )
     state = fresh
-    if PAIRS:  # every tile is looked at
-        inner_lo = lo
-        inner_hi = lo
-    if LOWER and not LAYOUT and not PAIRS:
+    if LOWER and not LAYOUT:
         state = pool_tiles(
             state, rows, keys, mask, numbers, lo, inner_lo, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
             W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
         )  # fmt: skip
-    if not PAIRS:
-        state = pool_tiles(
-            state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
-            WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
-            W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
-        )  # fmt: skip
-    if UPPER or CUT or LAYOUT or PAIRS:
+    state = pool_tiles(
+        state, rows, keys, mask, numbers, inner_lo, inner_hi, COLS, WIDE, False, False, SPARSE,
+        WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,
+        W, D, BLOCK_W, BLOCK_D, FAST, PRECISION, TMA, PAIRS, DROP,
+    )  # fmt: skip
+    if UPPER or CUT or LAYOUT:
         state = pool_tiles(
             state, rows, keys, mask, numbers, inner_hi, hi, COLS, WIDE, True, False, SPARSE,
             WEIGHTING, POWER, BIAS, GATE, FOLD, LOWER, UPPER, LAYOUT,

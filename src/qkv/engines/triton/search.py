@@ -85,7 +85,10 @@ def _scores(
     s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
     if PAIRS:
         live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
-        extra, live = ruled(live, pairs, i_at, j, p_m, pairs_times * times, PAIRS)
+        place = pairs + start * tl.cast(p_m, tl.int64)
+        extra, live = ruled(
+            live, place, i_at + near[None, :] * p_m, pairs_times * times, PAIRS, True
+        )
         if PAIRS == 2:
             s = s + extra
         s = tl.where(live, s, NONE)
@@ -146,7 +149,8 @@ def _place(
     )
     i_at = i
     if pairs is not None:
-        i_at = batch * p_b + tl.cast(head, tl.int64) * p_h + i * tl.cast(p_n, tl.int64)
+        pairs += batch * p_b + head * tl.cast(p_h, tl.int64) + first * tl.cast(p_n, tl.int64)
+        i_at = ((r - first) * p_n)[:, None]
     mask = (
         n, m, end, lower, upper, key if pairs is None else pairs, i_at, p_m, pairs_times,
     )  # fmt: skip

@@ -113,20 +113,26 @@ def alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOU
 
 
 @triton.jit
-def ruled(live, pairs, i_at, j, p_m, times, PAIRS: tl.constexpr):
-    """What a mask's own array adds to the scores of a tile, and the pairs that it leaves.
+def ruled(live, place, offset, times, PAIRS: tl.constexpr, MASKED: tl.constexpr):
+    """What a mask's own array adds to the scores of a tile, and which pairs then count.
 
-    `i_at` is where the array has the rows of the tile. PAIRS is 1 for booleans, 2 for floats.
+    The tile lies at `offset` from `place`. PAIRS is 1 for booleans, 2 for floats.
     """
-    x = tl.load(pairs + i_at + j * tl.cast(p_m, tl.int64), mask=live, other=0)
+    if MASKED:
+        x = tl.load(place + offset, mask=live, other=0)
+    else:
+        x = tl.load(place + offset)
     if PAIRS == 1:
         added = x
-        live = live & (x != 0)
+        counts = x != 0
     else:
         added = x.to(tl.float32)
-        live = live & (added > NONE)
-        added = tl.where(live, added * times, 0.0)
-    return added, live
+        counts = added > NONE
+    if MASKED:
+        counts = counts & live
+    if PAIRS == 2:
+        added = tl.where(counts, added * times, 0.0)
+    return added, counts
 
 
 @triton.jit
