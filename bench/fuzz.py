@@ -25,8 +25,11 @@ from qkv import masks, scores, weightings
 from qkv.errors import QkvError
 
 LEAST = 64 * 64
-FLOOR = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""Errors that are not looked at, ‖got − want‖ / ‖want‖."""
+FLOOR = {torch.float32: 5e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+"""Errors that are not looked at, ‖got − want‖ / ‖want‖: what is multiplied is rounded to 16 bits
+first, which the equation here does not do."""
+ALIKE = 10
+"""Calls of one kind in a row, which differ in lengths and numbers: a kind must be compiled."""
 CHOOSY = (weightings.TopK, weightings.Hard)
 """Weightings that another rounding may have choose another key."""
 
@@ -50,9 +53,9 @@ def amid_nan(x: Tensor, random: Random) -> Tensor:
     return inside.transpose(1, 2) if turned else inside
 
 
-def draw(random: Random, device: str, small: bool) -> Drawn:
-    """One call; what the library refuses is among them."""
-    make = torch.Generator(device=device).manual_seed(random.randrange(2**31))
+def draw(random: Random, size: Random, device: str, small: bool) -> Drawn:
+    """One call, its kind by `random` and its lengths by `size`; what is refused is among them."""
+    make = torch.Generator(device=device).manual_seed(size.randrange(2**31))
     dtype = random.choice((torch.float32,) if small else tuple(FLOOR))
 
     def normal(*shape: int) -> Tensor:
@@ -61,7 +64,7 @@ def draw(random: Random, device: str, small: bool) -> Drawn:
     few = random.choice((1, 2))
     b, h = random.choice((1, 2)), few * random.choice((1, 2))
     top = 40 if small else random.choice((70, 300, 700))
-    n, m = random.choice((1, 3, random.randint(2, top))), random.randint(2, top)
+    n, m = size.choice((1, 3, size.randint(2, top), size.randint(2, top))), size.randint(2, top)
     w, d = (random.choice((8, 16, 20) if small else (16, 40, 64, 128, 200)) for _ in "wd")
     arrays = {
         "query": normal(b, h, n, w),
@@ -154,8 +157,12 @@ def run(
     random: Random, device: str, small: bool, engine: Any = None
 ) -> Iterator[tuple[str, str | None]]:
     """Calls without end: the engine that ran, and the complaint."""
+    kind, count = random.random(), 0
     while True:
-        drawn = draw(random, device, small)
+        count += 1
+        if small or count % ALIKE == 0:
+            kind = random.random()
+        drawn = draw(Random(kind), random, device, small)
         query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
         try:
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)

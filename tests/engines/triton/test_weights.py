@@ -13,6 +13,10 @@ from qkv.engines.triton.weights import weights
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+RULE = torch.arange(9 * 20, device=DEVICE).reshape(9, 20) % 7 != 3
+ADDED = torch.where(RULE, torch.sin(torch.arange(20.0, device=DEVICE)), -torch.inf)
+
+
 def arrays(few=3, n=70, m=90, d=12, dtype=torch.float32):
     torch.manual_seed(0)
     shapes = (2, 3, n, d), (2, few, m, d), (2, few, m, 5)
@@ -29,10 +33,20 @@ def call_of(query, key, value, mask=None, **how):
 @pytest.mark.parametrize("few", [3, 1])
 @pytest.mark.parametrize("mask", [None, masks.causal, masks.causal(offset=-5)], ids=str)
 def test_output_weights_and_slopes(few, mask, mean):
-    given = arrays(few)
+    check(arrays(few), mask, mean)
+
+
+@pytest.mark.parametrize(("mask", "mean"), [(masks.causal & RULE, True), (ADDED, False)])
+def test_masks_that_are_arrays(mask, mean):
+    check(arrays(1, *RULE.shape), mask, mean)
+
+
+def check(given, mask, mean):
+    """Against the equation in float64: the output, α, and their gradients."""
     temperature = weightings.Softmax(0.7)
     found = triton.with_weights(call_of(*given, mask, weighting=temperature), mean)
     wide = [x.detach().double().requires_grad_() for x in given]
+    mask = mask.double() if isinstance(mask, torch.Tensor) else mask
     out, alpha = qkv.attend(
         *wide, weighting=temperature, mask=mask, return_weights=True, engine="dense"
     )
@@ -87,7 +101,7 @@ def test_a_row_without_keys_gives_zeros():
         {"weighting": "sparsemax"},
         {"score": qkv.scores.ScaledDot(softcap=3.0)},
         {"mask": masks.window(3)},
-        {"mask": masks.array(torch.ones(70, 90, dtype=torch.bool, device=DEVICE))},
+        {"mask": torch.zeros(70, 90, device=DEVICE, requires_grad=True)},
     ],
     ids=str,
 )

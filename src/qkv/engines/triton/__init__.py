@@ -49,7 +49,9 @@ UNMOVED = ("softmax", "average", "entmax", "topk")
 WIDEST = 4096
 WIDEST_RULE = 2**28
 """Pairs of a mask that is made an array: more would take more memory than what it saves."""
-WIDEST_VALUE = 256
+WIDEST_VALUE = 512
+WIDEST_SINGLE = 256
+"""The same in float32, for additive scores, and of queries whose weights are wanted."""
 PAIRS = 8
 """Pairs of functions that stand for tanh in 16 bits."""
 COARSE = 2.0**-7
@@ -79,8 +81,10 @@ def cannot(call: Call) -> str | None:
         return "the kernels have no gradient of other weights than those that pool"
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
-    if call.fw.shape(call.value)[-1] > WIDEST_VALUE:
-        return f"values are wider than the {WIDEST_VALUE} numbers that a tile holds"
+    narrow = _is_narrow(call) and not isinstance(call.score, Additive)
+    widest = WIDEST_VALUE if narrow else WIDEST_SINGLE
+    if call.fw.shape(call.value)[-1] > widest:
+        return f"values are wider than the {widest} numbers that a tile holds"
     bounds = bounds_of(call)
     reason = _unread(call, bounds)
     if reason:
@@ -332,17 +336,24 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     )
     if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
         return None
-    if bounds != Bounds(upper=bounds.upper) or call.dropout or cannot(call):
+    if is_array(call.weighting.temperature):
         return None
-    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_VALUE:
+    told = Bounds(upper=bounds.upper, rules=bounds.rules)
+    if bounds != told or call.dropout or cannot(call):
+        return None
+    if call.bias is not None and call.fw.needs_gradient([call.bias]):
+        return None
+    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_SINGLE:
         return None
     from qkv.engines.triton import ops, weights
 
     (_, heads), few, scale = _batch_and_heads(call), _key_heads(call), scale_of(call)
     query = _four_axes(call, call.query, heads)
     key, value = (_four_axes(call, x, few) for x in (call.key, call.value))
-    out, lse = ops.attend(query, key, value, scale=scale, upper=bounds.upper)
-    alpha = weights.weights(query, key, lse.detach(), scale, bounds.upper, mean)
+    pairs, times = _pairs(call, bounds), 1 / call.weighting.temperature
+    how: dict[str, Any] = {"upper": bounds.upper, "pairs": pairs, "times": times}
+    out, lse = ops.attend(query, key, value, scale=scale, **how)
+    alpha = weights.weights(query, key, lse.detach(), scale, mean=mean, **how)
     lead = call.lead[:-1] if mean else call.lead
     return out.reshape(*call.lead, call.n, -1), alpha.reshape(*lead, call.n, call.m)
 

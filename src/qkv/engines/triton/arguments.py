@@ -86,7 +86,7 @@ class Arguments:
         self.dropped = (min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed)
         self.layout_size = layout_size
         self.layout_columns = 0 if layout is None else layout.shape[1]
-        kind = 0 if self.pairs is None else 2 if self.pairs.is_floating_point() else 1
+        kind = kind_of(self.pairs)
         plain = key_bias is None and gate_key is None and kind < 2
         self.fold = weighting == "softmax" and plain and scale > 0
         bounds = (lower, upper, lengths, layout, self.pairs)
@@ -104,7 +104,7 @@ class Arguments:
             *self.value.stride()[:3],
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
-            *_shared_strides(self.pairs),
+            *shared_strides(self.pairs),
         )
         self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         self.described = launch.copy_engine(query.device) and self._fits_descriptors()
@@ -125,7 +125,7 @@ class Arguments:
         size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
         banded = self.facts["LOWER"] or self.facts["UPPER"]
         return launch.OVERRIDE.get(name) or launch.tile_of(
-            name, self.w, self.d, size, rows, plain, banded
+            name, self.w, self.d, size, rows, plain, banded, self.pairs is not None
         )
 
     def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:
@@ -166,7 +166,12 @@ class Arguments:
         return at.contiguous(), counts.contiguous(), at.shape[1]
 
 
-def _shared_strides(x: Tensor | None) -> tuple[int, ...]:
+def kind_of(pairs: Tensor | None) -> int:
+    """What kernels know as PAIRS: 1 for booleans, 2 for floats."""
+    return 0 if pairs is None else 2 if pairs.is_floating_point() else 1
+
+
+def shared_strides(x: Tensor | None) -> tuple[int, ...]:
     """0 for an axis that all share."""
     if x is None:
         return (0, 0, 0, 0)

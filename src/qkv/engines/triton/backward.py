@@ -558,6 +558,7 @@ def to_pairs(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, WEIGHTING: tl.constexpr,
     POWER: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, APART: tl.constexpr,
     CENTRED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of a mask's array, from all batches and heads that share it.
 
@@ -587,11 +588,20 @@ def to_pairs(
     near_i = tl.arange(0, ROWS)
     near_j = tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    offset = near_i[:, None] * p_n + near_j[None, :] * p_m
+    own_heads = heads // heads_own
+    if ONCE:  # all that share the tile look at one and the same
+        i = (tile_i * ROWS + near_i)[:, None]
+        j = (tile_j * COLS + near_j)[None, :]
+        inside = alive(i, j, n, m, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+        place = pairs + tl.cast(lane_own // own_heads, tl.int64) * p_b
+        place += tl.cast(lane_own % own_heads, tl.int64) * p_h
+        place += tile_i * ROWS * tl.cast(p_n, tl.int64) + tile_j * COLS * tl.cast(p_m, tl.int64)
+        own_extra, own_live = ruled(inside, place, offset, times, PAIRS, True)
     for step in tl.range(part * span, tl.minimum(part * span + span, steps)):
         at_j = (tile_j + step % loops_j) * COLS
         at_i = (tile_i + step // loops_j % loops_i) * ROWS
         other = step // (loops_j * loops_i)
-        own_heads = heads // heads_own
         batch = tl.cast(lane_own // own_heads * batches_own + other // heads_own, tl.int64)
         head = tl.cast(lane_own % own_heads * heads_own + other % heads_own, tl.int64)
         shared = head // group
@@ -599,12 +609,17 @@ def to_pairs(
         here_j = tl.minimum(near_j, m - 1 - at_j)
         i = (at_i + near_i)[:, None]
         j = (at_j + near_j)[None, :]
-        end = length_of(lengths, batch, m)
-        live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
-        place = pairs + batch * p_b + head * p_h
-        place += at_i * tl.cast(p_n, tl.int64) + at_j * tl.cast(p_m, tl.int64)
-        offset = near_i[:, None] * p_n + near_j[None, :] * p_m
-        extra, live = ruled(live, place, offset, times, PAIRS, True)
+        if ONCE:
+            extra = own_extra
+            live = own_live
+            if lengths is not None:
+                live = live & (j < length_of(lengths, batch, m))
+        else:
+            end = length_of(lengths, batch, m)
+            live = alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT)
+            place = pairs + batch * p_b + head * p_h
+            place += at_i * tl.cast(p_n, tl.int64) + at_j * tl.cast(p_m, tl.int64)
+            extra, live = ruled(live, place, offset, times, PAIRS, True)
         line = (batch * heads + head) * n + at_i + here_i
         top, share, middle, first_a, first_b, a = known(
             kept, centre, row_a, row_b, gate_query, line, lines, WEIGHTING, GATE, APART, CENTRED,
@@ -651,7 +666,6 @@ def to_pairs(
     if WEIGHTING == "softmax":
         factor = factor * LN2
     total = total * factor
-    own_heads = heads // heads_own
     place = dpairs + tl.cast(part, tl.int64) * lanes_own * rows_own * keys_own
     place += tl.cast(lane_own // own_heads, tl.int64) * o_b
     place += tl.cast(lane_own % own_heads, tl.int64) * o_h
@@ -784,7 +798,7 @@ def _to_pairs(
         facts = {name: call.facts[name] for name in names}
         wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK or call.facts["APART"]
         facts |= {"BLOCK_W": call.block_w(tile, wide), "ROWS": tile.rows, "COLS": tile.cols}
-        facts["WIDE"] = wide
+        facts |= {"WIDE": wide, "ONCE": own == list(tiles)}
         arrays = (*call.inputs, along, centre, kept, out)
         whole = (
             *call.strides, *out.stride()[-4:], call.n, call.m, call.h, call.group,

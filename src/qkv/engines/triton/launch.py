@@ -52,11 +52,13 @@ SMALLER: dict[tuple[Any, ...], Tile] = {}
 
 
 @cache
-def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool) -> Tile:
+def tile_of(
+    name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False
+) -> Tile:
     """The tile of a pass, for φ and values this wide, of this many bytes a number.
 
     The fastest of those tried on an H200, by the widths tried: 64, 128, and 768 for what is read
-    in chunks. `plain` has neither bias nor gate.
+    in chunks. `plain` has neither bias nor gate, `ruled` reads a mask's array.
     """
     wide = max(w, d)
     if name == "mend":
@@ -72,7 +74,7 @@ def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded
             return Tile(block, 32, 64, 4, 3)
         return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
     if name == "to_pairs":
-        return Tile(64, 64, 32, 4, 2) if size == 4 else Tile(128, 64, 64, 8, 2)
+        return Tile(64, 64, 32, 4, 2) if size == 4 else Tile(64, 64, 64, 4, 3)
     if size == 4:
         if name == "pool":
             return Tile(64, 64 if wide <= 128 else 32, 32, 4, 2)
@@ -84,13 +86,17 @@ def tile_of(name: str, w: int, d: int, size: int, rows: int, plain: bool, banded
             return Tile(64, 32, 64, 8, 2)
         if wide > 128:
             return Tile(128, 64, 64, 8, 2)
-        return Tile(64, 64, 64, 4, 3, described=plain) if wide > 64 else Tile(128, 64, 64, 4, 3)
+        if wide > 64:
+            return Tile(64, 64, 64, 4, 3, described=plain)
+        return Tile(128, 64, 64, 4, 3, described=ruled)
     if w > HELD_BACK or d > HELD_BACK:
         return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
     if name == "to_queries":
         return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
+    if ruled and wide <= 64:
+        return Tile(64, 64, 64, 4, 2, described=True)
     if wide > 64:
-        if not plain:
+        if not plain or ruled:
             return Tile(32, 64, 64, 4, 4, described=True)
         tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
         return tile._replace(described=True)
