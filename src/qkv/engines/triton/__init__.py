@@ -105,11 +105,11 @@ def cannot(call: Call) -> str | None:
 def _is_plain_additive(call: Call) -> bool:
     """Whether it is what the additive kernels know: softmax under bands and lengths alone. Others
     have it as products of functions whose range must be looked at."""
-    bounds = bounds_of(call)
-    plain = isinstance(call.score, Additive) and type(call.weighting) is Softmax
-    temperature = getattr(call.weighting, "temperature", None)
-    plain = plain and not is_array(temperature) and temperature == 1
-    return plain and not (call.dropout or bounds.rules) and bounds.layout is None
+    if not isinstance(call.score, Additive) or type(call.weighting) is not Softmax or call.dropout:
+        return False
+    temperature, bounds = call.weighting.temperature, bounds_of(call)
+    cool = not is_array(temperature) and temperature == 1
+    return bool(cool and not bounds.rules and bounds.layout is None)
 
 
 def _unread(call: Call, bounds: Bounds) -> str | None:
