@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -248,6 +249,18 @@ def test_in_a_pipeline_a_grid_a_clone_and_a_pickle():
     np.testing.assert_array_equal(again.predict(Q), search.predict(Q))
     copy = clone(AttentionClassifier("loo", kernel="laplace", random_state=3))
     assert copy.get_params()["kernel"] == "laplace" and copy.random_state == 3
+
+
+@pytest.mark.parametrize("degree", [0, 1])
+def test_predicting_holds_no_matrix_of_all_pairs(degree):
+    x = RNG.normal(size=(8000, 9))
+    model = AttentionRegressor(1.0, degree=degree).fit(x, x[:, 0])
+    model.predict(x[:10])
+    tracemalloc.start()
+    model.predict(x[:2000])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2000 * 8000 * 8 / 3
 
 
 def test_the_precision_of_x_is_kept():

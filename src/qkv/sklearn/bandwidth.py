@@ -113,12 +113,16 @@ class Rows:
             others = np.ones((some.stop - at, m), dtype=bool)
             others[range(some.stop - at), range(at, some.stop)] = False
             alpha = weights(key[some], key, score=self.score, weighting=self.weighting, mask=others)
-            alpha *= self.weight
-            if self.weighting.convex:
-                total = alpha.sum(1, keepdims=True)
-                alpha /= np.where(total > 0, total, 1)
+            alpha = counted(alpha, self.weight, self.weighting)
             found = line(alpha.__matmul__, near[some], near, self.value, ridge)
             yield some, key, alpha, found
+
+
+def counted(alpha: Numbers, weight: Numbers, weighting: Weighting) -> Numbers:
+    """α (n, m) where row j counts as weightⱼ rows: over the sum again, if that was one."""
+    alpha = alpha * weight
+    total = alpha.sum(1, keepdims=True)
+    return alpha / np.where(total > 0, total, 1) if weighting.convex else alpha
 
 
 def scott(m: float, d: int) -> float:

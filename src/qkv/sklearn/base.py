@@ -18,7 +18,18 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, 
 from qkv.scores import Gaussian, Score
 from qkv.scores.distance import Expanded
 from qkv.scores.window import Window
-from qkv.sklearn.bandwidth import RIDGE, RIDGES, Loss, Rows, coarse, common, learned, scott, squared
+from qkv.sklearn.bandwidth import (
+    RIDGE,
+    RIDGES,
+    Loss,
+    Rows,
+    coarse,
+    common,
+    counted,
+    learned,
+    scott,
+    squared,
+)
 from qkv.sklearn.columns import Columns, Numbers, chosen
 from qkv.sklearn.local import Line, line
 from qkv.weightings import Normalized, Softmax, Weighting
@@ -54,15 +65,12 @@ class Attentive(BaseEstimator):
         self.random_state = random_state
 
     def attention_weights(self, X: Any) -> Numbers:
-        """α (n, m): how much each row that was fitted counts for each row of X."""
-        query = self._queries(X)
-        alpha = np.zeros((len(query), len(self._counts)), dtype=query.dtype)
-        found = weights(query, self._keys, **self._look())
-        kept = self._counts > 0
-        alpha[:, kept] = found * self._counts[kept]
-        if self._look()["weighting"].convex:
-            total = alpha.sum(1, keepdims=True)
-            alpha /= np.where(total > 0, total, 1)
+        """α (n, m): how much each row that was fitted counts for each row of X. A line
+        has its slope beside them."""
+        query, look, kept = self._queries(X), self._look(), self._counts > 0
+        alpha = np.zeros((len(query), len(kept)), dtype=query.dtype)
+        found = weights(query, self._keys, **look)
+        alpha[:, kept] = counted(found, self._counts[kept], look["weighting"])
         return alpha
 
     def _keep(self, X: Any, values: Numbers, counts: Numbers) -> None:

@@ -53,14 +53,11 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
         return self._fit(*self._together(X, y, self._counted(sample_weight, X)))
 
     def _fit(self, X: Any, y: Numbers, counts: Numbers) -> AttentionRegressor:
-        self._y = y
         values = y.reshape(len(y), -1).astype(np.float64)
-        kept = counts > 0
-        self._centre = np.average(values[kept], axis=0, weights=counts[kept])
-        spread = np.sqrt(np.average((values - self._centre) ** 2, axis=0, weights=counts))
-        standard = (values - self._centre) / np.where(spread > 0, spread, 1)
-        self._keep(X, standard, counts)
-        self._values = values[kept]
+        centre = np.average(values, axis=0, weights=counts)
+        spread = np.sqrt(np.average((values - centre) ** 2, axis=0, weights=counts))
+        self._keep(X, (values - centre) / np.where(spread > 0, spread, 1), counts)
+        self._y, self._values, self._centre = y, values[counts > 0], centre
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
