@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,10 +272,16 @@ def _names() -> dict[str, Callable[[Any], None]]:
     return found | {"16 bits": check_half, "refusals": check_refusals}
 
 
+def _sizes(name: str) -> Iterable[int]:
+    """All where gradcheck looks too, else two and three: with empty shards, and without."""
+    if name == COMPILED:
+        return (2,)
+    case = CASES.get(name.partition(",")[0])
+    return (2, 3) if case is not None and case.how not in CHECKED else range(1, WORLD + 1)
+
+
 CHECKS = _names()
-PAIRS = [
-    (name, size) for name in CHECKS for size in ((2,) if name == COMPILED else range(1, WORLD + 1))
-]
+PAIRS = [(name, size) for name in CHECKS for size in _sizes(name)]
 """What is checked, with processes how many."""
 
 
