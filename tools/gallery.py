@@ -6,6 +6,7 @@ python -m tools.gallery [PAGE …]      # all, or those whose names contain one 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 import textwrap
@@ -28,7 +29,9 @@ def run(page: Path) -> list[Figure]:
     """The figures that a page's cells end in or name; its asserts hold, or it fails."""
     from tools.pages import drawn
 
-    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(page)}
+    names: dict[str, Any] = {
+        "__name__": "__main__"
+    }  # no __file__: the docs and notebooks have none
     found, line = [], 0
     for cell in re.split(r"^(?=# %%)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         # The empty lines make a traceback name the page's own line.
@@ -36,7 +39,8 @@ def run(page: Path) -> list[Figure]:
         if code.body and isinstance(last := code.body[-1], ast.Expr):
             shown = ast.Assign([ast.Name("___", ast.Store())], last.value)
             code.body[-1] = ast.copy_location(shown, last)
-        exec(compile(ast.fix_missing_locations(code), str(page), "exec"), names)
+        with contextlib.chdir(page.parent):
+            exec(compile(ast.fix_missing_locations(code), str(page), "exec"), names)
         found += drawn(names)
         line += cell.count("\n")
     return found

@@ -14,7 +14,8 @@ import numpy as np
 import qkv
 from qkv import plot, weightings
 
-data = Path(__file__).resolve().parents[1] / "data" / "books.csv"
+here = Path(globals().get("__file__", "08_books.py"))  # a notebook has no __file__
+data = here.resolve().parents[1] / "data" / "books.csv"
 shop = qkv.Database.from_source(data, key="title", value="author")
 assert len(shop) == 300
 

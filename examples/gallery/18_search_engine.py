@@ -58,7 +58,8 @@ figure
 # is about, of which a title tells little; the engine learns it from their clicks. A query is made
 # by drawing four words of a summary: eight times for each book to train, and once more to test.
 
-data = Path(__file__).resolve().parents[1] / "data" / "books.csv"
+here = Path(globals().get("__file__", "18_search_engine.py"))  # a notebook has no __file__
+data = here.resolve().parents[1] / "data" / "books.csv"
 books = list(qkv.Database.from_source(data, key="title", value="summary").rows())
 draw = random.Random(0)
 
