@@ -534,7 +534,7 @@ def test_a_score_that_is_a_function(make):
     assert a.rows[0].index == 2
 
 
-def test_a_tolerance_lowers_the_score(make):
+def test_a_tolerance_leaves_a_score_that_is_no_product_exact(make):
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(50, 4)).astype("float32")
     w = [rng.normal(size=s).astype("float32") for s in ((8, 4), (8, 4), (8,))]
