@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qkv.database.sources.sql import quoted
-
 LARGE = 2**20
 """Bytes from which it pays to load DuckDB."""
 
@@ -29,10 +27,10 @@ class _Unsure(Exception):
     """DuckDB may read this otherwise than we do."""
 
 
-def lines(path: Path, data: bytes) -> dict[str, list[str | None]] | None:
+def lines(path: Path, data: bytes) -> dict[str, list[str]] | None:
     """The columns of JSON lines, each cell as JSON; names in the order they first appear."""
 
-    def read(run: Run, file: str) -> dict[str, list[str | None]]:
+    def read(run: Run, file: str) -> dict[str, list[str]]:
         # A comma before a bracket is an error of JSON that DuckDB forgives.
         kinds = run(
             "SELECT any_value(k), bool_or(odd) FROM (SELECT json_keys(json) AS k, "
@@ -45,10 +43,10 @@ def lines(path: Path, data: bytes) -> dict[str, list[str | None]] | None:
             raise _Unsure
         types = ", ".join(f"{_literal(name)}: 'JSON'" for name in names)
         found = run(
-            f"SELECT {', '.join(map(quoted, names))} FROM read_json({file}, "
+            f"SELECT coalesce(COLUMNS(*), 'null') FROM read_json({file}, "
             f"format = 'newline_delimited', records = true, columns = {{{types}}})"
         )
-        return {name: found[name].to_pylist() for name in names}
+        return {name: column.to_pylist() for name, column in zip(names, found.columns, strict=True)}
 
     return _tried(path, data, read)
 
@@ -97,7 +95,9 @@ def _tried(path: Path, data: bytes, read: Callable[[Run, str], T]) -> T | None:
         return None
     import duckdb
 
-    with duckdb.connect() as connection:
+    # Nothing is written beside the file, and nothing is fetched.
+    quiet = {"temp_directory": "", "autoinstall_known_extensions": "false"}
+    with duckdb.connect(config=quiet) as connection:
         try:
             return read(
                 lambda sql: connection.sql(sql).to_arrow_table(),

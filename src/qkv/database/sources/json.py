@@ -83,10 +83,7 @@ def _split(path: Path, data: bytes) -> dict[str, list[Any]] | None:
     if not found or len(found) > _MOST_COLUMNS:
         return None
     try:
-        return {
-            title: _decode(f"[{','.join(cell or 'null' for cell in cells)}]", 0)[0]
-            for title, cells in found.items()
-        }
+        return {title: _decode(f"[{','.join(cells)}]", 0)[0] for title, cells in found.items()}
     except ValueError:
         return None
 
