@@ -172,6 +172,8 @@ def start(address: str | None, cores: int) -> None:
         except (ConnectionError, ValueError, RuntimeError) as fault:
             raise ArgumentError(f"address: no Ray answers at {address!r}: {fault}") from None
         return
+    # Ray puts its workers behind all else on the machine; here they are what people wait for.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     here: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE, **quiet}
     for left in reversed(range(TRIES)):
         try:
