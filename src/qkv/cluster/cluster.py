@@ -201,7 +201,11 @@ class Cluster(Leaving[Any, Any]):
 
     def processes(self) -> list[int]:
         """The process of each shard."""
-        return self._fleet.processes()
+        return [process for process, _ in self._fleet.processes()]
+
+    def worked(self) -> list[float]:
+        """The seconds that the process of each shard has worked."""
+        return [seconds for _, seconds in self._fleet.processes()]
 
     def __repr__(self) -> str:
         shards, told = len(self._fleet.shards), ", ".join(self._fleet.sources)

@@ -139,8 +139,8 @@ class Fleet:
             break
         self.refresh()
 
-    def processes(self) -> list[int]:
-        """The process that each shard was last asked in."""
+    def processes(self) -> list[tuple[int, float]]:
+        """A process of each shard, and the seconds that it has worked."""
         return self.workers.each([(i, "process", ()) for i in range(len(self.shards))])
 
     def close(self) -> None:

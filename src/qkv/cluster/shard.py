@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
@@ -273,8 +274,9 @@ class Shard:
         """The newest version of each store."""
         return {source: self._store(source).version for source in self._sources}
 
-    def process(self) -> int:
-        return os.getpid()
+    def process(self) -> tuple[int, float]:
+        """Its number, and the seconds that it has worked."""
+        return os.getpid(), time.process_time()
 
     def history(self, source: int) -> list[Any]:
         return self._store(source).versions()
