@@ -5,12 +5,12 @@ python -m bench.cluster [--small]
 200,000 × 256 rows on disk with values of 16 numbers; on Ray, one core and one thread for each
 actor. Batches of 64 queries are attended to by 1, 2, 3 and 4 shards in turns. One query is asked of
 a cluster and of the database in this process, on one thread too. Then queries are asked without a
-pause while an actor is killed. Times are the least of many, as the machine may be busy: `load` says
-how many processes wanted its cores. Where they are more than there are cores, no two shards run side
-by side, and the goals are of the time that processes worked: of the busiest shard for a batch, and of
-all of them for one query.
+pause while an actor is killed. Times are the least of many.
 
-The model of docs/scaling.md is told beside what 1 to 4 shards worked: the scan of one, shared out.
+`load` says how many processes wanted the machine's cores. Where they are more than there are cores,
+no two shards run side by side, and the goals are of the time that processes worked: that of the
+busiest shard for a batch, and of all for one query. The model of docs/scaling.md is told beside
+what 1 to 4 shards worked: the scan of one, shared out.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def least(sides: dict, turns: int, clock=time.perf_counter) -> dict:
     return {name: min(times) for name, times in found.items()}
 
 
-def busiest(cluster, query: np.ndarray, turns: int) -> float:
-    """Seconds that the busiest shard works for a batch."""
+def busiest(cluster, turns: int, side) -> float:
+    """The least seconds that the busiest shard worked for it."""
     found = []
     for _ in range(turns):
         before = cluster.worked()
-        cluster.attend(query)
+        side()
         found.append(max(b - a for a, b in zip(before, cluster.worked(), strict=True)))
     return min(found)
 
@@ -96,7 +96,7 @@ def scaling(clusters: dict):
     query = np.random.default_rng(1).normal(size=(BATCH, D)).astype("f4")
     sides = {n: (lambda n=n: clusters[n].attend(query)) for n in SHARDS}
     found = least(sides, TURNS)
-    worked = {n: busiest(clusters[n], query, TURNS) for n in SHARDS}
+    worked = {n: busiest(clusters[n], TURNS, sides[n]) for n in SHARDS}
     gain, work = found[1] / found[2], worked[1] / worked[2]
     told = {"qkv": found[2], **{f"{n} shards": found[n] for n in SHARDS}}
     told |= {f"{n} shards, the busiest worked": worked[n] for n in SHARDS}
@@ -121,10 +121,7 @@ def overhead(database, clusters: dict):
     over = 1e3 * (found["qkv"] - found["in this process"])
     goal = ("≤ 5 ms over in-process", over, over <= 5)
     worked = least(sides, 2 * TURNS, time.process_time)
-    before = cluster.worked()
-    for _ in range(2 * TURNS):
-        cluster.ask(query)
-    shard = (cluster.worked()[0] - before[0]) / (2 * TURNS)
+    shard = busiest(cluster, 2 * TURNS, lambda: cluster.ask(query))
     found |= {"here, worked": worked["qkv"], "shard, worked": shard}
     found |= {"in this process, worked": worked["in this process"]}
     if busy():
