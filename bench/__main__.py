@@ -27,6 +27,7 @@ SCRIPTS = (
     "layers",
     "small",
     "serve",
+    "cluster",
     "page",
 )
 
