@@ -46,6 +46,16 @@ def test_heads_attend_to_the_rows(weighting, score):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("weighting", [weightings.TopK(6), "softmax"])
+def test_near_by_a_tolerance(weighting):
+    memory = Memory(facts(), heads=2, weighting=weighting, tolerance=0.01)
+    want = dense(QUERY, weighting)
+    with torch.no_grad():
+        error = (memory(QUERY) - want).abs().max()
+    assert error <= 2 * 0.01 * np.abs(VALUES).max()  # the sum of |α′ − α| is at most 2ε
+    torch.testing.assert_close(memory(QUERY), want, rtol=1e-9, atol=1e-9)
+
+
 def test_gradients_by_gradcheck():
     memory = Memory(facts(), heads=2, weighting=weightings.TopK(5))
     assert torch.autograd.gradcheck(memory, QUERY, fast_mode=True)

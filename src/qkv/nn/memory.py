@@ -26,7 +26,7 @@ class Memory(nn.Module):
     the units of the keys), compared as the encoder says, or by a `score`. The rows stay in the
     store: of a `TopK`, the k best of each query are found by reading all keys once, block by block,
     on the query's device, and only these come into the graph. Another weighting, or a `tolerance`,
-    is `Database.attend`.
+    is `Database.attend`: certified where no gradient is wanted, else exact.
 
     Gradients reach the query and the score. With `learn` they also reach the values that were
     looked at, and the keys where those are vectors: `step` moves these rows, as a new version.
