@@ -19,7 +19,7 @@ M, N, D = size(200_000, 5_000), size(2_000, 50), 3
 SIGMA = M ** (-1 / (D + 4)) / np.sqrt(12)
 ROWS = size(1_000, 150)
 MANY = size(4_000, 300)
-LEARNED = size(600, 100)
+LEARNED = size(400, 100)
 WITHIN = 5.5
 """Bandwidths beyond which scikit-learn does not look: a millionth of the weight lies there."""
 

@@ -32,9 +32,12 @@ FLOOR = 1e-3
 REACH = (-4.0, 5.0)
 """log h in standard deviations: from a fiftieth to where a column no longer counts."""
 
-PRIOR = 2.0
-"""How many rows' errors a column is worth that gets e times as wide, or as narrow: with few rows
+PRIOR = 0.5
+"""What a column costs, in rows, that gets e times as wide, or as narrow: with few rows
 leave-one-out alone would find columns that count by chance."""
+
+TINY = 1e-12
+"""The part of the variance below which an error is none."""
 
 PAIRS = 2**20
 """Weights held at once."""
@@ -155,7 +158,8 @@ def common(
 def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:
     """h (d,) and λ from there by L-BFGS: a column that does not help gets wide.
 
-    Minimises L + PRIOR/m Σₖ log² (hₖ/widthₖ).
+    Minimises −log likelihood/m + PRIOR/m Σₖ log² (hₖ/widthₖ): of classes the first is L, of values
+    with noise that nobody knows ½ log L.
     """
     from scipy.optimize import minimize
 
@@ -163,9 +167,12 @@ def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:
 
     def loss(at: Numbers) -> tuple[float, Numbers]:
         value, by_width, by_ridge = rows.slope(np.exp(at[:d]), float(np.exp(at[d])))
+        slope = np.append(by_width, by_ridge)
+        if rows.loss is squared:
+            value, slope = 0.5 * np.log(value + TINY), 0.5 * slope / (value + TINY)
         apart = at[:d] - np.log(width)
-        by_width = by_width + 2 * prior * apart
-        return value + prior * float(apart @ apart), np.append(by_width, by_ridge)
+        slope[:d] += 2 * prior * apart
+        return value + prior * float(apart @ apart), slope
 
     bounds = [REACH] * d + [(np.log(1e-6), np.log(1e2))]
     start = np.append(np.clip(np.log(width), *REACH), np.log(RIDGE))
