@@ -3,7 +3,8 @@ Softmax
 =======
 
 Scores can be any numbers, weights should be a share of attention. Dividing the scores by their sum
-gives shares only if none is negative. Softmax makes them positive first:
+gives shares only if none is negative. (Where a text writes α = α / Σ α for it, the α on the right
+is the score.) Softmax makes them positive first:
 
 .. math:: \alpha(q, k_i) = \mathrm{softmax}(s)_i = \frac{\exp(s_i)}{\sum_j \exp(s_j)},
           \qquad s_i = a(q, k_i)
@@ -43,7 +44,7 @@ assert np.allclose(alpha, np.exp(s[0]) / np.exp(s[0]).sum())
 # (*Soft argmax* would say it better, for it gives the place of the maximum and not its size.)
 
 assert np.isclose(alpha[0] / alpha[1], np.e)
-assert alpha[0] / alpha[2] > s[0, 0] / s[0, 1]
+assert alpha[0] / alpha[1] > s[0, 0] / s[0, 1]
 temperature = np.geomspace(0.05, 20, 200)
 paths = np.stack([weightings.Softmax(t)(s)[0] for t in temperature])
 assert paths[0, 0] > 0.999 and np.ptp(paths[-1]) < 0.05

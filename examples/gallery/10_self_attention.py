@@ -13,7 +13,6 @@ With *n* words of width *d*, X is n × d, :math:`W_Q` and :math:`W_K` are d × :
 widths must agree, for rows of Q meet rows of K), and :math:`W_V` is d × :math:`d_V`.
 """
 
-import numpy as np
 import torch
 
 import qkv
@@ -21,7 +20,6 @@ from qkv import plot
 from qkv.plot import style
 
 torch.manual_seed(0)
-rng = np.random.default_rng(0)
 n, d, d_q, d_v = 7, 16, 8, 5
 X = torch.randn(n, d)
 layer = qkv.nn.SelfAttention(d, d_qk=d_q, d_v=d_v)
@@ -31,8 +29,8 @@ S, A = layer(X, need_weights=True)
 # The shapes
 # ----------
 #
-# A row of A belongs to a query and sums to 1. The product with V has V's width: **S is n ×** *d_V*.
-# (One also reads n × *d_Q*, which holds only where the two are the same.)
+# A row of A belongs to a query and sums to 1. The product with V has V's width: S is
+# n × :math:`d_V`. (One also reads n × :math:`d_Q`, which holds only where the two are the same.)
 
 Q, K, V = X @ layer.w_query, X @ layer.w_key, X @ layer.w_value
 assert Q.shape == K.shape == (n, d_q) and V.shape == (n, d_v)
