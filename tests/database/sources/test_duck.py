@@ -64,6 +64,8 @@ TABLES = {
     "more after a quote": ('a,b\n1,"x" y\n', False),
     "open quote": ('a,b\n1,"x\n', False),
     "ragged": ("a,b\n1,2\n3\n", False),
+    "a delimiter too many": ("a,b,c\n1,2,3,\n4,5,6\n", False),
+    "an empty last cell": ('a,b,c\n1,"2,\n",\n4,5,\n', True),
     "doubled names": ("a,a\n1,2\n", True),
     "nameless": ("a,\n1,2\n", True),
     "header alone": ("a,b\n", True),

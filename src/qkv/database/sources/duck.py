@@ -55,7 +55,7 @@ def cells(path: Path, data: bytes, delimiter: str, width: int) -> list[list[str]
     """The columns of a CSV file of this width, each cell as text, that of the header first."""
 
     def read(run: Run, file: str) -> list[list[str]]:
-        if width < 2 or not _regular(data, delimiter):
+        if width < 2 or not _regular(data, delimiter, width):
             raise _Unsure
         types = ", ".join(f"'c{i}': 'VARCHAR'" for i in range(width))
         found = run(
@@ -68,18 +68,23 @@ def cells(path: Path, data: bytes, delimiter: str, width: int) -> list[list[str]
     return _tried(path, data, read)
 
 
-def _regular(data: bytes, delimiter: str) -> bool:
-    """Whether quotes stand around whole cells, lines end alike, and none is blank."""
+def _regular(data: bytes, delimiter: str, width: int) -> bool:
+    """Whether quotes stand around whole cells, lines end alike, none is blank, and all have as many
+    cells: one that is empty at the end of a line too long is forgiven by DuckDB."""
     returns, feeds = data.count(b"\r"), data.count(b"\n")
     if b"\0" in data or (returns and not returns == feeds == data.count(b"\r\n")):
         return False
     plain = b"\n" + (data.replace(b"\r", b"") if returns else data)
     if b"\n\n" in plain:
         return False
-    marks = np.frombuffer(plain.replace(b'""', b"") + b"\n", np.uint8)
-    places, ends = np.flatnonzero(marks == ord('"')), [ord(delimiter), ord("\n")]
+    marks = np.frombuffer(plain.removesuffix(b"\n").replace(b'""', b"") + b"\n", np.uint8)
+    quotes, ends = marks == ord('"'), [ord(delimiter), ord("\n")]
+    places = np.flatnonzero(quotes)
+    outside = np.cumsum(quotes, dtype=np.uint8) & 1 == 0
+    cells, lines = (np.count_nonzero((marks == end) & outside) for end in ends)
     return (
         len(places) % 2 == 0
+        and cells == (lines - 1) * (width - 1)
         and bool(np.isin(marks[places[0::2] - 1], ends).all())
         and bool(np.isin(marks[places[1::2] + 1], ends).all())
     )
