@@ -49,9 +49,7 @@ UNMOVED = ("softmax", "average", "entmax", "topk")
 WIDEST = 4096
 WIDEST_RULE = 2**28
 """Pairs of a mask that is made an array: more would take more memory than what it saves."""
-WIDEST_VALUE = 512
-WIDEST_SINGLE = 256
-"""The same in float32, for additive scores, and of queries whose weights are wanted."""
+WIDEST_VALUE = 256
 PAIRS = 8
 """Pairs of functions that stand for tanh in 16 bits."""
 COARSE = 2.0**-7
@@ -81,10 +79,8 @@ def cannot(call: Call) -> str | None:
         return "the kernels have no gradient of other weights than those that pool"
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
-    narrow = _is_narrow(call) and not isinstance(call.score, Additive)
-    widest = WIDEST_VALUE if narrow else WIDEST_SINGLE
-    if call.fw.shape(call.value)[-1] > widest:
-        return f"values are wider than the {widest} numbers that a tile holds"
+    if call.fw.shape(call.value)[-1] > WIDEST_VALUE:
+        return f"values are wider than the {WIDEST_VALUE} numbers that a tile holds"
     bounds = bounds_of(call)
     reason = _unread(call, bounds)
     if reason:
@@ -343,7 +339,7 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         return None
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return None
-    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_SINGLE:
+    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_VALUE:
         return None
     from qkv.engines.triton import ops, weights
 
