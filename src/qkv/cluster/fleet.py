@@ -32,7 +32,7 @@ Request = tuple[int, str, tuple[Any, ...]]
 class Workers(Protocol):
     """Who runs the shards: `cluster.ray.Actors`."""
 
-    def put(self, thing: Any) -> Any:
+    def put(self, job: Job) -> Any:
         """Where all of them read it."""
         ...
 

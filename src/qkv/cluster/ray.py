@@ -10,7 +10,7 @@ from typing import Any
 
 from qkv.cluster.faults import LostShard, Unreadable
 from qkv.cluster.fleet import Request
-from qkv.cluster.shard import Shard
+from qkv.cluster.shard import Job, Shard
 from qkv.errors import ArgumentError, MissingExtra
 
 try:
@@ -23,6 +23,9 @@ except ImportError:
 
 PAUSE = 0.05
 """Seconds between two looks at an actor that starts again."""
+
+INLINE = 2**16
+"""Bytes of queries that are sent sooner than they are put aside."""
 
 TRIES = 3
 """How many times Ray is started where it gives up on itself."""
@@ -69,9 +72,9 @@ class Actors:
         actor = ray.remote(Shard).options(**options)
         return actor.remote(self._sources[shard], self._cache, self._cores)
 
-    def put(self, thing: Any) -> Any:
-        """Where all actors read it; it is sent to each machine once."""
-        return ray.put(thing)
+    def put(self, job: Job) -> Any:
+        """Where all actors read it, once for each machine; a few queries go with each call."""
+        return job if getattr(job.query, "nbytes", 0) <= INLINE else ray.put(job)
 
     def of(self, shard: int) -> list[Any]:
         """The replicas of a shard."""
