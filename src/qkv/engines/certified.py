@@ -143,8 +143,10 @@ class _Asked:
 
     def exact(self, at: np.ndarray, steady: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The scores (n, c) of rows at places, by their keys in float64; and the keys' lengths
-        and biases (c, 2). `steady` rounds equal keys alike."""
-        out, terms, done = np.empty((len(self.query), len(at))), np.empty((len(at), 2)), 0
+        and biases (c, 2). `steady` rounds equal keys alike, and tells beside how large the products
+        of each query were, (c, 2 + n)."""
+        n = len(self.query)
+        out, terms, done = np.empty((n, len(at))), np.empty((len(at), 2 + n * steady)), 0
         for group in self.rows.cuts(AT_ONCE, codes=True):
             for cut in group:
                 end = int(np.searchsorted(at, cut.start + cut.size))
@@ -155,6 +157,7 @@ class _Asked:
                 phi = np.asarray(form.query)
                 if steady:
                     s = np.stack([np.add.reduce(key * one, 1) for one in phi])
+                    terms[done:end, 2:] = np.abs(key) @ np.abs(phi).T
                 else:
                     s = phi @ key.T
                 s = s if form.factor is None else s * form.factor
@@ -266,6 +269,7 @@ def _best(asked: _Asked, k: int, tolerance: float) -> Weighed | str:
     else:
         s, terms = asked.exact(at, steady=True)
         slack = doubt.fine(terms, rows.shape[1])
+        slack[(s == 0) & (terms[:, 2:].T == 0)] = 0  # nothing was multiplied but zeros
     if np.isnan(s).any():
         return "a key is not a number"
     alpha = np.zeros((n, m), asked.query.dtype)
@@ -279,18 +283,28 @@ def _best(asked: _Asked, k: int, tolerance: float) -> Weighed | str:
         tops[i], sums[i] = s[i, chosen[0]], w.sum()
         alpha[i, at[chosen]] = w / w.sum()
         if k > 1:
-            lost = 2 * slack[i, chosen].max() + 4 * np.finfo(alpha.dtype).eps
-            error[i] = min(np.expm1(lost), 1.0)
+            error[i] = _among(s[i, chosen], slack[i, chosen]) + 4 * np.finfo(alpha.dtype).eps
         high, low = s[i] + slack[i], s[i] - slack[i]
         near = others[high[others] >= low[chosen].min()]
         if len(near):
             edge = chosen[low[chosen] <= high[near].max()]
-            if fixed or not _alike(asked, at[np.append(edge, near)]):
-                error[i] = min(error[i] + alpha[i, at[edge]].sum(), 1.0)
+            both = np.append(edge, near)  # a tie is one where neither was rounded, or keys repeat
+            if slack[i, both].any() and (fixed or not _alike(asked, at[both])):
+                error[i] += alpha[i, at[edge]].sum()
+    error = np.minimum(error, 1.0)
     _reached(error, tolerance, fixed)
     bound = Bound(tops, sums, sums * error, sums * error)
     lse = tops + np.log(np.where(sums > 0, sums, 1.0)) if asked.weighting.has_lse else None
     return _told(asked, alpha, stored.entropy(alpha), lse, error, bound)
+
+
+def _among(s: np.ndarray, slack: np.ndarray) -> float:
+    """How far softmax of these scores may be off, measured from the first, the largest."""
+    x, delta = s - s[0], slack + slack[0]
+    delta[0] = 0
+    w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
+    sums = (np.atleast_1d(y) for y in (w.sum(), (high - w).sum(), (w - low).sum()))
+    return float(Bound(np.zeros(1), *sums).error[0])
 
 
 def _alike(asked: _Asked, at: np.ndarray) -> bool:

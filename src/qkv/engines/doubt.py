@@ -301,7 +301,7 @@ class Doubt:
         some = self._gathered(lambda at: self.scores[:, at] - least[:, None]) > 0
         at = np.flatnonzero(some)
         share = self._shares(at).max(axis=0)
-        return at[_heaviest(share, budget / 2, most)]
+        return np.asarray(at[_heaviest(share, budget / 2, most)])
 
     def settle(self, at: np.ndarray, scores: np.ndarray) -> None:
         """Rows whose keys were read: their scores (n, c)."""
