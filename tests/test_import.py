@@ -21,6 +21,7 @@ HEAVY = [
     "onnx",
     "pandas",
     "prometheus_client",
+    "ray",
     "safetensors",
     "scipy",
     "starlette",
