@@ -148,8 +148,9 @@ class Doubt:
 
     def _most(self, at: slice) -> np.ndarray:
         """No δ of these rows is larger, (n,)."""
-        terms = self.terms[at].max(axis=0, initial=0.0).astype(float)
-        return np.asarray(self.parts @ terms + self.least)
+        # Column by column, which NumPy does many times as fast as along so short an axis.
+        terms = [float(column.max(initial=0.0)) for column in self.terms[at].T]
+        return np.asarray(self.parts @ np.array(terms) + self.least)
 
     def bound(self) -> Bound:
         """How far the weights may be off."""
