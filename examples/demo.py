@@ -30,7 +30,7 @@ import pictures
 
 import qkv
 from qkv import scores, weightings
-from qkv.answer import bar
+from qkv.told import bar
 
 BOOKS_CSV = Path(__file__).parent / "data" / "books.csv"
 

@@ -11,8 +11,9 @@ import polars
 import pytest
 
 from qkv import Database
-from qkv.answer import Answer, Row, Share, bar, jsonable, short
+from qkv.answer import Answer, Row, Share
 from qkv.errors import CombinationError
+from qkv.told import bar, jsonable, short
 
 
 def answer(weights, *, keys=None, values=None, total=None, query="q"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,17 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, CombinationError, printable
+from qkv.errors import ArgumentError, CombinationError
 from qkv.frames import frame
 from qkv.shown import Shown
+from qkv.told import BAR, bar, jsonable, short
 from qkv.types import T
 
 EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
 """The weight of a key from which it does."""
 
-BAR = 24
-"""Cells of the longest bar in the terminal."""
 SMALL = 100
 """Rows of a set that travel with the answer."""
 LEAST = 0.0005
@@ -391,57 +389,8 @@ def _unset() -> list[Row]:
     )
 
 
-def bar(weight: float, width: int = BAR) -> str:
-    """A weight between 0 and 1 as a bar of eighths of a cell.
-
-    >>> bar(0.5, 8)
-    '████'
-    """
-    eighths = round(max(min(weight, 1.0), 0.0) * width * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
-
-
-def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> Any:
-    """Anything a database holds as what JSON has: arrays as lists, the rest as text.
-
-    `numbers` is what becomes of an array of finite ones, for a writer that knows arrays.
-    """
-    if isinstance(x, np.ndarray):
-        plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
-        return numbers(x) if plain else jsonable(x.tolist())
-    if isinstance(x, np.generic):
-        return jsonable(x.item())
-    if isinstance(x, float) and not math.isfinite(x):
-        return None if math.isnan(x) else str(x)
-    if isinstance(x, Mapping):
-        return {str(name): jsonable(item, numbers) for name, item in x.items()}
-    if isinstance(x, list | tuple):
-        return [jsonable(item, numbers) for item in x]
-    if isinstance(x, bytes | bytearray):
-        return x.hex()
-    return x if x is None or isinstance(x, str | int | float | bool) else str(x)
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def short(x: Any, most: int = 40) -> str:
-    """x on one line of at most `most` characters."""
-    if isinstance(x, float | np.floating):
-        text = f"{x:.6g}"
-    elif isinstance(x, np.ndarray):
-        text = np.array2string(x, precision=4, threshold=6, edgeitems=3)
-    elif isinstance(x, Mapping):
-        text = ", ".join(f"{name}: {short(item, most)}" for name, item in x.items())
-    elif isinstance(x, tuple):
-        text = ", ".join(short(item, most) for item in x)
-    elif isinstance(x, str):
-        text = x
-    else:
-        text = json.dumps(jsonable(x), ensure_ascii=False)
-    text = " ".join(printable(text).split())
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 _STYLE = """

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.answer import jsonable
 from qkv.attention import attend
 from qkv.database import Database, open, spelled
 from qkv.database.sources.sql import quoted
 from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
+from qkv.told import jsonable
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

@@ -10,10 +10,11 @@ import pytest
 from starlette.testclient import TestClient
 
 import qkv
-from qkv.answer import Answer, jsonable
+from qkv.answer import Answer
 from qkv.scores import Gaussian
 from qkv.serve import limits
 from qkv.serve.shelf import Shelf
+from qkv.told import jsonable
 from qkv.weightings import TopK
 from tests.serve.conftest import BOOKS, KEYS
 

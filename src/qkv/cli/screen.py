@@ -36,7 +36,7 @@ def json_text(data: Any) -> str:
     >>> print(json_text({"key": ("Li", 1), "spread": float("nan")}))
     {"key": ["Li", 1], "spread": null}
     """
-    from qkv.answer import jsonable
+    from qkv.told import jsonable
 
     return json.dumps(jsonable(data), ensure_ascii=False, allow_nan=False)
 
@@ -136,7 +136,7 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
     >>> bar(0.5, 4), bar(0.5, 4, ascii_only=True)
     ('██', '##')
     """
-    from qkv.answer import bar as blocks
+    from qkv.told import bar as blocks
 
     share = share if share == share else 0.0
     return "#" * round(min(max(share, 0.0), 1.0) * width) if ascii_only else blocks(share, width)

@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from qkv.answer import jsonable
 from qkv.database.cells import is_missing
 from qkv.database.faults import ChangedCells
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.errors import ArgumentError, DtypeError, MissingExtra
 from qkv.frames import arrow, frame
+from qkv.told import jsonable
 
 Rows = Iterable[Mapping[str, Any]]
 

@@ -107,8 +107,8 @@ class Leaving(Shown, Reading[K, V]):
         >>> figure.axes[0].images[0].get_array().tolist()
         [[1.0, 0.0]]
         """
-        from qkv.answer import short
         from qkv.plot import heatmaps
+        from qkv.told import short
 
         answers = self.ask(query, **how)
         answers = answers if isinstance(answers, list) else [answers]
@@ -124,7 +124,7 @@ class Leaving(Shown, Reading[K, V]):
 
     def _repr_html_(self) -> str:
         """The name, the columns with their types, and the first rows."""
-        from qkv.answer import short
+        from qkv.told import short
 
         schema, name = self._schema, html.escape(printable(str(self.path or "in memory")))
         if schema is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.answer import jsonable
+from qkv.told import jsonable
 
 DTYPES = {"uint8": "u8", "uint16": "u16", "int32": "i32", "float32": "f32", "float64": "f64"}
 

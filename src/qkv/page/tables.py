@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.answer import Answer, jsonable
+from qkv.answer import Answer
 from qkv.database import spelled
 from qkv.errors import ArgumentError, QkvError, unknown
 from qkv.page import bounds
+from qkv.told import jsonable
 
 if TYPE_CHECKING:
     from qkv.database import Database

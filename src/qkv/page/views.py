@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qkv import scores, weightings
-from qkv.answer import Answer, Source, short
+from qkv.answer import Answer, Source
 from qkv.database import Database
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
 from qkv.errors import ArgumentError, DtypeError
@@ -16,6 +16,7 @@ from qkv.names import Names
 from qkv.page.heads import LARGE, heads
 from qkv.page.sentence import sentence
 from qkv.shown import Headed
+from qkv.told import short
 
 Descriptor = dict[str, Any]
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.answer import Answer, Row, jsonable
+from qkv.answer import Answer, Row
 from qkv.errors import ArgumentError, DtypeError, unknown
+from qkv.told import jsonable
 
 
 class Found(NamedTuple):

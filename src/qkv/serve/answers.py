@@ -10,7 +10,6 @@ import numpy as np
 import orjson
 from starlette.responses import Response
 
-from qkv.answer import jsonable
 from qkv.database import AbsentKey
 from qkv.database.faults import (
     Closed,
@@ -24,6 +23,7 @@ from qkv.database.faults import (
 from qkv.errors import MissingExtra, QkvError
 from qkv.serve import wire
 from qkv.serve.route import Refused
+from qkv.told import jsonable
 
 STATUS: dict[type[QkvError], int] = {
     AbsentKey: 404,

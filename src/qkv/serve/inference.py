@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from qkv.answer import Answer, jsonable
+from qkv.answer import Answer
 from qkv.errors import ArgumentError
 from qkv.serve import limits, tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, body, record
@@ -24,6 +24,7 @@ from qkv.serve.fit import deep, fault, whole
 from qkv.serve.route import Given, Route
 from qkv.serve.shelf import Kept, Shelf, few
 from qkv.serve.tensors import Tensor
+from qkv.told import jsonable
 
 LENGTH = "inference-header-content-length"
 PROTOCOL = ("binary_data_output", "content_type", "headers", "priority", "timeout")

@@ -150,7 +150,7 @@ class Remote:
 
     def _row(self, key: Any) -> str:
         """The path of a key: text as it is, other cells as the server reads them from text."""
-        from qkv.answer import jsonable
+        from qkv.told import jsonable
 
         told = jsonable(key)
         text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)

@@ -1,0 +1,64 @@
+"""Cells and weights as they are read: as JSON, on one line, as a bar."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import printable
+
+BAR = 24
+"""Cells of the longest bar in the terminal."""
+
+
+def bar(weight: float, width: int = BAR) -> str:
+    """A weight between 0 and 1 as a bar of eighths of a cell.
+
+    >>> bar(0.5, 8)
+    '████'
+    """
+    eighths = round(max(min(weight, 1.0), 0.0) * width * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
+
+
+def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> Any:
+    """Anything a database holds as what JSON has: arrays as lists, the rest as text.
+
+    `numbers` is what becomes of an array of finite ones, for a writer that knows arrays.
+    """
+    if isinstance(x, np.ndarray):
+        plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
+        return numbers(x) if plain else jsonable(x.tolist())
+    if isinstance(x, np.generic):
+        return jsonable(x.item())
+    if isinstance(x, float) and not math.isfinite(x):
+        return None if math.isnan(x) else str(x)
+    if isinstance(x, Mapping):
+        return {str(name): jsonable(item, numbers) for name, item in x.items()}
+    if isinstance(x, list | tuple):
+        return [jsonable(item, numbers) for item in x]
+    if isinstance(x, bytes | bytearray):
+        return x.hex()
+    return x if x is None or isinstance(x, str | int | float | bool) else str(x)
+
+
+def short(x: Any, most: int = 40) -> str:
+    """x on one line of at most `most` characters."""
+    if isinstance(x, float | np.floating):
+        text = f"{x:.6g}"
+    elif isinstance(x, np.ndarray):
+        text = np.array2string(x, precision=4, threshold=6, edgeitems=3)
+    elif isinstance(x, Mapping):
+        text = ", ".join(f"{name}: {short(item, most)}" for name, item in x.items())
+    elif isinstance(x, tuple):
+        text = ", ".join(short(item, most) for item in x)
+    elif isinstance(x, str):
+        text = x
+    else:
+        text = json.dumps(jsonable(x), ensure_ascii=False)
+    text = " ".join(printable(text).split())
+    return text if len(text) <= most else text[: most - 1] + "…"
