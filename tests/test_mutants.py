@@ -139,8 +139,11 @@ def check_score(cls, name, settings):
         learned, known = cls(np.array(0.7)), 0.7 * QUERY @ KEY.T
         np.testing.assert_allclose(learned(QUERY, KEY), known, rtol=1e-9)
         np.testing.assert_allclose(learned.form(QUERY, KEY).scores(), known, rtol=1e-9)
+        _check_affine(cls(0.7), known)
         plain = cls()(QUERY, KEY)
         np.testing.assert_allclose(plain, QUERY @ KEY.T / np.sqrt(D), rtol=1e-9)
+    if name in AFFINE:
+        _check_affine(cls(**settings), AFFINE[name](want))
     if name in ("Boxcar", "Triangular", "Epanechnikov"):
         edge = cls(2.0)(np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]]))[0]
         np.testing.assert_array_equal(edge, [float(name == "Boxcar"), 1.0, np.nan])
@@ -156,6 +159,26 @@ def check_score(cls, name, settings):
         sharp, near = type(quick)(1e-6), QUERY + 1e-6
         apart = (1e6 * (QUERY[:, None] - near) ** 2 * 1e6).sum(-1) / -2
         np.testing.assert_allclose(sharp(QUERY, near), apart, rtol=1e-9)
+
+
+NEGATIVE_SQUARES = -((QUERY[:, None] - KEY) ** 2).sum(-1) / 2.0**2
+AFFINE = {
+    **dict.fromkeys(("Dot", "Cosine", "Multiplicative", "Gaussian"), lambda want: want),
+    **dict.fromkeys(("Boxcar", "Triangular", "Epanechnikov"), lambda want: NEGATIVE_SQUARES),
+}
+
+
+def _check_affine(score, want):
+    """As a product with the keys themselves, of which one is 0, it is the same."""
+    keys = np.concatenate([KEY, np.zeros((1, D))])
+    form = score.affine(QUERY, np.linalg.norm(keys, axis=-1))
+    found = form.query @ keys.T
+    for part in (form.factor, form.bias):
+        assert part is None or np.isfinite(part).all()
+    found = found if form.factor is None else found * form.factor
+    found = found if form.bias is None else found + form.bias
+    found = found if form.offset is None else found + form.offset[:, None]
+    np.testing.assert_allclose(found[:, :-1], want, rtol=1e-9, atol=1e-12)
 
 
 def _check_aside(score, want):

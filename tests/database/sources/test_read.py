@@ -825,4 +825,5 @@ def test_an_interrupting_progress_is_heard(tmp_path):
 
 
 def test_public_names():
-    assert sources.__all__ == ["read", "from_frame", "Table", "SourceError", "MISSING"]
+    names = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING"]
+    assert sources.__all__ == names

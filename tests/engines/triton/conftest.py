@@ -1,4 +1,5 @@
-"""The kernels run on CUDA where there is one, else under Triton's interpreter on the CPU."""
+"""The kernels run on CUDA where there is one, else under Triton's interpreter on the CPU, which
+tests/conftest.py asks for."""
 
 from __future__ import annotations
 
@@ -9,12 +10,6 @@ import pytest
 
 if find_spec("torch") is None or find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    import torch
-
-    if not torch.cuda.is_available():
-        # Read when triton is imported, so before any test module.
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ def _is_plain_additive(call: Call) -> bool:
 def _unread(call: Call, bounds: Bounds) -> str | None:
     """Why the mask cannot be read as an array, where it must."""
     leads = [x.values.shape[:-2] if isinstance(x, Values) else call.lead for x in bounds.rules]
-    pairs = max(map(math.prod, leads), default=0) * call.n * call.m
+    pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
     if pairs > WIDEST_RULE:
         return f"the mask is one of {pairs} pairs: as an array the kernels read {WIDEST_RULE}"
     return None
