@@ -28,7 +28,7 @@ MXNET_TESTS ?= tests/engines/test_battery.py tests/test_edges.py tests/docs/test
 BENCH ?=
 RESULTS := build/test-results
 
-APART := src/qkv/nn src/qkv/keras src/qkv/transformers
+APART := src/qkv/cluster src/qkv/nn src/qkv/keras src/qkv/transformers
 PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 SUITES := unit doctest layers mxnet

@@ -425,7 +425,7 @@ def arguments(**how):
     arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
     arrays = [x.requires_grad_() for x in arrays.values()]
     numbers = (0.3, how.get("weighting", "softmax"), 0.0, None, how.get("upper"), 0, False)
-    return (*arrays, None, None, None, None, *numbers)
+    return (*arrays, *[None] * 6, *numbers, 1.0, 0.0, 1)
 
 
 @pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
@@ -596,8 +596,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                 seen[kernel.__name__, width].add(given[width] % given[block] == 0)
 
     monkeypatch.setattr(launch, "start", record)
-    for name in ("pool", "split", "to_keys", "to_queries"):
-        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=True))
+    for name in ("pool", "split", "to_keys", "to_queries", "to_pairs"):
+        monkeypatch.setitem(launch.OVERRIDE, name, SMALL._replace(described=name != "to_pairs"))
     for dtype, w, d in ((torch.float32, 16, 16), (torch.bfloat16, 20, 20), (torch.float16, 320, 8)):
         plain = list(formulas.arrays_of(b=1, h=1, n=9, m=9, w=w, d=d, dtype=dtype).values())
         kept = mend.heal(plain[2].clone(), *plain, scale=0.3)
@@ -623,8 +623,18 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                     out, lse = ops.attend(**given, scale=0.3, tf32=processors == 1, **rule, **rows)
                     loss = out.sum() + (lse.sum() if m == 48 else 0)
                     torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
+                    lines = n if m == 48 else 1  # one for all queries is summed over them
+                    pairs = torch.ones(1, 1, lines, m, requires_grad=True)
+                    for rule["pairs"] in (pairs, pairs.detach().to(torch.uint8)):
+                        drop = {"dropout": 0.3, "seed": torch.zeros(1, dtype=torch.int64)}
+                        more = drop if processors == 1 else {}
+                        more["tf32"] = processors == 1
+                        out, lse = ops.attend(**given, scale=0.3, **rule, **rows, **more)
+                        moved = [x for x in (*given.values(), rule["pairs"]) if x.requires_grad]
+                        torch.autograd.grad(out.sum() + lse.sum(), moved, allow_unused=True)
     both = {True, False}
     every = {
+        "PAIRS": {0, 1, 2},
         "WEIGHTING": set(ops.WEIGHTINGS),
         "POWER": {0, 1, 2},
         "PRECISION": {"ieee", "tf32"},
@@ -634,13 +644,24 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
     narrower = {
         ("to_keys", "CENTRED"): both,
         ("to_queries", "WEIGHTING"): set(ops.WEIGHTINGS) - {"average"},
+        ("to_pairs", "WEIGHTING"): set(ops.WEIGHTINGS) - {"average"},
+        ("to_pairs", "PAIRS"): {2},
     }
     for (kernel, name), values in seen.items():
         want = narrower.get((kernel, name), every.get(name, both))
         if (kernel, name) in {("inner", "D"), ("merge", "D")}:
             continue
         assert values == want, (kernel, name, values)
-    kernels = {"pool", "merge", "inner", "to_keys", "to_queries", "mend", "mend_queries"}
+    kernels = {
+        "pool",
+        "merge",
+        "inner",
+        "to_keys",
+        "to_queries",
+        "to_pairs",
+        "mend",
+        "mend_queries",
+    }
     assert {kernel for kernel, _ in seen} == kernels
 
 
