@@ -4,8 +4,8 @@ python -m bench.fuzz --cuda SECONDS SEED
 
 Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
-more than twice as far from float64 as the equation itself in the same dtype, where it is not
-finite, or where more than LEAST pairs ran on `dense`.
+more than twice as far from float64 as the equation itself in the same dtype and further than FLOOR,
+where it is not finite, or where more than LEAST pairs ran on `dense`.
 """
 
 from __future__ import annotations
