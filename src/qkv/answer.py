@@ -233,8 +233,6 @@ class Answer(Shown):
             parts.append(f"{self.nearness}.")
         if self.missing:
             parts.append(f"Left out: {self._left_out}.")
-        if self.error_bound:
-            parts.append(f"At most {_percent(self.error_bound)} of the weight is misplaced.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
 

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from qkv.database.sources import duck, files
+from qkv.database.sources import files
 from qkv.database.sources.table import SourceError, Table, bounded, check_names
 from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LINE = re.compile(r"[^\r\n]+")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
+# A colon after a text's closing quote, before which stand backslashes in pairs or none.
+_NAME = re.compile(rb'(?<!\\)(?:\\\\)*"[ \t\r\n]*:')
 _BATCH = 16_384
 # Beyond it, names are data: a table of them would be columns² of None.
 _MOST_COLUMNS = 4096
 
 
-def read(
-    data: bytes,
-    name: str,
-    file: str,
-    progress: Progress | None = None,
-    path: Path | None = None,
-) -> Table:
+def read(data: bytes, name: str, file: str, progress: Progress | None = None) -> Table:
     """The table whose columns are the names in the objects, in the order they first appear.
 
-    `path` is where the bytes lie, if in a file. A name that an object lacks is None in its row. NaN
-    and Infinity, which JSON does not have but many write, are floats. A column of lists of floats,
-    all of one length, is one of vectors.
+    A name that an object lacks is None in its row. NaN and Infinity, which JSON does not have but
+    many write, are floats. A column of lists of floats, all of one length, is one of vectors.
 
     >>> read(b'{"name": "Li", "age": 34}\\n{"name": "Mu"}', "people", "people.jsonl").columns
     {'name': ['Li', 'Mu'], 'age': [34, None]}
     """
     text = files.text(data, file)
-    listed = text.startswith("[", _past_space(text, 0))
-    split = None if path is None or listed else _split(path, data)
-    columns = split or _parsed(text, file, progress)
+    columns = _quick(data, text.startswith("[", _past_space(text, 0)), progress)
+    columns = columns or _parsed(text, file, progress)
     if progress is not None:
         progress(len(text), len(text))
     check_names(list(columns), file)
@@ -77,25 +73,83 @@ def _parsed(text: str, file: str, progress: Progress | None) -> dict[str, list[A
     return columns
 
 
-def _split(path: Path, data: bytes) -> dict[str, list[Any]] | None:
-    """The columns of a file of many lines that DuckDB has split; None where it has not."""
-    found = duck.lines(path, data)
-    if not found or len(found) > _MOST_COLUMNS:
-        return None
+def _quick(data: bytes, listed: bool, progress: Progress | None) -> dict[str, list[Any]] | None:
+    """The columns by orjson, where it is installed; None where it may not read them as we do.
+
+    What it refuses may be NaN, or is told by `_parsed`. It keeps the last of two equal names, and
+    makes floats of ints beyond 64 bits and infinities of what is more.
+    """
     try:
-        return {title: _decode(f"[{','.join(cells)}]", 0)[0] for title, cells in found.items()}
-    except ValueError:
+        from orjson import loads
+    except ImportError:
         return None
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if b"\r" in data:
+        if data.count(b"\r") > data.count(b"\r\n"):  # lines end there too
+            return None
+        data = data.replace(b"\r", b"")
+    lines = [] if listed else [*filter(None, data.split(b"\n"))]
+    columns: dict[str, list[Any]] = {}
+    count = names = 0
+    try:
+        for at in range(0, len(lines) or 1, _BATCH):
+            rows = loads(data) if listed else [*map(loads, lines[at : at + _BATCH])]
+            if set(map(type, rows)) != {dict}:
+                return None
+            shapes = dict.fromkeys(map(tuple, rows))
+            for title in chain.from_iterable(shapes):
+                columns.setdefault(title, [None] * count)
+            if len(columns) > _MOST_COLUMNS:
+                return None
+            alike = len(shapes) == 1 and len(columns) == len(rows[0])
+            for title, cells in columns.items():
+                cells += map(itemgetter(title), rows) if alike else [x.get(title) for x in rows]
+            count += len(rows)
+            names += sum(map(len, rows))
+            if progress is not None:
+                progress(len(data) * count // max(len(lines), count), len(data))
+        names += sum(map(_names, columns.values()))
+    except (ValueError, RecursionError):
+        return None
+    # Text may hold colons too; then those after a name are counted, one by one.
+    return columns if names in _colons(data) else None
+
+
+def _colons(data: bytes) -> Iterator[int]:
+    """How many names there are at most, each time with more care; the last is how many."""
+    marks = np.frombuffer(data, np.uint8)
+    at = np.flatnonzero(marks == ord(":"))
+    yield len(at)
+    yield int(np.isin(marks[at - 1], [*b'" \t\n']).sum())
+    yield len(_NAME.findall(data))
+
+
+def _names(cells: Collection[Any]) -> int:
+    """How many names the objects within these cells have; an error where a float is none."""
+    kinds = set(map(type, cells))
+    if float in kinds:
+        floats = cells if kinds == {float} else [cell for cell in cells if type(cell) is float]
+        if max(max(floats), -min(floats)) >= 2**63:
+            raise _Refused("an int that was too long")
+    if not kinds & {dict, list}:
+        return 0
+    dicts = [cell for cell in cells if type(cell) is dict]
+    lists = (cell for cell in cells if type(cell) is list)
+    within = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
+    return sum(map(len, dicts)) + _names(within)
 
 
 def _vectors(column: list[Any]) -> list[Any]:
     """The column, with vectors for cells that are lists of as many floats each."""
+    if type(column[0]) not in (list, type(None)):
+        return column
     lists = [cell for cell in column if cell is not None]
     if not all(type(cell) is list and cell and set(map(type, cell)) == {float} for cell in lists):
         return column
     if len(set(map(len, lists))) != 1:
         return column
-    return [None if cell is None else np.array(cell) for cell in column]
+    vectors = iter(np.array(lists))
+    return [None if cell is None else next(vectors) for cell in column]
 
 
 def _rows(text: str, file: str) -> Iterator[tuple[int, int, dict[str, Any]]]:

@@ -183,7 +183,7 @@ def _file(
         return arrow.arrow(path, progress)
     data, place = (files.contents(path), path) if regular else (opening, None)
     if kind == "json":
-        return json.read(data, path.stem, str(path), progress, place)
+        return json.read(data, path.stem, str(path), progress)
     delimiter = "\t" if kind == "tsv" else None
     return delimited.read(data, path.stem, str(path), delimiter, progress, missing, place)
 

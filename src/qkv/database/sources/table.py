@@ -109,14 +109,18 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
 
 def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
     """The column, or the error of a cell that is too long."""
-    if {str, bytes} & set(map(type, cells)):
-        for row, value in enumerate(cells):
-            if isinstance(value, str | bytes) and len(value) > LONGEST:
-                raise SourceError(
-                    f"row {row + 1} of column {name!r} is {len(value):,} long, and {LONGEST:,} is "
-                    "the most a cell may be: store such a value in a file of its own",
-                    file=file,
-                )
+    kinds = set(map(type, cells))
+    if not kinds & {str, bytes}:
+        return cells
+    texts = cells if kinds <= {str, bytes} else [x for x in cells if type(x) in (str, bytes)]
+    longest = max(texts, key=len)
+    if len(longest) > LONGEST:
+        raise SourceError(
+            f"row {[x is longest for x in cells].index(True) + 1} of column {name!r} is "
+            f"{len(longest):,} long, and {LONGEST:,} is the most a cell may be: store such a value "
+            "in a file of its own",
+            file=file,
+        )
     return cells
 
 
