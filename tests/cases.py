@@ -161,7 +161,7 @@ def sensible(score: str, weighting: str, mask: str) -> bool:
     how = {**WEIGHTINGS, **LEARNED}[weighting]
     if how.needs_nonnegative and (not built.nonnegative or mask.startswith("float")):
         return False
-    return weighting != "nearest_if_empty" or hasattr(built, "closeness")
+    return weighting != "nearest_if_empty" or built.closeness is not None
 
 
 def product() -> list[tuple[str, str, str]]:

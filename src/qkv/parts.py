@@ -13,18 +13,18 @@ import numpy as np
 
 from qkv.arrays import framework, of, tree
 from qkv.arrays.rows import Column, Rows
-from qkv.engines import request, stored, streaming
+from qkv.engines import passes, request, stored, streaming
 from qkv.engines.call import Call, all_rows
 from qkv.engines.passes import Passes
 from qkv.errors import CombinationError
-from qkv.scores import Boxcar, Epanechnikov, Gaussian, Score, ScoreLike, Triangular
+from qkv.scores import Score, ScoreLike
 from qkv.types import Array, Arrays, At, Slopes, Span
 from qkv.weightings import State, Weighting, WeightingLike
 from qkv.weightings.base import of_rows
 
 Part = stored.Part
 Sums = stored.Sums
-resolved = request.resolved
+resolved, finished = request.resolved, passes.finished
 sums, both, averaged, entropy_of = stored.sums, stored.both, stored.averaged, stored.entropy_of
 
 TOGETHER = 1024
@@ -151,8 +151,9 @@ def across(
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.rebuild(fw, call, arrays)
-        out, kept = finished(begin(fresh.query, fresh.score, fresh.weighting), fresh.weighting)
-        return (out,), kept
+        holders = begin(fresh.query, fresh.score, fresh.weighting)
+        out, known, centre = finished(holders, fresh.weighting)
+        return (out,), (*known, *(() if centre is None else (centre,)))
 
     def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         fresh = tree.rebuild(fw, call, arrays)
@@ -177,22 +178,6 @@ def across(
 def _rows_of(call: Call, start: int) -> tuple[Array, Weighting]:
     span = Span(start, min(TOGETHER, call.n - start))
     return call.query[start : start + span.size], of_rows(call.fw, call.weighting, span, call.n)
-
-
-def finished(holders: Holders, weighting: Weighting) -> tuple[Array, State]:
-    """The output, and what is kept of each row for the way back."""
-    found = weighting.search(holders.fold)
-    out, known, centre = weighting.finish(holders.state(found), found)
-    weighting.check(known)
-    return out, (*known, *(() if centre is None else (centre,)))
-
-
-def known(holders: Holders, weighting: Weighting) -> State:
-    """What `weight` needs to know of each query's row."""
-    found = weighting.search(holders.fold)
-    _, told, _ = weighting.finish(holders.state(found), found)
-    weighting.check(told)
-    return told
 
 
 # Rows that were lost
@@ -242,16 +227,14 @@ def share(holders: Any, weighting: Weighting, count: int, most: np.ndarray) -> n
     whole = np.ones(len(most))
     if not weighting.convex or weighting.strict:
         return whole
-    searched = type(weighting).search is not Weighting.search
-    if searched and count * len(most) > ALIKE:
+    if weighting.searches and count * len(most) > ALIKE:
         return whole
     with framework("numpy").quiet():
         top = weighting.scale(most[:, None])
         sure = np.isfinite(top)
         top = np.where(sure, top, 0)
         lost = Lost(holders, weighting, count, top)
-        found = weighting.search(lost.fold)
-        out, *_ = weighting.finish(lost.state(found), found)
+        out, *_ = finished(lost, weighting)
         # Sums of so many terms are rounded; the bound must not be.
         bound = np.minimum(out[:, 0] * (1 + 1e-5) + 1e-7, 1.0)
     bound[bound <= 1e-7] = 0 if weighting.sparse else 1e-7
@@ -288,7 +271,7 @@ class Ball(NamedTuple):
             size = np.linalg.norm(moved, axis=1)
             reach = size * (self.radius + slack * np.linalg.norm(self.centre))
             return np.asarray(moved @ self.centre + reach * (1 + slack))
-        if type(score) in (Gaussian, Boxcar, Triangular, Epanechnikov):  # they fall with ‖q − k‖
+        if score.radial:
             away = query - self.centre
             far = np.linalg.norm(away, axis=1, keepdims=True)
             nearest = away * (np.minimum(self.radius * (1 + slack) / np.maximum(far, 1e-300), 1))

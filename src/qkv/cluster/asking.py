@@ -151,7 +151,7 @@ class Gathered(InOne):
         keys = queries if keyed else None
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
         asked = Asked(view.snapshot, job, lost)
-        known = parts.known(asked, weighting)
+        _, known, _ = parts.finished(asked, weighting)
         top = self.top if view.schema.pools else max(self.top, SHARES)
         found: list[Heaviest] = asked.each("heaviest", known, top)
         self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()

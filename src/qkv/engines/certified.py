@@ -51,8 +51,8 @@ def run(
     if refused is not None:
         return refused
     asked = _Asked(rows, query, score, weighting)
-    if isinstance(weighting, Hard | TopK):
-        return _best(asked, 1 if isinstance(weighting, Hard) else weighting.k, tolerance)
+    if weighting.few is not None:
+        return _best(asked, weighting.few, tolerance)
     return _soft(asked, tolerance, confidence)
 
 

@@ -14,11 +14,6 @@ from qkv.weightings import State, Weighting
 from qkv.weightings.base import of_rows
 
 
-def searches(call: Call) -> bool:
-    """Whether something must be known of a whole row before its values are pooled."""
-    return type(call.weighting).search is not Weighting.search
-
-
 class Piece(NamedTuple):
     """The arrays of one block."""
 
@@ -64,7 +59,7 @@ class Passes:
         self._reduce = loops_of(call).reduce
         self._stored = isinstance(keys, Cuts)
         one = isinstance(keys, list) and len(keys) == 1
-        self._keeps = one or (self._stored and searches(call))
+        self._keeps = one or (self._stored and call.weighting.searches)
         self._known: dict[int, tuple[Array, Live, Array, Any]] = {}
 
     def _scored(self, cols: Any) -> tuple[Array, Live, Array, Any]:
@@ -104,3 +99,12 @@ class Passes:
 
         start = weighting.init(self.template, call.fw.shape(call.value)[-1])
         return self._reduce(lift, weighting.merge, start, self.keys)  # type: ignore[no-any-return]
+
+
+def finished(blocks: Any, weighting: Weighting) -> tuple[Array, State, Array | None]:
+    """What `Weighting.finish` gives of rows whose blocks are folded and lifted by the methods of
+    `Passes`, once they are checked."""
+    found = weighting.search(blocks.fold)
+    out, known, centre = weighting.finish(blocks.state(found), found)
+    weighting.check(known)
+    return out, known, centre

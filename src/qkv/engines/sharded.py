@@ -20,7 +20,7 @@ from qkv.arrays.base import Tiling
 from qkv.engines import call as calls
 from qkv.engines.alone import alone, slopes_of, state_of, wide
 from qkv.engines.call import Call
-from qkv.engines.passes import Passes, searches
+from qkv.engines.passes import Passes
 from qkv.engines.streaming import BLOCK, backward_of, block_size, footprint, hoist, tiling_of
 from qkv.errors import CombinationError
 from qkv.types import Array, Arrays, At, Slopes, Span
@@ -68,7 +68,7 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
             "pass the same queries everywhere, or one number for each head"
         )
     call = _hoisted(call)
-    way = (Gathered if searches(call) else Ring) if across.rows else Same
+    way = (Gathered if call.weighting.searches else Ring) if across.rows else Same
     steps = way(across)
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
@@ -230,7 +230,7 @@ def tiling(call: Call) -> Tiling:
     as all processes search them together."""
     if call.rule is not None:
         call = replace(call, rule=masks.seen(call.rule, call.at))
-    if not searches(call):
+    if not call.weighting.searches:
         return tiling_of(call, *block_size(call))
     each = max(math.prod(call.lead) * footprint(call), 1)
     rows = max(min(8 * BLOCK // (each * WIDE), call.n), 1)

@@ -16,6 +16,7 @@ from qkv.arrays.rows import Cut, Reader, Rows, Weighed
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Call
+from qkv.engines.passes import finished
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Span
 from qkv.weightings import State, Weighting
@@ -106,9 +107,7 @@ def _in_blocks(
 ) -> tuple[np.ndarray, np.ndarray, Array | None]:
     """The weights in place of the scores, their entropy, and the log-sum-exp if there is one."""
     part = Part(s, allowed, weighting)
-    found = weighting.search(part.fold)
-    _, known, _ = weighting.finish(part.state(found), found)
-    weighting.check(known)
+    _, known, _ = finished(part, weighting)
     told = part.weigh(known)
     return s, entropy_of(*told), weighting.lse(known) if weighting.has_lse else None
 

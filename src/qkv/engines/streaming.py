@@ -20,7 +20,7 @@ from qkv.arrays.rows import Column, Cuts
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
-from qkv.engines.passes import Passes, Piece, piece, searches, value_of
+from qkv.engines.passes import Passes, Piece, piece, value_of
 from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
@@ -132,7 +132,7 @@ def _lent(call: Call) -> Call | None:
     NumPy does that several times faster than others, and for some rows on each core.
     """
     fw = call.fw
-    if fw.picks(call.query) or not searches(call) or call.weighting.has_lse:
+    if fw.picks(call.query) or not call.weighting.searches or call.weighting.has_lse:
         return None
     lent = [fw.lend(x) for x in tree.leaves(fw, call)]
     return None if any(x is None for x in lent) else tree.rebuild(fw, call, lent)
@@ -177,7 +177,7 @@ def block_size(call: Call) -> tuple[int, int]:
     if isinstance(call.key, Column):  # whatever is read serves as many queries as it can
         rows = max(min(call.n, area // 512), 1)
         return rows, max(min(area // rows, 4 * READ // max(call.key.shape[-1], 1)), 512)
-    if searches(call) and call.m <= area:  # searched in one go
+    if call.weighting.searches and call.m <= area:  # searched in one go
         numbers = each * call.n * call.m
         parts = -(-numbers // (SEARCHED if call.fw.name in ("numpy", "torch") else BLOCK))
         parts += min(-parts % threads.CORES, numbers // SMALL)  # every core has as many
@@ -257,7 +257,7 @@ def _forward(call: Call, tiling: Tiling, learning: bool, held: Held | None) -> t
 
     def pooled(rows: Span, keys: Any) -> Arrays:
         weighting = of_rows(fw, call.weighting, rows, call.n)
-        if isinstance(keys, list) and len(keys) == 1 and searches(call) and not keeps:
+        if isinstance(keys, list) and len(keys) == 1 and call.weighting.searches and not keeps:
             part = piece(call, rows, keys[0])
             s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
             value = calls.share_heads(call, value_of(call, keys[0], part.live))

@@ -60,8 +60,8 @@ class Memory(nn.Module):
         self.heads, self.tolerance, self.learn = heads, tolerance, learn
         self.score = None if score is None else checked(score, self._widths())
         self.weighting = weightings.checked(weighting)
-        self._picks = isinstance(self.weighting, TopK) and tolerance is None
-        if learn and not self._picks:
+        self._few = getattr(self.weighting, "few", None) if tolerance is None else None
+        if learn and self._few is None:
             raise CombinationError(
                 "learn: rows are moved where a query looks at few: pass weighting=TopK(k) and no "
                 "tolerance"
@@ -95,11 +95,11 @@ class Memory(nn.Module):
     @torch.compiler.disable  # a graph can open no file
     def _read(self, query: Tensor) -> Tensor:
         score = None if self.score is None else built(self.score, query.dtype)
-        if not self._picks:
-            weighting = weightings.built(self.weighting, query.dtype)
+        weighting = weightings.built(self.weighting, query.dtype)
+        if self._few is None:
             how: Any = {"score": score, "weighting": weighting, "tolerance": self.tolerance}
             return self.database.attend(query, **how)
-        found = touched(self.database, query, self.weighting.k, score)
+        found = touched(self.database, query, self._few, score)
         key, value = (torch.as_tensor(x).to(query) for x in (found.key, found.value))
         if self.learn and torch.is_grad_enabled():
             key.requires_grad_(moves_keys(self.database))
@@ -110,7 +110,8 @@ class Memory(nn.Module):
         live = torch.as_tensor(found.live, device=query.device)
         mask = None if found.live.all() else live[:, None, :]
         code = asked(self.database, query)[:, None, :]
-        out = attention.attend(code, key[at], value[at], score=score, mask=mask)
+        how = {"score": score, "weighting": weighting, "mask": mask}
+        out = attention.attend(code, key[at], value[at], **how)
         return out[:, 0, :]
 
     def step(self, lr: float) -> int:

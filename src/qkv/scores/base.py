@@ -80,6 +80,16 @@ class Score(Record):
         """Whether s(q, c k) = c s(q, k) for any number c."""
         return False
 
+    @property
+    def radial(self) -> bool:
+        """Whether s falls with ‖q − k‖₂ and hangs on nothing else."""
+        return False
+
+    @property
+    def closeness(self) -> Score | None:
+        """The same score, which still ranks the keys beyond its reach; None where it has none."""
+        return None
+
     def __call__(self, query: Array, key: Array) -> Array:
         raise NotImplementedError("a score says how a query and a key are compared")
 

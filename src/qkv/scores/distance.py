@@ -41,9 +41,12 @@ class Gaussian(Score):
     def footprint(self, width: int) -> int:
         return max(width, 1)
 
+    @property
+    def radial(self) -> bool:
+        return type(self).__call__ is Gaussian.__call__ and not is_array(self.bandwidth)
+
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        plain = type(self).__call__ is Gaussian.__call__ and not is_array(self.bandwidth)
-        return square(query, norm, 0.5 / self.bandwidth**2) if plain else None
+        return square(query, norm, 0.5 / self.bandwidth**2) if self.radial else None
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str

@@ -32,10 +32,13 @@ class Window(Score):
         """r²"""
         return squared_distance(query / self.width, key / self.width)
 
+    @property
+    def radial(self) -> bool:
+        return type(self).__call__ is Window.__call__ and not is_array(self.width)
+
     def affine(self, query: Array, norm: Array) -> Affine | None:
         """−r², of which the score is the `profile`."""
-        plain = type(self).__call__ is Window.__call__ and not is_array(self.width)
-        return square(query, norm, 1 / self.width**2) if plain else None
+        return square(query, norm, 1 / self.width**2) if self.radial else None
 
     def profile(self, square: Array) -> Array:
         """The score at r²."""
@@ -43,7 +46,6 @@ class Window(Score):
 
     @property
     def closeness(self) -> Score:
-        """The same score, which still ranks the keys that lie outside."""
         return Closeness(self)
 
 

@@ -157,7 +157,7 @@ def options(how: dict[str, Any]) -> dict[str, Any]:
         found["score"] = spelled.score(found["score"])
     if found.get("weighting") is not None:
         found["weighting"] = spelled.weighting(found["weighting"])
-        if getattr(found["weighting"], "k", 0) > limits.ROWS:  # so many are held for each query
+        if (found["weighting"].few or 0) > limits.ROWS:  # so many are held for each query
             raise Refused(413, f"weighting: at most the best {limits.ROWS:,} rows")
     return {name: option for name, option in found.items() if option is not None}
 

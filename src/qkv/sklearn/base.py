@@ -17,7 +17,6 @@ from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes, unknown
 from qkv.scores import Gaussian, Score
 from qkv.scores.distance import Expanded
-from qkv.scores.window import Window
 from qkv.sklearn.bandwidth import (
     RIDGE,
     RIDGES,
@@ -150,7 +149,7 @@ class Attentive(BaseEstimator):
             return {"score": score, "weighting": weightings.resolve(self.weighting)}
         inside: Weighting = Softmax()
         if score.nonnegative:
-            inside = Normalized("nearest" if isinstance(score, Window) else "zero")
+            inside = Normalized("zero" if score.closeness is None else "nearest")
         return {"score": score, "weighting": inside}
 
     def _scaled(self, vectors: Numbers) -> Numbers:

@@ -59,11 +59,20 @@ class Weighting(tree.Record):
     strict: bool = False
     """Whether a row may be refused once it is known: `check` looks at it."""
 
+    @property
+    def searches(self) -> bool:
+        """Whether something must be known of a whole row before its values are pooled."""
+        return type(self).search is not Weighting.search
+
+    @property
+    def few(self) -> int | None:
+        """The most keys of a row that count, in the output and in its gradient; None: all may."""
+        return None
+
     def __call__(self, scores: Array, live: Live = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
-        lends = type(self).search is not Weighting.search and not self.bends
-        lent = fw.lend(scores) if lends else None
+        lent = fw.lend(scores) if self.searches and not self.bends else None
         if lent is not None:
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))
         n, m = scores.shape[-2:]

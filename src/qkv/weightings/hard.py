@@ -38,6 +38,10 @@ class Hard(Weighting):
             )
 
     @property
+    def few(self) -> int | None:
+        return None if self.straight_through else 1
+
+    @property
     def smooth(self) -> bool:  # type: ignore[override]
         return self.straight_through
 

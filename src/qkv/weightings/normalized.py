@@ -87,7 +87,7 @@ class Normalized(Weighting):
                 f"{name} divides scores by their sum, and a float mask added to them can make them "
                 "negative: pass a boolean mask"
             )
-        if self.on_empty == "nearest" and not hasattr(score, "closeness"):
+        if self.on_empty == "nearest" and score.closeness is None:
             return (
                 "on_empty='nearest' needs a score with a distance (boxcar, triangular, "
                 f"epanechnikov), not {own}"
@@ -95,7 +95,7 @@ class Normalized(Weighting):
         return None
 
     def reads(self, score: Score) -> Score:
-        return score.closeness if self.on_empty == "nearest" else score  # type: ignore[attr-defined]
+        return (score.closeness or score) if self.on_empty == "nearest" else score
 
     def inside(self, x: Array, live: Live, scores: Array) -> Array:
         """x where the scores count, else 0."""

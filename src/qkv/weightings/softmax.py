@@ -128,6 +128,10 @@ class TopK(Exponential):
         if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
             raise ArgumentError(f"TopK: k must be a whole number of at least 1, not {self.k!r}")
 
+    @property
+    def few(self) -> int:
+        return self.k
+
     def among(self, count: int) -> TopK:
         return self if self.k <= count else replace(self, k=max(count, 1))
 
