@@ -37,17 +37,6 @@ class Options(TypedDict, total=False):
     engine: EngineName | None
 
 
-_FLAGS: Options = {
-    "score": "scaled_dot",
-    "weighting": "softmax",
-    "mask": None,
-    "dropout_p": 0.0,
-    "seed": None,
-    "tolerance": None,
-    "engine": None,
-}
-
-
 @overload
 def attend(
     query: A | Nested,
@@ -186,15 +175,9 @@ def explain(
     key: A | Nested,
     value: A | Nested,
     *,
-    score: ScoreLike = "scaled_dot",
-    weighting: WeightingLike = "softmax",
-    mask: MaskLike | None = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     return_lse: bool = False,
     return_weights: bool | Literal["mean"] = False,
-    tolerance: float | None = None,
-    engine: EngineName | None = None,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Which engine `attend` would run with these arguments, why not the others, and whether that
     was chosen before, for an earlier call of the same kind.
@@ -212,13 +195,7 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
-    if not return_lse is return_weights is False:
-        flags = _told(flags, return_lse, return_weights)
-    _, plan = plans.find(query, key, value, score, weighting, mask, flags)
-    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
-    call = _wanting(call, return_lse, return_weights)
-    choice = choose(call, engine)
+    _, plan, call, choice = _looked(query, key, value, return_lse, return_weights, **options)
     detail = choice.engine.describe(call)
     known = plan is not None and plan.choice.engine is choice.engine
     waits = choice.engine.waits(call) if hasattr(choice.engine, "waits") else None
@@ -248,19 +225,36 @@ def warm(
     nothing was left to compile ahead
     """
     started = perf_counter()
-    how = _FLAGS | options
-    flags: plans.Kind = (how["dropout_p"], how["seed"] is None, how["tolerance"], how["engine"])
-    if not return_lse is return_weights is False:
-        flags = _told(flags, return_lse, return_weights)
-    given = (query, key, value, how["score"], how["weighting"], how["mask"])
-    kind, plan = plans.find(*given, flags)
-    call = request(*given, how["dropout_p"], how["seed"], how["tolerance"])
-    call = _wanting(call, return_lse, return_weights)
-    choice = choose(call, how["engine"])
+    kind, plan, call, choice = _looked(query, key, value, return_lse, return_weights, **options)
     if plan is None and kind is not None:
         plan = plans.keep(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
     return Warmed(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
+
+
+def _looked(
+    query: Array,
+    key: Array,
+    value: Array,
+    return_lse: bool,
+    return_weights: bool | Literal["mean"],
+    *,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: MaskLike | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    tolerance: float | None = None,
+    engine: EngineName | None = None,
+) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
+    """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
+    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
+    if not return_lse is return_weights is False:
+        flags = _told(flags, return_lse, return_weights)
+    kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
+    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
+    call = _wanting(call, return_lse, return_weights)
+    return kind, plan, call, choose(call, engine)
 
 
 def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
