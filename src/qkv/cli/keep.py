@@ -16,6 +16,7 @@ from qkv.errors import ArgumentError, printable
 if TYPE_CHECKING:
     from qkv.database import Database
     from qkv.serve.remote import Remote
+    from qkv.types import Progress
 
 
 def import_(
@@ -70,7 +71,7 @@ def _read(
     token: str | None,
     table: str | None,
     missing: list[str] | None,
-    progress: screen.Progress | None,
+    progress: Progress | None,
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The columns of SOURCE, and which of them are key and value where it says so."""
     from qkv.database import sources

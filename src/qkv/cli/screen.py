@@ -10,24 +10,21 @@ import math
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from qkv.bar import bar as progress_bar
 from qkv.errors import printable
+from qkv.types import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-Progress = Callable[[int, int | None], None]
 
 STYLES = {"bold": 1, "dim": 2, "red": 31}
 
 # Wide enough for any cell: only a terminal has an edge to wrap at.
 NO_EDGE = 1 << 20
 GAP = "  "
-MOMENT = 0.5
-"""Seconds before a bar is worth its place on the screen."""
 
 
 def json_text(data: Any) -> str:
@@ -162,13 +159,12 @@ def terminal(stream: TextIO | None = None) -> bool:
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Made anew each time: the streams may have been exchanged since."""
+def console() -> Console:
+    """Made anew each time: stdout may have been exchanged since."""
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if terminal(stream) else NO_EDGE
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    width = None if terminal() else NO_EDGE
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
 def ascii_only(stream: TextIO | None = None) -> bool:
@@ -259,30 +255,5 @@ def progress(label: str) -> Iterator[Progress | None]:
     if not terminal(sys.stderr):
         yield None
         return
-    with contextlib.ExitStack() as stack:
-        begun, move = time.monotonic(), None
-
-        def moved(done: int, total: int | None) -> None:
-            nonlocal move
-            if move is None and time.monotonic() - begun > MOMENT:
-                move = stack.enter_context(_bars(label))
-            if move is not None:
-                move(done, total)
-
+    with progress_bar(label) as moved:
         yield moved
-
-
-@contextlib.contextmanager
-def _bars(label: str) -> Iterator[Progress]:
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=console(stderr=True), transient=True) as bars:
-        task = bars.add_task(label, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
