@@ -18,7 +18,7 @@ import numpy as np
 
 from qkv.attention import attend
 from qkv.database import Database, open, spelled
-from qkv.database.sources.sql import quoted
+from qkv.database.sources.sql import literal, quoted
 from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
 from qkv.told import jsonable
 
@@ -190,7 +190,7 @@ def _joined(left: str, right: str, on_left: str, on_right: str, options: str) ->
     def rows(table: str, column: str) -> str:
         return (
             "(SELECT row_number() OVER () AS qkv_row, * "
-            f"FROM query_table({_literal(table)}) WHERE {quoted(column)} IS NOT NULL)"
+            f"FROM query_table({literal(table)}) WHERE {quoted(column)} IS NOT NULL)"
         )
 
     def keys(side: str, column: str) -> str:
@@ -200,7 +200,7 @@ def _joined(left: str, right: str, on_left: str, on_right: str, options: str) ->
         WITH qkv_l AS MATERIALIZED {rows(left, on_left)},
              qkv_r AS MATERIALIZED {rows(right, on_right)},
              qkv_pairs AS (SELECT unnest(qkv_matched(
-                 {keys("qkv_l", on_left)}, {keys("qkv_r", on_right)}, {_literal(options)}
+                 {keys("qkv_l", on_left)}, {keys("qkv_r", on_right)}, {literal(options)}
              )) AS p)
         SELECT qkv_l.* EXCLUDE (qkv_row), qkv_r.* EXCLUDE (qkv_row),
                p.weight AS weight, p."rank" AS "rank"
@@ -228,10 +228,6 @@ def _matched(left: Any, right: Any, options: Any) -> Any:
     whole = pyarrow.int64()
     fields = {"l": whole, "r": whole, "weight": pyarrow.float64(), "rank": whole}
     return pyarrow.array(found, pyarrow.list_(pyarrow.struct(fields)))
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 # attend

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qkv.database.sources.sql import literal
+
 LARGE = 2**20
 """Bytes from which it pays to load DuckDB."""
 
@@ -35,9 +37,9 @@ def cells(path: Path, data: bytes, delimiter: str, width: int) -> list[list[str]
     with duckdb.connect(config=quiet) as connection:
         try:
             found = connection.sql(
-                f"SELECT coalesce(COLUMNS(*), '') FROM read_csv({_literal(place)}, "
+                f"SELECT coalesce(COLUMNS(*), '') FROM read_csv({literal(place)}, "
                 f"hive_partitioning = false, auto_detect = false, header = false, "
-                f"delim = {_literal(delimiter)}, quote = '\"', escape = '\"', "
+                f"delim = {literal(delimiter)}, quote = '\"', escape = '\"', "
                 f"strict_mode = true, columns = {{{types}}})"
             ).to_arrow_table()
         except duckdb.Error:
@@ -67,7 +69,3 @@ def _regular(data: bytes, delimiter: str, width: int) -> bool:
         and bool(np.isin(marks[places[0::2] - 1], ends).all())
         and bool(np.isin(marks[places[1::2] + 1], ends).all())
     )
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

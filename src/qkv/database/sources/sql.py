@@ -69,6 +69,15 @@ def quoted(*names: str) -> str:
     return ".".join('"' + name.replace('"', '""') + '"' for name in names)
 
 
+def literal(text: str) -> str:
+    """A text as SQL writes it.
+
+    >>> print(literal("it's"))
+    'it''s'
+    """
+    return "'" + text.replace("'", "''") + "'"
+
+
 def fetch(
     cursor: Any,
     name: str,
