@@ -6,13 +6,16 @@ import ast
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from qkv.database import cells, columns
 from qkv.database.columns import MISSING, NUMBERS, OTHER, TEXT, WIDE, Column
 from qkv.errors import ArgumentError, DtypeError
+
+if TYPE_CHECKING:
+    from qkv.database.piece import Piece
 
 _ORDER: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -39,23 +42,6 @@ class Texts(NamedTuple):
     size: int
 
 
-class Table(Protocol):
-    """Some rows whose columns are looked at."""
-
-    def __len__(self) -> int: ...
-
-    def column(self, name: str) -> Column: ...
-
-    def cells(self, name: str, at: np.ndarray) -> list[Any]:
-        """The cells themselves of the rows at these places."""
-
-    def texts(self, name: str) -> Texts:
-        """As `texts_of` has them, and may be kept."""
-
-    def census(self, name: str) -> np.ndarray:
-        """How many cells of each kind the whole column has, (6,), in these rows and all others."""
-
-
 class Passed(NamedTuple):
     """Of each row whether it passes, and whether that is known: one without the cell that is
     compared neither passes nor does it pass what is not so."""
@@ -74,7 +60,7 @@ class Passed(NamedTuple):
         return ~(~self & ~other)
 
 
-Condition = Callable[[Table], Passed]
+Condition = Callable[["Piece"], Passed]
 
 
 class Name(NamedTuple):
@@ -95,7 +81,7 @@ Side = Name | Constant
 def quiet(passes: Condition) -> Condition:
     """Without warnings: the codes of text, taken for numbers, may be NaN of any kind."""
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         with np.errstate(invalid="ignore"):
             return passes(table)
 
@@ -106,7 +92,7 @@ def joined(parts: Sequence[Condition], all_of: bool) -> Condition:
     if not parts:
         return constantly(all_of)
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         found = parts[0](table)
         for part in parts[1:]:
             found = found & part(table) if all_of else found | part(table)
@@ -126,7 +112,7 @@ def _all(rows: int, passes: bool) -> Passed:
 def truthy(name: str) -> Condition:
     """Cells that Python calls true: not 0, not False, not an empty text."""
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         column = table.column(name)
         empty = _equals(table, name, column, 0) | _equals(table, name, column, "")
         known = column.kinds != MISSING
@@ -148,7 +134,7 @@ def member(left: Side, members: Sequence[Side]) -> Condition:
         return joined([member(name, [left]) for name in names], all_of=False)
     name = left.column
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         column, true = table.column(name), np.zeros(len(table), bool)
         constants = [side.cell for side in members if isinstance(side, Constant)]
         if constants and len(constants) == len(members):
@@ -163,7 +149,7 @@ def member(left: Side, members: Sequence[Side]) -> Condition:
     return passed
 
 
-def _equals(table: Table, name: str, column: Column, cell: Any) -> np.ndarray:
+def _equals(table: Piece, name: str, column: Column, cell: Any) -> np.ndarray:
     """Which cells equal a constant."""
     kind = columns.kind_of(cell)
     if kind == MISSING:
@@ -181,7 +167,7 @@ def _equals(table: Table, name: str, column: Column, cell: Any) -> np.ndarray:
     return near
 
 
-def _alike(table: Table, name: str, column: Column, other: str) -> np.ndarray:
+def _alike(table: Piece, name: str, column: Column, other: str) -> np.ndarray:
     """Which cells of two columns are equal; a missing one equals a missing one."""
     second = table.column(other)
     numeric = np.isin(column.kinds, NUMBERS) & np.isin(second.kinds, NUMBERS)
@@ -214,7 +200,7 @@ def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
     cell = columns.normal(right.cell)
     kind = columns.kind_of(cell)
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         column = table.column(name)
         known = column.kinds != MISSING
         if kind == MISSING:
@@ -234,7 +220,7 @@ def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
 
 
 def _ordered_columns(
-    table: Table, compare: Callable[[Any, Any], Any], one: str, two: str
+    table: Piece, compare: Callable[[Any, Any], Any], one: str, two: str
 ) -> Passed:
     a, b = table.column(one), table.column(two)
     for name in (one, two):
@@ -265,7 +251,7 @@ def contains(right: Side, left: Side) -> Condition:
             f"for a list of what it may be, write {name} in [{cells.shown(part)}]"
         )
 
-    def passed(table: Table) -> Passed:
+    def passed(table: Piece) -> Passed:
         _comparable(table, name, [part], order=True)
         known = table.column(name).kinds != MISSING
         return Passed(_by_text(table, name, lambda text: part in text), known)
@@ -273,7 +259,7 @@ def contains(right: Side, left: Side) -> Condition:
     return passed
 
 
-def _by_text(table: Table, name: str, passes: Callable[[str], Any]) -> np.ndarray:
+def _by_text(table: Piece, name: str, passes: Callable[[str], Any]) -> np.ndarray:
     """What a function says of each text, asked once for each different one."""
     texts, place, _ = table.texts(name)
     verdicts = np.zeros(len(texts) + 1, bool)
@@ -281,7 +267,7 @@ def _by_text(table: Table, name: str, passes: Callable[[str], Any]) -> np.ndarra
     return np.asarray(verdicts[place])
 
 
-def texts_of(table: Table, name: str) -> Texts:
+def texts_of(table: Piece, name: str) -> Texts:
     """The different texts of a column."""
     column = table.column(name)
     at = np.flatnonzero(column.kinds == TEXT)
@@ -296,7 +282,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(columns.normal(a) == columns.normal(b))
 
 
-def _comparable(table: Table, name: str, constants: Sequence[Any], order: bool = False) -> None:
+def _comparable(table: Piece, name: str, constants: Sequence[Any], order: bool = False) -> None:
     """Refuse to compare text with numbers, which would find nothing without a word."""
     census, told = table.census(name), cells.shown(constants[0])
     kinds = {columns.kind_of(cell) for cell in constants} - {MISSING}
@@ -321,7 +307,7 @@ def _comparable(table: Table, name: str, constants: Sequence[Any], order: bool =
         raise _unlike(f"column {name!r} holds {_held(table, name)}", told)
 
 
-def _held(table: Table, name: str) -> str:
+def _held(table: Piece, name: str) -> str:
     """The kinds of a column, and one of the texts that make it one of text."""
     told = columns.told(table.census(name))
     at = np.flatnonzero(table.column(name).kinds == TEXT)[:_SAMPLE]

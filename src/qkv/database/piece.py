@@ -30,6 +30,7 @@ class Piece:
         return len(self.ids)
 
     def cells(self, name: str, at: np.ndarray) -> list[Any]:
+        """The cells themselves of the rows at these places."""
         return self._view.cells(name, self.ids[at])
 
     def column(self, name: str) -> Column:
@@ -47,6 +48,7 @@ class Piece:
         return self._view.built[mark]
 
     def texts(self, name: str) -> Texts:
+        """As `texts_of` has them, kept."""
         kept, mark = self._view.texts, self._mark(name)
         found = kept.get(mark)
         if found is None:
