@@ -9,7 +9,7 @@ import pytest
 
 import qkv
 from qkv import scores
-from qkv.database import codes, encoding
+from qkv.database import codes
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
 from qkv.database.store.catalogue import FILE
 
@@ -45,7 +45,7 @@ def test_a_vector_that_is_not_finite_stays_so():
     ],
 )
 def test_vectors_that_are_made_of_text_here_are_rounded(encoder, rounded):
-    assert encoding.rounds(encoder) is rounded
+    assert encoder.rounds is rounded
 
 
 @pytest.mark.parametrize("score", [None, "cosine", "gaussian", scores.ScaledDot(9.0, softcap=5.0)])
@@ -69,7 +69,7 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
 def test_a_store_of_format_1_is_read_and_takes_rows_as_it_is(tmp_path, monkeypatch):
     path, rows = tmp_path / "old", {title: i for i, title in enumerate(TITLES)}
     with monkeypatch.context() as patch, qkv.open(path, encoder=Characters(64)) as D:
-        patch.setattr(encoding, "rounds", lambda encoder: False)
+        patch.setattr(Characters, "rounds", False)
         D.add(rows)
     connection = sqlite3.connect(path / FILE)
     connection.execute("PRAGMA user_version = 1")

@@ -129,8 +129,7 @@ def calibrate(
             f"calibrate: a coverage of {coverage:g} needs {math.ceil(least * FOREIGN / 3)} pairs "
             f"at least, not {len(places)}: give more, or promise less"
         )
-    chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
-    asked = Asked(view, chosen, how, None, 1, None)
+    asked = Asked(view, view.score(score), how, None, 1, None)
     parts: list[np.ndarray] = []
     for some, found, _ in asked.batches(queries, False):
         at = sum(map(len, parts))

@@ -21,10 +21,6 @@ ENCODED = 8192
 """Keys that are encoded together, between two reports of progress."""
 
 
-ROUNDED = frozenset({"characters", "lexical", "sentences", "vectors", "words"})
-"""Kinds of encoders whose vectors lose no answer by it."""
-
-
 def fitted(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
     """The encoder fitted to the keys, and what the settings say: with twice how many it is fitted
     anew."""
@@ -66,7 +62,7 @@ class Kept(NamedTuple):
 
 def how(encoder: Encoder, precision: str | None) -> Kept:
     """How the vectors of a new database are kept."""
-    if precision is None and rounds(encoder):
+    if precision is None and encoder.rounds:
         return Kept(rounded=True)
     return Kept(precision == "int8", precision, coded=encoder.width >= codes.NARROW)
 
@@ -86,7 +82,7 @@ def tensors(encoder: Encoder, keys: Any, how: Kept, first: int) -> dict[str, Any
 
 def kept(encoder: Encoder, keys: Any) -> np.ndarray:
     """The vectors of some keys as a database would keep them, (m, width)."""
-    made = tensors(encoder, keys, Kept(rounds(encoder)), 0)
+    made = tensors(encoder, keys, Kept(encoder.rounds), 0)
     return Stored(made["code"], scale=made.get("scale")).vectors()
 
 
@@ -102,17 +98,9 @@ def at_words(
     return np.asarray(Wide(query, words, asked)), np.asarray(Wide(key, beside, asked))
 
 
-def rounds(encoder: Encoder) -> bool:
-    """Whether its vectors are kept in 8 bits: those that are made of text here, as directions."""
-    from qkv.database.encoders.learned import Learned, leaves
-
-    base = encoder.base if isinstance(encoder, Learned) else encoder
-    return all(head.kind in ROUNDED for head, _ in leaves(base))
-
-
 def keeps_keys(encoder: Encoder, schema: Schema) -> bool:
     """Whether keys that are vectors are kept beside what the encoder makes of them."""
-    return schema.key_kind == "vector" and encoder.kind != "arrays"
+    return schema.key_kind == "vector" and not encoder.itself
 
 
 def anew(

@@ -59,8 +59,7 @@ def touched(
     view.check(Query(query))
     allowed = view.having_values(None)[0]
     rows = view.vectors(allowed)
-    chosen = view.encoder.score(len(view)) if score is None else score
-    scores, places = nearest(rows, query, min(k, rows.shape[0]), score=chosen)
+    scores, places = nearest(rows, query, min(k, rows.shape[0]), score=view.score(score))
     fw = of(query)
     live = fw.to_numpy(scores) > -np.inf
     ids = view.ids if allowed is None or rows.allowed is not None else view.ids[allowed]
@@ -72,7 +71,7 @@ def touched(
 def moves_keys(database: Database[Any, Any]) -> bool:
     """Whether the keys are their own vectors, so that a row may get another."""
     view = database._filled()
-    return view.schema.key_kind == "vector" and view.encoder.kind == "arrays"
+    return view.schema.key_kind == "vector" and view.encoder.itself
 
 
 def rewritten(
@@ -100,6 +99,6 @@ def forget(database: Database[Any, Any], keys: Any) -> int:
     with database._alone():
         gone = database.remove(keys)
         view = database._view
-        if len(view) and view.count("fitted") and view.encoder.kind != "arrays":
+        if len(view) and view.count("fitted") and not view.encoder.itself:
             database.encode(what="forget")
     return gone

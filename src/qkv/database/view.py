@@ -25,6 +25,7 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 if TYPE_CHECKING:  # loaded when keys are encoded
     from qkv.database.encoders import Encoder
     from qkv.database.encoding import Kept
+    from qkv.scores import Score, ScoreLike
 
 CHUNK = 8192
 """Rows that are read together."""
@@ -113,6 +114,12 @@ class View:
                 self._asked = {}
             self._asked[queries[0]] = found
         return found
+
+    def score(self, wish: ScoreLike | None) -> Score:
+        """The score that is wished for; without a wish, as the encoder says."""
+        from qkv import scores
+
+        return self.encoder.score(len(self)) if wish is None else scores.resolve(wish)
 
     @property
     def wordy(self) -> bool:

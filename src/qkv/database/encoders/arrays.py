@@ -27,6 +27,7 @@ class Arrays(Encoder):
     size: int | None = None
     kind: ClassVar[str] = "arrays"
     cosine: ClassVar[bool] = True
+    itself: ClassVar[bool] = True
 
     @property
     def width(self) -> int:

@@ -16,6 +16,7 @@ from qkv.database import cells
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.scores import ScaledDot, Score
 from qkv.scores.base import Form
+from qkv.types import Array
 
 
 class Encoder(ABC):
@@ -31,6 +32,13 @@ class Encoder(ABC):
 
     cosine: ClassVar[bool] = False
     """Whether, as one of several heads, it goes by the direction of its vectors alone."""
+
+    rounds: bool = False
+    """Whether its vectors, kept in 8 bits, lose no answer by it: those that are made of text here,
+    as directions."""
+
+    itself: ClassVar[bool] = False
+    """Whether the keys are vectors, and these are they."""
 
     @property
     def begins(self) -> int:
@@ -139,6 +147,11 @@ class Encoder(ABC):
             f"{type(score).__name__} is no dot product of a query's and a key's vector. Use it "
             "alone, or let its score be one, such as ScaledDot, Cosine or Gaussian"
         )
+
+    def moved(self, query: Array) -> Array | None:
+        """Numbers (n, 1) of any framework as vectors, with gradients; None where arithmetic alone
+        does not make them."""
+        return None
 
     def reads(self, query: Any) -> bool:
         """Whether a query of this type means something to it."""

@@ -52,6 +52,7 @@ class Characters(Encoder):
     idf: bool = False
     table: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "characters"
+    rounds = True
     cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

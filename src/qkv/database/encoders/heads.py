@@ -67,6 +67,10 @@ class Heads(Encoder):
         return sum(head.head_width for head in self.heads)
 
     @property
+    def rounds(self) -> bool:  # type: ignore[override]
+        return all(head.rounds for head in self.heads)
+
+    @property
     def begins(self) -> int:
         return max(int(head.begins) for head in self.heads)
 

@@ -167,6 +167,10 @@ class Learned(Encoder):
         return sum(head.head_width for head, _ in leaves(self.base))
 
     @property
+    def rounds(self) -> bool:  # type: ignore[override]
+        return self.base.rounds
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """w_h: how much each head counts."""
         scales = np.exp(self.parameters["scales"].astype(np.float64))

@@ -53,6 +53,7 @@ class Lexical(Encoder):
     codes: np.ndarray | None = field(default=None, compare=False, repr=False)
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
+    rounds = True
 
     def __post_init__(self) -> None:
         if self.width and not 8 <= self.width <= 1 << 20:

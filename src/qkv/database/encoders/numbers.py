@@ -16,6 +16,7 @@ from qkv.database.cells import shown
 from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Gaussian, Score
+from qkv.types import Array
 
 FAR = 1e30
 """The widest spread, and the inverse of the narrowest, of vectors in the keys' own units."""
@@ -102,6 +103,10 @@ class Numbers(Encoder):
         if len(spread) == 1:
             return Gaussian(scott * spread[0])
         return Gaussian(np.asarray(spread, np.float32) * np.float32(scott))
+
+    def moved(self, query: Array) -> Array | None:
+        mean, unit = self._fitted()
+        return (query - mean[0]) / unit[0]
 
     def reads(self, query: Any) -> bool:
         try:

@@ -37,6 +37,7 @@ class Sentences(Encoder):
     device: str | None = None
     size: int | None = None
     kind: ClassVar[str] = "sentences"
+    rounds = True
     cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ class Vectors(Encoder):
     size: int | None = None
     checksum: str | None = None
     kind: ClassVar[str] = "vectors"
+    rounds = True
     cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ class Words(Encoder):
 
     lower: bool = True
     kind: ClassVar[str] = "words"
+    rounds = True
     cosine: ClassVar[bool] = True
 
     @property
