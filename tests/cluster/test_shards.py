@@ -14,6 +14,7 @@ import qkv
 from qkv import scores, weightings
 from qkv.cluster import LostShard, split
 from qkv.errors import ArgumentError, CombinationError
+from qkv.page.views import views
 from tests.cluster.here import cluster
 
 PAIRS: list[tuple[Any, Any]] = [
@@ -227,6 +228,20 @@ def test_it_is_a_database(tmp_path: Path) -> None:
             assert [v.rows for v in c.versions()] == [v.rows for v in D.versions()]
             with pytest.raises(CombinationError, match="past"):
                 c.at(1).add("x", "y")
+
+
+def test_it_is_shown_as_a_database_is(tmp_path: Path) -> None:
+    path = str(tmp_path / "names.qkv")
+    with qkv.open(path) as D:
+        D.add([f"name {i}" for i in range(5)], [f"m{i}" for i in range(5)])
+        with cluster([path], 2) as c:
+            (ours,), (whole,) = (views(x) for x in (c, D))
+            assert ours["title"] == whole["title"] == "names"
+            assert ours["data"]["rows"] == whole["data"]["rows"]
+            weights = [view["data"]["answer"]["weights"] for view in (ours, whole)]
+            np.testing.assert_allclose(*weights, atol=1e-6)
+            assert c.to_html().startswith("<!doctype html>")
+            assert list(c.swap().items()) == list(D.swap().items())
 
 
 @pytest.mark.parametrize("stores", [1, 2])

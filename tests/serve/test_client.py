@@ -366,3 +366,23 @@ def test_a_set_travels_with_its_answer(client: Client, folder: Path) -> None:
     assert [(row.key, row.weight) for row in theirs.set] == wish
     with pytest.raises(CombinationError, match="ask the database itself"):
         theirs.influence()
+
+
+def test_rows_are_taken_elsewhere_as_those_that_are_here(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    there = client["books"]
+    with qkv.open(folder / "books.qkv", create=False) as here:
+        assert list(there.items()) == list(here.items()) and list(there.keys()) == list(here)
+        assert list(there.values()) == list(here.values())
+        assert there.to_frame().equals(here.to_frame())
+        assert there.to_csv(tmp_path / "there.csv") == here.to_csv(tmp_path / "here.csv") > 0
+        assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+        assert list(there.swap().items()) == list(here.swap().items())
+        assert list(Database(there, key="title", value="author")) == list(here)
+        drawn = [D.plot("dune").axes[0].images[0].get_array() for D in (there, here)]
+        np.testing.assert_allclose(*drawn, atol=1e-6)
+        assert there._repr_html_().split("<table>")[1] == here._repr_html_().split("<table>")[1]
+    assert (
+        there.to_html().startswith("<!doctype html>") and "<title>books</title>" in there.to_html()
+    )

@@ -15,7 +15,7 @@ from qkv.cluster.asking import Gathered, Spread
 from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
 from qkv.database.leaving import Leaving
-from qkv.database.reading import NOTHING, AbsentKey
+from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.writing import Writing
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
 from qkv.scores import Score
@@ -25,7 +25,7 @@ from qkv.weightings import Weighting, WeightingLike
 Place = str | os.PathLike[str]
 
 
-class Cluster(Leaving[Any, Any]):
+class Cluster(Leaving, Reading[Any, Any]):
     """The database at a path, or in several stores that are its shards, asked on Ray.
 
     `sources` is the path or URL of a store, which `shards` actors share out by its rows, or a list

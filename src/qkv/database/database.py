@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
-from qkv.database.reading import NOTHING, names
-from qkv.database.reading import How as AttendHow
-from qkv.database.schema import Cells, keyed, plain, transposed
+from qkv.database.queries import nearness
+from qkv.database.reading import NOTHING
+from qkv.database.schema import Cells, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
-from qkv.errors import ArgumentError, CombinationError
+from qkv.errors import ArgumentError
 from qkv.frames import library_of
 from qkv.types import K, Progress, Shaped, V
 
 if TYPE_CHECKING:
     from qkv.database.encoders import EncoderLike
     from qkv.database.influence import Valuation
+    from qkv.scores import ScoreLike
+    from qkv.weightings import WeightingLike
 
 
-class How(TypedDict, total=False):
+class Settings(TypedDict, total=False):
     """What a database is told beside its rows."""
 
     key: str | Sequence[str]
@@ -54,15 +56,15 @@ class Database(Writing[K, V]):
     """
 
     @overload
-    def __init__(self, data: Shaped, values: Any, **how: Unpack[How]) -> None: ...
+    def __init__(self, data: Shaped, values: Any, **how: Unpack[Settings]) -> None: ...
     @overload
-    def __init__(self, data: Mapping[K, V], **how: Unpack[How]) -> None: ...
+    def __init__(self, data: Mapping[K, V], **how: Unpack[Settings]) -> None: ...
     @overload
-    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[How]) -> None: ...
+    def __init__(self, data: Iterable[tuple[K, V]], **how: Unpack[Settings]) -> None: ...
     @overload
-    def __init__(self, data: Iterable[K], values: Iterable[V], **how: Unpack[How]) -> None: ...
+    def __init__(self, data: Iterable[K], values: Iterable[V], **how: Unpack[Settings]) -> None: ...
     @overload
-    def __init__(self, data: Any = None, values: Any = ..., **how: Unpack[How]) -> None: ...
+    def __init__(self, data: Any = None, values: Any = ..., **how: Unpack[Settings]) -> None: ...
     def __init__(
         self,
         data: Any = None,
@@ -189,48 +191,30 @@ class Database(Writing[K, V]):
         read = sources.read(source, table=table, missing=missing, progress=how.get("progress"))
         return cls.from_columns(read.columns, **how)
 
-    def by(
+    def valuate(
         self,
-        key: str | Sequence[str],
-        value: str | Sequence[str] | None = None,
-        **how: Any,
-    ) -> Database:
-        """The same rows with other columns as key and value; `how` as in `from_columns`.
-
-        >>> D = Database.from_columns(
-        ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
-        ... )
-        >>> D.by(key="major", value="name")["law"]
-        'Bo'
-        """
-        made = Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
-        made._library = self._library
-        return made
-
-    def valuate(self, pairs: Iterable[Any], **how: Unpack[AttendHow]) -> Valuation:
+        pairs: Iterable[Any],
+        *,
+        score: ScoreLike | None = None,
+        weighting: WeightingLike = "softmax",
+        where: Any = None,
+        tolerance: float | None = None,
+        confidence: float | None = None,
+    ) -> Valuation:
         """What each row does for the answers to (query, right value) pairs: by how much their loss
-        would grow without it. A row that does harm may be mislabelled. `how` is that of `ask`.
+        would grow without it. A row that does harm may be mislabelled. The rest as in `ask`.
 
         >>> D = Database([(1.0, "low"), (1.1, "low"), (1.2, "high"), (5.0, "high"), (5.2, "high")])
         >>> D.valuate([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
         1.2
         """
-        from qkv import scores, weightings
-        from qkv.database.ask import Asked
+        from qkv import weightings
         from qkv.database.influence import valuate
 
-        view, wish = self._filled(), how.get("score")
-        score = view.encoder.score(len(view)) if wish is None else scores.resolve(wish)
-        weighting = weightings.resolve(how.get("weighting", "softmax"))
-        live = view.where(how.get("where"))
-        return valuate(Asked(view, score, weighting, live, 1, how.get("tolerance")), list(pairs))
-
-    def swap(self, **how: Any) -> Database:
-        """Key and value exchanged: "find people by major"."""
-        schema = self._schema
-        if schema is None:
-            raise CombinationError("there are no rows to swap yet: add some first")
-        return self.by(schema.value, schema.key, **how)
+        view, alpha = self._filled(), weightings.resolve(weighting)
+        near, sure = nearness(tolerance, confidence)
+        how = (1, near, "", self._library, sure)
+        return valuate(self._asked(view, view.score(score), alpha, where, *how), list(pairs))
 
 
 def open(

@@ -1,21 +1,20 @@
-"""The rows of a database elsewhere: as a frame, as files, as a glance in a notebook."""
+"""The rows of a database elsewhere: under another key, as a frame, files, a picture, a glance."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from qkv.database.reading import Reading
-from qkv.database.view import CHUNK
-from qkv.errors import ArgumentError, printable
+from qkv.errors import CombinationError, printable
 from qkv.shown import Shown
-from qkv.types import K, V
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from qkv.database.database import Database
 
 GLANCE, WIDE = 5, 12
 """Rows and columns that a notebook shows."""
@@ -24,51 +23,39 @@ NAMED = 100
 """Keys up to which a picture names each."""
 
 
-class Leaving(Shown, Reading[K, V]):
-    """Rows that can be read, and taken elsewhere."""
+class Leaving(Shown):
+    """What has rows, here, in shards or with a server, and so `columns`, `rows`, `ask`, `info`."""
 
-    def rows(
-        self, *, where: Any = None, start: int = 0, count: int | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Every row with all its columns, oldest first; of those that pass `where`, `count` from
-        the one numbered `start`.
+    _library: str | None = None
 
-        >>> from qkv import Database
-        >>> D = Database({"Li": 34, "Mu": 29, "Hu": 41})
-        >>> list(D.rows(where="value > 30", start=1))
-        [{'key': 'Hu', 'value': 41}]
-        """
-        for name, number in (("start", start), ("count", count or 0)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ArgumentError(f"{name} must be a number of rows, not {number!r}")
-        view = self._view
-        if where is None and start == 0 and count is None:
-            return (row for _, row in view.all_rows())
-        passed = view.where(where)
-        ids = (view.ids if passed is None else view.ids[passed])[start:][:count].tolist()
-        chunks = (ids[at : at + CHUNK] for at in range(0, len(ids), CHUNK))
-        return (row for some in chunks for row in view.rows(some))
-
-    def count(self, where: Any = None) -> int:
-        """How many rows pass a condition.
+    def by(
+        self: Any, key: str | Sequence[str], value: str | Sequence[str] | None = None, **how: Any
+    ) -> Database:
+        """The same rows with other columns as key and value; `how` as in `from_columns`.
 
         >>> from qkv import Database
-        >>> Database({"Li": 34, "Mu": 29, "Hu": 41}).count("value > 30")
-        2
+        >>> D = Database.from_columns(
+        ...     {"name": ["Ann", "Bo"], "major": ["art", "law"]}, value="major"
+        ... )
+        >>> D.by(key="major", value="name")["law"]
+        'Bo'
         """
-        passed = self._view.where(where)
-        return len(self) if passed is None else int(passed.sum())
+        from qkv.database.database import Database
+        from qkv.database.schema import transposed
 
-    def whole(self, name: str) -> bool:
-        """Whether a column of numbers has ints alone, of 64 bits each.
+        made = Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
+        made._library = self._library
+        return made
 
-        >>> from qkv import Database
-        >>> Database({"Li": 34, "Mu": None}).whole("value")
-        True
-        """
-        return self._view.whole(name)
+    def swap(self: Any, **how: Any) -> Database:
+        """Key and value exchanged: "find people by major"."""
+        about = self.info()
+        if not about["key"]:
+            raise CombinationError("there are no rows to swap yet: add some first")
+        made: Database = self.by(about["value"], about["key"], **how)
+        return made
 
-    def to_frame(self, where: Any = None) -> Any:
+    def to_frame(self: Any, where: Any = None) -> Any:
         """All columns as a data frame: of the library of the frame that the rows came from, else of
         pandas or polars if one is loaded, else of what is installed of polars, pandas and pyarrow.
         `Database.from_frame` takes it back.
@@ -82,7 +69,7 @@ class Leaving(Shown, Reading[K, V]):
 
         return export.to_frame(self.columns, self.rows(where=where), self._library)
 
-    def to_csv(self, path: str | PathLike[str], where: Any = None) -> int:
+    def to_csv(self: Any, path: str | PathLike[str], where: Any = None) -> int:
         """All columns as CSV, a missing cell empty; how many rows were written.
 
         CSV has no types: columns that `from_source` would read as others are named in a warning.
@@ -91,13 +78,13 @@ class Leaving(Shown, Reading[K, V]):
 
         return export.write(path, self.columns, self.rows(where=where), ".csv")
 
-    def to_parquet(self, path: str | PathLike[str], where: Any = None) -> int:
+    def to_parquet(self: Any, path: str | PathLike[str], where: Any = None) -> int:
         """All columns as Parquet, with their types; how many rows were written."""
         from qkv.database import export
 
         return export.write(path, self.columns, self.rows(where=where), ".parquet")
 
-    def plot(self, query: Any, path: str | PathLike[str] | None = None, **how: Any) -> Figure:
+    def plot(self: Any, query: Any, path: str | PathLike[str] | None = None, **how: Any) -> Figure:
         """α of every key as a heatmap: a row for the query, or for each of a list of them; also
         saved where `path` is given. `how` is that of `ask`.
 
@@ -114,7 +101,7 @@ class Leaving(Shown, Reading[K, V]):
         answers = answers if isinstance(answers, list) else [answers]
         words: dict[str, Any] = {"yticks": [short(answer.query, 24) for answer in answers]}
         if len(self) <= NAMED:
-            words["xticks"] = [short(key, 24) for key in self.keys()]
+            words["xticks"] = [short(key, 24) for key in self]
         wide, high = (min(max(0.5 * n, 1.6), 12.0) for n in (len(self), len(answers)))
         alpha = [answer.weights for answer in answers]
         figure = heatmaps(alpha, figsize=(wide, high), annotate=True, **words)
@@ -122,26 +109,27 @@ class Leaving(Shown, Reading[K, V]):
             figure.savefig(path, dpi=160, bbox_inches="tight")
         return figure
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self: Any) -> str:
         """The name, the columns with their types, and the first rows."""
         from qkv.told import short
 
-        schema, name = self._schema, html.escape(printable(str(self.path or "in memory")))
-        if schema is None:
+        about, name = self.info(), html.escape(printable(str(self.path or "in memory")))
+        if not about["key"]:
             return f"<div class=qkv-rows><p>{name}: empty</p></div>"
-        roles = dict.fromkeys(schema.value, " · value") | dict.fromkeys(schema.key, " · key")
-        shown, head, body = schema.columns[:WIDE], "", ""
-        for column, about in islice(self.describe().items(), WIDE):
-            missing = f", {about['missing']:,} missing" if about["missing"] else ""
-            told = f"{about['type']}{missing}{roles.get(column, '')}"
+        roles = dict.fromkeys(about["value"], " · value") | dict.fromkeys(about["key"], " · key")
+        shown, head, body = about["columns"][:WIDE], "", ""
+        for column, kind in islice(self.describe().items(), WIDE):
+            missing = f", {kind['missing']:,} missing" if kind["missing"] else ""
+            told = f"{kind['type']}{missing}{roles.get(column, '')}"
             head += f"<th>{html.escape(short(column))}<br><small>{told}</small></th>"
         for row in self.rows(count=GLANCE):
             cells = ("" if row[c] is None else html.escape(short(row[c], 80)) for c in shown)
             body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        more = {"rows": len(self) - GLANCE, "columns": len(schema.columns) - WIDE}
-        told = ", ".join(f"{count:,} more {what}" for what, count in more.items() if count > 0)
+        count = about["rows"]
+        more = {"rows": count - GLANCE, "columns": len(about["columns"]) - WIDE}
+        told = ", ".join(f"{rest:,} more {what}" for what, rest in more.items() if rest > 0)
         rest = f"<p><small>and {told}</small></p>" if told else ""
-        rows = f"{len(self):,} row{'' if len(self) == 1 else 's'}, version {self.version}"
+        rows = f"{count:,} row{'' if count == 1 else 's'}, version {about['version']}"
         return (
             f"<style>{_STYLE}</style><div class=qkv-rows><p><b>{name}</b>: {rows}</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}</div>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -14,6 +14,24 @@ from qkv.types import Array
 
 if TYPE_CHECKING:
     from qkv.database.view import View
+    from qkv.scores import ScoreLike
+    from qkv.weightings import WeightingLike
+
+
+class How(TypedDict, total=False):
+    """The arguments of `attend` beside the query."""
+
+    score: ScoreLike | None
+    weighting: WeightingLike
+    where: Any
+    tolerance: float | None
+    confidence: float | None
+
+
+class Asking(How, total=False):
+    """Those of `ask`."""
+
+    top: int
 
 
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
@@ -43,13 +61,11 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
 
 def differentiable(view: View, query: Array) -> tuple[Array, bool]:
     """Numbers (n,) or one () as (n, 1) in the keys' units, and whether it is one."""
-    from qkv.database.encoders import Numbers
-
-    encoder, single = view.encoder, len(query.shape) == 0
-    column = of(query).xp.reshape(query, (-1, 1))
-    if not isinstance(encoder, Numbers) or encoder.mean is None or encoder.unit is None:
-        return view.encoded(to_numpy(column)[:, 0].tolist()).code, single
-    return (column - encoder.mean[0]) / encoder.unit[0], single
+    column, single = of(query).xp.reshape(query, (-1, 1)), len(query.shape) == 0
+    found = view.encoder.moved(column)
+    if found is None:
+        found = view.encoded(to_numpy(column)[:, 0].tolist()).code
+    return found, single
 
 
 def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:

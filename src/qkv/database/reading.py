@@ -13,10 +13,10 @@ import numpy as np
 from qkv.arrays import is_array
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
-from qkv.database.queries import as_queries, differentiable, nearness
-from qkv.database.schema import Schema
+from qkv.database.queries import Asking, How, as_queries, differentiable, nearness
+from qkv.database.schema import Schema, names
 from qkv.database.store import Store
-from qkv.database.view import View
+from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, QkvError, printable
 from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
@@ -50,22 +50,6 @@ class AbsentKey(QkvError, KeyError):
         near = self.nearest
         hint = f": the nearest are {', '.join(map(cells.shown, near))}" if near else ""
         return f"no row has the key {cells.shown(self.key)}{hint}"
-
-
-class How(TypedDict, total=False):
-    """The arguments of `attend` beside the query."""
-
-    score: ScoreLike | None
-    weighting: WeightingLike
-    where: Any
-    tolerance: float | None
-    confidence: float | None
-
-
-class Asking(How, total=False):
-    """Those of `ask`."""
-
-    top: int
 
 
 class Info(TypedDict):
@@ -179,6 +163,47 @@ class Reading(Generic[K, V]):
         for _, row in view.all_rows():
             yield view.schema.key_of(row), view.schema.value_of(row)
 
+    def rows(
+        self, *, where: Any = None, start: int = 0, count: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Every row with all its columns, oldest first; of those that pass `where`, `count` from
+        the one numbered `start`.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": 34, "Mu": 29, "Hu": 41})
+        >>> list(D.rows(where="value > 30", start=1))
+        [{'key': 'Hu', 'value': 41}]
+        """
+        for name, number in (("start", start), ("count", count or 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ArgumentError(f"{name} must be a number of rows, not {number!r}")
+        view = self._view
+        if where is None and start == 0 and count is None:
+            return (row for _, row in view.all_rows())
+        passed = view.where(where)
+        ids = (view.ids if passed is None else view.ids[passed])[start:][:count].tolist()
+        chunks = (ids[at : at + CHUNK] for at in range(0, len(ids), CHUNK))
+        return (row for some in chunks for row in view.rows(some))
+
+    def count(self, where: Any = None) -> int:
+        """How many rows pass a condition.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": 29, "Hu": 41}).count("value > 30")
+        2
+        """
+        passed = self._view.where(where)
+        return len(self) if passed is None else int(passed.sum())
+
+    def whole(self, name: str) -> bool:
+        """Whether a column of numbers has ints alone, of 64 bits each.
+
+        >>> from qkv import Database
+        >>> Database({"Li": 34, "Mu": None}).whole("value")
+        True
+        """
+        return self._view.whole(name)
+
     def __getitem__(self, key: K) -> V:
         """The value of the newest row with exactly this key."""
         value: V = self._value(key, NOTHING)
@@ -245,7 +270,7 @@ class Reading(Generic[K, V]):
         >>> D.ask(3.55, score="gaussian", weighting="hard").value
         82.0
         """
-        from qkv import scores, weightings
+        from qkv import weightings
         from qkv.database import conformal
 
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
@@ -253,11 +278,10 @@ class Reading(Generic[K, V]):
         alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = as_queries(view, query)
-        chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
         near, sure = nearness(tolerance, confidence)
         promise = conformal.kept(view, score, weighting)
         how = (top, near, promise, self._library, sure)
-        asked = self._asked(view, chosen, alpha, where, *how)
+        asked = self._asked(view, view.score(score), alpha, where, *how)
         answers = asked.answers(queries)
         return answers[0] if single else answers
 
@@ -293,7 +317,6 @@ class Reading(Generic[K, V]):
         >>> D.attend(np.array([[0.0, 0.0]]))
         array([[15.]])
         """
-        from qkv import scores
         from qkv.database.ask import WORDY
 
         view = self._filled()
@@ -317,7 +340,7 @@ class Reading(Generic[K, V]):
             single = len(query.shape) == 1
             code = Query(query[None] if single else query)
         view.check(code)
-        chosen = view.encoder.score(len(view)) if score is None else scores.resolve(score)
+        chosen = view.score(score)
         if chosen.compares_keys:
             raise ArgumentError("attend compares vectors: score='exact' is for ask")
         near = dict(zip(("tolerance", "confidence"), nearness(tolerance, confidence), strict=True))
@@ -422,11 +445,3 @@ def _sizes(folder: Path) -> Iterator[int]:
         with suppress(FileNotFoundError):
             if file.is_file():
                 yield file.lstat().st_size
-
-
-def names(wish: str | Sequence[str]) -> tuple[str, ...]:
-    """One name of a column or several, as a tuple."""
-    found = (wish,) if isinstance(wish, str) else tuple(wish)
-    if not found:
-        raise ArgumentError("name at least one column")
-    return found

@@ -269,3 +269,11 @@ def _example(column: Any, wish: str) -> str:
     present = (x for x in column if not cells.is_missing(x))
     wrong = next((x for x in present if cells.kind(x) != wish), None)
     return f"{cells.shown(wrong)} ({cells.kind(wrong)})"
+
+
+def names(wish: str | Sequence[str]) -> tuple[str, ...]:
+    """One name of a column or several, as a tuple."""
+    found = (wish,) if isinstance(wish, str) else tuple(wish)
+    if not found:
+        raise ArgumentError("name at least one column")
+    return found

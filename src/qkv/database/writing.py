@@ -14,7 +14,7 @@ from qkv.database import cells, encoding
 from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
-from qkv.database.reading import NOTHING, AbsentKey
+from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 from qkv.types import K, Progress, V
@@ -29,7 +29,7 @@ REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
 
 
-class Writing(Leaving[K, V]):
+class Writing(Leaving, Reading[K, V]):
     """Rows that can be read and changed, unless a version is pinned."""
 
     def add(self, keys: Any, values: Any = NOTHING) -> None:
@@ -58,7 +58,7 @@ class Writing(Leaving[K, V]):
 
     def _add_any(self, data: Any) -> None:
         if isinstance(data, Leaving):
-            self.extend(data.rows())
+            self.extend(data.rows())  # type: ignore[attr-defined]
             return
         pairs = data.items() if isinstance(data, Mapping) else data
         try:

@@ -22,15 +22,15 @@ def show(*shown: Any) -> Any:
 
     That is an answer, a database, captured heads, or a sentence, which attends to itself.
     """
-    from qkv.database import Database
+    from qkv.database.reading import Reading
     from qkv.page.views import views
     from qkv.page.widget import Page
 
     found: list[dict[str, Any]] = []
-    databases: dict[str, Database[Any, Any]] = {}
+    databases: dict[str, Reading[Any, Any]] = {}
     for item in shown:
         for view in views(item):
-            if isinstance(item, Database):
+            if isinstance(item, Reading):
                 name = f"{len(databases)}"
                 databases[name] = item
                 view["data"]["database"] = name

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qkv import scores, weightings
 from qkv.answer import Answer, Source
-from qkv.database import Database
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
+from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, DtypeError
 from qkv.names import Names
 from qkv.page.heads import LARGE, heads
@@ -30,6 +31,7 @@ def views(shown: Any) -> list[Descriptor]:
     """The views of an answer, a database or captured heads; or of several, each in a tab, by
     title where they are a dict.
 
+    >>> from qkv import Database
     >>> [view] = views(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
     >>> view["view"], view["data"]["answer"]["value"]
     ('database', 'Mu')
@@ -49,7 +51,7 @@ def views(shown: Any) -> list[Descriptor]:
         return [{**view, "title": name} for name, x in shown.items() for view in views(x)]
     if isinstance(shown, Answer):
         return [answer(shown)]
-    if isinstance(shown, Database):
+    if isinstance(shown, Leaving):
         return [database(shown)]
     if isinstance(shown, str):
         return [sentence(shown)]
@@ -59,9 +61,9 @@ def views(shown: Any) -> list[Descriptor]:
     )
 
 
-def database(shown: Database) -> Descriptor:
+def database(shown: Any) -> Descriptor:
     """A database, asked for its first key."""
-    title = "database" if shown.path is None else shown.path.stem
+    title = "database" if shown.path is None else Path(shown.path).stem
     first = next(iter(shown), None)
     if first is None:
         return {"view": "database", "title": title, "data": {"rows": [], "query": ""}}

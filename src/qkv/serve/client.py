@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer
-    from qkv.database.reading import Asking, How, Info
+    from qkv.database.queries import Asking, How
+    from qkv.database.reading import Info
 
 
 class Client:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
+from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.serve.transport import Transport
 from qkv.types import Shaped
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qkv.answer import Answer, Row
-    from qkv.database import Database
-    from qkv.database.reading import Asking, How, Info
+    from qkv.database.queries import Asking, How
+    from qkv.database.reading import Info
 
 FIRST, PAGE = 16, 1000
 """Rows that are fetched together: at first, and at most."""
@@ -28,7 +29,7 @@ _NEAR = ("error_bound", "rows_read", "statistical")
 _PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
 
 
-class Remote:
+class Remote(Leaving):
     """The database `name` of a server; `at(version)` is what it was."""
 
     def __init__(self, transport: Transport, name: str, version: int | None = None):
@@ -188,9 +189,20 @@ class Remote:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        key, _ = self._columns()
+        return (key for key, _ in self.items())
+
+    keys = __iter__
+
+    def values(self) -> Iterator[Any]:
+        return (value for _, value in self.items())
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Every (key, value), oldest first."""
+        keys, values = self._columns()
         for row in self.rows():
-            yield row[key[0]] if len(key) == 1 else tuple(row[name] for name in key)
+            key = row[keys[0]] if len(keys) == 1 else tuple(row[name] for name in keys)
+            told = row[values[0]] if len(values) == 1 else {name: row[name] for name in values}
+            yield key, told
 
     # Changing
 
@@ -286,15 +298,6 @@ class Remote:
 
         found = self._transport.read("GET", f"{self._base}/versions")
         return [Version(**told) for told in found["versions"]]
-
-    def by(
-        self, key: str | Sequence[str], value: str | Sequence[str] | None = None, **how: Any
-    ) -> Database:
-        """The same rows in memory here, with other columns as key and value."""
-        from qkv.database import Database
-        from qkv.database.schema import transposed
-
-        return Database.from_columns(transposed(self.rows()), key=key, value=value, **how)
 
     def at(self, version: int) -> Self:
         """The database as it was at a version, to be read."""
