@@ -252,9 +252,14 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
     assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.error[0] <= 1
 
 
-def test_codes_bound_what_they_have_lost():
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [(np.float16, 1.0), (np.float32, 1.0), (np.float32, 1e-30), (np.float32, 1e30), (float, 1e30)],
+)
+def test_codes_bound_what_they_have_lost(dtype, unit):
     rng = np.random.default_rng(8)
-    keys = made(rng, "of all sizes", 5000)
+    keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
+    keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
     found = codes.found({"code": keys, **codes.near(keys, 0)})
     left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
     assert (np.linalg.norm(left, axis=1) <= found.residual).all()
@@ -262,7 +267,9 @@ def test_codes_bound_what_they_have_lost():
     for mark in np.unique(found.block):
         some = found.block == mark
         together = ((phi @ left[some].T) ** 2).sum(axis=1)
-        assert (together <= found.spread[some][0] ** 2 * (phi**2).sum(axis=1)).all()
+        spread = float(found.spread[some][0])
+        assert (together <= spread**2 * (phi**2).sum(axis=1)).all()
+        assert spread <= 1.06 * np.linalg.norm(left[some], 2)
 
 
 @pytest.mark.parametrize("kernel", [None, "_torchs", "_simsimds"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
 
+from qkv.arrays import threads
 from qkv.arrays.rows import Near
 from qkv.errors import unknown
 
@@ -20,6 +22,9 @@ PRECISIONS = ("float32", "float16", "int8")
 
 LEAST = 1e-37
 """The least scale whose inverse float32 has: smaller numbers are rounded to 0."""
+
+SQUARED = 1e-12
+"""The least number whose square float32 holds with all its digits, and room to spare."""
 
 BOUNDS = ("scale", "residual", "norm", "spread")
 
@@ -39,12 +44,18 @@ def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> code.tolist(), f"{scale[0]:.2f}"
     ([[50, -127]], '0.01')
     """
+    code, scale = _whole(vectors)
+    return code.astype(np.int8), scale
+
+
+def _whole(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The codes, as numbers of the vectors' type, and the scales."""
     top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
     scale = (top / 127).astype(np.float32)
     sound = np.isfinite(scale) & (scale > LEAST)
     code = vectors * (1 / np.where(sound, scale, 1))[:, None]
     code[~sound] = 0
-    return np.rint(code, out=code).astype(np.int8), scale
+    return np.rint(code, out=code), scale
 
 
 def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.ndarray]:
@@ -56,19 +67,33 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
     >>> made["near"].tolist(), made["near.block"].tolist()
     ([[50, -127]], [7])
     """
-    code, scale = in_8_bits(np.asarray(vectors))
-    bounds, block = np.empty((len(code), len(BOUNDS)), np.float32), np.empty(len(code), np.uint32)
-    with np.errstate(all="ignore"):
-        for start in range(0, len(code), BLOCK):
-            at = slice(start, start + BLOCK)
-            key = vectors[at].astype(float)
-            left = key - code[at] * scale[at, None].astype(float)
-            norms = (np.sqrt(np.einsum("ij,ij->i", x, x)) for x in (left, key))
-            bounds[at, 0] = scale[at]
-            bounds[at, 1], bounds[at, 2] = (norm.astype(np.float32) for norm in norms)
-            bounds[at, 1] = _up(bounds[at, 1])
-            bounds[at, 3] = _up(np.asarray(_spread(left), np.float32))
-            block[at] = (first + start) % 2**32
+    vectors = np.asarray(vectors)
+    count, kind = len(vectors), np.result_type(vectors.dtype, np.float32)
+    code, block = np.empty(vectors.shape, np.int8), np.empty(count, np.uint32)
+    bounds = np.empty((count, len(BOUNDS)), np.float32)
+
+    def some(start: int) -> None:
+        at = slice(start, start + BLOCK)
+        key = vectors[at].astype(kind, copy=False)
+        with np.errstate(all="ignore"):
+            left, scale = _whole(key)
+            code[at] = left
+            left *= scale[:, None]
+            np.subtract(key, left, out=left)
+            norm, residual = _lengths(key), _lengths(left)
+            # The product with the scale and the difference are rounded.
+            lost = 2 * np.finfo(kind).eps * norm
+            spread = _spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
+            bounds[at, 0], bounds[at, 1], bounds[at, 2] = scale, _up(residual + lost), norm
+            bounds[at, 3] = _up(np.asarray(spread, np.float32))
+        block[at] = (first + start) % 2**32
+
+    starts = range(0, count, BLOCK)
+    if len(starts) == 1 or threads.inside():
+        deque(map(some, starts), 0)
+    else:
+        with threads.one_for_blas():
+            threads.each(some, starts)
     made = {"near.bounds": bounds, "near.block": block}
     return {"near": code, **made} if keep else made
 
@@ -85,20 +110,37 @@ def found(tensors: Any) -> Near | None:
     return None
 
 
-def _spread(left: np.ndarray) -> float:
-    """√λ, of the largest λ of Σ r rᵀ over residuals (m, d); rounded up by more than it may lose."""
+def _lengths(x: np.ndarray) -> np.ndarray:
+    """‖x‖ of rows (m, d), not less than it is."""
+    most = float(max(x.max(initial=0.0), -x.min(initial=0.0)))
+    safe = not most or SQUARED < most < 1 / SQUARED
+    found = np.einsum("ij,ij->i", x, x, dtype=x.dtype if safe else float)
+    width, kind = x.shape[1], np.finfo(found.dtype)
+    return np.asarray(np.sqrt(found) * (1 + width * kind.eps) + np.sqrt(width * kind.tiny))
+
+
+def _spread(left: np.ndarray, size: float) -> float:
+    """√λ, or a few hundredths more, of the largest λ of G = Σ r rᵀ over residuals (m, d), the
+    longest of this `size`.
+
+    λ ≤ ‖G³²‖ᶠ to the power 1/32, which five products give in less time than eigenvalues take.
+    """
     rows, width = left.shape
-    size = float(np.abs(left).max(initial=0.0))
     if not size or not np.isfinite(size):
-        return size
-    left = left / size
+        return float(size)
+    left = left / left.dtype.type(size)
     gram = left.T @ left if rows > width else left @ left.T
-    try:
-        most = float(np.linalg.eigvalsh(gram)[-1])
-    except np.linalg.LinAlgError:
-        most = np.inf
-    whole = float(np.trace(gram)) * (1 + 1e-9)
-    return float(size * np.sqrt(min(most * (1 + 1e-6) + 1e-9 * whole, whole)))
+    unit, whole = float(np.finfo(left.dtype).eps), float(np.trace(gram))
+    power, most = 1, 1.0
+    for _ in range(5):
+        trace = float(np.trace(gram))
+        gram = gram / left.dtype.type(trace)
+        most *= trace ** (1 / power)
+        gram, power = gram @ gram, 2 * power
+    most *= float(np.linalg.norm(gram)) ** (1 / power)
+    lost = 32 * unit * max(min(rows, width), 4) + 1e-6  # by the products of G
+    most = most * (1 + lost) + unit * max(rows, width) * whole
+    return float(size * np.sqrt(min(most, whole * (1 + 1e-6 + unit * rows))))
 
 
 def _up(x: np.ndarray) -> np.ndarray:

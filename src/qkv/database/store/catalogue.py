@@ -20,10 +20,11 @@ FILE = "catalogue.sqlite"
 FORMAT = 2
 APPLICATION = 0x716B7601  # "qkv" and 1
 
-TABLES = """
+BY_DIGEST = "CREATE INDEX rows_digest ON rows (digest)"
+TABLES = f"""
 CREATE TABLE rows (id INTEGER PRIMARY KEY, digest BLOB NOT NULL, record TEXT NOT NULL,
     crc INTEGER NOT NULL, died INTEGER);
-CREATE INDEX rows_digest ON rows (digest);
+{BY_DIGEST};
 CREATE INDEX rows_died ON rows (died) WHERE died IS NOT NULL;
 CREATE TABLE settings (number INTEGER PRIMARY KEY, text TEXT NOT NULL, crc INTEGER NOT NULL);
 CREATE TABLE generations (number INTEGER PRIMARY KEY, layout TEXT, arrays TEXT, bytes INTEGER,

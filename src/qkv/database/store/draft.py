@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -11,6 +13,9 @@ from qkv.database.store.catalogue import SEGMENT, Catalogue
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
 from qkv.database.store.shelf import Shelf
+
+LARGE = 32 << 20
+"""Bytes of rows from which a thread of its own pays for writing them."""
 
 
 class Draft:
@@ -38,6 +43,18 @@ class Draft:
             count = sum(len(part.ids) for part in group)
             entry = Entry(file, self.generation, first, last, count, size, checksum)
             self._entries.append(entry)
+
+    @contextmanager
+    def beside(self, layout: Layout | None, rows: list[Segment]) -> Iterator[Callable[[], None]]:
+        """Write rows as segments while the body of the `with` goes on; what it gives waits for
+        them. Few are written before it begins."""
+        if layout is None or sum(len(part.ids) for part in rows) * layout.row_bytes < LARGE:
+            if layout is not None and rows:
+                self.segments(layout, rows)
+            yield lambda: None
+            return
+        with ThreadPoolExecutor(1) as pool:
+            yield pool.submit(self.segments, layout, rows).result
 
     def fix(self, arrays: Tensors) -> None:
         """Write the arrays of the generation."""

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from zlib import crc32
 
 from qkv.database.faults import DuplicateKey, UnknownRow
-from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue, row_crc
+from qkv.database.store.catalogue import BY_DIGEST, FORMAT, SEGMENT, Catalogue, row_crc
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry
 from qkv.errors import ArgumentError, DtypeError
+
+MANY = 2**14
+"""First rows from which they are indexed when all are there."""
 
 
 def layout(catalogue: Catalogue, generation: int) -> Layout | None:
@@ -84,7 +87,13 @@ def bear(
                 ) from error
             yield row, digest, record, crc
 
+    # An index is made in less time than it grows.
+    first = not ids.start and len(ids) >= MANY
+    if first:
+        catalogue.run("DROP INDEX rows_digest")
     catalogue.many("INSERT INTO rows (id, digest, record, crc) VALUES (?, ?, ?, ?)", lines())
+    if first:
+        catalogue.run(BY_DIGEST)
 
 
 def rest(

@@ -223,12 +223,7 @@ class Store:
                 rows.append(Segment(np.arange(ids.start, ids.stop, dtype=np.int64), fitted))
                 resting = 0
 
-            if rows and layout is not None:
-                draft.segments(layout, rows)
-            if arrays:
-                draft.fix(arrays)
-
-            with catalogue.transaction():
+            with draft.beside(layout, rows) as written, catalogue.transaction():
                 ledger.bury(catalogue, gone, edition.number + 1)
                 if unique:
                     ledger.distinct(catalogue, digests, look=bool(edition.rows))
@@ -240,6 +235,9 @@ class Store:
                 elif records and layout is not None:
                     ledger.rest(catalogue, edition.generation, ids, layout.pack(fitted, len(ids)))
                 ledger.discard(catalogue, absorbed)
+                written()
+                if arrays:
+                    draft.fix(arrays)
                 draft.settle()
                 draft.enter(catalogue)
                 newest = Edition(
