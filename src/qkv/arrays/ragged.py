@@ -10,6 +10,8 @@ import numpy as np
 HALF = np.uint64(32)
 HELD = 1 << 24
 """Products held at once."""
+SIFTED = 4096
+"""Entries from which most are ruled out before the others are looked at."""
 
 
 class Ragged:
@@ -132,10 +134,12 @@ def found(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     (array([1]), array([0]), array([1]))
     """
     place = places(vectors)
-    # The low bits rule out nearly all.
-    near = np.zeros(1 << 16, bool)
-    near[asked & np.uint32(0xFFFF)] = True
-    at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
+    if len(place) < SIFTED:
+        at = np.arange(len(place))
+    else:  # the low bits rule out nearly all
+        near = np.zeros(1 << 16, bool)
+        near[asked & np.uint32(0xFFFF)] = True
+        at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
     column = np.searchsorted(asked, place[at])
     same = column < len(asked)
     same[same] = asked[column[same]] == place[at[same]]
