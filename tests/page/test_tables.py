@@ -17,7 +17,7 @@ import pytest
 import qkv
 from qkv import QkvError
 from qkv.errors import ArgumentError
-from qkv.page import bounds
+from qkv.page import bounds, packed
 from qkv.page.calls import call
 
 CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
@@ -172,6 +172,54 @@ def test_a_small_file_that_unpacks_to_a_large_one(
     refused("csv", b"a,b,c\n" + b"1,2,3\n" * 40, "cells")
     refused("jsonl", b'{"a": 1, "b": 2, "c": 3}\n' + b"{}\n" * 40, "cells")
     refused("jsonl", b'{"a": 1}\n' * 51, "rows")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_what_an_arrow_file_unpacks_to_is_known_before(stream: bool, compression: Any) -> None:
+    import pyarrow.ipc
+
+    words = pyarrow.array(["a" * 1000] * 40)
+    table = pyarrow.table({"one": words, "two": words.dictionary_encode(), "n": range(40)})
+    made, kind = io.BytesIO(), pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    how = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with kind(made, table.schema, options=how) as writer:
+        writer.write_table(table, max_chunksize=16)
+    found = packed.length(made.getvalue())
+    assert found == 0 if compression is None else 41_000 <= found <= 43_000
+    if compression is None:
+        return
+    with pytest.raises(ArgumentError, match="ends before it says"):
+        packed.length(made.getvalue()[: -100 if stream else -20])
+
+
+def test_words_that_repeat_are_counted_before_they_are_written_out(
+    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.parquet
+
+    monkeypatch.setattr(bounds, "BYTES", 100_000)
+    words = pyarrow.array(["a" * 1000] * 400)
+    fixed = words.cast(pyarrow.binary(1000))
+    runs = pyarrow.RunEndEncodedArray.from_arrays([400], words[:1])
+    lists = pyarrow.ListArray.from_arrays(range(401), words.dictionary_encode())
+    for form, key, what in (
+        ("parquet", words, "at most .* bytes"),
+        ("parquet", fixed, "at most .* bytes"),
+        ("parquet", lists, "at most .* bytes"),
+        ("arrow", lists, "at most .* bytes"),
+        ("arrow", runs, "run_end_encoded"),
+        ("arrow", pyarrow.array(["a"], pyarrow.string_view()), "string_view"),
+    ):
+        made, table = io.BytesIO(), pyarrow.table({"key": key, "value": range(len(key))})
+        if form == "parquet":
+            pyarrow.parquet.write_table(table, made)
+        else:
+            with pyarrow.ipc.new_file(made, table.schema) as writer:
+                writer.write_table(table)
+        assert len(made.getvalue()) < 50_000
+        with pytest.raises(ArgumentError, match=what):
+            call("upload", {"name": "x", "format": form, "data": made.getvalue()}, known)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import ArgumentError, QkvError
+from qkv.page import packed
 
 ROWS = 1_000_000
 COLUMNS = 1_000
@@ -70,17 +71,23 @@ def _unpacked(path: Path, form: str) -> None:
 def _parquet(path: Path) -> None:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as opened:
-        told = opened.metadata
-        _shape(told.num_rows, told.num_columns)
-        groups = [told.row_group(i) for i in range(told.num_row_groups)]
-        few("bytes, unpacked", sum(group.total_byte_size for group in groups), BYTES)
+    told = pyarrow.parquet.read_metadata(path)
+    _shape(told.num_rows, told.num_columns)
+    columns = [told.schema.column(i) for i in range(told.num_columns)]
+    # Words that repeat are written once in the file, and are to be counted before they are not.
+    words = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    wide = sum(max(column.length or 0, 0) for column in columns)
+    few("bytes, unpacked", wide * told.num_rows, BYTES)
+    groups = [told.row_group(i) for i in range(told.num_row_groups)]
+    few("bytes, unpacked", sum(group.total_byte_size for group in groups), BYTES)
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=words) as opened:
         _size(opened.iter_batches(batch_size=4096))
 
 
 def _arrow(path: Path) -> None:
     import pyarrow.ipc
 
+    few("bytes, unpacked", packed.length(path.read_bytes()), BYTES)
     with pyarrow.OSFile(str(path)) as opened:
         is_file = opened.read(6) == b"ARROW1"
         opened.seek(0)
@@ -109,13 +116,31 @@ def _size(batches: Any) -> None:
 
 
 def _bytes(column: Any) -> int:
-    """What a column has with every cell written out: one of a dictionary may repeat."""
+    """What a column has with every cell written out: those of a dictionary may repeat."""
     from pyarrow import compute, types
 
-    if not types.is_dictionary(column.type):
+    kind, rows = column.type, len(column)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return 8 * rows + _bytes(column.flatten())
+    if types.is_struct(kind):
+        return rows + sum(map(_bytes, column.flatten()))
+    if types.is_dictionary(kind):
+        words = column.dictionary
+        if _is_text(words.type):
+            lengths = compute.take(compute.binary_length(words), column.indices)
+            return 4 * rows + int(compute.sum(lengths).as_py() or 0)
+        if types.is_primitive(words.type):
+            return int(rows * (words.type.bit_width // 8 + 1))
+    plain = types.is_primitive, types.is_null, types.is_decimal, types.is_fixed_size_binary
+    if _is_text(kind) or any(known(kind) for known in plain):
         return int(column.nbytes)
-    words = column.dictionary
-    if not (types.is_string(words.type) or types.is_large_string(words.type)):
-        return int(column.nbytes + len(column) * (words.nbytes // max(1, len(words)) + 1))
-    lengths = compute.take(compute.binary_length(words), column.indices)
-    return int(compute.sum(lengths).as_py() or 0)
+    raise ArgumentError(
+        f"a column of type {kind} may not come from a page: nobody knows its size before it is read"
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kinds = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    return any(known(kind) for known in kinds)

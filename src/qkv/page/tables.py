@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import re
 import shutil
 import sqlite3
 import tarfile
@@ -30,9 +29,6 @@ Databases = MutableMapping[str, "Database"]
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "arrow", "qkv")
 """What may be uploaded, by its ending: a file, or the folder of a database as one tar."""
-
-PARTS = r"catalogue\.sqlite(-wal)?|(segment|arrays)-\d{1,12}\.safetensors|lock|readers"
-"""The files of a database's folder."""
 
 MOST = 200_000
 """Rows that are encoded anew because a page asks by other columns."""
@@ -173,6 +169,7 @@ def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None)
 def _stored(data: bytes, name: str) -> Database:
     """The database whose folder is in a tar; its files are there for as long as it is."""
     from qkv.database import open as open_database
+    from qkv.database.store.folder import is_part
 
     folder = Path(tempfile.mkdtemp(prefix="qkv-"))
     try:
@@ -181,7 +178,7 @@ def _stored(data: bytes, name: str) -> Database:
                 # A sparse one is as long as it says, whatever it holds.
                 whole = part.isreg() and not part.issparse() and part.size <= len(data)
                 inside = tar.extractfile(part) if whole else None
-                if inside is None or not re.fullmatch(PARTS, part.name):
+                if inside is None or not is_part(part.name):
                     raise ArgumentError(f"{name}: {part.name[:60]!r} is no file of a database")
                 (folder / part.name).write_bytes(inside.read())
         made = open_database(folder, create=False)
