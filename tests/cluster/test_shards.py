@@ -1,7 +1,9 @@
 """What shards say together is what the database says: for any cut, tree, death and loss."""
 
+import threading
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 import qkv
 from qkv import scores, weightings
-from qkv.cluster import LostShard, split
+from qkv.cluster import LostShard, cached, split
 from qkv.errors import ArgumentError, CombinationError
 from qkv.page.views import views
 from tests.cluster.here import cluster
@@ -292,6 +294,28 @@ def test_a_change_whose_answer_was_lost_is_not_made_again(store: str, tmp_path: 
         assert len(c) == 51
 
 
+def test_a_change_of_another_thread_is_not_taken_for_that_which_was_lost(
+    store: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "new.qkv")
+    split(store, [path])
+    rows = [(np.full((1, 4), i, "f4"), np.zeros((1, 2), "f4")) for i in range(2)]
+    with cluster([path], 1) as c:
+        workers, other = c._fleet.workers, threading.Thread(target=lambda: c.add(*rows[1]))
+
+        def once(request: Any) -> Any:
+            if other.ident is None:  # the shard ends before it does anything, while another adds
+                other.start()
+                other.join(0.3)
+                raise LostShard("it ended", 0)
+            return workers.once(request)
+
+        c._fleet.workers = SimpleNamespace(each=workers.each, once=once, close=workers.close)
+        c.add(*rows[0])
+        other.join()
+        assert len(c) == 52
+
+
 def test_stores_of_different_databases_are_refused(store: str, tmp_path: Path) -> None:
     other = str(tmp_path / "other.qkv")
     with qkv.open(other) as D:
@@ -305,6 +329,28 @@ def test_split_refuses(store: str, tmp_path: Path) -> None:
         split(store, [store])
     with pytest.raises(ArgumentError, match="cannot be shared out"):
         split(store, [tmp_path / str(i) for i in range(51)])
+
+
+def test_what_a_bucket_names_stays_in_the_cache(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of object storage are any text: those that are no file of a store are not copied."""
+    fsspec = pytest.importorskip("fsspec")
+    local = fsspec.filesystem("file")
+    found = local.find(store, detail=True)
+    for name in ("../../escaped", "../escaped", "deep/lock", "evil.py"):
+        found[f"{store}/{name}"] = {"size": 1}
+    monkeypatch.setattr(type(local), "find", lambda self, root, detail: found)
+
+    def get(self: Any, source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes() if Path(source).exists() else b"x")
+
+    monkeypatch.setattr(type(local), "get_file", get)
+    place = tmp_path / "a" / "cache"
+    copy = cached.local(f"file://{store}", str(place))
+    names = {file.name for file in copy.iterdir()}
+    assert "catalogue.sqlite" in names and not names & {"deep", "evil.py"}
+    assert not list(tmp_path.rglob("*escaped*"))
 
 
 def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

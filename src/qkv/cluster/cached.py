@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.cluster.faults import Unreadable
+from qkv.database.store.folder import is_part
 from qkv.errors import ArgumentError, MissingExtra
 
 MARKS = ("size", "mtime", "LastModified", "last_modified", "ETag", "etag", "md5Hash", "created")
@@ -38,15 +39,16 @@ def local(url: str, cache: str | None = None) -> Path:
         found: dict[str, Any] = system.find(root, detail=True)
     except OSError as fault:
         raise Unreadable(f"{url} cannot be listed: {fault}") from None
-    files = {os.path.relpath(name, root): about for name, about in found.items()}
-    if not files or "." in files:
+    named = {os.path.relpath(name, root): about for name, about in found.items()}
+    # Whoever filled a bucket names its files, "../.." and all: a store's own are plain names.
+    files = {name: about for name, about in named.items() if is_part(name)}
+    if not files:
         raise Unreadable(f"{url}: there is no store; give the URL of its folder")
     target = _folder(cache) / f"{_mark(url, files)}.qkv"
     if not target.exists():
         part = Path(tempfile.mkdtemp(dir=target.parent))
         try:
             for name in files:
-                (part / name).parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(f"{root.rstrip('/')}/{name}", str(part / name))
             part.rename(target)
         except OSError as fault:

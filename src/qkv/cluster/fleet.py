@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
@@ -68,7 +69,7 @@ class Fleet:
         self.sources, self.shards, self.workers = sources, shards, workers
         self.partial, self.closed = partial, False
         self._newest: tuple[int, ...] = ()
-        self._seen = 0.0
+        self._seen, self._writing = 0.0, threading.Lock()
         self._many: dict[tuple[int, ...], Many] = {}
         self.refresh()
 
@@ -129,15 +130,16 @@ class Fleet:
                 "copy it there"
             )
         shard = self.holder(source)
-        while True:
-            before = self.workers.each([(shard, "versions", ())])[0][source]
-            try:
-                self.workers.once((shard, "write", (source, name, *args)))
-            except LostShard:  # it died: before the change was made, or after
-                if self.workers.each([(shard, "versions", ())])[0][source] == before:
-                    continue
-            break
-        self.refresh()
+        with self._writing:  # a version that another thread makes would be taken for this one's
+            while True:
+                before = self.workers.each([(shard, "versions", ())])[0][source]
+                try:
+                    self.workers.once((shard, "write", (source, name, *args)))
+                except LostShard:  # it died: before the change was made, or after
+                    if self.workers.each([(shard, "versions", ())])[0][source] == before:
+                        continue
+                break
+            self.refresh()
 
     def processes(self) -> list[tuple[int, float]]:
         """A process of each shard, and the seconds that it has worked."""

@@ -15,7 +15,7 @@ from qkv.database.store import plain
 from qkv.database.store.catalogue import FILE, Catalogue
 from qkv.database.store.lock import READERS
 from qkv.database.store.mark import WRITER
-from qkv.database.store.segments import SUFFIX, TEMPORARY
+from qkv.database.store.segments import SUFFIX, TEMPORARY, number
 from qkv.database.store.shelf import Files
 from qkv.errors import ArgumentError, DtypeError
 
@@ -81,6 +81,15 @@ def listed(folder: Path) -> set[str]:
     own = (FILE, SUFFIX, SUFFIX + TEMPORARY, "-wal", "-shm", READERS, WRITER)
     plain.refuse_links(*(folder / name for name in names if name.endswith(own)))
     return names
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name belongs to a store: nothing else is taken from elsewhere.
+
+    >>> [is_part(name) for name in ("segment-00000001.safetensors", "lock", "../lock", "x.py")]
+    [True, True, False, False]
+    """
+    return name in (FILE, f"{FILE}-wal", READERS, WRITER) or number(name) is not None
 
 
 @contextlib.contextmanager
