@@ -65,6 +65,13 @@ def test_what_needs_no_token(locked: TestClient) -> None:
     assert "security" in locked.get("/openapi.json").json()["paths"]["/v1/databases"]["get"]
 
 
+def test_without_a_token_nobody_learns_what_is_served(locked: TestClient) -> None:
+    head = {"authorization": f"Bearer {READ}"}
+    for path in ("/openapi.json", "/reference"):
+        assert "books" not in locked.get(path).text, path
+        assert "books" in locked.get(path, headers=head).text, path
+
+
 def test_without_tokens_it_reads_and_uploads(tmp_path: Path) -> None:
     shelf = shelved(tmp_path)
     with TestClient(app(shelf), base_url=LOCAL) as client:

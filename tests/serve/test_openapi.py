@@ -45,9 +45,10 @@ def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> Non
     caplog.set_level(logging.CRITICAL, "qkv")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs, of other packages
-        schema = schemathesis.openapi.from_asgi("/openapi.json", lasting)
+        head = {"Authorization": f"Bearer {TOKEN}"}
+        schema = schemathesis.openapi.from_asgi("/openapi.json", lasting, headers=head)
         how = schema.config
-        how.update(headers={"Authorization": f"Bearer {TOKEN}"})
+        how.update(headers=head)
         how.generation.update(max_examples=70, deterministic=True)
         how.continue_on_failure = True
         how.checks.positive_data_acceptance = PositiveDataAcceptanceConfig(

@@ -73,7 +73,9 @@ def table(access: Access) -> list[Route]:
     """Every route of the server, this description's own among them."""
 
     def openapi(shelf: Shelf, given: Given) -> Any:
-        return described(routes, list(shelf.databases), secured=not access.open)
+        # Whoever may not read is told of every route, and of no database.
+        reads = access.refuses(given.headers.get("authorization"), "read") is None
+        return described(routes, shelf.databases if reads else (), secured=not access.open)
 
     def reference(shelf: Shelf, given: Given) -> Any:
         url = f"http://{given.headers['host']}"

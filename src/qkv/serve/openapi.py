@@ -8,6 +8,7 @@ from typing import Any
 import qkv
 from qkv.serve.fit import Schema
 from qkv.serve.route import Route
+from qkv.serve.shelf import NAME
 
 WHY = {
     400: "Not of the form that is described here.",
@@ -43,7 +44,8 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
     """
     named: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
-    name: Schema = {"type": "string", "enum": list(names) or ["none"]}
+    known = list(names)
+    name: Schema = {"type": "string", **({"enum": known} if known else {"pattern": NAME})}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(
             route, name, secured, named
