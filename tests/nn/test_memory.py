@@ -95,6 +95,30 @@ def test_a_step_moves_the_rows_that_were_looked_at():
     torch.testing.assert_close(old(queries[0]), dense(queries[0], weightings.TopK(3)))
 
 
+def test_a_row_that_was_taken_out_does_not_come_back_by_a_step():
+    database = qkv.Database(torch.eye(3), torch.tensor([[10.0], [20.0], [30.0]]))
+    memory = Memory(database, weighting=weightings.TopK(2), learn=True)
+    memory(3 * torch.eye(3)).sum().backward()
+    assert memory.forget(torch.eye(3)[1]) == 1
+    assert memory.step(lr=0.1) == 2
+    assert len(database) == 2 and torch.eye(3)[1].numpy() not in database
+    memory(torch.eye(3)).sum().backward()
+    database.remove(list(database))
+    database.add(torch.eye(3)[:1], torch.tensor([[40.0]]))
+    assert memory.step(lr=0.1) == 0 and len(database) == 1
+
+
+@pytest.mark.parametrize(("loss", "lr"), [(float("nan"), 0.1), (1.0, float("inf"))])
+def test_a_step_that_goes_nowhere_leaves_the_rows_alone(loss, lr):
+    database = facts()
+    memory = Memory(database, weighting=weightings.TopK(3), learn=True)
+    (loss * memory(QUERY[0, :, :4].detach())).sum().backward()
+    before = database.version
+    with pytest.raises(ValueError, match="NaN or infinite, and stay as they are"):
+        memory.step(lr=lr)
+    assert database.version == before
+
+
 def test_values_of_text_keys_learn_and_keep_their_columns():
     database = qkv.Database(key="name", value=["a", "b"])
     database.extend({"name": name, "a": i, "b": -i, "no": i} for i, name in enumerate("xyz"))

@@ -76,10 +76,15 @@ def moves_keys(database: Database[Any, Any]) -> bool:
 
 def rewritten(
     database: Database[Any, Any], ids: np.ndarray, key: np.ndarray | None, value: np.ndarray
-) -> None:
-    """Other values, and other keys where given, for some rows: a new version."""
+) -> int:
+    """Other values, and other keys where given, for some rows: a new version. How many there were;
+    those that went meanwhile do not come back."""
     with database._alone():
         view = database._view
+        here = np.isin(ids, view.ids)
+        ids, value, key = ids[here], value[here], None if key is None else key[here]
+        if not len(ids):
+            return 0
         schema, rows = view.schema, view.rows(ids.tolist())
         for i, row in enumerate(rows):
             if key is not None:
@@ -89,6 +94,7 @@ def rewritten(
             else:
                 row |= dict(zip(schema.value, value[i].tolist(), strict=True))
         database._write(transposed(rows), remove=ids.tolist(), what="learn")
+    return len(ids)
 
 
 def forget(database: Database[Any, Any], keys: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkv import attention
 from qkv.database.database import Database, open
 from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
-from qkv.errors import CombinationError, DtypeError, ShapeError, sizes
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, told
 from qkv.nn.tensors import called_as, check_tensors
@@ -116,7 +116,8 @@ class Memory(nn.Module):
 
     def step(self, lr: float) -> int:
         """row ← row − lr · gradient, for the rows that were looked at since the last step: a new
-        version of the database. How many rows moved."""
+        version of the database. How many rows moved; those that were taken out meanwhile stay out.
+        """
         looked, self._looked = self._looked, []
         looked = [x for x in looked if x[2].grad is not None]
         if not looked:
@@ -134,10 +135,16 @@ class Memory(nn.Module):
                     slope.index_add_(0, at, x.grad)
             moved |= slope.any(-1).cpu().numpy()
             rows.append((now - lr * slope).cpu().numpy())
-        if moved.any():
-            key, value = (x[moved] for x in rows)
-            rewritten(self.database, ids[moved], key if moves_keys(self.database) else None, value)
-        return int(moved.sum())
+        if not moved.any():
+            return 0
+        key, value = (x[moved] for x in rows)
+        if not (np.isfinite(key).all() and np.isfinite(value).all()):
+            raise ArgumentError(
+                "step: rows would become NaN or infinite, and stay as they are: look at the loss, "
+                "or take a smaller lr"
+            )
+        keys = key if moves_keys(self.database) else None
+        return rewritten(self.database, ids[moved], keys, value)
 
     def forget(self, keys: Any) -> int:
         """Take out the rows of these keys (one, or a list): answers are then as if they had never
