@@ -211,6 +211,24 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
             )
 
 
+def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
+    keys = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
+    D = qkv.Database(keys, [str(i) for i in range(500)], precision="int8")
+    query = 4 * keys[0]
+    found = D.ask(query, score="dot", tolerance=0.5)
+    true = exact(keys, query, scores.Dot(), Softmax())
+    assert 1e-3 < 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.5
+
+
+def test_numbers_that_a_precision_does_not_hold_are_refused():
+    keys = np.eye(32) * np.arange(1, 33)[:, None]
+    D = qkv.Database(keys, np.arange(32.0), precision="float16")
+    keys[3] *= 1e5
+    with pytest.raises(ArgumentError, match=r"key 3 has numbers beyond 6.55e\+04"):
+        D.add(keys, np.arange(32.0))
+    assert len(D) == 32 and D.ask(keys[5], weighting="hard").value == 5
+
+
 def test_a_drawn_bound_says_so(monkeypatch):
     monkeypatch.setattr(certified, "DRAWN", 500)
     monkeypatch.setattr(doubt, "DRAWN", 500)

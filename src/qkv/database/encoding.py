@@ -12,6 +12,7 @@ from qkv.arrays.rows import Stored
 from qkv.database import codes
 from qkv.database.schema import Schema
 from qkv.database.view import View
+from qkv.errors import ArgumentError
 from qkv.types import Progress
 
 if TYPE_CHECKING:
@@ -64,20 +65,34 @@ def how(encoder: Encoder, precision: str | None) -> Kept:
     """How the vectors of a new database are kept."""
     if precision is None and encoder.rounds:
         return Kept(rounded=True)
-    return Kept(precision == "int8", precision, coded=encoder.width >= codes.NARROW)
+    rounded = precision == "int8"  # whose bounds are all that is left of what they have lost
+    return Kept(rounded, precision, coded=rounded or encoder.width >= codes.NARROW)
 
 
 def tensors(encoder: Encoder, keys: Any, how: Kept, first: int) -> dict[str, Any]:
     vectors, beside = np.asarray(encoder.encode(keys)), encoder.sparse(keys)
     found: dict[str, Any] = {} if beside is None else {"sparse": beside}
     if how.dtype in ("float32", "float16"):
-        vectors = vectors.astype(how.dtype, copy=False)
+        vectors = _kept_as(vectors, how.dtype)
     if how.rounded:
         code, scale = codes.in_8_bits(vectors)
         found |= {"code": code, "scale": scale}
     else:
         found["code"] = vectors
     return found | (codes.near(vectors, first, keep=not how.rounded) if how.coded else {})
+
+
+def _kept_as(vectors: np.ndarray, dtype: str) -> np.ndarray:
+    """Vectors as a type of number that holds all of theirs."""
+    with np.errstate(over="ignore"):
+        cast = vectors.astype(dtype, copy=False)
+    bad = np.flatnonzero(~np.isfinite(cast).all(axis=1))
+    if len(bad):
+        raise ArgumentError(
+            f"key {bad[0]} has numbers beyond {np.finfo(dtype).max:.3g}, which {dtype} does not "
+            "hold: open the database with another precision, or scale its keys"
+        )
+    return cast
 
 
 def kept(encoder: Encoder, keys: Any) -> np.ndarray:
