@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 import qkv
 from qkv import scores
 from qkv.arrays import int8
+from qkv.arrays.rows import Rows, Stored
+from qkv.attention import weigh
 from qkv.database import codes
-from qkv.engines import certified, doubt
+from qkv.engines import certified, coded
 from qkv.errors import ArgumentError, CombinationError
 from qkv.weightings import Normalized, Softmax, TopK
 from qkv.weightings.bound import Bound, missing
@@ -84,6 +86,38 @@ def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tole
     assert found.error_bound <= tolerance or found.rows_read == len(left)
     if pooled and found.error_bound <= tolerance:
         assert abs(found.value - true @ left) <= len(keys) * (found.error_bound + 1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from([*KINDS, "tiny", "large"]),
+    score=st.sampled_from(SCORES),
+    temperature=st.sampled_from([1e-3, 0.05, 0.3, 1.0, 30.0]),
+    tolerance=st.sampled_from([0.2, 0.01, 1e-3]),
+    width=st.sampled_from([0, 2]),
+    masked=st.booleans(),
+)
+def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, width, masked):
+    """Rows that are scanned in blocks, some of them read again, others left out."""
+    rng = np.random.default_rng(seed)
+    keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    allowed = rng.random(600) < 0.8 if masked else None
+    rows = Rows(lambda: [Stored(keys, value, near=near)], keys.shape, width, allowed)
+    query = (keys[[3, 400, 9]] * rng.uniform(0.5, 2, (3, 1))).astype(np.float32)
+    how = Softmax(temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded, "AT_ONCE", 100)
+        patch.setattr(certified, "MANY", 1)
+        found = weigh(rows, query, score=score, weighting=how, tolerance=tolerance)
+    for i in range(3):
+        true = exact(keys, query[i], score, how, allowed)
+        error = 0.5 * np.abs(found.weights[i] - true).sum()
+        assert error <= found.error[i] + 1e-12
+        some = found.weights[i] @ value
+        np.testing.assert_allclose(found.out[i], some / found.weights[i].sum(), atol=1e-5)
+    assert (found.error <= tolerance).all() or found.read == 600
 
 
 @settings(max_examples=20, deadline=None)
@@ -231,7 +265,6 @@ def test_numbers_that_a_precision_does_not_hold_are_refused():
 
 def test_a_drawn_bound_says_so(monkeypatch):
     monkeypatch.setattr(certified, "DRAWN", 500)
-    monkeypatch.setattr(doubt, "DRAWN", 500)
     rng = np.random.default_rng(7)
     keys = rng.normal(size=(6000, WIDTH)).astype(np.float32)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
@@ -268,6 +301,13 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
         whole = whole.merge(parts[i])
     p, q = (np.concatenate(x) for x in (nu, mu))
     assert 0.5 * np.abs(p / p.sum() - q / q.sum()).sum() <= whole.error[0] <= 1
+
+
+def test_a_bound_that_is_no_number_is_no_bound():
+    none, one = np.zeros(1), np.ones(1)
+    for bad in (np.nan, np.inf):
+        for parts in ((bad, 0, 0), (1, bad, 0), (1, 0, bad)):
+            assert Bound(none, *(one * x for x in parts)).error == 1
 
 
 @pytest.mark.parametrize(

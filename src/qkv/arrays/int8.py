@@ -21,7 +21,7 @@ class Queries:
 
     torch, where it is loaded, and simsimd, where it is installed, multiply integers: a query is
     then two of them, of which the second holds what the first has lost. NumPy takes floats.
-    `rest` (n,) is the length of what is lost in the end.
+    `rest` (n,) is the length of what is lost in the end; sums of floats lose `lost` roundings more.
 
     >>> queries = Queries(np.array([[0.5, 0.25]]))
     >>> bool(abs(queries.inner(np.array([[2, 4]], np.int8)) - 2.0).max() <= 5 * queries.rest[0])
@@ -31,30 +31,28 @@ class Queries:
     def __init__(self, vectors: np.ndarray):
         self._product = _product()
         if self._product is None:
-            self._parts = [(np.ascontiguousarray(vectors, np.float32), np.ones(len(vectors)))]
+            self._floats = np.ascontiguousarray(vectors, np.float32)
+            left, self.lost = vectors - self._floats, vectors.shape[1]
         else:
-            first = _rounded(vectors)
-            rest = vectors - first[0] * first[1][:, None]
-            self._parts = [first, _rounded(rest)]
-        left = vectors - sum(code * scale[:, None] for code, scale in self._parts)
+            large = _rounded(vectors)
+            rest = vectors - large[0] * large[1][:, None]
+            small = _rounded(rest)
+            left, self.lost = rest - small[0] * small[1][:, None], 0
+            self._codes = np.ascontiguousarray(np.concatenate([large[0], small[0]]))
+            self._scales = np.concatenate([np.diag(x[1]) for x in (large, small)]).T
+            self._scales = np.ascontiguousarray(self._scales, np.float32)
         self.rest = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
-        self._count = len(vectors)
-        self._stacked = np.concatenate([code for code, _ in self._parts])
 
     def inner(self, code: np.ndarray) -> np.ndarray:
         """The products with vectors (m, d) of int8, (n, m) float32."""
-        n, stacked = self._count, self._stacked
-        if self._product is None:
-            out, step = np.empty((n, len(code)), np.float32), max(FLOATS // code.shape[1], 256)
-            for at in range(0, len(code), step):
-                some = code[at : at + step].astype(np.float32)
-                np.matmul(stacked, some.T, out=out[:, at : at + step])
-            return out
-        found = self._product(stacked, code)
-        (_, large), (_, small) = self._parts
-        out = found[:n] * large.astype(np.float32)[:, None]
-        out += found[n:] * small.astype(np.float32)[:, None]
-        return np.asarray(out)
+        if self._product is not None:
+            return np.asarray(self._product(self._codes, code, self._scales))
+        n, step = len(self._floats), max(FLOATS // max(code.shape[1], 1), 256)
+        out = np.empty((n, len(code)), np.float32)
+        for at in range(0, len(code), step):
+            some = code[at : at + step].astype(np.float32)
+            np.matmul(self._floats, some.T, out=out[:, at : at + step])
+        return out
 
 
 def _rounded(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,12 +72,14 @@ def _product() -> Any:
 _THREAD = threading.local()
 
 
-def _torchs(query: np.ndarray, code: np.ndarray) -> np.ndarray:
+def _torchs(query: np.ndarray, code: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """scales (n, 2 n) times the products of integers, (n, m)."""
     torch = sys.modules["torch"]
     if threading.current_thread() is not threading.main_thread():
         _alone(torch)
-    left, right = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
-    return np.ascontiguousarray(torch._int_mm(left, right).numpy().T)
+    code, query = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
+    found = torch._int_mm(code, query).float()
+    return np.asarray((torch.from_numpy(scales) @ found.T).numpy())
 
 
 def _lent(x: np.ndarray) -> np.ndarray:
@@ -111,7 +111,8 @@ def _pools() -> list[Any]:
 def _simsimds() -> Any:
     simsimd = importlib.import_module("simsimd")
 
-    def product(query: np.ndarray, code: np.ndarray) -> np.ndarray:
-        return np.asarray(simsimd.cdist(query, code, metric="inner", out_dtype="float32"))
+    def product(query: np.ndarray, code: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        found = simsimd.cdist(query, code, metric="inner", out_dtype="float32")
+        return np.asarray(scales @ np.asarray(found))
 
     return product

@@ -92,6 +92,14 @@ class Cut(NamedTuple):
         scale = None if stored.scale is None else stored.scale[at]
         return Stored(np.asarray(stored.key[at]), scale=scale).vectors()
 
+    def near(self, at: np.ndarray) -> Near:
+        """What bounds the codes of some of the rows, without the codes."""
+        near, live = self.stored.near, self.stored.live
+        assert near is not None
+        at = at if live is None else np.flatnonzero(live)[at]
+        known = (None if x is None else x[at] for x in near[2:4])
+        return Near(near.code[:0], near.scale[at], *known)
+
     def value(self, at: np.ndarray | None = None) -> np.ndarray:
         """The values, or those of some of the rows."""
         value, live = self.stored.value, self.stored.live

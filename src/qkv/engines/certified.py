@@ -9,33 +9,38 @@ everywhere (`Near.spread`), so that Σ α |e| ≤ ‖α‖ · spread · ‖φ‖
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from qkv.arrays import is_array, of
-from qkv.arrays.int8 import Queries
-from qkv.arrays.rows import Cut, Near, Reader, Rows, Weighed
+from qkv.arrays import is_array
+from qkv.arrays.rows import Rows, Weighed
 from qkv.engines import stored
-from qkv.engines.doubt import DRAWN, Doubt
+from qkv.engines.coded import Coded
+from qkv.engines.doubt import Doubt
+from qkv.engines.scan import Pruned, Scan
+from qkv.engines.stored import Few
 from qkv.errors import CombinationError
 from qkv.scores import Score
-from qkv.scores.base import Affine
 from qkv.weightings import Weighting
 from qkv.weightings.bound import Bound
 from qkv.weightings.hard import Hard
 from qkv.weightings.normalized import Normalized
 from qkv.weightings.softmax import Softmax, TopK
 
-AT_ONCE = 8192
-"""Rows whose codes a core takes at a time: two blocks that were rounded together."""
-
 MANY = 8
 """A share of 1/MANY of the rows is read in full before it is quicker to read all."""
 
+SHARE, FINER = 1e-3, 16
+"""The share of the weight from which on a row is read in full, and how much finer it gets each time
+that this was not enough."""
+
 POOLED = 0.5
-"""The part of the tolerance that goes to rows whose values are not read."""
+"""The part of the tolerance that is left for rows whose values are not read."""
+
+SPARSE = 4
+"""A share of 1/SPARSE of the values is read row by row before it is quicker to read all."""
+
+DRAWN = 4096
+"""Rows that are drawn where a bound is statistical."""
 
 
 def run(
@@ -50,9 +55,11 @@ def run(
     refused = _refusal(rows, score, weighting)
     if refused is not None:
         return refused
-    asked = _Asked(rows, query, score, weighting)
+    asked = Coded(rows, query, score, weighting)
     if weighting.few is not None:
         return _best(asked, weighting.few, tolerance)
+    if asked.profile is not None:
+        return _windowed(asked, tolerance)
     return _soft(asked, tolerance, confidence)
 
 
@@ -78,198 +85,98 @@ def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
     return None
 
 
-class _Asked:
-    """Rows and queries, and how a score is made of a key."""
-
-    def __init__(self, rows: Rows, query: np.ndarray, score: Score, weighting: Weighting):
-        self.rows, self.query, self.score, self.weighting = rows, query, score, weighting
-        self.wide = query.astype(float)
-        self.cooled = float(getattr(weighting, "temperature", 1.0))
-        self.lost = any(  # what a code has lost is nowhere
-            part.scale is not None and part.near is not None and part.near.residual is not None
-            for part in [next(iter(rows.read()))]
-        )
-        self.read, self.most = 0, np.zeros(len(query))
-        self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
-
-    def form(self, norm: np.ndarray) -> Affine:
-        """φ, factor and bias, cooled; the offset counts where scores are weights."""
-        found = self.score.affine(self.wide, norm)
-        assert found is not None
-        over = self.cooled
-        bias = None if found.bias is None else found.bias / over
-        offset = None if found.offset is None or self.profile is None else found.offset / over
-        return Affine(found.query / over, found.factor, bias, offset)
-
-    def coded(self) -> Doubt:
-        """The scores of all rows by their codes."""
-        m, form = self.rows.shape[0], self.form(np.ones(1))
-        queries = Queries(np.asarray(form.query))
-        found = Doubt.of(form.query, queries.rest, m, np.float32)
-
-        def fill(cut: Cut) -> None:
-            near, live = cut.stored.near, cut.stored.live
-            assert near is not None
-            at = slice(cut.start, cut.start + cut.size)
-            s = queries.inner(near.code)
-            if live is not None:
-                s, near = s[:, live], near.some(live)
-            self._place(found, at, s, near)
-
-        cuts = self.rows.cuts(AT_ONCE, codes=True)
-        Reader(of(self.query)).reduce(fill, lambda one, two: None, None, cuts)
-        found.among(self.rows.allowed)
-        return found
-
-    def _place(self, found: Doubt, at: slice, s: np.ndarray, near: Near) -> None:
-        scale = np.asarray(near.scale, np.float32)
-        zero = np.zeros(len(scale), np.float32)
-        residual = zero if near.residual is None else near.residual
-        if near.norm is None:
-            norm = scale * (127 * self.query.shape[1] ** 0.5)
-        else:
-            norm = near.norm
-        form = self.form(np.asarray(norm, float))
-        factor = 1.0 if form.factor is None else np.asarray(form.factor)
-        s *= (scale * factor).astype(np.float32)
-        if form.bias is not None:
-            s += np.asarray(form.bias, np.float32)
-        if form.offset is not None:
-            s += np.asarray(form.offset, np.float32)[:, None]
-        found.scores[:, at] = s
-        bias = zero if form.bias is None else np.abs(form.bias)
-        terms = (residual * factor, (norm + residual) * factor, norm * factor, bias)
-        found.put(at, terms, None if near.spread is None else near.spread * factor, near.block)
-
-    def exact(self, at: np.ndarray, steady: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The scores (n, c) of rows at places, by their keys in float64; and the keys' lengths
-        and biases (c, 2). `steady` rounds equal keys alike, and tells beside how large the products
-        of each query were, (c, 2 + n)."""
-        n = len(self.query)
-        out, terms, done = np.empty((n, len(at))), np.empty((len(at), 2 + n * steady)), 0
-        for group in self.rows.cuts(AT_ONCE, codes=True):
-            for cut in group:
-                end = int(np.searchsorted(at, cut.start + cut.size))
-                if end == done:
-                    continue
-                key = cut.vectors(at[done:end] - cut.start).astype(float)
-                form = self.form(norm := np.sqrt(np.einsum("ij,ij->i", key, key)))
-                phi = np.asarray(form.query)
-                if steady:
-                    s = np.stack([np.add.reduce(key * one, 1) for one in phi])
-                    terms[done:end, 2:] = np.abs(key) @ np.abs(phi).T
-                else:
-                    s = phi @ key.T
-                s = s if form.factor is None else s * form.factor
-                s = s if form.bias is None else s + form.bias
-                s = s if form.offset is None else s + np.asarray(form.offset)[:, None]
-                out[:, done:end] = s
-                bias = 0.0 if form.bias is None else np.abs(form.bias)
-                terms[done:end, 0] = norm * (1.0 if form.factor is None else form.factor)
-                terms[done:end, 1] = bias
-                done = end
-        self.read += len(at)
-        return out, terms
-
-    def whole(self, doubt: Doubt, narrow: bool) -> Doubt:
-        """The scores of all rows by their keys: as the exact scan has them, or in float64."""
-        m, width = self.rows.shape
-        if narrow:
-            s = stored.scored(self.rows, self.query.astype(np.float32), self.score)
-            s = self.weighting.scale(s)
-        else:
-            s = self.exact(np.arange(m))[0]
-        self.read = m
-        return doubt.exactly(s, width)
-
-
-def _soft(asked: _Asked, tolerance: float, confidence: float | None) -> Weighed:
-    rows, doubt = asked.rows, asked.coded()
-    codes, pools = doubt, rows.width > 0
-    keep = tolerance * (1 - POOLED * pools)
-    asked.most = doubt.weigh(asked.profile, asked.form(np.ones(1)).offset)
-    statistical = None
-    bound, kept = doubt.bound(), None
-    if pools:
-        kept = doubt.prune(tolerance * POOLED)
-        doubt = doubt.some(kept)
-        bound = doubt.bound()
-    for _ in range(3):
-        if (bound.error <= tolerance).all() or asked.lost:
-            break
-        at = doubt.largest(keep * 0.8, rows.shape[0] // MANY)
-        places = at if kept is None else kept[at]
-        if confidence is not None and asked.profile is None and len(at) > DRAWN:
-            statistical = _sampled(asked, doubt, kept, bound, tolerance, confidence)
+def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
+    rows, scan = asked.rows, asked.scanned()
+    m, pools = rows.shape[0], rows.width > 0
+    keep, share = tolerance * (1 - POOLED * pools), SHARE
+    bound = scan.bound()
+    while (bound.error > keep).any() and not asked.lost:
+        at = scan.heavy(share, keep)
+        wanted = asked.read + len(at)
+        if confidence is not None and wanted > min(DRAWN, m // MANY):
+            statistical = _sampled(asked, scan, bound, tolerance, confidence)
             if (statistical <= tolerance).all():
-                break
-        if not len(at):
+                return _shared(asked, scan, bound, statistical)._replace(statistical=True)
+        if wanted > m // MANY or share * m * MANY < 1:
             break
-        doubt.settle(at, asked.exact(places)[0])
+        if len(at):
+            scan.settle(at, *asked.exact(at)[:2])
+            bound = scan.bound()
+        share /= FINER
+    error = bound.error
+    if (error > tolerance).any() and not asked.lost:
+        scan = asked.again()
+        bound = scan.bound()
+        error = bound.error
+    if (error > tolerance).any():
+        doubt = asked.coded() if asked.lost else asked.whole()
+        doubt.weigh()
         bound = doubt.bound()
-    error, drawn = bound.error, False
-    if statistical is not None and (error > tolerance).any():
-        error, drawn = statistical, bool((statistical <= tolerance).all())
-    for narrow in (True, False):
-        if (error <= tolerance).all() or asked.lost:
+        error = np.minimum(bound.error, doubt.anchored())
+        _reached(error, tolerance, asked.lost)
+        return _finished(asked, doubt, bound, error)
+    kept = scan.prune(tolerance, m // SPARSE) if pools else None
+    return _shared(asked, scan, bound, error) if kept is None else _few(asked, kept)
+
+
+def _windowed(asked: Coded, tolerance: float) -> Weighed:
+    """Scores that are weights, under `Normalized`."""
+    doubt = asked.coded()
+    asked.most = doubt.weigh(asked.profile, asked.offset)
+    bound = doubt.bound()
+    for _ in range(3):
+        at = doubt.largest(tolerance * 0.8, asked.rows.shape[0] // MANY)
+        if (bound.error <= tolerance).all() or asked.lost or not len(at):
             break
-        if narrow and asked.profile is not None:
-            continue
-        doubt, kept = asked.whole(codes, narrow), None
-        doubt.weigh(asked.profile, asked.form(np.ones(1)).offset)
+        doubt.settle(at, asked.exact(at)[0])
         bound = doubt.bound()
-        error, drawn = bound.error, False
-        if not narrow and asked.profile is None:
-            error = np.minimum(error, doubt.anchored())
-    if asked.lost and asked.profile is None and (error > tolerance).any():
-        error = np.minimum(error, doubt.anchored())
-    _reached(error, tolerance, asked.lost)
-    return _finished(asked, doubt, kept, bound, error)._replace(statistical=drawn)
+    if (bound.error > tolerance).any() and not asked.lost:
+        doubt = asked.whole()
+        doubt.weigh(asked.profile, asked.offset)
+        bound = doubt.bound()
+    _reached(bound.error, tolerance, asked.lost)
+    return _finished(asked, doubt, bound, bound.error)
 
 
 def _sampled(
-    asked: _Asked,
-    doubt: Doubt,
-    kept: np.ndarray | None,
-    bound: Bound,
-    tolerance: float,
-    confidence: float,
+    asked: Coded, scan: Scan, bound: Bound, tolerance: float, confidence: float
 ) -> np.ndarray:
     """The error (n,) that is not exceeded with this confidence, for each query by itself.
 
-    Rows are drawn by their part g in the bound and read in full: |e^error − 1| / (e^δ − 1) lies
-    between 0 and 1, and its mean, times Σ g, is what the bound is the largest of.
+    Rows are drawn by their largest part in the bound and read in full: |e^error − 1| / (e^δ − 1)
+    lies between 0 and 1, and its mean, times the sum of the parts, is what the bound is the largest
+    of.
     """
     out = bound.error.copy()
     rng = np.random.default_rng(0)
     for i in np.flatnonzero(out > tolerance):
-        at, share, counts, total = doubt.drawn(int(i), rng)
-        if not len(at):
+        places, most, total = scan.drawn(int(i), DRAWN, rng)
+        if not len(places):
             continue
-        true = asked.exact(at if kept is None else kept[at])[0][i]
-        found = np.abs(np.expm1(true - doubt.scores[i, at])) / share
-        found = np.repeat(np.minimum(found, 1.0), counts)
+        at, back = np.unique(places, return_inverse=True)
+        w = scan.of(at)
+        true = asked.exact(at)[0][i] - scan.peak[i]
+        with np.errstate(divide="ignore"):
+            found = np.abs(np.expm1(true - np.log(w[i])))[back] / most
+        found = np.minimum(found, 1.0)
         level, size = np.log(2 / (1 - confidence)), len(found)
         # Empirical Bernstein (Maurer and Pontil 2009).
-        most = found.mean() + np.sqrt(2 * found.var(ddof=1) * level / size)
-        most += 7 * level / (3 * (size - 1))
-        out[i] = min(out[i], doubt.pruned[i] / bound.total[i] + total * most)
+        above = found.mean() + np.sqrt(2 * found.var(ddof=1) * level / size)
+        above += 7 * level / (3 * (size - 1))
+        out[i] = min(out[i], total * above / bound.total[i])
     return out
 
 
-def _best(asked: _Asked, k: int, tolerance: float) -> Weighed | str:
+def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
     """Softmax over the k rows that are proven to have the largest scores; for one row, 1."""
     rows, doubt = asked.rows, asked.coded()
     (n, m), fixed = doubt.scores.shape, asked.lost
     k = min(k, m if rows.allowed is None else int(np.count_nonzero(rows.allowed)))
     at = doubt.rivals(k)
     if fixed:
-        s, terms = doubt.scores[:, at].astype(float), None
-        slack = doubt.deltas(at)
+        s, slack = doubt.scores[:, at].astype(float), doubt.deltas(at)
     else:
-        s, terms = asked.exact(at, steady=True)
-        slack = doubt.fine(terms, rows.shape[1])
-        slack[(s == 0) & (terms[:, 2:].T == 0)] = 0  # nothing was multiplied but zeros
+        s, _, slack = asked.exact(at, steady=True)
     if np.isnan(s).any():
         return "a key is not a number"
     alpha = np.zeros((n, m), asked.query.dtype)
@@ -307,12 +214,12 @@ def _among(s: np.ndarray, slack: np.ndarray) -> float:
     return float(Bound(np.zeros(1), *sums).error[0])
 
 
-def _alike(asked: _Asked, at: np.ndarray) -> bool:
+def _alike(asked: Coded, at: np.ndarray) -> bool:
     """Whether these rows have the same key, so that the lowest of them come first."""
     at = np.sort(at)
     keys = [
         cut.vectors(at[(at >= cut.start) & (at < cut.start + cut.size)] - cut.start)
-        for group in asked.rows.cuts(AT_ONCE, codes=True)
+        for group in asked.cuts()
         for cut in group
         if ((at >= cut.start) & (at < cut.start + cut.size)).any()
     ]
@@ -331,37 +238,56 @@ def _reached(error: np.ndarray, tolerance: float, lost: bool) -> None:
         )
 
 
-def _finished(
-    asked: _Asked, doubt: Doubt, kept: np.ndarray | None, bound: Bound, error: np.ndarray
-) -> Weighed:
-    if not (bound.total > 0).all():  # nothing lies within the window: the weighting says what then
-        s = stored.scored(asked.rows, asked.query, asked.score)
-        found = stored.run(asked.rows, s, asked.weighting)
-        return found._replace(read=asked.rows.shape[0], error=np.zeros(len(s)))
+def _shared(asked: Coded, scan: Scan, bound: Bound, error: np.ndarray) -> Weighed:
+    """The answer of all rows."""
+    if not (bound.total > 0).all():
+        return _nothing(asked)
+    entropy = scan.share(bound.total)
+    alpha = scan.weights.astype(np.result_type(asked.query, np.float32), copy=False)
+    return _told(asked, alpha, entropy, bound.top + np.log(bound.total), error, bound)
+
+
+def _few(asked: Coded, kept: Pruned) -> Weighed:
+    """The answer of few rows, with the others at 0."""
+    at, w, bound = kept
+    w = (w / bound.total[:, None]).astype(np.result_type(asked.query, np.float32))
+    alpha = np.zeros((len(w), asked.rows.shape[0]), w.dtype)
+    alpha[:, at] = w
+    lse = bound.top + np.log(bound.total)
+    return _told(asked, alpha, stored.entropy(w), lse, bound.error, bound, Few(at, w))
+
+
+def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> Weighed:
+    if not (bound.total > 0).all():
+        return _nothing(asked)
     # Scores in float64 were needed for digits that float32 would lose again.
-    dtype = np.result_type(asked.query, doubt.scores)
-    if kept is None:
-        alpha = doubt.scores if doubt.scores.dtype == dtype else doubt.scores.astype(dtype)
-        entropy = doubt.weights(alpha)
-    else:
-        alpha = np.zeros((len(error), asked.rows.shape[0]), dtype)
-        entropy = doubt.weights(alpha, kept)
+    alpha = np.empty(doubt.scores.shape, np.result_type(asked.query, doubt.scores))
+    entropy = doubt.weights(alpha)
     lse = bound.top + np.log(bound.total) if asked.weighting.has_lse else None
     return _told(asked, alpha, entropy, lse, error, bound)
 
 
+def _nothing(asked: Coded) -> Weighed:
+    """Nothing lies within the window, or no row is allowed: the weighting says what then."""
+    s = stored.scored(asked.rows, asked.query, asked.score)
+    found = stored.run(asked.rows, s, asked.weighting)
+    return found._replace(read=asked.rows.shape[0], error=np.zeros(len(s)))
+
+
 def _told(
-    asked: _Asked,
+    asked: Coded,
     alpha: np.ndarray,
     entropy: np.ndarray,
     lse: np.ndarray | None,
     error: np.ndarray,
     bound: Bound,
+    few: Few | None = None,
 ) -> Weighed:
     form = asked.score.affine(asked.wide, np.ones(1))
     shift = 0.0 if form is None or form.offset is None else np.asarray(form.offset)
     best = bound.top * asked.cooled
     best = best + shift if asked.profile is None else asked.profile(np.maximum(-asked.most, 0))
     lse = None if lse is None else lse + shift / asked.cooled
-    out, read = stored.pooled(asked.rows, alpha, mean=True), min(asked.read, alpha.shape[1])
+    out = stored.pooled(asked.rows, alpha if few is None else few, mean=True)
+    read = min(asked.read, alpha.shape[1])
     return Weighed(out, alpha, entropy, lse, best, error, read, bound)

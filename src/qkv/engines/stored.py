@@ -6,7 +6,7 @@ weight in the end; what lies between is the weighting's own pass over blocks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -192,7 +192,14 @@ def entropy_of(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     return np.asarray(np.fmax(np.log(some) - along / some, 0))
 
 
-def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
+class Few(NamedTuple):
+    """Weights (n, k) of the rows at some places (k,), ascending: all others have none."""
+
+    at: np.ndarray
+    weights: np.ndarray
+
+
+def pooled(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> np.ndarray:
     """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions; a row without weight is not read.
 
     A `mean` is divided by the sum of its weights, which rounding keeps from 1; that of equal values
@@ -201,23 +208,28 @@ def pooled(rows: Rows, alpha: np.ndarray, mean: bool) -> np.ndarray:
     return averaged(sums(rows, alpha, mean))
 
 
-def sums(rows: Rows, alpha: np.ndarray, mean: bool) -> Sums:
+def sums(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> Sums:
     """Σᵢ αᵢ vᵢ and, of a `mean`, Σᵢ αᵢ and what all values have in common; `both` merges them."""
-    width = rows.value.shape[-1]
+    width, few = rows.value.shape[-1], alpha if isinstance(alpha, Few) else None
+    alpha = alpha.weights if isinstance(alpha, Few) else alpha
     start = np.zeros((len(alpha), width), alpha.dtype)
     none = (start, np.zeros(len(alpha), alpha.dtype), None)[: 3 if mean else 1]
     if not start.size:
         return none
 
     def lift(cut: Cut) -> Sums:
-        some = alpha[:, cut.start : cut.start + cut.size]
-        used = None
-        if np.count_nonzero(some) * 8 < some.size:
-            used = np.flatnonzero(some.any(axis=0))
-        if used is not None and len(used) * 4 < cut.size:
-            value, some = cut.value(used), some[:, used]
+        if few is not None:
+            begin, end = np.searchsorted(few.at, (cut.start, cut.start + cut.size))
+            value, some = cut.value(few.at[begin:end] - cut.start), alpha[:, begin:end]
         else:
-            value = cut.value()
+            some = alpha[:, cut.start : cut.start + cut.size]
+            used = None
+            if np.count_nonzero(some) * 8 < some.size:
+                used = np.flatnonzero(some.any(axis=0))
+            if used is not None and len(used) * 4 < cut.size:
+                value, some = cut.value(used), some[:, used]
+            else:
+                value = cut.value()
         some = some.astype(np.result_type(some, value), copy=False)
         total = _summed(some, value)
         return (total, np.add.reduce(some, 1), _common(value, some)) if mean else (total,)

@@ -49,7 +49,7 @@ class Bound(NamedTuple):
             above = np.where(self.gain > 0, self.gain / (left + self.gain), 0)
             below = np.where(self.loss > 0, self.loss / self.total, 0)
             found = np.maximum(above, below) * ROUNDED
-        known = np.isfinite(found) & np.isfinite(self.total)
+        known = np.isfinite(found) & np.isfinite(self.total + self.gain + self.loss)
         return np.where(known, np.minimum(found, 1.0), 1.0)
 
 

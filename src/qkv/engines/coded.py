@@ -1,0 +1,207 @@
+"""Scores of rows by their 8-bit codes, and what these lose; scores of few rows by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import of
+from qkv.arrays.int8 import Queries
+from qkv.arrays.rows import Cut, Near, Reader, Rows
+from qkv.engines import stored
+from qkv.engines.doubt import Doubt
+from qkv.engines.scan import CAREFUL, Scan, Slack, Terms
+from qkv.scores import Score
+from qkv.scores.base import Affine
+from qkv.weightings import Weighting
+
+AT_ONCE = 16384
+"""Rows whose codes a core takes at a time: four blocks that were rounded together."""
+
+UNIT = 2.0**-24
+"""What a float32 is rounded by."""
+
+
+class Coded:
+    """Rows and queries, and how a score is made of a key."""
+
+    def __init__(self, rows: Rows, query: np.ndarray, score: Score, weighting: Weighting):
+        self.rows, self.query, self.score, self.weighting = rows, query, score, weighting
+        self.wide = query.astype(float)
+        self.cooled = float(getattr(weighting, "temperature", 1.0))
+        self.lost = any(  # what a code has lost is nowhere
+            part.scale is not None and part.near is not None and part.near.residual is not None
+            for part in [next(iter(rows.read()))]
+        )
+        self.read, self.most = 0, np.zeros(len(query))
+        self._cuts: list[list[Cut]] | None = None
+        self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
+        form = self.form(np.ones(1))
+        self.phi, self.offset = np.asarray(form.query), form.offset
+        self.plain = form.factor is form.bias is form.offset is None
+        self.length = np.sqrt(np.einsum("ij,ij->i", self.phi, self.phi)) * CAREFUL
+        self.queries = Queries(self.phi)
+
+    def form(self, norm: np.ndarray) -> Affine:
+        """φ, factor and bias, cooled; the offset counts where scores are weights."""
+        found = self.score.affine(self.wide, norm)
+        assert found is not None
+        over = self.cooled
+        bias = None if found.bias is None else found.bias / over
+        offset = None if found.offset is None or self.profile is None else found.offset / over
+        return Affine(found.query / over, found.factor, bias, offset)
+
+    def scores(self, cut: Cut) -> tuple[np.ndarray, Terms]:
+        """Those of a cut (n, c), by its codes."""
+        near, live = cut.stored.near, cut.stored.live
+        assert near is not None
+        s = self.queries.inner(near.code)
+        if live is not None:
+            s, near = s[:, live], near.some(live)
+        # Columns of a table, which are gone through more than once.
+        near = near._replace(scale=np.ascontiguousarray(near.scale))
+        factor, bias, terms = self.terms(near)
+        s *= near.scale if factor is None else (near.scale * factor).astype(np.float32)
+        if bias is not None:
+            s += bias
+        return s, terms
+
+    def terms(self, near: Near) -> tuple[np.ndarray | None, np.ndarray | None, Terms]:
+        """The factors and biases of rows (c,), if there are such, and what is to be known of them;
+        a bias (n, c) has the offset in it."""
+        norm, residual = near.norm, near.residual
+        if norm is None:
+            norm = near.scale * np.float32(127 * self.query.shape[1] ** 0.5)
+        norm = np.ascontiguousarray(norm)
+        residual = None if residual is None else np.ascontiguousarray(residual)
+        factor = bias = told = None
+        if not self.plain:
+            form = self.form(np.asarray(norm, float))
+            if form.factor is not None:
+                factor = np.asarray(form.factor)
+                norm, residual = norm * factor, None if residual is None else residual * factor
+            if form.bias is not None:
+                bias = np.asarray(form.bias, np.float32)
+                told = np.abs(bias)
+            if form.offset is not None:
+                offset = np.asarray(form.offset, np.float32)[:, None]
+                bias = offset if bias is None else bias + offset
+        return factor, bias, Terms(residual, norm, told, _spread(near, factor))
+
+    def slack(self) -> Slack:
+        """What the terms of codes are multiplied by."""
+        length, unit = self.length, UNIT
+        lost = self.queries.rest + unit * self.queries.lost * length
+        return Slack(length + lost, lost + 8 * unit * length, np.full(len(length), 8 * unit), unit)
+
+    def scanned(self) -> Scan:
+        """The weights of all rows by their codes."""
+        return Scan(self.rows.shape[0], self.slack(), self.scores, self.cuts())
+
+    def again(self) -> Scan:
+        """The same by their keys, as the exact scan scores them."""
+        m, width = self.rows.shape
+        s = stored.scored(self.rows, self.query.astype(np.float32), self.score)
+        s = self.weighting.scale(s)
+        unit = 4 * (width + 8) * UNIT
+        none, length = np.zeros(len(s)), self.length
+        slack = Slack(none, unit * length, none + unit, UNIT)
+
+        def lift(cut: Cut) -> tuple[np.ndarray, Terms]:
+            near = cut.stored.near
+            assert near is not None
+            near = near if cut.stored.live is None else near.some(cut.stored.live)
+            terms = self.terms(near)[2]
+            return s[:, cut.start : cut.start + cut.size], terms._replace(residual=None)
+
+        self.read = m
+        return Scan(m, slack, lift, self.cuts())
+
+    def coded(self) -> Doubt:
+        """The scores of all rows by their codes, one by one."""
+        slack = self.slack()
+        found = Doubt(np.empty((len(self.query), self.rows.shape[0]), np.float32), slack)
+
+        def fill(cut: Cut) -> None:
+            at = slice(cut.start, cut.start + cut.size)
+            found.scores[:, at], terms = self.scores(cut)
+            found.terms[:, at] = terms.stacked()
+
+        Reader(of(self.query)).reduce(fill, lambda one, two: None, None, self.cuts())
+        found.among(self.rows.allowed)
+        return found
+
+    def cuts(self) -> Iterable[list[Cut]]:
+        """All rows; where memory can hold them, as they were read first."""
+        if self.rows.apart:
+            return self.rows.cuts(AT_ONCE, codes=True)
+        if self._cuts is None:
+            self._cuts = list(self.rows.cuts(AT_ONCE, codes=True))
+        return self._cuts
+
+    def _picked(self, at: np.ndarray) -> Iterator[tuple[slice, np.ndarray, Near]]:
+        """Rows at places, some at a time: which they are, their keys, what bounds their codes."""
+        begin = end = 0
+        keys, nears = list[np.ndarray](), list[Near]()
+        for cut in chain.from_iterable(self.cuts()):
+            first, end = end, int(np.searchsorted(at, cut.start + cut.size))
+            if end > first:
+                keys.append(cut.vectors(at[first:end] - cut.start))
+                nears.append(cut.near(at[first:end] - cut.start))
+            if keys and (end - begin >= AT_ONCE or end == len(at)):
+                known = (
+                    None if x[0] is None else np.concatenate(x) for x in zip(*nears, strict=True)
+                )
+                yield slice(begin, end), np.concatenate(keys).astype(float), Near(*known)  # type: ignore[arg-type]
+                begin, keys, nears = end, [], []
+
+    def exact(
+        self, at: np.ndarray, steady: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The scores (n, c) of rows at places, by their keys in float64; the terms (3, c) of their
+        codes; and how much the scores may be off. `steady` rounds equal keys alike, and knows
+        that nothing is lost where nothing but zeros was multiplied."""
+        n, width = self.phi.shape
+        out, off, terms = np.empty((n, len(at))), np.empty((n, len(at))), np.empty((3, len(at)))
+        for some, key, near in self._picked(at):
+            form = self.form(norm := np.sqrt(np.einsum("ij,ij->i", key, key)))
+            if steady:
+                s = np.stack([np.add.reduce(key * one, 1) for one in self.phi])
+            else:
+                s = self.phi @ key.T
+            if form.factor is not None:
+                s, norm = s * form.factor, norm * form.factor
+            bias = 0.0 if form.bias is None else np.asarray(form.bias)
+            s = s + bias
+            s = s if form.offset is None else s + np.asarray(form.offset)[:, None]
+            lost = 4 * (width + 8) * 2.0**-53
+            out[:, some], terms[:, some] = s, self.terms(near)[2].stacked()
+            off[:, some] = lost * (self.length[:, None] * norm + np.abs(bias))
+            if steady:
+                off[:, some][(s == 0) & (np.abs(self.phi) @ np.abs(key).T == 0)] = 0
+        self.read += len(at)
+        return out, terms, off
+
+    def whole(self) -> Doubt:
+        """The scores of all rows by their keys in float64."""
+        m, width = self.rows.shape
+        unit = 4 * (width + 8) * 2.0**-53
+        none = np.zeros(len(self.phi))
+        s = self.exact(np.arange(m))[0]
+        self.read = m
+        return self.coded().exactly(s, Slack(none, unit * self.length, none + unit, 2.0**-53))
+
+
+def _spread(near: Near, factor: np.ndarray | None) -> float:
+    """How far the residuals of all rows reach together, as `scan.Terms` has it."""
+    if near.spread is None or near.block is None or not len(near.block):
+        return np.inf
+    starts = np.append(0, np.flatnonzero(near.block[1:] != near.block[:-1]) + 1)
+    if factor is None:
+        wide = near.spread[starts]
+    else:
+        wide = np.maximum.reduceat(near.spread * factor, starts)
+    return float(np.sqrt(np.square(wide, dtype=float).sum()))
