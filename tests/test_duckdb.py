@@ -274,6 +274,7 @@ def test_a_cursor_is_registered_on_its_own(con, books):
     cursor = con.cursor()
     assert "qkv_ask" in refused(cursor, "FROM qkv_ask('x', 'y')")
     qkv.duckdb.register(qkv.duckdb.register(cursor))
+    assert qkv.duckdb.register(con) is con  # again, as when a notebook's cell is run twice
     assert cursor.execute("SELECT attend(1, [1], [5])").fetchone() == (5,)
 
 

@@ -82,6 +82,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a key that is not there", lambda: NAMES["Lee"], "the nearest are 'Li', 'Zhang'"),
     ("no rows", lambda: NAMES.ask("Li", top=0), "top must be a number of rows of at least 1"),
     ("a condition's column", lambda: books().ask("x", where="yaer < 1900"), "mean 'year'"),
+    ("a condition's sign", lambda: books().ask("x", where="year = 1815"), "write == for ="),
     ("a condition's type", lambda: books().ask("x", where="year < 'old'"), "not compared with"),
     ("text pooled", lambda: NAMES.attend("Li"), "only numbers can be pooled: use ask"),
 ]

@@ -56,7 +56,8 @@ def test_langchain(books: qkv.Database) -> None:
     told = retriever.invoke("moby dick")
     checked(books, [(x.page_content, x.metadata, None) for x in told])
     assert asyncio.run(retriever.ainvoke("moby dick")) == told
-    late = LangChainRetriever(database=books, content="title", how={"where": "year > 1900"})
+    late = LangChainRetriever(books, content="title", where="year > 1900", tags=["mine"])
+    assert late.tags == ["mine"]
     assert {x.page_content for x in late.invoke("moby dick")} == {"Dune", "Ulysses"}
 
 
@@ -91,6 +92,8 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {x.content for x in late.run("moby dick", top=3)["documents"]} == {"Dune", "Ulysses"}
     kept = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])
     assert kept.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == told
+    with pytest.raises(qkv.QkvError, match="top must be a number of rows"):
+        late.run("moby dick", top=0)
     with pytest.raises(CombinationError, match="this one is in memory"):
         HaystackRetriever(qkv.Database({"a": "b"})).to_dict()
 
@@ -117,6 +120,8 @@ def test_what_is_refused(books: qkv.Database) -> None:
         LangChainRetriever(database="books.qkv")
     with pytest.raises(ValueError, match="top must be a number of rows"):  # pydantic's own
         LangChainRetriever(database=books, top=0)
+    with pytest.raises(qkv.QkvError, match=r"option of a retriever 'wher'.*'where'"):
+        LangChainRetriever(books, wher="year > 1900")
     with pytest.raises(qkv.QkvError, match=r"column 'titel'.*'title'"):
         found(books, "Emma", 1, "titel")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, CombinationError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, jsonable, short
@@ -146,7 +146,13 @@ class Answer(Shown):
         >>> answer.without(answer.rows[0]).value
         'Wei'
         """
-        return self._own(self._without)(row.index if isinstance(row, Row) else int(row))
+        place = row.index if isinstance(row, Row) else row
+        if isinstance(place, bool) or not isinstance(place, int | np.integer):
+            raise DtypeError(
+                "without: row must be one of answer.rows, or the index of one, such as "
+                f"answer.rows[0].index, not {place!r}"
+            )
+        return self._own(self._without)(int(place))
 
     def influence(self) -> Any:
         """value − value without row i, for every row: (m,), (m, d_v), or of several columns a
@@ -242,7 +248,7 @@ class Answer(Shown):
         if self.coverage is None:
             return "nothing is promised"
         if self.abstains:
-            return "it abstains: no row fits, as to a question from another field"
+            return "it abstains: no row fits as the right ones did when it was calibrated"
         rows = f"{len(self.set):,} row{'s' * (len(self.set) > 1)}"
         return f"the right row is among {rows} with {_percent(self.coverage)} probability"
 

@@ -91,7 +91,8 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
         nulls = "default" if function in (_rows, _matched) else "special"
         try:
             con.create_function(name, function, takes, gives, type=kind, null_handling=nulls)
-        except duckdb.CatalogException:  # another cursor has brought it: it serves all
+        # Another cursor has brought it, or this connection: it serves all.
+        except (duckdb.CatalogException, duckdb.NotImplementedException):
             continue
     con.execute(_MACROS)
     return con

@@ -116,6 +116,8 @@ class TestAsk:
             (["year > 1900"], {"Dune", "Ulysses", "The Trial", "The Alchemist"}),
             (["year > 1900", "genre=fiction"], {"Ulysses", "The Trial", "The Alchemist"}),
             (["genre = science fiction"], {"Dune"}),
+            (["genre = 'science fiction'"], {"Dune"}),
+            (["genre = 'romance' and year < 1816"], {"Emma"}),
         ],
     )
     def test_where(self, table: Path, condition: list[str], titles: set[str]) -> None:

@@ -175,6 +175,16 @@ def test_what_it_refuses() -> None:
         D.valuate([])
     with pytest.raises(DtypeError, match="right value must be a number"):
         D.valuate([(QUERY, "red")])
+    with pytest.raises(DtypeError, match=r"right value must be text.* not 3"):
+        qkv.Database(KEYS, ["red"] * len(KEYS)).valuate([(QUERY, 3)])
+    answer = D.ask(QUERY, where="value < 0")
+    for row in ("Emma", 1.5, True):
+        with pytest.raises(DtypeError, match=r"one of answer\.rows"):
+            answer.without(row)
+    with pytest.raises(ArgumentError, match=r"row 99: there are the rows 0 to 11"):
+        answer.without(99)
+    with pytest.raises(ArgumentError, match="was not asked"):
+        answer.without(int(np.argmax(NUMBERS)))
     answer = D.ask(QUERY)
     object.__setattr__(answer, "_without", None)
     with pytest.raises(CombinationError, match="ask the database itself"):

@@ -289,6 +289,9 @@ def test_the_precision_of_x_is_kept():
         (lambda: AttentionRegressor(categorical=[0]).fit(X * np.nan, Y), "NaN or infinity"),
         (lambda: AttentionRegressor(categorical=[0]).fit([["a", "b"], ["a", "c"]], [1, 2]),
          "name it in categorical="),
+        (lambda: AttentionRegressor().fit([["1", "b"], ["2", "c"]], [1, 2]),
+         r"column 1 holds text, such as 'b': name it, categorical=\[1\]"),
+        (lambda: AttentionTransformer().fit([["a", 1.0], ["b", 2.0]]), "column 0 .* numbers first"),
         (lambda: AttentionTransformer(cells="some").fit(X), "unknown cells 'some'"),
         (lambda: AttentionTransformer("learned").fit(X), "needs a y"),
         (lambda: AttentionTransformer().fit(X * [1, np.nan, 1]), "column 1 has no value"),
@@ -302,6 +305,8 @@ def test_what_is_wrong_is_said(work, match):
 def test_names_of_columns_are_looked_up():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"town": ["a", "b", "c"], "x": [1.0, 2.0, 3.0]})
+    with pytest.raises(QkvError, match=r"X: column 'town' .* categorical=\['town'\]"):
+        AttentionRegressor().fit(frame, [1, 2, 3])
     with pytest.raises(QkvError, match="did you mean 'town'"):
         AttentionRegressor(categorical=["towm"]).fit(frame, [1, 2, 3])
 

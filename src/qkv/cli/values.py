@@ -38,6 +38,8 @@ def where(conditions: Sequence[str] | None) -> str | None:
 
     >>> where(["genre=science fiction", "year > 1950"])
     "(`genre` == 'science fiction') and (year > 1950)"
+    >>> where(["genre = 'drama'"])
+    "`genre` == 'drama'"
     """
     if not conditions:
         return None
@@ -48,6 +50,9 @@ def where(conditions: Sequence[str] | None) -> str | None:
             parts.append(condition)
             continue
         column, text = match.groups()
+        if text[:1] in ("'", '"'):  # quotes, as in SQL
+            parts.append(f"`{column}` == {text}")
+            continue
         found = number(text)
         # The column may hold numbers or digits as text.
         wish = f"== {text!r}" if found is None else f"in ({found!r}, {text!r})"

@@ -204,7 +204,9 @@ class Asked:
         return self._rows(alpha, some[np.argsort(-alpha[some], kind="stable")])
 
     def _without(self, query: Any, place: int) -> Answer:
-        if not 0 <= place < len(self.view.ids) or not (self.live is None or self.live[place]):
+        if not 0 <= place < len(self.view.ids):
+            raise ArgumentError(f"row {place}: there are the rows 0 to {len(self.view.ids) - 1:,}")
+        if not (self.live is None or self.live[place]):
             raise ArgumentError(f"row {place} was not asked, so the answer is the same without it")
         return self.but(place).answers(one(query))[0]
 

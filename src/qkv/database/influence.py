@@ -106,6 +106,9 @@ def _shares(asked: Asked, right: list[Any]) -> tuple[Measure, Loss]:
     """Whether a row holds the right value, and the share of the weight that wrong ones have."""
     known: dict[Any, np.ndarray] = {}
     for y in right:
+        if asked.view.schema.value_kind == "text" and not isinstance(y, str):
+            told = "text, as the values of this database are"
+            raise DtypeError(f"valuate: a right value must be {told}, not {y!r}")
         if mark(y) not in known:
             known[mark(y)] = _measured(asked, y)
     return lambda at: np.stack([known[mark(y)] for y in right[at]]), lambda out, at: 1 - out[..., 0]

@@ -27,6 +27,7 @@ _EQUAL = {ast.Eq: True, ast.Is: True, ast.NotEq: False, ast.IsNot: False}
 _IN = {ast.In: True, ast.NotIn: False}
 _NAME = re.compile(r"`((?:[^`]|``)*)`(?!`)")
 """A name in backticks, one of its own written twice."""
+_ASSIGNS = re.compile(r"(?<![=<>!])=(?!=)")
 _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
 
@@ -79,9 +80,10 @@ class _Expression:
 
     def _unread(self, at: int | None) -> ArgumentError:
         where = f" at character {at}" if at else ""
+        equals = "== for =, in " if _ASSIGNS.search(self.text) else ""
         return ArgumentError(
-            f"where: cannot read {_quoted(self.text)}{where}: write comparisons of columns, such "
-            "as \"year > 1950 and genre == 'fiction'\""
+            f"where: cannot read {_quoted(self.text)}{where}: write {equals}comparisons of "
+            "columns, such as \"year > 1950 and genre == 'fiction'\""
         )
 
     def _plain(self) -> tuple[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.answer import Answer, Row
+from qkv.database.reading import How
 from qkv.errors import ArgumentError, DtypeError, unknown
 from qkv.told import jsonable
 
@@ -39,7 +40,7 @@ def found(
     return [_document(row, content, sure) for row in answer.rows]
 
 
-def check(database: Any, top: Any) -> None:
+def check(database: Any, top: Any, how: Mapping[str, Any]) -> None:
     if not hasattr(database, "ask") or not hasattr(database, "info"):
         raise DtypeError(
             f"database must be a qkv.Database or one of a qkv.Client, not {database!r}: "
@@ -47,6 +48,9 @@ def check(database: Any, top: Any) -> None:
         )
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+    for name in how:
+        if name not in How.__optional_keys__:
+            raise unknown("option of a retriever", name, ["top", "content", *How.__optional_keys__])
 
 
 def _document(row: Row, content: str | None, sure: Mapping[str, Any]) -> Found:

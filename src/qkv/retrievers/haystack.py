@@ -28,12 +28,13 @@ class HaystackRetriever:
     def __init__(
         self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
     ) -> None:
-        check(database, top)
+        check(database, top, how)
         self.database, self.top, self.content, self.how = database, top, content, how
 
     @component.output_types(documents=list[Document])
     def run(self, query: str, top: int | None = None) -> dict[str, list[Document]]:
-        rows = found(self.database, query, top or self.top, self.content, **self.how)
+        top = self.top if top is None else top
+        rows = found(self.database, query, top, self.content, **self.how)
         return {
             "documents": [
                 Document(content=text, meta=about, score=weight) for text, about, weight in rows

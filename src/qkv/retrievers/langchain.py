@@ -15,13 +15,13 @@ from qkv.retrievers.found import check, found
 class LangChainRetriever(BaseRetriever):
     """The heaviest rows for a question as documents of LangChain.
 
-    `content` names the column that is their text, by default the value; `how` is that of `ask`:
-    `where`, `score`, `weighting`.
+    `content` names the column that is their text, by default the value; what is no field of a
+    retriever goes to `ask`: `where`, `score`, `weighting`.
 
     >>> from qkv import Database
     >>> from qkv.retrievers import LangChainRetriever
     >>> facts = Database({"the tallest mountain": "Everest", "the longest river": "the Nile"})
-    >>> document = LangChainRetriever(database=facts, top=1).invoke("which mountain is tallest?")[0]
+    >>> document = LangChainRetriever(facts, top=1).invoke("which mountain is tallest?")[0]
     >>> document.page_content, document.metadata["key"]
     ('Everest', 'the tallest mountain')
     """
@@ -31,8 +31,10 @@ class LangChainRetriever(BaseRetriever):
     content: str | None = None
     how: dict[str, Any] = Field(default_factory=dict)
 
-    def model_post_init(self, context: Any, /) -> None:
-        check(self.database, self.top)
+    def __init__(self, database: Any, **given: Any) -> None:
+        how = {name: given.pop(name) for name in [*given] if name not in type(self).model_fields}
+        super().__init__(database=database, **given | {"how": given.get("how", {}) | how})
+        check(self.database, self.top, self.how)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun

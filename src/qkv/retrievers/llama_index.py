@@ -27,7 +27,7 @@ class LlamaIndexRetriever(BaseRetriever):
     def __init__(
         self, database: Any, *, top: int = 5, content: str | None = None, **how: Any
     ) -> None:
-        check(database, top)
+        check(database, top, how)
         self.database, self.top, self.content, self.how = database, top, content, how
         super().__init__()
 

@@ -29,7 +29,7 @@ from qkv.sklearn.bandwidth import (
     scott,
     squared,
 )
-from qkv.sklearn.columns import Columns, Numbers, chosen
+from qkv.sklearn.columns import Columns, Numbers, chosen, text_in
 from qkv.sklearn.local import Line, line
 from qkv.weightings import Normalized, Softmax, Weighting
 
@@ -163,7 +163,17 @@ class Attentive(BaseEstimator):
 
     def _checked(self, X: Any, **options: Any) -> Any:
         if self.categorical is None:
-            return validate_data(self, X, dtype=[np.float64, np.float32], **options)
+            try:
+                return validate_data(self, X, dtype=[np.float64, np.float32], **options)
+            except ValueError as error:
+                if (found := text_in(X)) is None:
+                    raise
+                column, cell = found
+                step = "turn it into numbers first, or leave it out"
+                if "categorical" in self.get_params():
+                    step = f"name it, categorical=[{column!r}]"
+                told = f"X: column {column!r} holds text, such as {cell!r}: {step}"
+                raise ArgumentError(told) from error
         return validate_data(self, X, dtype=None, ensure_all_finite=False, **options)
 
     def _counted(self, sample_weight: Any, X: Numbers) -> Numbers:

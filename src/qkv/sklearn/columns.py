@@ -80,12 +80,31 @@ def _distinct(column: Numbers) -> Numbers:
     return np.array(sorted(set(_told(column))), dtype=object)
 
 
+def text_in(table: Any) -> tuple[Any, str] | None:
+    """The first column, by name or place, that holds a word, and the word."""
+    cells = np.asarray(table, dtype=object)
+    names = getattr(table, "columns", range(cells.shape[-1] if cells.ndim == 2 else 0))
+    for name, column in zip(names, cells.T, strict=False):
+        for cell in column:
+            if isinstance(cell, str) and not _reads(cell):
+                return name, cell
+    return None
+
+
+def _reads(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
 def chosen(categorical: Any, names: Sequence[str] | None, width: int) -> list[int]:
     """The columns that are categories, by place, by name or as a mask."""
     if categorical is None:
         return []
     if isinstance(categorical, str) or not np.iterable(categorical):
-        raise DtypeError(f"categorical must list columns, not {categorical!r}")
+        raise DtypeError(f"categorical must list columns: [{categorical!r}], not {categorical!r}")
     given = list(categorical)
     if len(given) == width and all(isinstance(x, bool | np.bool_) for x in given):
         return [int(j) for j in np.flatnonzero(given)]

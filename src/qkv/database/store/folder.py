@@ -41,7 +41,9 @@ def prepare(folder: Path, create: bool) -> None:
         raise Unwritable(f"{told}: choose another path") from error
     if not there:
         if not create:
-            raise NoStore(f"{folder} does not exist: give the path of a store, or create=True")
+            raise NoStore(
+                f"{folder} does not exist: check the path, or make one: qkv import, create=True"
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,7 +67,7 @@ def prepare(folder: Path, create: bool) -> None:
     if names and not there:
         raise NotAStore(f"{folder} is a folder with other files: give the path of a store")
     if not create:
-        raise NoStore(f"{folder} is empty: give the path of a store, or create=True")
+        raise NoStore(f"{folder} is empty: check the path, or make one: qkv import, create=True")
     catalogue = Catalogue(path, create=True)
     catalogue.close()
     with open(folder / READERS, "ab"):
