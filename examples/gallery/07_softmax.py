@@ -57,7 +57,7 @@ panel.axhline(0.25, color=style.FRAME, lw=0.8, ls=":")
 panel.set_xscale("log", subs=[])
 panel.xaxis.set_major_formatter("{x:g}")
 style.frame(panel, "temperature T", "weight", "softmax(s / T): from the maximum to the mean")
-panel.legend(frameon=False, fontsize=8, labelcolor=style.INK)
+panel.legend(frameon=False, fontsize=8, labelcolor=style.INK, loc="upper right")
 figure
 
 # %%

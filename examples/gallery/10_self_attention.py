@@ -111,7 +111,7 @@ for panel in (left, right):
     panel.set_xticks(widths, [str(width) for width in widths])
 left.set_yscale("log", subs=[])
 right.set_ylim(0, 1.05)
-left.legend(frameon=False, fontsize=9, labelcolor=style.INK)
+left.legend(frameon=False, fontsize=9, labelcolor=style.INK, loc="lower left")
 figure
 
 # %%

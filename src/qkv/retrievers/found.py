@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.answer import Answer, Row
-from qkv.database.reading import How
+from qkv.database.queries import How
 from qkv.errors import ArgumentError, DtypeError, unknown
 from qkv.told import jsonable
 
