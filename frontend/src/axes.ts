@@ -1,6 +1,7 @@
 /** The frame of a plot: numbers to pixels, ticks, and the lines that they stand on. */
 
 import { s } from "./dom";
+import { roundUp } from "./numbers";
 
 export interface Range {
   low: number;
@@ -9,9 +10,7 @@ export interface Range {
 
 /** Round numbers between two, about so many. */
 export function ticks({ low, high }: Range, count: number): number[] {
-  const rough = (high - low) / Math.max(count, 1);
-  const ten = 10 ** Math.floor(Math.log10(rough));
-  const step = ten * ([1, 2, 5].find((n) => n * ten >= rough) ?? 10);
+  const step = roundUp((high - low) / Math.max(count, 1));
   const out: number[] = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
     out.push(Number((i * step).toPrecision(12)));

@@ -75,6 +75,18 @@ export function unique(of: string): string {
   return `qkv-${of}-${count}`;
 }
 
+/** Has something painted once a frame, however often it is asked for; `stop` calls that off. */
+export function onceAFrame(paint: () => void): { (): void; stop(): void } {
+  let waiting = 0;
+  const ask = () => {
+    waiting ||= requestAnimationFrame(() => {
+      waiting = 0;
+      paint();
+    });
+  };
+  return Object.assign(ask, { stop: () => cancelAnimationFrame(waiting) });
+}
+
 /** A control below its label. */
 export function labelled(label: string, control: HTMLElement, hint?: string): HTMLElement {
   control.id ||= unique("control");

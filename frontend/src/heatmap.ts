@@ -1,9 +1,9 @@
 /** A matrix to look at: panned, zoomed and read, by pointer and by keyboard. */
 
 import { ink as inkOn } from "./colours";
-import { h } from "./dom";
+import { h, onceAFrame } from "./dom";
 import { gestures } from "./gestures";
-import { clamp, numeral } from "./numbers";
+import { clamp, numeral, roundUp } from "./numbers";
 import { blur, Picture, value, type Matrix } from "./picture";
 import type { Given } from "./view";
 
@@ -35,12 +35,6 @@ const KEYS =
   "Arrow keys move the cell, Home and End go to the row's ends, plus and minus zoom, " +
   "0 shows all, Shift and arrow keys pan.";
 
-/** 1, 2, 5, 10, 20, …: the first that is no smaller. */
-function round(step: number): number {
-  const ten = 10 ** Math.floor(Math.log10(step));
-  return [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= step - 1e-9)!;
-}
-
 const short = (text: string) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
 
 export class Heatmap {
@@ -60,7 +54,8 @@ export class Heatmap {
   private top = 0;
   private left = 0;
   private cursor: { row: number; col: number } | null = null;
-  private frame = 0;
+  /** Draws what is still on the page. */
+  readonly redraw = onceAFrame(() => this.element.isConnected && this.draw());
   /** The picture inside the canvas, in CSS pixels. */
   private box = { x: 0, y: 0, width: 1, height: 1 };
 
@@ -126,14 +121,7 @@ export class Heatmap {
   destroy() {
     this.observer.disconnect();
     this.options.at.removeEventListener("theme", this.turned);
-    cancelAnimationFrame(this.frame);
-  }
-
-  redraw() {
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
-      if (this.element.isConnected) this.draw();
-    });
+    this.redraw.stop();
   }
 
   private name(side: "row" | "col", at: number): string {
@@ -385,7 +373,7 @@ export class Heatmap {
       pen.restore();
     };
     const each = (side: "row" | "col", cell: number, put: (at: number, on: boolean) => void) => {
-      const step = round(Math.max(1, (FONT + 3) / cell));
+      const step = roundUp(Math.max(1, (FONT + 3) / cell));
       const current = cursor?.[side];
       const [start, stop] = this.seen(side);
       for (let at = Math.ceil(start / step) * step; at < stop; at += step) {

@@ -6,6 +6,12 @@ export function clamp(x: number, least: number, most: number): number {
   return Math.min(Math.max(x, least), most);
 }
 
+/** 1, 2, 5, 10, 20, … and their tenths: the first that is no smaller, but for rounding. */
+export function roundUp(step: number): number {
+  const ten = 10 ** Math.floor(Math.log10(step));
+  return [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= step * (1 - 1e-9))!;
+}
+
 /** A number with as many digits as are known of it, or `most` of them. */
 export function numeral(x: number, error = 0, most = 4): string {
   if (Number.isNaN(x)) return "missing";

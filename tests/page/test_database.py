@@ -115,6 +115,12 @@ def test_temperature(view: Any) -> None:
     shown_as(view, letters(view), "Lee", weighting=weightings.Softmax(temperature=hot))
 
 
+@pytest.mark.parametrize("score", ["cosine", "gaussian", "laplace", "boxcar"])
+def test_a_score_by_its_name_is_that_of_ask(view: Any, score: str) -> None:
+    view.get_by_test_id("score").select_option(score)
+    shown_as(view, letters(view), "Lee", score=score)
+
+
 def test_what_means_nothing_is_said_and_not_shown(view: Any) -> None:
     view.get_by_test_id("score").select_option("cosine")
     view.get_by_test_id("weighting").select_option("normalized")

@@ -17,19 +17,21 @@ const ENCODERS: Record<string, string> = {
   sentences: "meaning (MiniLM)",
 };
 const OWN = "own";
-/** The setting of each that a slider moves: where it starts, and its ends. */
-const NUMBERS: Record<string, { setting: string; label: string; low: number; high: number; start: number }> = {
+/** The setting of each that a slider moves, its ends, and where it starts if that is not its default. */
+const NUMBERS: Record<string, { setting: string; label: string; low: number; high: number; start?: number }> = {
   scaled_dot: { setting: "scale", label: "Scale τ", low: 0.1, high: 100, start: 10 },
-  cosine: { setting: "temperature", label: "Temperature τ", low: 0.01, high: 10, start: 0.1 },
-  gaussian: { setting: "bandwidth", label: "Bandwidth σ", low: 0.01, high: 10, start: 0.5 },
-  laplace: { setting: "bandwidth", label: "Bandwidth b", low: 0.01, high: 10, start: 0.5 },
-  boxcar: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
-  triangular: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
-  epanechnikov: { setting: "width", label: "Width w", low: 0.01, high: 10, start: 1 },
-  softmax: { setting: "temperature", label: "Temperature T", low: 0.05, high: 20, start: 1 },
-  topk: { setting: "k", label: "k rows", low: 1, high: 20, start: 2 },
-  entmax15: { setting: "alpha", label: "Order α", low: 1.01, high: 4, start: 1.5 },
+  cosine: { setting: "temperature", label: "Temperature τ", low: 0.01, high: 10 },
+  gaussian: { setting: "bandwidth", label: "Bandwidth σ", low: 0.01, high: 10 },
+  laplace: { setting: "bandwidth", label: "Bandwidth b", low: 0.01, high: 10 },
+  boxcar: { setting: "width", label: "Width w", low: 0.01, high: 10 },
+  triangular: { setting: "width", label: "Width w", low: 0.01, high: 10 },
+  epanechnikov: { setting: "width", label: "Width w", low: 0.01, high: 10 },
+  softmax: { setting: "temperature", label: "Temperature T", low: 0.05, high: 20 },
+  topk: { setting: "k", label: "k rows", low: 1, high: 20 },
+  entmax15: { setting: "alpha", label: "Order α", low: 1.01, high: 4 },
 };
+
+const KINDS: Record<string, { settings: Record<string, unknown> }> = { ...SCORES, ...WEIGHTINGS };
 
 const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
 const setting = (like: Like, name: string) => (typeof like === "string" ? undefined : like[name]);
@@ -51,7 +53,7 @@ export function choices(state: State, changed: () => void): Choices {
     const about = NUMBERS[name];
     if (!about) return null;
     const told = setting(like, about.setting);
-    const start = typeof told === "number" ? told : (own ?? about.start);
+    const start = typeof told === "number" ? told : (own ?? about.start ?? Number(KINDS[name].settings[about.setting]));
     const made = slider({
       label: about.label,
       // Wide enough for what was given, whatever its units.

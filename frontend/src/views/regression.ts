@@ -1,7 +1,7 @@
 /** Nadaraya–Watson regression: points to drag, a kernel, a bandwidth, and the weights they make. */
 
 import { type Range, around } from "../axes";
-import { fixed, h, labelled, put, s, select } from "../dom";
+import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
 import * as equation from "../equation";
 import type { Point } from "../equation";
 import { Heatmap } from "../heatmap";
@@ -234,13 +234,7 @@ function mount(at: HTMLElement, given: Given): () => void {
 
   // Drawing, once a frame.
 
-  let waiting = 0;
-  function draw() {
-    waiting ||= requestAnimationFrame(() => {
-      waiting = 0;
-      paint();
-    });
-  }
+  const draw = onceAFrame(paint);
 
   function paint() {
     const how = kernel();
@@ -389,7 +383,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   return () => {
     observer.disconnect();
     at.removeEventListener("theme", draw);
-    cancelAnimationFrame(waiting);
+    draw.stop();
     map?.destroy();
     at.replaceChildren();
   };

@@ -2,7 +2,7 @@
 
 import { around, axes, frame, path, said } from "../axes";
 import { stems } from "../stems";
-import { fixed, h, labelled, put, s, select } from "../dom";
+import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
 import * as equation from "../equation";
 import { Heatmap } from "../heatmap";
 import { clamp, numeral } from "../numbers";
@@ -171,13 +171,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     });
   }
 
-  let waiting = 0;
-  function draw() {
-    waiting ||= requestAnimationFrame(() => {
-      waiting = 0;
-      paint();
-    });
-  }
+  const draw = onceAFrame(paint);
 
   function paint() {
     const score = equation.score(like());
@@ -359,7 +353,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   return () => {
     observer.disconnect();
     at.removeEventListener("theme", turned);
-    cancelAnimationFrame(waiting);
+    draw.stop();
     for (const map of maps) map.destroy();
     at.replaceChildren();
   };
