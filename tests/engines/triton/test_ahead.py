@@ -29,12 +29,9 @@ class Ready(Kernel):
         self.late.append(self.kernel.__name__)
         return super().__getitem__(grid)
 
-    def warmup(self, *given, grid, num_warps, num_stages, enable_fp_fusion, **facts):
+    def warmup(self, *given, grid, F, num_warps, num_stages, enable_fp_fusion):
         self.ahead.append((self.kernel.__name__, threading.current_thread()))
-        arrays = [x for x in given if x is None or isinstance(x, torch.dtype)]
-        made = Compiled(self.kernel, [], facts, {"num_warps": num_warps, "num_stages": num_stages})
-        made.dtypes = arrays
-        return made
+        return Compiled(self.kernel, given, {"num_warps": num_warps, "num_stages": num_stages})
 
 
 @pytest.fixture

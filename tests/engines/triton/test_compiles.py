@@ -55,6 +55,7 @@ def compiled() -> list[int]:
     from triton.backends.compiler import GPUTarget
 
     from qkv.engines.triton import backward, forward
+    from qkv.engines.triton.records import facts_of
 
     class Driver:
         get_current_device = get_current_stream = staticmethod(lambda *given: 0)
@@ -62,13 +63,13 @@ def compiled() -> list[int]:
 
     triton.runtime.driver.set_active(Driver())
     half, whole = torch.bfloat16, torch.float32
+    facts = {"D": 64, "BLOCK_D": 64, "WEIGHTING": "softmax", "EXPONENTIAL": True}
     inner = backward.inner.warmup(
-        half, half, None, whole, 100, D=64, BLOCK_D=64, ROWS=64, grid=(2, 1, 1), num_warps=4
+        half, half, None, whole, 100, F=facts_of(facts | {"ROWS": 64}), grid=(2, 1, 1), num_warps=4
     )
     merge = forward.merge.warmup(
         whole, whole, whole, half, whole, whole, 100, 4,
-        D=64, BLOCK_D=64, BLOCK_S=16, WEIGHTING="softmax", APART=False, grid=(100, 1, 1),
-        num_warps=4,
+        F=facts_of(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
     )  # fmt: skip
     return [len(x.asm["cubin"]) for x in (inner, merge)]
 

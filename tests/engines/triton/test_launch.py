@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from qkv.engines.triton import launch, tiles
+from qkv.engines.triton.records import facts_of
 from tests.engines.triton import formulas
 
 PLAIN = launch.Tile(1, 1, 1, 4, 3)
@@ -31,7 +32,7 @@ class Kernel:
     Of its numbers it was told not to be compiled for the last.
     """
 
-    def __init__(self, names=("x", "y", "scale", "stride", "step", "n")):
+    def __init__(self, names=("x", "y", "scale", "stride", "step", "n", "F")):
         self.made, self.launched, self.__name__ = [], [], "kernel"
         self.params = [SimpleNamespace(do_not_specialize=name in tiles.SIZES) for name in names]
 
@@ -57,10 +58,11 @@ def test_a_compiled_kernel_is_launched_again(kernel):
     made = launch.start(kernel, *SAME)
     assert kernel.made == [(3, 2, 1)]
     head = (3, 2, 1, "stream", "function", "metadata", None, None, None)
-    assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, 1)]
+    facts = facts_of({"A": 1})
+    assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, facts)]
     other = torch.ones(64)
     assert made.again((other, None), (0.25,))
-    assert kernel.launched[1] == (*head, other.data_ptr(), None, 0.25, 16, 1, 7, 1)
+    assert kernel.launched[1] == (*head, other.data_ptr(), None, 0.25, 16, 1, 7, facts)
     assert not made.again((other[1:], None), (0.25,)), "Triton was told of multiples of 16"
     assert len(kernel.launched) == 2
 
@@ -117,10 +119,9 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     before, last = kernel.launched
     assert len(before) == len(last)
     at = [x.data_ptr() for x in (*given.values(), out, lse)]
-    assert set(at) <= set(last), "it reads these arrays and writes those"
-    assert [x for x in last[26:] if not isinstance(x, float)] == [
-        x for x in before[26:] if not isinstance(x, float)
-    ]
+    arrays, told = 9, 15  # behind the launcher's own: `Arrays`, and behind all others `Scales`
+    assert set(at) <= {*last[arrays], *last[arrays + 1 : told]}, "it reads these and writes those"
+    assert last[told] != before[told] and last[told + 1 :] == before[told + 1 :]
     with pytest.raises(TypeError):
         attend(m=47)
     with pytest.raises(TypeError):

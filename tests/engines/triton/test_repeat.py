@@ -14,6 +14,7 @@ from qkv import masks, scores, weightings
 from qkv.attention import request
 from qkv.engines import plan, triton
 from qkv.engines.triton import ahead, arguments, forward, launch, mend, norms, search
+from qkv.engines.triton.records import Arrays, Scales, Strides
 from qkv.engines.triton.repeat import Steps
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -24,22 +25,35 @@ class Compiled:
 
     function = packed_metadata = None
 
-    def __init__(self, kernel, arrays, facts, how):
-        self.kernel, self.facts, self.how = kernel, tuple(facts), how
-        self.dtypes = [x if x is None else x.dtype for x in arrays]
+    def __init__(self, kernel, given, how):
+        self.kernel, self.how = kernel, how
+        self.dtypes, self.named = [dtypes_of(x) for x in given], isinstance(given[0], tuple)
 
     def run(self, x, y, z, stream, function, metadata, a, b, c, *given):
-        count, facts = len(self.dtypes), len(self.facts)
+        *given, known = given
         arrays = [
             at if dtype is None else _tensor(at, dtype)
-            for at, dtype in zip(given[:count], self.dtypes, strict=True)
+            for at, dtype in zip(given, self.dtypes, strict=True)
         ]
-        known = dict(zip(self.facts, given[-facts:], strict=True))
-        self.kernel[(x, y, z)](*arrays, *given[count:-facts], **known, **self.how)
+        if self.named:
+            names = (Arrays, Scales, Strides)
+            numbers = [i for i, x in enumerate(given) if isinstance(x, tuple)]
+            for i, record in zip(numbers, names, strict=True):
+                arrays[i] = record(*arrays[i])
+        self.kernel[(x, y, z)](*arrays, F=known, **self.how)
+
+
+def dtypes_of(x):
+    """None for what is no array; of a tuple, those of its members."""
+    if isinstance(x, tuple):
+        return [dtypes_of(y) for y in x]
+    return x if isinstance(x, torch.dtype) else getattr(x, "dtype", None)
 
 
 def _tensor(at, dtype):
     """Its first bytes: the interpreter looks at no length. An empty array lies nowhere."""
+    if isinstance(at, tuple):
+        return [y if x is None else _tensor(y, x) for y, x in zip(at, dtype, strict=True)]
     if not at:
         return torch.empty(1, dtype=dtype)
     return torch.frombuffer((ctypes.c_char * 16).from_address(at), dtype=dtype)
@@ -54,11 +68,10 @@ class Kernel:
         self.kernel, self.__name__ = kernel, kernel.__name__
 
     def __getitem__(self, grid):
-        def start(*given, num_warps, num_stages, enable_fp_fusion, **facts):
+        def start(*given, F, num_warps, num_stages, enable_fp_fusion):
             how = {"num_warps": num_warps, "num_stages": num_stages}
-            self.kernel[grid](*given, **facts, **how)
-            arrays = [x for x in given if x is None or isinstance(x, torch.Tensor)]
-            return Compiled(self.kernel, arrays, facts, how)
+            self.kernel[grid](*given, F=F, **how)
+            return Compiled(self.kernel, given, how)
 
         return start
 
@@ -163,11 +176,11 @@ def test_strides_and_places(counted):
         check([*arrays_of(seed, m=20)[:2], arrays_of(seed + 1)[0]], weighting="entmax15")
     assert counted and all(counted)
     counted.clear()
-    for seed in range(4):
+    for seed in range(5):
         q, k, v = arrays_of(seed, m=20)
         odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-        check((q if seed < 2 else odd, k, v), weighting="entmax15")
-    assert counted == [True, False, False], "compiled for all lengths, noted once, then odd"
+        check((q if seed < 3 else odd, k, v), weighting="entmax15")
+    assert counted == [True, False, False], "compiled for these strides, noted once, then odd"
 
 
 def test_split_keys_are_not_repeated(counted, monkeypatch):

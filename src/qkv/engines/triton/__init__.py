@@ -168,7 +168,8 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
     from qkv.engines.triton import ops
-    from qkv.engines.triton.arguments import Arrays, Numbers
+    from qkv.engines.triton.arguments import Numbers
+    from qkv.engines.triton.records import Arrays
 
     if _is_plain_additive(call):
         return _together(_additive)

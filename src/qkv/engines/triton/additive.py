@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import backward, exact, features, forward, launch, ops
+from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.errors import DtypeError, EngineError, ShapeError
@@ -130,7 +130,7 @@ def _additive_backward(
             some_a, some_b = a[ours], b[theirs]
             phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
             settings = _settings(None if lengths is None else lengths[batches], lower, upper)
-            dphi, dpsi, dsome, *_ = backward.attend_backward(
+            dphi, dpsi, dsome, *_ = gradients.attend_backward(
                 grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
                 kept[:, *ours].contiguous(), phi, psi, value[theirs], *settings,
                 *(True, True, False),

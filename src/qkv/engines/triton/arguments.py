@@ -11,34 +11,14 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Strides
 
 LOG2E = 1.4426950408889634
 
 
-class Arrays(NamedTuple):
-    """The arrays of a call, as the operators take them; those that may be None are told of in
-    `ops.attend`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_bias: Tensor | None = None
-    gate_query: Tensor | None = None
-    gate_key: Tensor | None = None
-    row_a: Tensor | None = None
-    row_b: Tensor | None = None
-    lengths: Tensor | None = None
-    layout: Tensor | None = None
-    pairs: Tensor | None = None
-    seed: Tensor | None = None
-
-
-ARRAYS = len(Arrays._fields)
-
-
 class Numbers(NamedTuple):
-    """What follows them. `times` multiplies `pairs`, and `hashed` heads make a batch of those by
-    which a dropout counts."""
+    """What follows `Arrays`. `times` multiplies `pairs`, and `hashed` heads make a batch of those
+    by which a dropout counts."""
 
     scale: float
     weighting: str = "softmax"
@@ -52,11 +32,11 @@ class Numbers(NamedTuple):
     hashed: int = 1
 
     @property
-    def floats(self) -> tuple[float, ...]:
+    def floats(self) -> Scales:
         """As a kernel takes them: scales of scores that are in base 2 for softmax."""
         base = LOG2E if self.weighting == "softmax" else 1.0
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return float(self.scale) * base, self.alpha, self.times * base, share
+        return Scales(float(self.scale) * base, self.alpha, self.times * base, share)
 
 
 class Arguments:
@@ -91,10 +71,12 @@ class Arguments:
         self.fold = weighting == "softmax" and plain and scale > 0
         bounds = (lower, upper, lengths, layout, self.pairs)
         self.masked = any(x is not None for x in bounds)
+        there = (key_bias, gate_key, layout, self.seed)
         self.facts = _facts(
-            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32, kind
-        )
-        self.inputs = (
+            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32,
+            kind, *[x is not None for x in there],
+        )  # fmt: skip
+        self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
         )  # fmt: skip
@@ -117,6 +99,10 @@ class Arguments:
             steps |= step
         at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
         return bool(steps % unit == 0 and at % 16 == 0)
+
+    def steps(self, out: Tensor | None = None) -> Strides:
+        """The strides of the arrays and of a result; 0 where a kernel needs none."""
+        return Strides(*self.strides, *(() if out is None else out.stride()[-4:]))
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.query.new_empty(shape, dtype=dtype)
@@ -189,6 +175,10 @@ def _facts(
     to_end: bool,
     tf32: bool,
     pairs: int,
+    bias: bool,
+    gate: bool,
+    layout: bool,
+    drop: bool,
 ) -> dict[str, Any]:
     """What every kernel of a call is compiled for."""
     return {
@@ -203,6 +193,13 @@ def _facts(
         "FAST": dtype != torch.float32 and not launch.interpreted(),
         "PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee",
         "PAIRS": pairs,
+        "BIAS": bias,
+        "GATE": gate,
+        "LAYOUT": layout,
+        "DROP": drop,
+        "EXPONENTIAL": weighting in ("softmax", "topk"),
+        "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
+        "BASE": LOG2E if weighting == "softmax" else 1.0,
     }
 
 

@@ -44,40 +44,36 @@ def _reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _prepare(
-    job, x, ex, peak, rows, padded, h, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _prepare(job, x, ex, peak, rows, padded, h, F):
     """e²ˣ (PAIRED, padded) of a tile of x (rows, h), and its largest |x|."""
-    tiles = padded // BLOCK
+    tiles = padded // F.BLOCK
     tile = job % tiles
     lead = (job // tiles).to(tl.int64)
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    top = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, PAIRED, BLOCK_H):
-        col = start + tl.arange(0, BLOCK_H)
+    row = tile * F.BLOCK + tl.arange(0, F.BLOCK)
+    top = tl.zeros((F.BLOCK,), tl.float32)
+    for start in range(0, F.PAIRED, F.BLOCK_H):
+        col = start + tl.arange(0, F.BLOCK_H)
         inside = (row < rows)[None, :] & (col < h)[:, None]
         at = lead * rows * h + row[None, :] * h + col[:, None]
         one = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         seen = tl.where(tl.abs(one) < float("inf"), tl.abs(one), float("inf"))
         top = tl.maximum(top, tl.max(seen, 0))
-        to = ex + (lead * PAIRED + col[:, None]) * padded + row[None, :]
-        tl.store(to, tl.exp(2 * one), mask=(col < PAIRED)[:, None])
+        to = ex + (lead * F.PAIRED + col[:, None]) * padded + row[None, :]
+        tl.store(to, tl.exp(2 * one), mask=(col < F.PAIRED)[:, None])
     tl.store(peak + job, tl.max(top, 0))
 
 
 @launched
 def _prepare_kernel(
-    a, b, ea, eb, peak_a, peak_b, when, jobs_a, jobs, n, m, pad_n, pad_m, h,
-    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    a, b, ea, eb, peak_a, peak_b, when, jobs_a, jobs, n, m, pad_n, pad_m, h, F: tl.constexpr
+):
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         if job < jobs_a:
-            _prepare(job, a, ea, peak_a, n, pad_n, h, PAIRED, BLOCK, BLOCK_H)
+            _prepare(job, a, ea, peak_a, n, pad_n, h, F)
         else:
-            _prepare(job - jobs_a, b, eb, peak_b, m, pad_m, h, PAIRED, BLOCK, BLOCK_H)
+            _prepare(job - jobs_a, b, eb, peak_b, m, pad_m, h, F)
 
 
 @triton.jit
@@ -97,12 +93,12 @@ def _far_r(one, two, c, row, col, rows, cols, h):
 @triton.jit
 def _scores(
     near, e_one, e_two, one, two, v, total, row, col, rows, cols, pad_one, pad_two, h,
-    PAIRED: tl.constexpr, ASM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    F,
 ):  # fmt: skip
     """Scores of a tile, `one` down and `two` across: Σ v − 2 Σ v·r."""
-    part = tl.zeros((ROWS, COLS), tl.float32)
+    part = tl.zeros((F.BLOCK, F.BLOCK), tl.float32)
     if near:
-        for c in range(0, PAIRED, 2):
+        for c in range(0, F.PAIRED, 2):
             first = tl.load(v + c).to(tl.float32)
             second = tl.load(v + c + 1, mask=c + 1 < h, other=0.0).to(tl.float32)
             x = tl.load(e_one + c * pad_one + row)[:, None]
@@ -111,7 +107,7 @@ def _scores(
             y *= tl.load(e_two + (c + 1) * pad_two + col)[None, :]
             x = tl.minimum(x + 1.0, CAP)
             y = tl.minimum(y + 1.0, CAP)
-            part += (first * y + second * x) * _reciprocal(x * y, ASM)
+            part += (first * y + second * x) * _reciprocal(x * y, F.ASM)
     else:
         for c in range(h):
             weight = tl.load(v + c).to(tl.float32)
@@ -120,22 +116,22 @@ def _scores(
 
 
 @triton.jit
-def _sum_of(v, h, BLOCK_H: tl.constexpr):
-    hidden = tl.arange(0, BLOCK_H)
+def _sum_of(v, h, F):
+    hidden = tl.arange(0, F.BLOCK_H)
     return tl.sum(tl.load(v + hidden, mask=hidden < h, other=0.0).to(tl.float32), 0)
 
 
 @triton.jit
-def _rows_of_job(job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK: tl.constexpr):
+def _rows_of_job(job, lengths, heads, group, n, m, pad_n, lower, upper, F):
     """The head of a job and that of its keys, its queries, and the keys that they may see."""
-    tiles = pad_n // BLOCK
-    first = job % tiles * BLOCK
+    tiles = pad_n // F.BLOCK
+    first = job % tiles * F.BLOCK
     lead = (job // tiles).to(tl.int64)
     shared = lead // heads * (heads // group) + lead % heads // group
     length = length_of(lengths, lead // heads, m)
-    begin = tl.maximum(first + lower, 0) // BLOCK * BLOCK
-    end = tl.minimum(length, tl.minimum(first + BLOCK, n) + upper)
-    return lead, shared, first + tl.arange(0, BLOCK), begin, end, length
+    begin = tl.maximum(first + lower, 0) // F.BLOCK * F.BLOCK
+    end = tl.minimum(length, tl.minimum(first + F.BLOCK, n) + upper)
+    return lead, shared, first + tl.arange(0, F.BLOCK), begin, end, length
 
 
 @triton.jit
@@ -160,33 +156,31 @@ def _pool(weight, live, value, PRECISION: tl.constexpr):
 @launched
 def _forward_kernel(
     ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, heads, group, n, m, pad_n,
-    pad_m, h, d, lower, upper, jobs,
-    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    pad_m, h, d, lower, upper, jobs, F: tl.constexpr,
 ):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         lead, shared, row, begin, end, length = _rows_of_job(
-            job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK
+            job, lengths, heads, group, n, m, pad_n, lower, upper, F
         )
-        ea_here = ea + lead * PAIRED * pad_n
-        eb_here = eb + shared * PAIRED * pad_m
+        ea_here = ea + lead * F.PAIRED * pad_n
+        eb_here = eb + shared * F.PAIRED * pad_m
         a_here = a + lead * n * h
         b_here = b + shared * m * h
         value_here = value + shared * m * d
-        at_d = tl.arange(0, BLOCK_D)
-        total = _sum_of(v, h, BLOCK_H)
+        at_d = tl.arange(0, F.BLOCK_D)
+        total = _sum_of(v, h, F)
 
-        top = tl.full((BLOCK,), -float("inf"), tl.float32)
-        mass = tl.zeros((BLOCK,), tl.float32)
-        pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-        for start in range(begin, end, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+        top = tl.full((F.BLOCK,), -float("inf"), tl.float32)
+        mass = tl.zeros((F.BLOCK,), tl.float32)
+        pooled = tl.zeros((F.BLOCK, F.BLOCK_D), tl.float32)
+        for start in range(begin, end, F.BLOCK):
+            col = start + tl.arange(0, F.BLOCK)
+            near = _near(peak_a + job, peak_b + shared * (pad_m // F.BLOCK) + start // F.BLOCK)
             s = _scores(
                 near, ea_here, eb_here, a_here, b_here, v, total, row, col, n, m, pad_n, pad_m, h,
-                PAIRED, ASM, BLOCK, BLOCK,
+                F,
             )  # fmt: skip
             live = _live(row[:, None], col[None, :], n, length, lower, upper)
             s = tl.where(live, s, -float("inf"))
@@ -197,7 +191,7 @@ def _forward_kernel(
             mass = mass * fade + tl.sum(weight, 1)
             within = (col < length)[:, None] & (at_d < d)[None, :]
             values = tl.load(value_here + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
-            pooled = pooled * fade[:, None] + _pool(weight, live, values, PRECISION)
+            pooled = pooled * fade[:, None] + _pool(weight, live, values, F.PRECISION)
             top = higher
         empty = mass == 0
         pooled /= tl.where(empty, 1.0, mass)[:, None]
@@ -238,10 +232,8 @@ def _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d):
 
 @launched
 def _query_grad_kernel(
-    ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, ones, squares,
-    sums, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
-    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, ones,
+    squares, sums, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs, F: tl.constexpr,
 ):  # fmt: skip
     """Σⱼ ds·r, Σⱼ ds·r² for each hidden unit and query, (PAIRED, pad_n), and Σⱼ ds.
 
@@ -252,40 +244,40 @@ def _query_grad_kernel(
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         lead, shared, row, begin, end, length = _rows_of_job(
-            job, lengths, heads, group, n, m, pad_n, lower, upper, BLOCK
+            job, lengths, heads, group, n, m, pad_n, lower, upper, F
         )
-        ea_here = ea + lead * PAIRED * pad_n
-        eb_here = eb + shared * PAIRED * pad_m
+        ea_here = ea + lead * F.PAIRED * pad_n
+        eb_here = eb + shared * F.PAIRED * pad_m
         a_here = a + lead * n * h
         b_here = b + shared * m * h
         value_here = value + shared * m * d
-        ones_here = ones + lead * PAIRED * pad_n
-        squares_here = squares + lead * PAIRED * pad_n
-        at_d = tl.arange(0, BLOCK_D)
-        total = _sum_of(v, h, BLOCK_H)
+        ones_here = ones + lead * F.PAIRED * pad_n
+        squares_here = squares + lead * F.PAIRED * pad_n
+        at_d = tl.arange(0, F.BLOCK_D)
+        total = _sum_of(v, h, F)
         do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
 
-        whole = tl.zeros((BLOCK,), tl.float32)
+        whole = tl.zeros((F.BLOCK,), tl.float32)
         for c in range(h):
             tl.store(ones_here + c * pad_n + row, whole)
             tl.store(squares_here + c * pad_n + row, whole)
-        for start in range(begin, end, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            near = _near(peak_a + job, peak_b + shared * (pad_m // BLOCK) + start // BLOCK)
+        for start in range(begin, end, F.BLOCK):
+            col = start + tl.arange(0, F.BLOCK)
+            near = _near(peak_a + job, peak_b + shared * (pad_m // F.BLOCK) + start // F.BLOCK)
             s = _scores(
                 near, ea_here, eb_here, a_here, b_here, v, total, row, col, n, m, pad_n, pad_m, h,
-                PAIRED, ASM, BLOCK, BLOCK,
+                F,
             )  # fmt: skip
             live = _live(row[:, None], col[None, :], n, length, lower, upper)
             within = (col < length)[:, None] & (at_d < d)[None, :]
             values = tl.load(value_here + col[:, None] * d + at_d[None, :], mask=within, other=0.0)
-            _, ds = _slope(s, live, base, centre, do, values, PRECISION, False)
+            _, ds = _slope(s, live, base, centre, do, values, F.PRECISION, False)
             whole += tl.sum(ds, 1)
             if near:
                 for c in range(h):
                     at = c * pad_n + row
                     x = tl.load(ea_here + at)[:, None] * tl.load(eb_here + c * pad_m + col)[None, :]
-                    r = _reciprocal(1.0 + x, ASM)
+                    r = _reciprocal(1.0 + x, F.ASM)
                     tl.store(ones_here + at, tl.load(ones_here + at) + tl.sum(ds * r, 1))
                     tl.store(squares_here + at, tl.load(squares_here + at) + tl.sum(ds * r * r, 1))
             else:
@@ -301,9 +293,7 @@ def _query_grad_kernel(
 @launched
 def _key_grad_kernel(
     ea, eb, peak_a, peak_b, a, b, v, value, lengths, when, out, lse, grad, grad_lse, slopes,
-    dvalue, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs,
-    PAIRED: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    dvalue, heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs, F: tl.constexpr,
 ):  # fmt: skip
     """Σᵢ ds·r(1 − r) for each hidden unit and key, (PAIRED, pad_m), and dvalue = Σᵢ α dO.
 
@@ -313,44 +303,44 @@ def _key_grad_kernel(
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
-        tiles = pad_m // BLOCK
+        tiles = pad_m // F.BLOCK
         tile = job % tiles
         shared = (job // tiles).to(tl.int64)
         few = heads // group
         batch = shared // few
-        eb_here = eb + shared * PAIRED * pad_m
+        eb_here = eb + shared * F.PAIRED * pad_m
         b_here = b + shared * m * h
-        slopes_here = slopes + shared * PAIRED * pad_m
+        slopes_here = slopes + shared * F.PAIRED * pad_m
         length = length_of(lengths, batch, m)
-        row = tile * BLOCK + tl.arange(0, BLOCK)
-        at_d = tl.arange(0, BLOCK_D)
-        total = _sum_of(v, h, BLOCK_H)
-        begin = tl.maximum(tile * BLOCK - upper, 0) // BLOCK * BLOCK
-        end = tl.minimum(n, tile * BLOCK + BLOCK - lower)
-        end = tl.where(tile * BLOCK < length, end, 0)
+        row = tile * F.BLOCK + tl.arange(0, F.BLOCK)
+        at_d = tl.arange(0, F.BLOCK_D)
+        total = _sum_of(v, h, F)
+        begin = tl.maximum(tile * F.BLOCK - upper, 0) // F.BLOCK * F.BLOCK
+        end = tl.minimum(n, tile * F.BLOCK + F.BLOCK - lower)
+        end = tl.where(tile * F.BLOCK < length, end, 0)
         within = (row < length)[:, None] & (at_d < d)[None, :]
         values = tl.load(
             value + (shared * m + row[:, None]) * d + at_d[None, :], mask=within, other=0.0
         )
 
-        pooled = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        pooled = tl.zeros((F.BLOCK, F.BLOCK_D), tl.float32)
         for c in range(h):
-            tl.store(slopes_here + c * pad_m + row, tl.zeros((BLOCK,), tl.float32))
+            tl.store(slopes_here + c * pad_m + row, tl.zeros((F.BLOCK,), tl.float32))
         for member in range(group):
             lead = batch * heads + shared % few * group + member
-            e_query = ea + lead * PAIRED * pad_n
+            e_query = ea + lead * F.PAIRED * pad_n
             query = a + lead * n * h
-            for start in range(begin, end, BLOCK):
-                col = start + tl.arange(0, BLOCK)
+            for start in range(begin, end, F.BLOCK):
+                col = start + tl.arange(0, F.BLOCK)
                 do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, col, n, at_d, d)
-                near = _near(peak_b + job, peak_a + lead * (pad_n // BLOCK) + start // BLOCK)
+                near = _near(peak_b + job, peak_a + lead * (pad_n // F.BLOCK) + start // F.BLOCK)
                 s = _scores(
                     near, eb_here, e_query, b_here, query, v, total, row, col, m, n, pad_m, pad_n,
-                    h, PAIRED, ASM, BLOCK, BLOCK,
+                    h, F,
                 )  # fmt: skip
                 live = _live(col[None, :], row[:, None], n, length, lower, upper)
-                weight, ds = _slope(s, live, base, centre, do, values, PRECISION, True)
-                pooled += tl.dot(weight.to(do.dtype), do, input_precision=PRECISION)
+                weight, ds = _slope(s, live, base, centre, do, values, F.PRECISION, True)
+                pooled += tl.dot(weight.to(do.dtype), do, input_precision=F.PRECISION)
                 if near:
                     for c in range(h):
                         at = c * pad_m + row
@@ -358,7 +348,7 @@ def _key_grad_kernel(
                             tl.load(eb_here + at)[:, None]
                             * tl.load(e_query + c * pad_n + col)[None, :]
                         )
-                        r = _reciprocal(1.0 + x, ASM)
+                        r = _reciprocal(1.0 + x, F.ASM)
                         tl.store(
                             slopes_here + at,
                             tl.load(slopes_here + at) + tl.sum(ds * (r - r * r), 1),
@@ -377,22 +367,19 @@ def _key_grad_kernel(
 
 
 @triton.jit
-def _finish(
-    job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.constexpr,
-    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _finish(job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.constexpr, F):
     """dx = 4v (Σ ds·r − Σ ds·r²), turned to (rows, h); for the queries, parts of dv as well.
 
     dv = Σ ds − 2 Σ ds·r, over all pairs.
     """
-    tiles = padded // BLOCK
+    tiles = padded // F.BLOCK
     tile = job % tiles
     lead = (job // tiles).to(tl.int64)
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    for start in range(0, h, BLOCK_H):
-        col = start + tl.arange(0, BLOCK_H)
+    row = tile * F.BLOCK + tl.arange(0, F.BLOCK)
+    for start in range(0, h, F.BLOCK_H):
+        col = start + tl.arange(0, F.BLOCK_H)
         inside = (col < h)[:, None] & (row < rows)[None, :]
-        at = (lead * PAIRED + col[:, None]) * padded + row[None, :]
+        at = (lead * F.PAIRED + col[:, None]) * padded + row[None, :]
         first = tl.load(ones + at, mask=inside, other=0.0)
         slope = first
         if QUERY:
@@ -408,45 +395,40 @@ def _finish(
 @launched
 def _finish_kernel(
     ones, squares, sums, slopes, v, when, da, db, parts, jobs_a, jobs, n, m, pad_n, pad_m, h,
-    PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         if job < jobs_a:
-            _finish(
-                job, ones, squares, sums, v, da, parts, n, pad_n, h, True, PAIRED, BLOCK, BLOCK_H
-            )
+            _finish(job, ones, squares, sums, v, da, parts, n, pad_n, h, True, F)
         else:
             _finish(
-                job - jobs_a, slopes, slopes, slopes, v, db, parts, m, pad_m, h, False, PAIRED,
-                BLOCK, BLOCK_H,
+                job - jobs_a, slopes, slopes, slopes, v, db, parts, m, pad_m, h, False, F,
             )  # fmt: skip
 
 
 @triton.jit
-def _fold(parts, dv, count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr):
-    col = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    total = tl.zeros((BLOCK, UNITS), tl.float32)
-    for start in range(0, count, BLOCK):
-        row = start + tl.arange(0, BLOCK)[:, None]
+def _fold(parts, dv, count, h, F):
+    col = tl.program_id(0) * F.UNITS + tl.arange(0, F.UNITS)
+    total = tl.zeros((F.BLOCK, F.UNITS), tl.float32)
+    for start in range(0, count, F.BLOCK):
+        row = start + tl.arange(0, F.BLOCK)[:, None]
         inside = (row < count) & (col < h)[None, :]
         total += tl.load(parts + row.to(tl.int64) * h + col[None, :], mask=inside, other=0.0)
     tl.store(dv + col, tl.sum(total, 0).to(dv.dtype.element_ty), mask=col < h)
 
 
 @launched
-def _fold_kernel(
-    parts, others, when, dv, count, others_count, h, BLOCK: tl.constexpr, UNITS: tl.constexpr
-):
+def _fold_kernel(parts, others, when, dv, count, others_count, h, F: tl.constexpr):
     """dv (h,), the sum of the parts (count, h) in a fixed order; if `when` is 0 of the others."""
     if when is None:
-        _fold(parts, dv, count, h, BLOCK, UNITS)
+        _fold(parts, dv, count, h, F)
     else:
         if tl.load(when) != 0:
-            _fold(parts, dv, count, h, BLOCK, UNITS)
+            _fold(parts, dv, count, h, F)
         elif others is not None:
-            _fold(others, dv, others_count, h, BLOCK, UNITS)
+            _fold(others, dv, others_count, h, F)
 
 
 class _Call:

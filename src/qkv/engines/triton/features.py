@@ -38,17 +38,14 @@ PLAIN = launch.Tile(1, 1, 1, 4, 3)
 
 
 @triton.jit
-def _largest(
-    x, parts, rows, h, START: tl.constexpr, LOOKS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _largest(x, parts, rows, h, START: tl.constexpr, F):
     """max |x| of each column over this program's share, ∞ where something is not finite."""
-    flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    flat = tl.program_id(1) * F.BLOCK_H + tl.arange(0, F.BLOCK_H)
     col = flat[None, :]
-    top = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
-    share = (tl.program_id(0) - START).to(tl.int64) * BLOCK_R
-    for start in range(share, rows, LOOKS * BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)[:, None]
+    top = tl.zeros((F.BLOCK_R, F.BLOCK_H), tl.float32)
+    share = (tl.program_id(0) - START).to(tl.int64) * F.BLOCK_R
+    for start in range(share, rows, F.LOOKS * F.BLOCK_R):
+        row = start + tl.arange(0, F.BLOCK_R)[:, None]
         inside = (row < rows) & (col < h)
         seen = tl.abs(tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32))
         top = tl.maximum(top, tl.where(seen < float("inf"), seen, float("inf")))
@@ -56,52 +53,45 @@ def _largest(
 
 
 @launched
-def _reach_kernel(
-    a, b, parts, rows_a, rows_b, h, LOOKS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    if tl.program_id(0) < LOOKS:
-        _largest(a, parts, rows_a, h, 0, LOOKS, BLOCK_R, BLOCK_H)
+def _reach_kernel(a, b, parts, rows_a, rows_b, h, F: tl.constexpr):
+    if tl.program_id(0) < F.LOOKS:
+        _largest(a, parts, rows_a, h, 0, F)
     else:
-        _largest(b, parts, rows_b, h, LOOKS, LOOKS, BLOCK_R, BLOCK_H)
+        _largest(b, parts, rows_b, h, F.LOOKS, F)
 
 
 @triton.jit
-def _first(parts, grid, col, h, G, COUNT: tl.constexpr, BLOCK_G: tl.constexpr):
+def _first(parts, grid, col, h, G, F):
     """The row of the table for each of some units, G where none reaches."""
-    part = tl.arange(0, COUNT)[:, None]
+    part = tl.arange(0, F.COUNT)[:, None]
     seen = tl.load(parts + part * h + col[None, :], mask=(col < h)[None, :], other=0.0)
     reach = tl.max(seen, 0)
-    at = tl.arange(0, BLOCK_G)
+    at = tl.arange(0, F.BLOCK_G)
     half = tl.load(grid + at, mask=at < G, other=float("inf"))
     return tl.sum((half[:, None] < reach[None, :]).to(tl.int32), 0)
 
 
 @launched
-def _fit_kernel(
-    parts, table, grid, fit, beyond, h, G,
-    SIZE: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _fit_kernel(parts, table, grid, fit, beyond, h, G, F: tl.constexpr):
     """A share of the coefficients of some units; after the last, whether some unit has none.
 
     Every program finds the rows again from the parts: that is quicker than one more launch.
     """
     share = tl.program_id(0)
-    unit = tl.arange(0, BLOCK_H)
-    col = tl.program_id(1) * BLOCK_H + unit
-    if share * SHARE < SIZE:
-        row = tl.minimum(_first(parts, grid, col, h, G, COUNT, BLOCK_G), G - 1)
+    unit = tl.arange(0, F.BLOCK_H)
+    col = tl.program_id(1) * F.BLOCK_H + unit
+    if share * F.SHARE < F.SIZE:
+        row = tl.minimum(_first(parts, grid, col, h, G, F), G - 1)
         if share == 0:
             tl.store(fit + col, 1.0 / tl.load(grid + row), mask=col < h)
-        c = share * SHARE + tl.arange(0, SHARE)[:, None]
-        inside = (c < SIZE) & (col < h)[None, :]
-        found = tl.load(table + row[None, :] * SIZE + c, mask=inside)
+        c = share * F.SHARE + tl.arange(0, F.SHARE)[:, None]
+        inside = (c < F.SIZE) & (col < h)[None, :]
+        found = tl.load(table + row[None, :] * F.SIZE + c, mask=inside)
         tl.store(fit + (1 + c) * h + col[None, :], found, mask=inside)
     elif tl.program_id(1) == 0:
-        short = tl.zeros((BLOCK_H,), tl.int32)
-        for start in range(0, h, BLOCK_H):
-            found = _first(parts, grid, start + unit, h, G, COUNT, BLOCK_G)
+        short = tl.zeros((F.BLOCK_H,), tl.int32)
+        for start in range(0, h, F.BLOCK_H):
+            found = _first(parts, grid, start + unit, h, G, F)
             short = tl.maximum(short, (found == G).to(tl.int32))
         tl.store(beyond, tl.max(short, 0))
 
@@ -127,77 +117,66 @@ def _series_slope(row, h, inside, y, K: tl.constexpr):
 
 
 @triton.jit
-def _fill(
-    tile, x, v, fit, beyond, out, rows, h,
-    J: tl.constexpr, K: tl.constexpr, KEY: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+def _fill(tile, x, v, fit, beyond, out, rows, h, KEY: tl.constexpr, F):
+    row = tile.to(tl.int64) * F.BLOCK_R + tl.arange(0, F.BLOCK_R)[:, None]
     # Two columns and many rows for each thread: a coefficient is loaded once for all its rows.
-    col = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    col = tl.max_contiguous(col, 2 if BLOCK_H > 1 else 1)[None, :]
+    col = tl.program_id(1) * F.BLOCK_H + tl.arange(0, F.BLOCK_H)
+    col = tl.max_contiguous(col, 2 if F.BLOCK_H > 1 else 1)[None, :]
     inside = (row < rows) & (col < h)
-    to = out + row * (2 * J * h) + col
+    to = out + row * (2 * F.J * h) + col
     if tl.load(beyond) == 0:
         scale = tl.load(fit + col, mask=col < h, other=0.0)
         z = tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32) * scale
         y = 2 * z * z - 1
         even = fit + h + col
-        factor = tl.full((1, BLOCK_H), 1.0, tl.float32)
+        factor = tl.full((1, F.BLOCK_H), 1.0, tl.float32)
         if KEY:
             factor = tl.load(v + col, mask=col < h, other=0.0).to(tl.float32)
-        for j in range(J):
-            e = factor * _series(even + j * K * h, h, col < h, y, K)
-            o = factor * (z * _series(even + (J + j) * K * h, h, col < h, y, K))
+        for j in range(F.J):
+            e = factor * _series(even + j * F.K * h, h, col < h, y, F.K)
+            o = factor * (z * _series(even + (F.J + j) * F.K * h, h, col < h, y, F.K))
             first = o if KEY else e
             second = e if KEY else o
             tl.store(to + j * h, first.to(out.dtype.element_ty), mask=inside)
-            tl.store(to + (J + j) * h, second.to(out.dtype.element_ty), mask=inside)
+            tl.store(to + (F.J + j) * h, second.to(out.dtype.element_ty), mask=inside)
     else:
-        nothing = tl.zeros((BLOCK_R, BLOCK_H), out.dtype.element_ty)
-        for j in range(2 * J):
+        nothing = tl.zeros((F.BLOCK_R, F.BLOCK_H), out.dtype.element_ty)
+        for j in range(2 * F.J):
             tl.store(to + j * h, nothing, mask=inside)
 
 
 @launched
-def _features_kernel(
-    a, b, v, fit, beyond, phi, psi, rows_a, rows_b, tiles_a, h,
-    J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _features_kernel(a, b, v, fit, beyond, phi, psi, rows_a, rows_b, tiles_a, h, F: tl.constexpr):
     tile = tl.program_id(0)
     if tile < tiles_a:
-        _fill(tile, a, v, fit, beyond, phi, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)
+        _fill(tile, a, v, fit, beyond, phi, rows_a, h, False, F)
     else:
         tile -= tiles_a
-        _fill(tile, b, v, fit, beyond, psi, rows_b, h, J, K, True, BLOCK_R, BLOCK_H)
+        _fill(tile, b, v, fit, beyond, psi, rows_b, h, True, F)
 
 
 @triton.jit
-def _fill_grad(
-    tile, grad, x, v, fit, beyond, dx, dv, rows, h,
-    J: tl.constexpr, K: tl.constexpr, KEY: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    flat = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    flat = tl.max_contiguous(flat, 2 if BLOCK_H > 1 else 1)
+def _fill_grad(tile, grad, x, v, fit, beyond, dx, dv, rows, h, KEY: tl.constexpr, F):
+    row = tile.to(tl.int64) * F.BLOCK_R + tl.arange(0, F.BLOCK_R)[:, None]
+    flat = tl.program_id(1) * F.BLOCK_H + tl.arange(0, F.BLOCK_H)
+    flat = tl.max_contiguous(flat, 2 if F.BLOCK_H > 1 else 1)
     col = flat[None, :]
     inside = (row < rows) & (col < h)
-    at = grad + row * (2 * J * h) + col
-    along = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
-    weighed = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
+    at = grad + row * (2 * F.J * h) + col
+    along = tl.zeros((F.BLOCK_R, F.BLOCK_H), tl.float32)
+    weighed = tl.zeros((F.BLOCK_R, F.BLOCK_H), tl.float32)
     if tl.load(beyond) == 0:
         scale = tl.load(fit + col, mask=col < h, other=0.0)
         z = tl.load(x + row * h + col, mask=inside, other=0.0).to(tl.float32) * scale
         y = 2 * z * z - 1
         even = fit + h + col
-        for j in range(J):
+        for j in range(F.J):
             first = tl.load(at + j * h, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(at + (J + j) * h, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(at + (F.J + j) * h, mask=inside, other=0.0).to(tl.float32)
             de = second if KEY else first
             do = first if KEY else second
-            e, e_slope = _series_slope(even + j * K * h, h, col < h, y, K)
-            o, o_slope = _series_slope(even + (J + j) * K * h, h, col < h, y, K)
+            e, e_slope = _series_slope(even + j * F.K * h, h, col < h, y, F.K)
+            o, o_slope = _series_slope(even + (F.J + j) * F.K * h, h, col < h, y, F.K)
             along += de * e_slope * (4 * z) + do * (o + 4 * z * z * o_slope)
             if KEY:
                 weighed += de * e + do * (z * o)
@@ -211,15 +190,14 @@ def _fill_grad(
 
 @launched
 def _features_grad_kernel(
-    dphi, dpsi, a, b, v, fit, beyond, da, db, dv, rows_a, rows_b, tiles_a, h,
-    J: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    dphi, dpsi, a, b, v, fit, beyond, da, db, dv, rows_a, rows_b, tiles_a, h, F: tl.constexpr
+):
     tile = tl.program_id(0)
     if tile < tiles_a:
-        _fill_grad(tile, dphi, a, v, fit, beyond, da, dv, rows_a, h, J, K, False, BLOCK_R, BLOCK_H)
+        _fill_grad(tile, dphi, a, v, fit, beyond, da, dv, rows_a, h, False, F)
     else:
         tile -= tiles_a
-        _fill_grad(tile, dpsi, b, v, fit, beyond, db, dv, rows_b, h, J, K, True, BLOCK_R, BLOCK_H)
+        _fill_grad(tile, dpsi, b, v, fit, beyond, db, dv, rows_b, h, True, F)
 
 
 def tables(pairs: int, error: float, device: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton import ahead, tiles
+from qkv.engines.triton import ahead
+from qkv.engines.triton.records import INTERPRETED, Arrays, Facts, facts_of
 from qkv.errors import EngineError
 
 NARROWEST = 64
@@ -135,7 +136,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 @cache
 def interpreted() -> bool:
-    return type(tiles.clamp).__name__ == "InterpretedFunction"
+    return INTERPRETED
 
 
 def power_of_2(x: int) -> int:
@@ -178,6 +179,7 @@ class Launch(NamedTuple):
     device: torch.device
     numbers: tuple[Any, ...]
     described: bool
+    taken: int
 
     def again(self, arrays: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
         """Whether it was made: on the device in use, by arrays that begin at multiples of 16."""
@@ -193,14 +195,15 @@ class Launch(NamedTuple):
             notes.append((self, at, floats))
         if self.described:
             triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
-        compiled, stream = self.compiled, _stream(self.device.index)
+        compiled, stream, taken = self.compiled, _stream(self.device.index), self.taken
+        first = (tuple(at[:taken]), *at[taken:], floats) if taken else (*at, *floats)
         if _hooked():
-            compiled[self.grid](*at, *floats, *self.numbers)
+            compiled[self.grid](*first, *self.numbers)
             return
         # A pointer is taken as it is, where of a tensor the driver would be asked where it lies.
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *at, *floats, *self.numbers,
+            *first, *self.numbers,
         )  # fmt: skip
 
 
@@ -215,13 +218,13 @@ class Key(NamedTuple):
     kernel: int
     tile: Tile
     device: torch.device
-    facts: tuple[Any, ...]
+    facts: Facts
     dtypes: tuple[torch.dtype | None, ...]
     odd: tuple[int | None, ...]
     strides: tuple[int, ...]
 
     def __str__(self) -> str:
-        told = " ".join(str(x) for x in self.facts if type(x) is not bool)
+        told = " ".join(str(x) for x in self.facts.known if type(x) is not bool)
         dtype = str(self.dtypes[0]).removeprefix("torch.")
         return f"{self.name.strip('_')} of {dtype}: {told}"
 
@@ -263,41 +266,49 @@ def keep(about: tuple[Any, ...], made: Launch | None) -> None:
 def start(
     kernel: Any,
     programs: int | tuple[int, ...],
-    arrays: tuple[Tensor | None, ...],
+    arrays: tuple[Any, ...],
     floats: tuple[float, ...],
-    whole: tuple[int, ...],
+    whole: tuple[Any, ...],
     facts: dict[str, Any],
     tile: Tile,
 ) -> Launch | None:
-    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, facts.
+    """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, `F`.
+
+    If the first of the arrays is `Arrays`, the kernel takes it as one record, and so `Scales` and
+    the first of the whole numbers, `Strides`.
 
     Returns the launch if it can be made again: it is compiled, and its arrays lie evenly.
     """
     programs = programs if isinstance(programs, tuple) else (programs,)
     grid = (*programs, 1, 1)[:3]
     how = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    known = facts_of(facts)
+    named: dict[str, Any] = {"F": known} | how
+    taken = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
+    numbers = (floats, *whole) if taken else (*floats, *whole)
     if interpreted():
-        kernel[grid](*arrays, *floats, *whole, **facts, **how)
+        kernel[grid](*arrays, *numbers, **named)
         return None
-    at = [x if x is None else x.data_ptr() for x in arrays]
+    flat = (*arrays[0], *arrays[1:]) if taken else arrays
+    at = [x if x is None else x.data_ptr() for x in flat]
     odd = tuple([x if x is None else x % 16 for x in at])
-    known, device = tuple(facts.values()), arrays[0].device  # type: ignore[union-attr]
-    if max(whole) <= LARGE:
+    device = flat[0].device
+    first, sizes = (whole[0], whole[1:]) if taken else ((), whole)
+    if max((*first, *sizes)) <= LARGE:
         # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
-        told = [
-            whole[i] if whole[i] == 1 else 2 * (whole[i] % 16 == 0)
-            for i in _strides(kernel, len(arrays) + len(floats), len(whole))
-        ]
+        count = len(sizes)
+        told = [*first, *[sizes[i] for i in _strides(kernel, -1 - count, count)]]
+        told = [x if x == 1 else 2 * (x % 16 == 0) for x in told]
     else:
-        told = list(whole)
-    dtypes = tuple([x if x is None else x.dtype for x in arrays])
+        told = [*first, *sizes]
+    dtypes = tuple([x if x is None else x.dtype for x in flat])
     about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
     compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
     listed = ahead.LISTED.get()
     if listed is not None:
         if compiled is None and not any(odd):
-            given = (*dtypes, *floats, *whole)
-            listed[about] = partial(_compiled, kernel, grid, given, facts | how, device)
+            given = (Arrays(*dtypes[:taken]), *dtypes[taken:]) if taken else dtypes
+            listed[about] = partial(_compiled, kernel, grid, (*given, *numbers), named, device)
         return None
     if compiled is None:
         ahead.compile_all(COMPILED)
@@ -307,10 +318,10 @@ def start(
             triton.set_allocator(_scratch)
         if len(COMPILED) >= MOST:
             COMPILED.clear()
-        COMPILED[about] = kernel[grid](*arrays, *floats, *whole, **facts, **how)
+        COMPILED[about] = kernel[grid](*arrays, *numbers, **named)
         return None
     # What is known at compile time is passed over, but counted.
-    made = Launch(compiled, grid, device, (*whole, *known), described)
+    made = Launch(compiled, grid, device, (*whole, known), described, taken)
     made.start(at, floats)
     return None if any(odd) else made
 
@@ -324,6 +335,8 @@ def _compiled(
 ) -> Any:
     """The kernel for arrays of the dtypes given, and what launches it, which is built too."""
     with on(device):
+        if isinstance(given[0], tuple):
+            given = (Arrays(*map(triton.MockTensor.wrap_dtype, given[0])), *given[1:])
         made = kernel.warmup(*given, grid=grid, **named)
         with suppress(triton.runtime.errors.OutOfResources):  # a launch says so, and shrinks
             made.run  # noqa: B018
@@ -332,8 +345,8 @@ def _compiled(
 
 @cache
 def _strides(kernel: Any, first: int, count: int) -> tuple[int, ...]:
-    """Which of the whole numbers, from this parameter on, a kernel is compiled for."""
-    params = kernel.params[first : first + count]
+    """Which of so many whole numbers, from this parameter on, a kernel is compiled for."""
+    params = kernel.params[first:][:count]
     return tuple(i for i, param in enumerate(params) if not param.do_not_specialize)
 
 

@@ -10,149 +10,96 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, Arrays, Numbers
-from qkv.engines.triton.backward import known, queries_tiles
-from qkv.engines.triton.forward import finish, pool_tiles
+from qkv.engines.triton.arguments import Arguments, Numbers
+from qkv.engines.triton.backward import Back, kept_of, queries_tiles
+from qkv.engines.triton.forward import finish, nothing, pool_tiles
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator, watched
 from qkv.engines.triton.ops import check
+from qkv.engines.triton.place import keys_of, place
+from qkv.engines.triton.records import Arrays, Sizes
 from qkv.engines.triton.score import left_over
-from qkv.engines.triton.tiles import NONE, bounds, fetch, finite, launched
+from qkv.engines.triton.tiles import bounds, fetch, finite, launched
 from qkv.errors import ArgumentError
+
+PLAIN = {
+    "SPLIT": False, "PACKED": False, "TMA": False, "FOLD": False, "CENTRED": False, "CENTRE": False,
+}  # fmt: skip
 
 
 @triton.jit
-def sound(last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def sound(last, F):
     """Whether this row is finite."""
-    column = tl.arange(0, BLOCK_D)
-    x = tl.load(last + column, mask=column < D, other=0.0)
+    column = tl.arange(0, F.BLOCK_D)
+    x = tl.load(last + column, mask=column < F.D, other=0.0)
     return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
 
 
 @launched
-def mend(
-    query, key, value, out, kept, scale,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    n, m, heads, group, upper, parts,
-    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
+def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: tl.constexpr):
     """One head's output over again, if its last row is not finite: softmax over j − i ≤ upper.
 
     `parts` programs share a head's tiles of rows. There are few programs, so that to look and
     return costs next to nothing; every tile is done with care, so that there is one loop to
     compile. `kept` is as `pool` fills it, if it is given.
     """
-    pid = tl.program_id(0)
-    lane = tl.cast(pid // parts, tl.int64)
-    batch = lane // heads
-    head = lane % heads
-    out += batch * o_b + head * o_h
-    if sound(out + (n - 1) * tl.cast(o_n, tl.int64), D, BLOCK_D):
+    z = Sizes(n, m, heads, group, n, 0, upper)
+    lane = tl.program_id(0) // parts
+    batch = tl.cast(lane // heads, tl.int64)
+    head = tl.cast(lane % heads, tl.int64)
+    out += batch * steps.o_b + head * steps.o_h
+    o_n = tl.cast(steps.o_n, tl.int64)
+    if sound(out + (n - 1) * o_n, F):
         return
-    query += batch * q_b + head * q_h
-    k_m = tl.cast(k_m, tl.int64)
-    v_m = tl.cast(v_m, tl.int64)
-    key += batch * k_b + head // group * k_h
-    value += batch * v_b + head // group * v_h
-    keys = (key, k_m, value, v_m, None, None, None)
-    mask = (n, m, m, 0, upper, None, 0, 0, None, 0)
+    keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
     lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
-    for tile in tl.range(pid % parts, (n + ROWS - 1) // ROWS, parts):
-        first = tile * ROWS
-        r = first + tl.arange(0, ROWS)
-        inside = r < n
-        r = tl.minimum(r, n - 1)
-        base = query + first * tl.cast(q_n, tl.int64)
-        offset = (r - first) * q_n
-        i = r[:, None]
-        q = i
-        if not WIDE:
-            q = fetch(base, offset, W, BLOCK_W)
-        lo, _, _, hi = bounds(first, first + ROWS - 1, 0, upper, m, COLS, False, True)
-        state = (
-            tl.zeros((ROWS, BLOCK_D), dtype=tl.float32),
-            tl.full((ROWS,), NONE, dtype=tl.float32),
-            tl.zeros((ROWS,), dtype=tl.float32),
-        )
-        acc, top, total = pool_tiles(
-            state, (q, base, offset, i, i, i, i, i, i), keys, mask, (scale, 0.0, 0.0, 0, 0.0),
-            lo, hi, COLS, WIDE, True, True, False,
-            "softmax", 0, False, False, False, False, True, False,
-            W, D, BLOCK_W, BLOCK_D, False, "ieee", False, 0, False,
-        )  # fmt: skip
-        finish(
-            acc, top, total, lane * n + r, r * tl.cast(o_n, tl.int64), inside, out, None, kept,
-            lines, D, BLOCK_D, "softmax", APART,
-        )  # fmt: skip
+    for tile in tl.range(tl.program_id(0) % parts, (n + F.ROWS - 1) // F.ROWS, parts):
+        rows, spot = place(given, steps, tile, lane, z, F)
+        lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
+        acc, top, total = pool_tiles(nothing(F), rows, keys, scales, z, lo, hi, F, True, True)
+        there = spot.row * o_n
+        finish(acc, top, total, spot.line, there, spot.inside, out, None, kept, lines, F)
 
 
 @launched
 def mend_queries(
-    query, key, value, out, along, kept, dquery, scale,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    a_b, a_h, a_n, a_d, d_b, d_h, d_n,
-    n, m, heads, group, upper, parts,
-    W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, APART: tl.constexpr,
+    given, out, along, kept, dquery, scales, steps, a_b, a_h, a_n, a_d, d_b, d_h, d_n,
+    n, m, heads, group, upper, parts, F: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one head's queries over again, if its last row of output is not finite.
 
     As `mend`, whose `out` and `kept` this takes; `along` may have any strides.
     """
-    pid = tl.program_id(0)
-    lane = tl.cast(pid // parts, tl.int64)
-    batch = lane // heads
-    head = lane % heads
-    out += batch * o_b + head * o_h
-    if sound(out + (n - 1) * tl.cast(o_n, tl.int64), D, BLOCK_D):
+    z = Sizes(n, m, heads, group, n, 0, upper)
+    lane = tl.program_id(0) // parts
+    batch = tl.cast(lane // heads, tl.int64)
+    head = tl.cast(lane % heads, tl.int64)
+    out += batch * steps.o_b + head * steps.o_h
+    if sound(out + (n - 1) * tl.cast(steps.o_n, tl.int64), F):
         return
-    query += batch * q_b + head * q_h
     along += batch * a_b + head * a_h
     dquery += batch * d_b + head * d_h
-    k_m = tl.cast(k_m, tl.int64)
-    v_m = tl.cast(v_m, tl.int64)
-    key += batch * k_b + head // group * k_h
-    value += batch * v_b + head // group * v_h
-    keys = (key, k_m, value, v_m, None, None, None)
-    mask = (n, m, m, 0, upper, None, 0, 0, None, 0)
-    lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
-    column_d = tl.arange(0, BLOCK_D)[None, :]
-    column_w = tl.arange(0, BLOCK_W)[None, :]
-    for tile in tl.range(pid % parts, (n + ROWS - 1) // ROWS, parts):
-        first = tile * ROWS
-        r = first + tl.arange(0, ROWS)
-        inside = r < n
-        r = tl.minimum(r, n - 1)
-        far = r.to(tl.int64)
-        q = fetch(query, far * q_n, W, BLOCK_W)
+    keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
+    back = Back(along, None, kept, tl.cast(tl.num_programs(0) // parts, tl.int64) * n)
+    column_d = tl.arange(0, F.BLOCK_D)[None, :]
+    column_w = tl.arange(0, F.BLOCK_W)[None, :]
+    for tile in tl.range(tl.program_id(0) % parts, (n + F.ROWS - 1) // F.ROWS, parts):
+        rows, spot = place(given, steps, tile, lane, z, F)
+        far = spot.row.to(tl.int64)
         here = along + far[:, None] * a_n + column_d * a_d
-        do = tl.load(here, mask=column_d < D, other=0.0)
-        there = fetch(out, far * o_n, D, BLOCK_D).to(tl.float32)
-        middle = tl.sum(do.to(tl.float32) * there, 1)
-        top, share, zero, _, _, _ = known(
-            kept, None, None, None, None, lane * n + far, lines,
-            "softmax", False, APART, False, False,
-        )  # fmt: skip
-        i = r[:, None]
-        rows = (
-            q, query, far, i, do, top[:, None], share[:, None], middle[:, None], i, i, i,
-            i, i,
-        )  # fmt: skip
-        lo, _, _, hi = bounds(first, first + ROWS - 1, 0, upper, m, COLS, False, True)
-        state = (tl.zeros((ROWS, BLOCK_W), dtype=tl.float32), zero, zero)
+        do = tl.load(here, mask=column_d < F.D, other=0.0)  # (ROWS, d)
+        there = fetch(out, far * steps.o_n, F.D, F.BLOCK_D).to(tl.float32)
+        middle = tl.sum(do.to(tl.float32) * there, 1)[:, None]
+        top, share, zero = kept_of(back, spot.line, F)
+        lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
+        state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero)
         dq, _, _ = queries_tiles(
-            state, rows, keys, mask, (scale, 0.0, 0.0, 0, 0.0), lo, hi, COLS, False, True, False,
-            "softmax", 0, False, False, False, True, False,
-            W, D, BLOCK_W, BLOCK_D, APART, False, "ieee", False, 0, False,
-        )  # fmt: skip
-        dq = dq * left_over(scale, "softmax", False, False)
+            state, rows, do, top[:, None], share[:, None], middle, keys, scales, z, lo, hi, F, True
+        )
+        dq = dq * left_over(scales.scale, F)
         where = dquery + far[:, None] * d_n + column_w
-        tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside[:, None] & (column_w < W))
-
-
-def _healing(query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int) -> Arguments:
-    return Arguments(*Arrays(query, key, value), *Numbers(scale, upper=upper))
+        inside = spot.inside[:, None] & (column_w < F.W)
+        tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside)
 
 
 def _mend(
@@ -161,24 +108,31 @@ def _mend(
     arrays: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
     wide: bool,
-    facts: dict[str, Any],
 ) -> Launch | None:
-    """One launch, of a program for each head, or of several where processors are left over."""
+    """One launch, of a program for each head, or of several where processors are left over.
+
+    The first of the arrays is the output; the strides are those of the others.
+    """
     lanes = call.b * call.h
 
     def run(tile: Tile) -> Launch | None:
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
-        known = {name: call.facts[name] for name in ("W", "D", "BLOCK_D", "APART")} | {
-            "BLOCK_W": call.block_w(tile, wide),
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-        }
+        facts = (
+            call.facts
+            | PLAIN
+            | {
+                "BLOCK_W": call.block_w(tile, wide),
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "WIDE": wide,
+            }
+        )
         whole = (
-            *call.strides[:9], *strides, call.n, call.m, call.h, call.group, call.upper, parts,
+            call.steps(arrays[0]), *strides, call.n, call.m, call.h, call.group, call.upper, parts
         )  # fmt: skip
-        floats = call.floats[:1]
-        return launch.start(kernel, lanes * parts, arrays, floats, whole, known | facts, tile)
+        given = (call.inputs, *arrays)
+        return launch.start(kernel, lanes * parts, given, call.floats, whole, facts, tile)
 
     return call.fitting("mend", call.n, run)
 
@@ -207,14 +161,12 @@ def _repair(
 ) -> None:
     if not (out.numel() and key.shape[2]):
         return
-    arrays = (query, key, value, out, kept)
-    about = (mend, *launch.kinds(*arrays[:4]), kept is None, upper)
+    arrays = Arrays(query, key, value)
+    about = (mend, *launch.kinds(query, key, value, out), kept is None, upper)
     made = launch.MADE.get(about)
-    if made is None or not made.again(arrays, Numbers(scale).floats[:1]):
-        call = _healing(query, key, value, scale, upper)
-        wide = call.w > launch.HELD
-        given = (*call.inputs[:3], out, kept)
-        made = _mend(call, mend, given, out.stride()[:3], wide, {"WIDE": wide})
+    if made is None or not made.again((*arrays, out, kept), Numbers(scale).floats):
+        call = Arguments(*arrays, *Numbers(scale, upper=upper))
+        made = _mend(call, mend, (out, kept), (), call.w > launch.HELD)
         launch.keep(about, None if call.copied else made)
 
 
@@ -267,9 +219,8 @@ def heal_backward(
     value are as they should be: the last row sees every key, and its own gradient is not finite.
     Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
     """
-    call = _healing(query, key, value, scale, upper)
+    call = Arguments(*Arrays(query, key, value), *Numbers(scale, upper=upper))
     if not (out.numel() and call.m):
         return
-    arrays = (call.query, call.key, call.value, out, along, kept, dquery)
-    strides = (*out.stride()[:3], *along.stride(), *dquery.stride()[:3])
-    _mend(call, mend_queries, arrays, strides, False, {})
+    strides = (*along.stride(), *dquery.stride()[:3])
+    _mend(call, mend_queries, (out, along, kept, dquery), strides, False)

@@ -22,14 +22,14 @@ TILE = 4096
 
 
 @triton.jit
-def _place(rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _place(rows, F):
     """This program's rows, where their numbers are, and which of these exist."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * F.ROWS + tl.arange(0, F.ROWS)
+    column = tl.arange(0, F.BLOCK)[None, :]
     inside = (row < rows)[:, None]
-    if W != BLOCK:
-        inside = inside & (column < W)
-    return row, row[:, None] * W + column, inside
+    if F.W != F.BLOCK:
+        inside = inside & (column < F.W)
+    return row, row[:, None] * F.W + column, inside
 
 
 @triton.jit
@@ -45,15 +45,15 @@ def _scaled(x):
 
 
 @launched
-def _unit_kernel(x, out, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    _, at, inside = _place(rows, W, ROWS, BLOCK)
+def _unit_kernel(x, out, rows, F: tl.constexpr):
+    _, at, inside = _place(rows, F)
     y, short, _ = _scaled(tl.load(x + at, mask=inside, other=0.0))
     tl.store(out + at, (y * short[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @launched
-def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    _, at, inside = _place(rows, W, ROWS, BLOCK)
+def _unit_slope_kernel(g, x, dx, rows, F: tl.constexpr):
+    _, at, inside = _place(rows, F)
     y, short, power = _scaled(tl.load(x + at, mask=inside, other=0.0))
     along = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     u = y * short[:, None]
@@ -63,26 +63,21 @@ def _unit_slope_kernel(g, x, dx, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 
 @launched
-def _square_kernel(
-    x, out, factor, x_b, x_h, x_m, heads, length, length_out, rows,
-    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, rows, F: tl.constexpr):
     """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other; those of
     one head end with room up to `length_out`."""
-    row, _, inside = _place(rows, W, ROWS, BLOCK)
+    row, _, inside = _place(rows, F)
     lane = row // length
     at = lane // heads * x_b + lane % heads * x_h + row % length * x_m
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, F.BLOCK)[None, :]
     y = tl.load(x + at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     at = lane * length_out + row % length
     tl.store(out + at, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
 @launched
-def _square_slope_kernel(
-    g, x, dx, factor, rows, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row, at, inside = _place(rows, W, ROWS, BLOCK)
+def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
+    row, at, inside = _place(rows, F)
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     steep = 2.0 * factor * tl.load(g + row, mask=row < rows, other=0.0)
     tl.store(dx + at, (y * steep[:, None]).to(dx.dtype.element_ty), mask=inside)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import backward, forward
-from qkv.engines.triton.arguments import ARRAYS, Arrays
+from qkv.engines.triton import forward, gradients
 from qkv.engines.triton.operators import operator, refuse
+from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
 
 WEIGHTINGS = ("softmax", "average", "normalized", "raw", "sigmoid", "entmax", "topk")
@@ -167,12 +167,12 @@ _GIVEN = (
 )
 
 _backward = operator(
-    backward.fake,
+    gradients.fake,
     refuse,
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {_GIVEN}, "
     "bool for_queries, bool for_keys, bool for_pairs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)(backward.attend_backward)
+)(gradients.attend_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

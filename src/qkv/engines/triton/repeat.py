@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import ahead, launch, norms, ops, search
-from qkv.engines.triton.arguments import Arrays, Numbers
+from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.launch import Launch
 from qkv.engines.triton.operators import watched
+from qkv.engines.triton.records import Arrays
 
 Places = tuple[int | None, ...]
 """Where the arrays of a call lie: none, query, key, value, out, lse, kept, bias, row_a, row_b."""
@@ -69,7 +70,7 @@ class Repeat:
         if factor is not None:
             self.taken.append(itemgetter(KEY, BIAS))
         if found:
-            self.taken.append(itemgetter(*pair, bias, *none, *none, *found))
+            self.taken.append(itemgetter(*pair, KEY, bias, *none * 4, *found))
         self.taken.append(
             itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none * 3, OUT, LSE, KEPT)
         )

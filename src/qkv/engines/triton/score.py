@@ -45,26 +45,26 @@ def gate(a, b, size, FAST: tl.constexpr):
 
 
 @triton.jit
-def score(x, scale, bias, a, b, BIAS, GATE, FAST: tl.constexpr):
+def score(x, scale, bias, a, b, F):
     """s and, if gated, its slope in φ·ψ; with a bias that without the scale."""
-    if GATE and not BIAS:
-        steep = gate(a, b, scale, FAST)
+    if F.GATE and not F.BIAS:
+        steep = gate(a, b, scale, F.FAST)
         s = x * steep
     else:
         s = x * scale
         steep = s
-        if BIAS:
+        if F.BIAS:
             s = s + bias
-        if GATE:
-            steep = gate(a, b, 1.0, FAST)
+        if F.GATE:
+            steep = gate(a, b, 1.0, F.FAST)
             s = s * steep
     return s, steep
 
 
 @triton.jit
-def pull_gate(ds, s, steep, scale, BIAS):
+def pull_gate(ds, s, steep, scale, F):
     """From a score's gradient that of the gate's logit, s σ(−logit), and of what is gated."""
-    if BIAS:
+    if F.BIAS:
         shut = 1.0 - steep
     else:
         shut = 1.0 - steep * (1.0 / tl.where(scale == 0, 1.0, scale))
@@ -72,11 +72,11 @@ def pull_gate(ds, s, steep, scale, BIAS):
 
 
 @triton.jit
-def left_over(scale, WEIGHTING: tl.constexpr, BIAS, GATE):
+def left_over(scale, F):
     """The factor still missing from a gradient of φ·ψ: the scale, without its log₂e."""
     factor = scale
-    if GATE and not BIAS:
+    if F.GATE and not F.BIAS:
         factor = 1.0
-    if WEIGHTING == "softmax":
+    if F.WEIGHTING == "softmax":
         factor = factor * LN2
     return factor

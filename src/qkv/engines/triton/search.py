@@ -17,20 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, Arrays, Numbers
+from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
-from qkv.engines.triton.score import gate_half, score
-from qkv.engines.triton.tiles import (  # fmt: skip
-    NONE,
-    alive,
-    bounds,
-    fetch,
-    launched,
-    length_of,
-    products,
-    ruled,
-)
+from qkv.engines.triton.place import product, rows_program, scored
+from qkv.engines.triton.records import Arrays, Sizes
+from qkv.engines.triton.tiles import NONE, alive, launched, ruled
 
 STEPS = tl.constexpr(16)
 """Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
@@ -45,139 +37,52 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """The position behind all others."""
 
 
-NAMES = ("W", "LOWER", "UPPER", "FAST", "PRECISION", "PAIRS")
-"""The facts of a call that both kernels are compiled for."""
+FACTS = (
+    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "PRECISION", "PAIRS",
+    "BIAS", "GATE", "LAYOUT", "DROP",
+)  # fmt: skip
+"""Those of a call that both kernels are compiled for."""
+PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}
 
 
 @triton.jit
-def _scores(
-    rows, keys, mask, edges, scale, times, t,
-    COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Scores of tile t of the keys, −∞ where a pair does not count.
+def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
+    """Scores of tile t of the keys, (ROWS, COLS), −∞ where a pair does not count.
 
-    `scale` is that of the products and `times` that of the bias. A tile that counts in part is
-    told from a whole one when the kernel runs: one body for both compiles in a third of the time.
+    `scale` is that of the products, `times` that of the bias, and `pairs_times` that of the mask's
+    array. A tile that counts in part is told from a whole one when the kernel runs: one body for
+    both compiles in a third of the time.
     """
-    q, query, offset, i, a = rows
-    key, k_m, bias, gate_key = keys
-    n, m, end, lower, upper, pairs, i_at, p_m, pairs_times = mask
-    ROWS: tl.constexpr = i.shape[0]
-    start = t * COLS
-    near = tl.arange(0, COLS)
+    start = t * F.COLS
+    near = tl.arange(0, F.COLS)
     j = (start + near)[None, :]
-    here = tl.minimum(near, m - 1 - start)
-    if WIDE:
-        x = products(
-            query, offset, key + start * k_m, here * k_m, ROWS, COLS, W, BLOCK_W, PRECISION
-        )
-    else:
-        k = fetch(key + start * k_m, here * k_m, W, BLOCK_W)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    added = j
-    if BIAS:
-        added = tl.load(bias + start + here)[None, :] * times
-    b = j
-    if GATE:
-        b = gate_half(tl.load(gate_key + start + here), FAST)[None, :]
-    s, _ = score(x, scale, added, a, b, BIAS, GATE, FAST)
-    if PAIRS:
-        live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
-        place = pairs + start * tl.cast(p_m, tl.int64)
-        extra, live = ruled(
-            live, place, i_at + near[None, :] * p_m, pairs_times * times, PAIRS, True
-        )
-        if PAIRS == 2:
+    here = tl.minimum(near, z.m - 1 - start)
+    x, _ = product(rows, keys, start, here, F)
+    s, _ = scored(x, rows, keys, start, here, scale, times, F)
+    if F.PAIRS:
+        live = alive(rows.i, j, keys.end, keys.layout, z, F)
+        there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
+        offset = rows.at + near[None, :] * keys.p_m
+        extra, live = ruled(live, there, offset, pairs_times, F.PAIRS, True)
+        if F.PAIRS == 2:
             s = s + extra
         s = tl.where(live, s, NONE)
     elif (t < edges[1]) | (t >= edges[2]):
-        live = alive(i, j, n, end, lower, upper, i, 1, 1, LOWER, UPPER, False)
-        s = tl.where(live, s, NONE)
+        s = tl.where(alive(rows.i, j, keys.end, keys.layout, z, F), s, NONE)
     return s
 
 
 @triton.jit
-def _place(
-    query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
-    n, m, heads, group, lower, upper,
-    ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """The rows of this program, their keys, and the tiles of keys that they may see."""
-    tiles = (n + ROWS - 1) // ROWS
-    if pairs is not None:  # heads side by side read one piece of the mask's array
-        lanes = tl.num_programs(0) // tiles
-        tile = tl.program_id(0) // lanes
-        lane = tl.program_id(0) % lanes
-    else:
-        tile = tl.program_id(0) % tiles
-        lane = tl.program_id(0) // tiles
-    if UPPER:
-        tile = tiles - 1 - tile  # a causal mask's longest rows first
-    batch = tl.cast(lane // heads, tl.int64)
-    head = lane % heads
-    first = tile * ROWS
-    last = tl.minimum(first + ROWS, n) - 1
-    r = tl.minimum(first + tl.arange(0, ROWS), n - 1)
-    line = tl.cast(lane, tl.int64) * n + r
-    query += batch * q_b + tl.cast(head, tl.int64) * q_h + tl.cast(first, tl.int64) * q_n
-    offset = (r - first) * q_n
-    shared = tl.cast(head // group, tl.int64)
-    key += batch * k_b + shared * k_h
-    i = r[:, None]
-    a = i
-    if bias is not None:
-        bias += batch * bias_b + shared * bias_h
-    if gate_key is not None:
-        gate_key += batch * gate_b + shared * gate_h
-        a = gate_half(tl.load(gate_query + line), FAST)[:, None]
-    end = length_of(lengths, batch, m)
-    q = i
-    if not WIDE:
-        q = fetch(query, offset, W, BLOCK_W)
-    lo, inner_lo, inner_hi, hi = bounds(first, last, lower, upper, end, COLS, LOWER, UPPER)
-    rows = (q, query, offset, i, a)
-    # A function of Triton cannot return None: the key stands for what is not there.
-    keys = (
-        key,
-        tl.cast(k_m, tl.int64),
-        key if bias is None else bias,
-        key if gate_key is None else gate_key,
-    )
-    i_at = i
-    if pairs is not None:
-        pairs += batch * p_b + head * tl.cast(p_h, tl.int64) + first * tl.cast(p_n, tl.int64)
-        i_at = ((r - first) * p_n)[:, None]
-    mask = (
-        n, m, end, lower, upper, key if pairs is None else pairs, i_at, p_m, pairs_times,
-    )  # fmt: skip
-    edges = (lo, inner_lo, inner_hi, hi)
-    return rows, keys, mask, edges, line
-
-
-@triton.jit
-def _peaks(
-    rows, keys, mask, edges, scale, times,
-    COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, WIDE: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+def _peaks(rows, keys, edges, scale, times, pairs_times, z, F, COUNT: tl.constexpr):
     """The largest of every COLS-th score, (ROWS, COLS); if COUNT the lowest score and how many.
 
     They are a few of the scores, but the row's large ones: a bound from them is near the truth.
     """
-    ROWS: tl.constexpr = rows[3].shape[0]
-    peaks = tl.full((ROWS, COLS), NONE, tl.float32)
-    floor = tl.full((ROWS,), float("inf"), tl.float32)
-    count = tl.zeros((ROWS,), tl.float32)
+    peaks = tl.full((F.ROWS, F.COLS), NONE, tl.float32)
+    floor = tl.full((F.ROWS,), float("inf"), tl.float32)
+    count = tl.zeros((F.ROWS,), tl.float32)
     for t in tl.range(edges[0], edges[3]):
-        s = _scores(
-            rows, keys, mask, edges, scale, times, t,
-            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
-        )  # fmt: skip
+        s = _scores(t, rows, keys, edges, scale, times, pairs_times, z, F)
         peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
         if COUNT:
             on = s > NONE
@@ -231,64 +136,48 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
 
 
 @launched
-def entmax_kernel(
-    query, key, bias, gate_query, gate_key, lengths, pairs, out, scale, alpha, pairs_times,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
-    n, m, heads, group, lower, upper,
-    POWER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr,
-    BLOCK_W: tl.constexpr, WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F: tl.constexpr):
     """One tile of rows: a first look for the start, then steps until the slowest row is there.
 
     With few powers the mass of the row is known exactly as long as the same scores count. At
     alpha = 1.5 it is a quadratic in t, whose root leaves an error of third order, on either side;
     else Newton's steps leave one of second order.
     """
-    BIAS: tl.constexpr = bias is not None
-    GATE: tl.constexpr = gate_key is not None
-    rows, keys, mask, edges, line = _place(
-        query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
-        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
-        n, m, heads, group, lower, upper,
-        ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
-    )  # fmt: skip
+    z = Sizes(n, m, heads, group, n, lower, upper)
+    rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
+    alpha = scales.alpha
     slim = alpha - 1.0
-    peaks, _, _ = _peaks(
-        rows, keys, mask, edges, scale * slim, slim,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS, False,
-    )  # fmt: skip
+    scale = scales.scale * slim
+    pairs_times = scales.times * slim
+    peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
     bad = _spoiled(peaks)
     top = tl.max(peaks, 1)
     empty = top == NONE
     top = tl.where(empty | bad, 0.0, top)
     t = top - 1.0
     for _ in range(8):
-        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, POWER, FAST)
-        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), alpha, POWER)
+        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, F.POWER, F.FAST)
+        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), alpha, F.POWER)
     t = tl.where(bad, 0.0, t)
     low = t
     high = top
-    NEAR: tl.constexpr = 0.02 if POWER == 2 else 1e-3
+    NEAR: tl.constexpr = 0.02 if F.POWER == 2 else 1e-3
     far = 1.0
     step = 0
     while (far > NEAR) & (step < STEPS):
-        mass = tl.zeros((ROWS,), tl.float32)
-        slope = tl.zeros((ROWS,), tl.float32)
-        count = tl.zeros((ROWS,), tl.float32)
+        mass = tl.zeros((F.ROWS,), tl.float32)
+        slope = tl.zeros((F.ROWS,), tl.float32)
+        count = tl.zeros((F.ROWS,), tl.float32)
         for tile in tl.range(edges[0], edges[3]):
-            s = _scores(
-                rows, keys, mask, edges, scale * slim, slim, tile,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
-            )  # fmt: skip
+            s = _scores(tile, rows, keys, edges, scale, slim, pairs_times, z, F)
             r = tl.maximum(s - t[:, None], 0.0)
-            some, lean = _powers(r, alpha, POWER, FAST)
+            some, lean = _powers(r, alpha, F.POWER, F.FAST)
             mass += tl.sum(some, 1)
             slope += tl.sum(lean, 1)
-            if POWER == 2:
+            if F.POWER == 2:
                 count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
-        move = _newton(mass, slope, alpha, POWER)
-        if POWER == 2:
+        move = _newton(mass, slope, alpha, F.POWER)
+        if F.POWER == 2:
             low = tl.where(mass >= 1, t, low)
             high = tl.where(mass <= 1, t, high)
             inside = slope * slope - count * (mass - 1)
@@ -301,7 +190,7 @@ def entmax_kernel(
         far = tl.max(tl.abs(move) * slope, 0)
         step += 1
     t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))
-    tl.store(out + line, t)
+    tl.store(out + spot.line, t)
 
 
 @triton.jit
@@ -366,31 +255,18 @@ def _fitting(equal, room):
 
 @launched
 def topk_kernel(
-    query, key, bias, gate_query, gate_key, lengths, pairs, out, position, scale, pairs_times,
-    q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
-    n, m, heads, group, lower, upper, top_k,
-    ROWS: tl.constexpr, COLS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
-    WIDE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    given, out, position, scales, steps, n, m, heads, group, lower, upper, top_k, F: tl.constexpr
+):
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
 
     At least k scores are ≥ low and fewer than k are ≥ high, both images of floats. Where the two
     are neighbours and more than k scores are ≥ low, the k-th has equals, and the last look finds
     the position up to which they count.
     """
-    BIAS: tl.constexpr = bias is not None
-    GATE: tl.constexpr = gate_key is not None
-    rows, keys, mask, edges, line = _place(
-        query, key, bias, gate_query, gate_key, lengths, pairs, pairs_times,
-        q_b, q_h, q_n, k_b, k_h, k_m, bias_b, bias_h, gate_b, gate_h, p_b, p_h, p_n, p_m,
-        n, m, heads, group, lower, upper,
-        ROWS, COLS, W, BLOCK_W, WIDE, LOWER, UPPER, FAST,
-    )  # fmt: skip
-    peaks, floor, count = _peaks(
-        rows, keys, mask, edges, scale, 1.0,
-        COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS, True,
-    )  # fmt: skip
+    z = Sizes(n, m, heads, group, n, lower, upper)
+    rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
+    scale = scales.scale
+    peaks, floor, count = _peaks(rows, keys, edges, scale, 1.0, scales.times, z, F, True)
     bad = _spoiled(peaks)
     few = count <= top_k
     idle = bad | few
@@ -403,8 +279,8 @@ def topk_kernel(
         middle = _cut(low, high, CUTS // 2, look)
         above = tl.sum((peaks >= _number(middle)[:, None]).to(tl.int32), 1) >= top_k
         low = tl.where(above, middle, low)
-    count = tl.full((ROWS,), m, tl.int32) + top_k
-    count_high = tl.zeros((ROWS,), tl.int32)
+    count = tl.full((F.ROWS,), m, tl.int32) + top_k
+    count_high = tl.zeros((F.ROWS,), tl.int32)
     going = 1
     look = 0
     while (going > 0) & (look < LOOKS):
@@ -414,14 +290,11 @@ def topk_kernel(
             _cut(low, high, 3, look),
         )
         first, second, third = _number(one)[:, None], _number(two)[:, None], _number(three)[:, None]
-        above_one = tl.zeros((ROWS,), tl.int32)
-        above_two = tl.zeros((ROWS,), tl.int32)
-        above_three = tl.zeros((ROWS,), tl.int32)
+        above_one = tl.zeros((F.ROWS,), tl.int32)
+        above_two = tl.zeros((F.ROWS,), tl.int32)
+        above_three = tl.zeros((F.ROWS,), tl.int32)
         for tile in tl.range(edges[0], edges[3]):
-            s = _scores(
-                rows, keys, mask, edges, scale, 1.0, tile,
-                COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
-            )  # fmt: skip
+            s = _scores(tile, rows, keys, edges, scale, 1.0, scales.times, z, F)
             three_counts = tl.where(s >= first, 1, 0)
             three_counts += tl.where(s >= second, FIELD, 0)
             three_counts += tl.where(s >= third, FIELD * FIELD, 0)
@@ -440,16 +313,13 @@ def topk_kernel(
     foot = _number(low)
     ties = tl.max(((count != top_k) & (idle == 0)).to(tl.int32), 0)
     room = top_k - count_high
-    count = tl.zeros((ROWS,), tl.int32)
-    seen = tl.zeros((ROWS,), tl.int32)
-    last = tl.full((ROWS,), -1, tl.int32)
-    least = tl.full((ROWS,), float("inf"), tl.float32)
-    below = tl.full((ROWS,), NONE, tl.float32)
+    count = tl.zeros((F.ROWS,), tl.int32)
+    seen = tl.zeros((F.ROWS,), tl.int32)
+    last = tl.full((F.ROWS,), -1, tl.int32)
+    least = tl.full((F.ROWS,), float("inf"), tl.float32)
+    below = tl.full((F.ROWS,), NONE, tl.float32)
     for tile in tl.range(edges[0], edges[3]):
-        s = _scores(
-            rows, keys, mask, edges, scale, 1.0, tile,
-            COLS, W, BLOCK_W, WIDE, BIAS, GATE, LOWER, UPPER, FAST, PRECISION, PAIRS,
-        )  # fmt: skip
+        s = _scores(tile, rows, keys, edges, scale, 1.0, scales.times, z, F)
         above = s >= foot[:, None]
         count += tl.sum(above.to(tl.int32), 1)
         least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
@@ -457,7 +327,7 @@ def topk_kernel(
         if ties > 0:
             equal = (s == foot[:, None]).to(tl.int32)
             fit = _fitting(equal, room - seen)
-            last = tl.where(seen <= room, tile * COLS + fit - 1, last)
+            last = tl.where(seen <= room, tile * F.COLS + fit - 1, last)
             seen += tl.sum(equal, 1)
     # Half way to the next score: so another tile's rounding cannot shut the k-th out.
     half = 0.5 * least + 0.5 * tl.where(below == NONE, least, below)
@@ -466,8 +336,8 @@ def topk_kernel(
     least = tl.where(tied, foot, half)
     least = tl.where(bad, float("nan"), tl.where(few, NONE, least))
     found = tl.where(tied, last, NOWHERE)
-    tl.store(out + line, least)
-    tl.store(position + line, found)
+    tl.store(out + spot.line, least)
+    tl.store(position + spot.line, found)
 
 
 def _tile(query: Tensor) -> Tile:
@@ -481,36 +351,22 @@ def _tile(query: Tensor) -> Tile:
 
 def _run(
     kernel: Any,
-    given: tuple[Tensor | None, ...],
-    numbers: tuple[Any, ...],
+    given: Arrays,
+    numbers: Numbers,
     outs: tuple[Tensor, ...],
-    floats: tuple[float, ...],
     whole: tuple[int, ...] = (),
-    names: tuple[str, ...] = NAMES,
 ) -> None:
-    """Launch with the largest tile that the device holds.
-
-    What is given, and its numbers, are those of `Arguments`.
-    """
-    query, key, _, key_bias, gate_query, gate_key, _, _, lengths, _, pairs, _ = given
-    taken = (query, key, key_bias, gate_query, gate_key, lengths, pairs)
-    about = (kernel, *launch.kinds(*taken), *numbers[1:], *whole)
+    """Launch with the largest tile that the device holds."""
+    about = (kernel, *launch.kinds(*given[:2], *given[3:]), *numbers[1:], *whole)
     made = launch.MADE.get(about)
-    if made is not None and made.again((*taken, *outs), floats):
+    if made is not None and made.again((*given, *outs), numbers.floats):
         return
     call = Arguments(*given, *numbers)
-    arrays = (
-        call.query, call.key, call.key_bias, call.gate_query, call.gate_key, call.lengths,
-        call.pairs, *outs,
-    )  # fmt: skip
-    whole = (
-        *call.strides[:6], *call.strides[9:], call.n, call.m, call.h, call.group,
-        call.lower, call.upper, *whole,
-    )  # fmt: skip
+    sizes = (call.n, call.m, call.h, call.group, call.lower, call.upper, *whole)
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
-    facts = {name: call.facts[name] for name in names} | {"WIDE": wide}
+    facts = {name: call.facts[name] for name in FACTS} | PLAIN | {"WIDE": wide}
 
     def run(tile: Tile) -> Launch | None:
         known = facts | {
@@ -519,7 +375,10 @@ def _run(
             "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
         programs = call.b * call.h * -(-call.n // tile.rows)
-        return launch.start(kernel, programs, arrays, floats, whole, known, tile)
+        arrays = (call.inputs, *outs)
+        return launch.start(
+            kernel, programs, arrays, call.floats, (call.steps(), *sizes), known, tile
+        )
 
     need = (kernel, *facts.values())
     made = launch.fitting(_tile(call.query), call.query.device, need, run)
@@ -560,7 +419,7 @@ def entmax_threshold(
         query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
     )
     numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, tf32, times)
-    _run(entmax_kernel, given, numbers, (out,), (scale, alpha, times), names=("POWER", *NAMES))
+    _run(entmax_kernel, given, numbers, (out,))
     return out
 
 
@@ -594,5 +453,5 @@ def topk_threshold(
         query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
     )
     numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, tf32, times)
-    _run(topk_kernel, given, numbers, (least, position), (scale, times), (k,))
+    _run(topk_kernel, given, numbers, (least, position), (k,))
     return least, position

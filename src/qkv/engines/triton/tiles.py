@@ -99,15 +99,15 @@ def length_of(lengths, batch, m):
 
 
 @triton.jit
-def alive(i, j, n, end, lower, upper, layout, size, columns, LOWER, UPPER, LAYOUT):
+def alive(i, j, end, layout, z, F):
     """Which pairs of a tile count."""
-    live = (i < n) & (j < end)
-    if LOWER:
-        live = live & (j - i >= lower)
-    if UPPER:
-        live = live & (j - i <= upper)
-    if LAYOUT:
-        cell = layout + (i // size) * columns + j // size
+    live = (i < z.n) & (j < end)
+    if F.LOWER:
+        live = live & (j - i >= z.lower)
+    if F.UPPER:
+        live = live & (j - i <= z.upper)
+    if F.LAYOUT:
+        cell = layout + (i // z.size) * z.columns + j // z.size
         live = live & (tl.load(cell, mask=live, other=0) != 0)
     return live
 

@@ -33,39 +33,35 @@ def excess(s, threshold, alpha, POWER: tl.constexpr):
 
 
 @triton.jit
-def weigh(
-    s, j, live, top, share, row_a, row_b, alpha,
-    WEIGHTING: tl.constexpr, POWER: tl.constexpr, APART: tl.constexpr, FAST: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def weigh(s, j, live, top, share, row_a, row_b, alpha, F, MASKED: tl.constexpr):
     """α of a tile once its rows are known, and (of entmax) its lean.
 
     `share` is 1 / total, or 0 for an empty row. APART keeps it out of the exponent: `top` is then
     the largest score, and otherwise the logarithm of the sum, which at 1e8 has no digits left.
     """
-    if WEIGHTING == "softmax" or WEIGHTING == "topk":
-        if WEIGHTING == "topk":
+    if F.EXPONENTIAL:
+        if F.WEIGHTING == "topk":
             s = tl.where(chosen(s, j, row_a, row_b), s * LOG2E, NONE)
         if MASKED:
             s = tl.where(live, s, NONE)
         # Rounding may put a score above the top that another tile shape found.
         p = tl.exp2(tl.minimum(s - top, 0.0, propagate_nan=tl.PropagateNan.ALL))
-        if APART:
+        if F.APART:
             p = p * share
         lean = p
     else:
-        if WEIGHTING == "average":
+        if F.WEIGHTING == "average":
             p = share + 0.0 * j
-        elif WEIGHTING == "sigmoid":
+        elif F.WEIGHTING == "sigmoid":
             # Not the fast one: a weight of 1/4096 would have no digit right.
             p = gate(gate_half(s, False), 0.0, 1.0, False)
-        elif WEIGHTING == "normalized":
+        elif F.WEIGHTING == "normalized":
             p = s * share
         else:
             p = s
         lean = p
-        if WEIGHTING == "entmax":
-            p, lean = excess(s, row_a, alpha, POWER)
+        if F.WEIGHTING == "entmax":
+            p, lean = excess(s, row_a, alpha, F.POWER)
         if MASKED:
             p = tl.where(live, p, 0.0)
             lean = tl.where(live, lean, 0.0)
@@ -73,16 +69,16 @@ def weigh(
 
 
 @triton.jit
-def slope(p, lean, along, centre, share, WEIGHTING: tl.constexpr):
+def slope(p, lean, along, centre, share, F):
     """The gradient of a tile's scores: `along` is ∂L/∂α."""
-    if WEIGHTING == "softmax":
+    if F.WEIGHTING == "softmax":
         return p * (along - centre)
-    elif WEIGHTING == "topk":
+    elif F.WEIGHTING == "topk":
         return tl.where(p == 0, 0.0, p * (along - centre))
-    elif WEIGHTING == "entmax":
+    elif F.WEIGHTING == "entmax":
         return tl.where(lean == 0, 0.0, lean * (along - centre))
-    elif WEIGHTING == "normalized":
+    elif F.WEIGHTING == "normalized":
         return (along - centre) * share
-    elif WEIGHTING == "sigmoid":
+    elif F.WEIGHTING == "sigmoid":
         return p * (1.0 - p) * along
     return along

@@ -23,23 +23,20 @@ TILE = Tile(ROWS, COLS, COLS, 4, 3)
 
 
 @triton.jit
-def _alpha(
-    q, k, top, row, col, n, m, upper, scale, rule,
-    BOUND: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+def _alpha(q, k, top, row, col, n, m, upper, scale, rule, F):
     """The weights of a tile: rows q (R, d), columns k (d, C), the rows' log-sum-exps.
 
     `rule` is a head's part of the mask's array, its strides, and what it is multiplied by.
     """
     live = (row[:, None] < n) & (col[None, :] < m) & (top[:, None] != -float("inf"))
-    if BOUND:
+    if F.BOUND:
         live = live & (col[None, :] - row[:, None] <= upper)
-    s = tl.dot(q, k, input_precision=PRECISION) * scale
-    if PAIRS:
+    s = tl.dot(q, k, input_precision=F.PRECISION) * scale
+    if F.PAIRS:
         place, p_n, p_m, times = rule
         offset = row[:, None].to(tl.int64) * p_n + col[None, :].to(tl.int64) * p_m
-        extra, live = ruled(live, place, offset, times, PAIRS, True)
-        if PAIRS == 2:
+        extra, live = ruled(live, place, offset, times, F.PAIRS, True)
+        if F.PAIRS == 2:
             s += extra
     return tl.where(live, tl.exp2((s - top[:, None]) * LOG2E), 0.0)
 
@@ -59,32 +56,28 @@ def _read(x, row, stride, n, at, D: tl.constexpr):
 
 @triton.jit
 def _weights_kernel(
-    query, key, lse, pairs, out, scale, share, times,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
-    p_b, p_h, p_n, p_m,
-    n, m, heads, group, upper,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BOUND: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    query, key, lse, pairs, out, scale, share, times, q_batch, q_head, q_row, k_batch, k_head,
+    k_row, l_batch, l_head, p_b, p_h, p_n, p_m, n, m, heads, group, upper, F: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    at = tl.arange(0, BLOCK_D)
+    row = tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS)
+    col = tl.program_id(0) * F.COLS + tl.arange(0, F.COLS)
+    at = tl.arange(0, F.BLOCK_D)
     within = (row[:, None] < n) & (col[None, :] < m)
     place = row[:, None].to(tl.int64) * m + col[None, :]
-    total = tl.zeros((ROWS, COLS), tl.float32)
+    total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     for head in range(heads):
-        q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
-        k = tl.trans(_read(key + batch * k_batch + head // group * k_head, col, k_row, m, at, D))
+        q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
+        k = tl.trans(_read(key + batch * k_batch + head // group * k_head, col, k_row, m, at, F.D))
         top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
         rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
-        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, BOUND, PRECISION, PAIRS)
-        if MEAN:
+        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
+        if F.MEAN:
             total += alpha
         else:
             to = out + (batch * heads + head) * n * m + place
             tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
-    if MEAN:
+    if F.MEAN:
         tl.store(out + batch * n * m + place, (total * share).to(out.dtype.element_ty), mask=within)
 
 
@@ -98,82 +91,72 @@ def _along(x, row, col, stride_row, stride_col, n, m, share):
 
 @triton.jit
 def _query_kernel(
-    query, key, lse, pairs, along, dquery, centre, scale, share, times,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
-    p_b, p_h, p_n, p_m,
-    a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
-    n, m, heads, group, upper,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BOUND: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    query, key, lse, pairs, along, dquery, centre, scale, share, times, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, l_batch, l_head, p_b, p_h, p_n, p_m, a_batch, a_head, a_row, a_col,
+    d_batch, d_head, d_row, n, m, heads, group, upper, F: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂q of a tile of rows of one head, and Σⱼ αⱼ gⱼ of each, with g = ∂L/∂α."""
     batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    first = tl.program_id(0) * ROWS
-    row, at = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
+    first = tl.program_id(0) * F.ROWS
+    row, at = first + tl.arange(0, F.ROWS), tl.arange(0, F.BLOCK_D)
+    q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
     top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
     end = m
-    if BOUND:
-        end = min(m, first + ROWS + upper)
+    if F.BOUND:
+        end = min(m, first + F.ROWS + upper)
     key += batch * k_batch + head // group * k_head
     along += batch * a_batch + head * a_head
     rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
-    middle = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, end, COLS):
-        col = start + tl.arange(0, COLS)
-        k = tl.trans(_read(key, col, k_row, m, at, D))
-        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, BOUND, PRECISION, PAIRS)
+    middle = tl.zeros((F.ROWS,), tl.float32)
+    for start in range(0, end, F.COLS):
+        col = start + tl.arange(0, F.COLS)
+        k = tl.trans(_read(key, col, k_row, m, at, F.D))
+        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
         middle += tl.sum(alpha * _along(along, row, col, a_row, a_col, n, m, share), 1)
-    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(0, end, COLS):
-        col = start + tl.arange(0, COLS)
-        rows = _read(key, col, k_row, m, at, D)
-        alpha = _alpha(
-            q, tl.trans(rows), top, row, col, n, m, upper, scale, rule, BOUND, PRECISION, PAIRS
-        )
+    total = tl.zeros((F.ROWS, F.BLOCK_D), tl.float32)
+    for start in range(0, end, F.COLS):
+        col = start + tl.arange(0, F.COLS)
+        rows = _read(key, col, k_row, m, at, F.D)
+        alpha = _alpha(q, tl.trans(rows), top, row, col, n, m, upper, scale, rule, F)
         g = _along(along, row, col, a_row, a_col, n, m, share)
         slope = (alpha * (g - middle[:, None])).to(rows.dtype)
-        total += tl.dot(slope, rows, input_precision=PRECISION)
+        total += tl.dot(slope, rows, input_precision=F.PRECISION)
     to = dquery + batch * d_batch + head * d_head + row[:, None].to(tl.int64) * d_row + at[None, :]
-    within = (row[:, None] < n) & (at[None, :] < D)
+    within = (row[:, None] < n) & (at[None, :] < F.D)
     tl.store(to, (total * scale).to(dquery.dtype.element_ty), mask=within)
     tl.store(centre + (batch * heads + head) * n + row, middle, mask=row < n)
 
 
 @triton.jit
 def _key_kernel(
-    query, key, lse, pairs, along, dkey, centre, scale, share, times,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, l_batch, l_head,
-    p_b, p_h, p_n, p_m,
-    a_batch, a_head, a_row, a_col, d_batch, d_head, d_row,
-    n, m, heads, group, upper,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BOUND: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    query, key, lse, pairs, along, dkey, centre, scale, share, times, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, l_batch, l_head, p_b, p_h, p_n, p_m, a_batch, a_head, a_row, a_col,
+    d_batch, d_head, d_row, n, m, heads, group, upper, F: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂k of a tile of columns of one head of keys, over all the heads that share it."""
     batch, few = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    first = tl.program_id(0) * COLS
-    col, at = first + tl.arange(0, COLS), tl.arange(0, BLOCK_D)
-    k = tl.trans(_read(key + batch * k_batch + few * k_head, col, k_row, m, at, D))
+    first = tl.program_id(0) * F.COLS
+    col, at = first + tl.arange(0, F.COLS), tl.arange(0, F.BLOCK_D)
+    k = tl.trans(_read(key + batch * k_batch + few * k_head, col, k_row, m, at, F.D))
     begin = 0
-    if BOUND:
-        begin = max(0, first - upper) // ROWS * ROWS
-    total = tl.zeros((COLS, BLOCK_D), tl.float32)
+    if F.BOUND:
+        begin = max(0, first - upper) // F.ROWS * F.ROWS
+    total = tl.zeros((F.COLS, F.BLOCK_D), tl.float32)
     for head in range(few * group, few * group + group):
-        for start in range(begin, n, ROWS):
-            row = start + tl.arange(0, ROWS)
-            q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, D)
+        for start in range(begin, n, F.ROWS):
+            row = start + tl.arange(0, F.ROWS)
+            q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
             top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
             place = centre + (batch * heads + head) * n + row
             middle = tl.load(place, mask=row < n, other=0.0)
             rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
-            alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, BOUND, PRECISION, PAIRS)
+            alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
             here = along + batch * a_batch + head * a_head
             g = _along(here, row, col, a_row, a_col, n, m, share)
             slope = (alpha * (g - middle[:, None])).to(q.dtype)
-            total += tl.dot(tl.trans(slope), q, input_precision=PRECISION)
+            total += tl.dot(tl.trans(slope), q, input_precision=F.PRECISION)
     to = dkey + batch * d_batch + few * d_head + col[:, None].to(tl.int64) * d_row + at[None, :]
-    within = (col[:, None] < m) & (at[None, :] < D)
+    within = (col[:, None] < m) & (at[None, :] < F.D)
     tl.store(to, (total * scale).to(dkey.dtype.element_ty), mask=within)
 
 

@@ -1,0 +1,262 @@
+"""Gradients of query, key, value, bias, gate and mask: which kernels are launched for them, how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.engines.triton import backward, launch, pairs
+from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.records import ARRAYS, Arrays
+
+SCRATCH = 64 * 2**20
+"""Bytes of score gradients held at once where φ is too wide to be summed on chip."""
+
+
+class Gradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor
+    gate_query: Tensor
+    gate_key: Tensor
+    pairs: Tensor
+
+
+def attend_backward(
+    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
+) -> Gradients:
+    """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs.
+
+    After the results of `forward.attend` comes what that was given, and whether gradients are
+    wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
+    gradient, the array is empty.
+    """
+    *given, for_queries, for_keys, for_pairs = rest
+    call = Arguments(*given)
+    grads = _places(given, for_queries, for_keys, for_pairs)
+    if out.numel() == 0 or call.m == 0:
+        for x in grads:
+            x.zero_()
+        return grads
+    along = along.contiguous()
+    centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
+    call.facts = call.facts | {"CENTRED": centred}
+    wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
+    call.described = call.described and not wide
+    centre = _centre(call, along, along_lse, out, kept, wide)
+    if for_pairs and call.weighting != "average":
+        pairs.fill(call, along, centre, kept, grads.pairs)
+    if call.weighting == "average":
+        for x in (*grads[:2], *grads[3:]):
+            x.zero_()
+        if for_keys:
+            _to_keys(call, along, centre, kept, grads, False)
+    elif wide:
+        _through_scratch(call, along, centre, kept, grads, for_queries, for_keys)
+        if for_queries and call.gate_query is not None:
+            _to_queries(call, along, centre, kept, grads, True)
+    else:
+        if for_keys:
+            _to_keys(call, along, centre, kept, grads, False)
+        if for_queries:
+            _to_queries(call, along, centre, kept, grads, False)
+    return grads
+
+
+def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool) -> Gradients:
+    """Room for the gradients of these; none where there is no argument or no wish."""
+    wishes = (for_queries, for_keys, for_keys, for_keys, for_queries, for_keys, for_pairs)
+    arrays = Arrays(*given[:ARRAYS])
+    learned = (*arrays[:6], arrays.pairs)
+    return Gradients(
+        *(
+            arrays.query.new_empty((0,)) if x is None or not wish else x.new_empty(x.shape)
+            for x, wish in zip(learned, wishes, strict=True)
+        )
+    )
+
+
+def fake(
+    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
+) -> Gradients:
+    return _places(rest, *rest[-3:])
+
+
+def _centre(
+    call: Arguments, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, wide: bool
+) -> Tensor | None:
+    """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none."""
+    if not call.facts["CENTRED"]:
+        return None
+    lines = call.b * call.h * call.n
+    if call.weighting == "entmax":
+        up, down = _to_queries(call, along, None, kept, None, wide)
+        return up / torch.where(down == 0, 1.0, down)
+    centre = call.new(lines)
+    if call.weighting == "normalized":
+        along_lse = None
+    facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
+    arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
+    launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
+    return centre
+
+
+def _to_queries(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: Gradients | None,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
+    """Fill the gradients of query and gate_query; with no place for them, the centre's sums."""
+    lines = call.b * call.h * call.n
+    one = two = kept
+
+    def run(tile: Tile) -> None:
+        nonlocal one, two
+        programs = call.b * call.h * -(-call.n // tile.rows)
+        splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
+        one, two = call.new(splits, lines), call.new(splits, lines)
+        dquery: Tensor | None = None
+        if grads is not None and not wide:
+            dquery = grads.query
+            if splits > 1:
+                dquery = call.new(splits * call.b, call.h, call.n, call.w)
+        at, counts, at_columns = call.lists(tile)
+        facts = call.known(tile, wide, splits) | {"CENTRE": grads is None, "PACKED": False}
+        facts["CENTRED"] = facts["CENTRED"] and grads is not None
+        arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
+        whole = (
+            call.steps(dquery), call.n, call.m, call.h, call.group, lines,
+            *call.bounds(at_columns, splits, span),
+        )  # fmt: skip
+        launch.start(
+            backward.to_queries, programs * splits, arrays, call.floats, whole, facts, tile
+        )
+        if dquery is not None and grads is not None and splits > 1:
+            grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
+
+    call.fitting("to_queries", call.n, run)
+    if grads is not None:
+        if call.gate_query is not None:
+            grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
+        return one, two
+    return one.sum(0), two.sum(0)
+
+
+def _to_keys(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: Gradients,
+    wide: bool,
+    pairs: tuple[int, int] | None = None,
+    keys: tuple[int, int] | None = None,
+    ds: Tensor | None = None,
+) -> None:
+    """Fill the gradients on the side of the keys; with `wide`, `ds` instead of the key's own.
+
+    `pairs` and `keys` say which: the first, and how many.
+    """
+    first_pair, count = pairs or (0, call.b * call.hk)
+    first_key, keys_n = keys or (0, call.m)
+    lines = call.b * call.hk * call.m
+
+    def run(tile: Tile) -> None:
+        programs = count * -(-keys_n // tile.cols)
+        splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
+        at, counts, at_columns = call.lists(tile, by_key=True)
+        targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
+        if splits > 1:
+            scored = call.weighting != "average"
+            widths = (call.w, call.d, 1, 1)
+            given = (not wide, True, call.key_bias is not None, call.gate_key is not None)
+            given = (scored and given[0], True, scored and given[2], scored and given[3])
+            targets = [
+                call.new(splits, lines, width) if there else x
+                for x, width, there in zip(targets, widths, given, strict=True)
+            ]
+        facts = call.known(tile, wide, splits) | {"UNEVEN": call.n % tile.rows != 0}
+        arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
+        whole = (
+            call.steps(), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
+            *call.bounds(at_columns, splits, span),
+            first_pair, first_key, keys_n, lines,
+        )  # fmt: skip
+        launch.start(backward.to_keys, programs * splits, arrays, call.floats, whole, facts, tile)
+        if splits == 1:
+            return
+        places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
+        for place, part in zip(places, targets, strict=True):
+            if part is place:
+                continue
+            part = part.view(splits, call.b * call.hk, call.m, -1)
+            window = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
+            flat = place.view(call.b * call.hk, call.m, -1)
+            flat[window] = part[:, *window].sum(0).to(place.dtype)
+
+    call.fitting("to_keys", call.m, run)
+
+
+def _through_scratch(
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor | None,
+    kept: Tensor,
+    grads: Gradients,
+    for_queries: bool,
+    for_keys: bool,
+) -> None:
+    """∂L/∂φ = dS·ψ and ∂L/∂ψ = dSᵀ·φ by matrix products, of as many scores as SCRATCH holds."""
+    pairs, wide_n = call.b * call.hk, call.group * call.n
+    dtype, device = call.query.dtype, call.query.device
+    room = SCRATCH // call.query.element_size()
+    keys_n = call.m
+    if wide_n * call.m > room:
+        keys_n = max(room // wide_n // 256, 1) * 256
+    count = max(min(room // (wide_n * min(keys_n, call.m)), pairs), 1)
+    phi = call.query.reshape(pairs, wide_n, call.w)
+    psi = call.key.reshape(pairs, call.m, call.w)
+    whole = keys_n >= call.m
+    target = grads if for_keys else _places(call.inputs, False, True, False)
+    total: Tensor | None = None
+    for pair in range(0, pairs, count):
+        some = slice(pair, min(pair + count, pairs))
+        size = some.stop - some.start
+        if for_queries and not whole:
+            total = torch.zeros((size, wide_n, call.w), dtype=torch.float32, device=device)
+        for first in range(0, call.m, keys_n):
+            span = slice(first, min(first + keys_n, call.m))
+            width = span.stop - first
+            make = torch.zeros if call.masked else torch.empty
+            ds = make((size, width, wide_n), dtype=dtype, device=device)
+            _to_keys(call, along, centre, kept, target, True, (pair, size), (first, width), ds)
+            if for_keys:
+                place = grads.key.view(pairs, call.m, call.w)[some, span]
+                if whole:
+                    torch.matmul(ds, _clean(call, phi[some]), out=place)
+                else:
+                    place.copy_(torch.matmul(ds, _clean(call, phi[some])))
+            if for_queries:
+                back, there = ds.transpose(1, 2), _clean(call, psi[some, span])
+                place = grads.query.view(pairs, wide_n, call.w)[some]
+                if total is None:
+                    torch.matmul(back, there, out=place)
+                else:
+                    total += torch.matmul(back, there)
+                del back
+            del ds  # before the next is made
+        if total is not None:
+            grads.query.view(pairs, wide_n, call.w)[some] = total.to(dtype)
+
+
+def _clean(call: Arguments, x: Tensor) -> Tensor:
+    """x with 0 for what is not finite, since 0 · NaN would bring back what the mask ruled out."""
+    return torch.where(torch.isfinite(x), x, 0.0) if call.masked else x

@@ -1,0 +1,171 @@
+"""The gradient of a mask's array: `to_pairs`, a program for each of its tiles, or for a part."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton import launch
+from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.backward import Back, kept_of
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.place import keys_of, place, product, scored
+from qkv.engines.triton.records import Sizes
+from qkv.engines.triton.tiles import (  # fmt: skip
+    LN2,
+    alive,
+    fetch,
+    kept_share,
+    launched,
+    products,
+    rows_at,
+    ruled,
+)
+from qkv.engines.triton.weigh import slope, weigh
+
+FACTS = (
+    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST",
+    "PRECISION", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "EXPONENTIAL", "BASE",
+)  # fmt: skip
+"""Those of a call that the kernel is compiled for."""
+
+
+@launched
+def to_pairs(
+    given, along, centre, kept, dpairs, scales, steps,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, splits, span,
+    rows_own, keys_own, lanes_own, batches_own, heads_own, F: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one tile of a mask's array, from all batches and heads that share it.
+
+    Where its rows or keys are shared too (`rows_own` or `keys_own` is 1), their tiles are looped
+    over as well. A program has `span` of these steps, and of `splits` each writes a part by itself.
+    """
+    z = Sizes(n, m, heads, group, n, lower, upper, size, columns, dropped, hashed)
+    tiles_i = (n + F.ROWS - 1) // F.ROWS
+    tiles_j = (m + F.COLS - 1) // F.COLS
+    own_i = tl.where(rows_own > 1, tiles_i, 1)
+    own_j = tl.where(keys_own > 1, tiles_j, 1)
+    pid = tl.program_id(0)
+    part = pid % splits
+    pid = pid // splits
+    tile_j = pid % own_j
+    pid = pid // own_j
+    tile_i = pid % own_i
+    lane_own = pid // own_i
+    loops_i = tiles_i // own_i
+    loops_j = tiles_j // own_j
+    others = batches_own * heads_own  # lanes that share the array's lane
+    rounds = others * loops_i * loops_j
+    near_i = tl.arange(0, F.ROWS)
+    near_j = tl.arange(0, F.COLS)
+    total = tl.zeros((F.ROWS, F.COLS), dtype=tl.float32)
+    offset = near_i[:, None] * steps.p_n + near_j[None, :] * steps.p_m
+    back = Back(along, centre, kept, tl.cast(lines, tl.int64))
+    own_heads = heads // heads_own
+    if F.ONCE:  # all that share the tile look at one and the same
+        i = (tile_i * F.ROWS + near_i)[:, None]
+        j = (tile_j * F.COLS + near_j)[None, :]
+        inside = alive(i, j, m, given.layout, z, F)
+        there = given.pairs + tl.cast(lane_own // own_heads, tl.int64) * steps.p_b
+        there += tl.cast(lane_own % own_heads, tl.int64) * steps.p_h
+        there += tile_i * F.ROWS * tl.cast(steps.p_n, tl.int64)
+        there += tile_j * F.COLS * tl.cast(steps.p_m, tl.int64)
+        own_extra, own_live = ruled(inside, there, offset, scales.times, F.PAIRS, True)
+    for step in tl.range(part * span, tl.minimum(part * span + span, rounds)):
+        at_j = (tile_j + step % loops_j) * F.COLS
+        at_i = (tile_i + step // loops_j % loops_i) * F.ROWS
+        other = step // (loops_j * loops_i)
+        batch = lane_own // own_heads * batches_own + other // heads_own
+        head = lane_own % own_heads * heads_own + other % heads_own
+        rows, spot = place(given, steps, at_i // F.ROWS, batch * heads + head, z, F)
+        keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
+        here_j = tl.minimum(near_j, m - 1 - at_j)
+        j = (at_j + near_j)[None, :]
+        if F.ONCE:
+            extra = own_extra
+            live = own_live
+            if given.lengths is not None:
+                live = live & (j < keys.end)
+        else:
+            i = (at_i + near_i)[:, None]
+            live = alive(i, j, keys.end, given.layout, z, F)
+            there = rows.pairs + at_j * tl.cast(steps.p_m, tl.int64)
+            extra, live = ruled(live, there, offset, scales.times, F.PAIRS, True)
+        top, share, middle = kept_of(back, spot.line, F)
+        x, _ = product(rows, keys, at_j, here_j, F)
+        if F.WIDE:
+            there = keys.value + at_j * keys.v_m
+            dp = products(
+                along, spot.line * F.D, there, here_j * keys.v_m,
+                F.ROWS, F.COLS, F.D, F.BLOCK_W, F.PRECISION,
+            )  # fmt: skip
+        else:
+            do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+            v = rows_at(keys.value, at_j, keys.v_m, here_j, F.D, F.BLOCK_D, False)  # (COLS, d)
+            dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
+        s, _ = scored(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
+        p, lean = weigh(
+            s + extra, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b,
+            scales.alpha, F, True,
+        )  # fmt: skip
+        if F.DROP:
+            dp = dp * kept_share(rows.drawn, j, dropped, scales.share)
+        ds = slope(p, lean, dp, middle[:, None], share[:, None], F)
+        total += tl.where(live, ds, 0.0)
+    factor = scales.times
+    if F.WEIGHTING == "softmax":
+        factor = factor * LN2
+    total = total * factor
+    there = dpairs + tl.cast(part, tl.int64) * lanes_own * rows_own * keys_own
+    there += tl.cast(lane_own // own_heads, tl.int64) * steps.o_b
+    there += tl.cast(lane_own % own_heads, tl.int64) * steps.o_h
+    row = tile_i * F.ROWS + near_i
+    col = tile_j * F.COLS + near_j
+    if rows_own == 1:
+        if keys_own == 1:
+            tl.store(there, tl.sum(tl.sum(total, 1), 0))
+        else:
+            tl.store(there + col * steps.o_m, tl.sum(total, 0), mask=col < m)
+    else:
+        down = there + row * tl.cast(steps.o_n, tl.int64)
+        if keys_own == 1:
+            tl.store(down, tl.sum(total, 1), mask=row < n)
+        else:
+            inside = (row < n)[:, None] & (col < m)[None, :]
+            tl.store(down[:, None] + col[None, :] * steps.o_m, total, mask=inside)
+
+
+def fill(
+    call: Arguments, along: Tensor, centre: Tensor | None, kept: Tensor, dpairs: Tensor
+) -> None:
+    """Fill the gradient of the mask's array, (B or 1, H or 1, n or 1, m or 1)."""
+    batches, heads, rows, keys = dpairs.shape
+
+    def run(tile: Tile) -> None:
+        tiles = -(-call.n // tile.rows), -(-call.m // tile.cols)
+        own = [count if size > 1 else 1 for count, size in zip(tiles, (rows, keys), strict=True)]
+        programs = batches * heads * own[0] * own[1]
+        steps = call.b * call.h * tiles[0] * tiles[1] // programs
+        room = launch.processors(dpairs.device) * tile.waves
+        span = max(-(-steps * programs // room), min(steps, 4))
+        splits = -(-steps // span)
+        out = dpairs
+        if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
+            out = call.new(splits, *dpairs.shape)
+        facts = {name: call.facts[name] for name in FACTS}
+        wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK or call.facts["APART"]
+        facts |= {"BLOCK_W": call.block_w(tile, wide), "ROWS": tile.rows, "COLS": tile.cols}
+        facts |= {"WIDE": wide, "ONCE": own == list(tiles), "TMA": False, "PACKED": False}
+        arrays = (call.inputs, along, centre, kept, out)
+        whole = (
+            call.steps(out), call.n, call.m, call.h, call.group,
+            call.b * call.h * call.n, *call.bounds(splits, span), rows, keys, batches * heads,
+            call.b // batches, call.h // heads,
+        )  # fmt: skip
+        launch.start(to_pairs, programs * splits, arrays, call.floats, whole, facts, tile)
+        if out is not dpairs:
+            dpairs.copy_(out.sum(0))
+
+    call.fitting("to_pairs", call.n, run)
