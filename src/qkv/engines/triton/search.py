@@ -145,8 +145,7 @@ def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F
     """
     z = Sizes(n, m, heads, group, n, lower, upper)
     rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
-    alpha = scales.alpha
-    slim = alpha - 1.0
+    slim = scales.alpha - 1.0
     scale = scales.scale * slim
     pairs_times = scales.times * slim
     peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
@@ -156,8 +155,8 @@ def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F
     top = tl.where(empty | bad, 0.0, top)
     t = top - 1.0
     for _ in range(8):
-        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, F.POWER, F.FAST)
-        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), alpha, F.POWER)
+        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), scales.alpha, F.POWER, F.FAST)
+        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), scales.alpha, F.POWER)
     t = tl.where(bad, 0.0, t)
     low = t
     high = top
@@ -171,12 +170,12 @@ def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F
         for tile in tl.range(edges[0], edges[3]):
             s = _scores(tile, rows, keys, edges, scale, slim, pairs_times, z, F)
             r = tl.maximum(s - t[:, None], 0.0)
-            some, lean = _powers(r, alpha, F.POWER, F.FAST)
+            some, lean = _powers(r, scales.alpha, F.POWER, F.FAST)
             mass += tl.sum(some, 1)
             slope += tl.sum(lean, 1)
             if F.POWER == 2:
                 count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
-        move = _newton(mass, slope, alpha, F.POWER)
+        move = _newton(mass, slope, scales.alpha, F.POWER)
         if F.POWER == 2:
             low = tl.where(mass >= 1, t, low)
             high = tl.where(mass <= 1, t, high)
@@ -265,8 +264,7 @@ def topk_kernel(
     """
     z = Sizes(n, m, heads, group, n, lower, upper)
     rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
-    scale = scales.scale
-    peaks, floor, count = _peaks(rows, keys, edges, scale, 1.0, scales.times, z, F, True)
+    peaks, floor, count = _peaks(rows, keys, edges, scales.scale, 1.0, scales.times, z, F, True)
     bad = _spoiled(peaks)
     few = count <= top_k
     idle = bad | few
@@ -294,7 +292,7 @@ def topk_kernel(
         above_two = tl.zeros((F.ROWS,), tl.int32)
         above_three = tl.zeros((F.ROWS,), tl.int32)
         for tile in tl.range(edges[0], edges[3]):
-            s = _scores(tile, rows, keys, edges, scale, 1.0, scales.times, z, F)
+            s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
             three_counts = tl.where(s >= first, 1, 0)
             three_counts += tl.where(s >= second, FIELD, 0)
             three_counts += tl.where(s >= third, FIELD * FIELD, 0)
@@ -319,7 +317,7 @@ def topk_kernel(
     least = tl.full((F.ROWS,), float("inf"), tl.float32)
     below = tl.full((F.ROWS,), NONE, tl.float32)
     for tile in tl.range(edges[0], edges[3]):
-        s = _scores(tile, rows, keys, edges, scale, 1.0, scales.times, z, F)
+        s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
         above = s >= foot[:, None]
         count += tl.sum(above.to(tl.int32), 1)
         least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
