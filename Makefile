@@ -44,8 +44,9 @@ $(SUITES) test-full: export MKL_NUM_THREADS := 1
 $(SUITES) test-full: export TF_NUM_INTRAOP_THREADS := 1
 $(SUITES) test-full: export TF_NUM_INTEROP_THREADS := 1
 $(SUITES) test-full: export JAX_PLATFORMS := cpu
-# XLA spends longer on such small programs than they run.
-$(SUITES): export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+# XLA spends longer on such small programs than they run. `test-full` compiles as users do.
+$(SUITES): export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
 # $(call apt,packages) installs system packages where we may.
 tried = { sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \

@@ -22,8 +22,6 @@ def test_cases(backend: str, file: str) -> None:
         pytest.skip(f"{backend} is not installed")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    # XLA spends longer on such small programs than they run.
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
         cwd=HERE.parents[1],

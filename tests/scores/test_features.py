@@ -61,9 +61,8 @@ def test_gradients_of_our_own(units, side):
         want = torch.autograd.grad(by_torch(*given), given, along)
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
-    assert torch.autograd.gradgradcheck(
-        lambda x, v: features.features(units, side, x, v), (x * 0.9, v)
-    )
+    few = torch.from_numpy(sides(1)[side] * 0.9).requires_grad_()  # two rows: it moves each number
+    assert torch.autograd.gradgradcheck(lambda x, v: features.features(units, side, x, v), (few, v))
 
 
 def test_tanh_is_the_same_the_other_way_round():
