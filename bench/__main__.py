@@ -24,6 +24,7 @@ SCRIPTS = (
     "memory",
     "database",
     "certified",
+    "large",
     "layers",
     "small",
     "serve",

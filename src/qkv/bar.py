@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,9 @@ MOMENT = 0.5
 def bar(label: str, total: int | None = None) -> Iterator[Progress]:
     """What to call with how much is done, and of how much; it does nothing where nobody looks, and
     shows nothing of what is done in a moment."""
-    if not sys.stderr.isatty() or not find_spec("rich"):
+    # Bars of two threads would draw over each other.
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or not sys.stderr.isatty() or not find_spec("rich"):
         yield lambda done, total: None
         return
     begun, shown = time.monotonic(), list[Progress]()

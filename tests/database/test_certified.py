@@ -1,5 +1,7 @@
 """Answers with a tolerance: the bound is never below the true error, whatever the rows are."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,9 @@ from qkv.arrays import int8
 from qkv.arrays.rows import Rows, Stored
 from qkv.attention import weigh
 from qkv.database import codes
+from qkv.database.store import sizes
+from qkv.database.store.segments import Segment
+from qkv.database.store.snapshot import Snapshot
 from qkv.engines import certified, coded
 from qkv.errors import ArgumentError, CombinationError
 from qkv.weightings import Normalized, Softmax, TopK
@@ -198,6 +203,45 @@ def test_a_flat_query_reads_no_row_and_a_sharp_one_few(tmp_path):
         out = D.attend(keys[:3], score=scores.ScaledDot(60.0), tolerance=0.01)
         true = D.attend(keys[:3], score=scores.ScaledDot(60.0))
         assert np.abs(out - true).max() < 0.05
+
+
+def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
+    """Of codes first, the next window ahead of the one that is worked on; a bar is told of it."""
+    advised, told = [], []
+
+    @contextmanager
+    def bar(label, total):
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(Snapshot, "scarce", lambda self, resident=0: True)
+    monkeypatch.setattr(sizes, "WINDOW", 400 * 1000)
+    monkeypatch.setattr(sizes, "READ", 0)
+    monkeypatch.setattr("qkv.arrays.rows.bar", bar)
+    ahead = Segment.ahead
+
+    def seen(self, names):
+        advised.append((set(names), len(self.ids), len(told)))
+        ahead(self, names)
+
+    monkeypatch.setattr(Segment, "ahead", seen)
+    keys = np.random.default_rng(12).normal(size=(9000, 64)).astype(np.float32)
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys, np.arange(9000.0))
+        D.remove(keys[5])
+        left = np.delete(np.arange(9000), 5)
+        score = scores.ScaledDot(2.0)
+        found = D.ask(keys[9], score=score, tolerance=0.01)
+        assert len(advised) > 3 and {"near", "near.bounds", "near.block"} == advised[0][0]
+        windows = [before for names, _, before in advised if "near" in names]
+        assert windows == [0, *range(len(windows) - 1)]
+        assert told[len(windows) - 1] == (8999, 8999)
+        assert not any("code" in names for names, *_ in advised)
+        true = exact(keys[left], keys[9], score, Softmax())
+        assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.01
+        near = D.ask(keys[9], score=score)
+        assert any("code" in names for names, *_ in advised)
+        np.testing.assert_allclose(near.weights, true, atol=1e-6)
+        np.testing.assert_allclose(near.value, true @ left, rtol=1e-4)
 
 
 def test_attend_is_exact_where_a_gradient_is_wanted():

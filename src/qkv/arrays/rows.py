@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkv.arrays.base import Framework, Tiling
 from qkv.arrays.ragged import Wide
+from qkv.bar import bar
 from qkv.types import Array, Arrays, Shape, Span
 
 CACHED = 2**18
@@ -115,8 +116,9 @@ class Cut(NamedTuple):
 
 class Rows:
     """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
-    the stored is done with before the next is read. `allowed` (m,) rules some of them out. `kept`
-    has what scores have found out about the keys, (m,), by the kind of the score.
+    the stored is done with before the next is read, and `read` is told which fields of them are
+    wanted, all of it. `allowed` (m,) rules some of them out. `kept` has what scores have found out
+    about the keys, (m,), by the kind of the score.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
@@ -126,7 +128,7 @@ class Rows:
 
     def __init__(
         self,
-        read: Callable[[], Iterable[Stored]],
+        read: Callable[..., Iterable[Stored]],
         shape: Shape,
         width: int = 0,
         allowed: np.ndarray | None = None,
@@ -147,9 +149,16 @@ class Rows:
     def value(self) -> Column:
         return Column(self, (self.shape[0], self.width))
 
-    def cuts(self, size: int, codes: bool = False) -> Cuts:
-        """All rows in cuts; those whose `codes` alone are read need not be as short."""
-        return Cuts(self, size, codes)
+    def cuts(
+        self, size: int, codes: bool = False, ahead: Collection[str] = ("key", "value")
+    ) -> Cuts:
+        """All rows in cuts; those whose `codes` alone are read need not be as short. The fields
+        that are wanted of all rows may be read `ahead`."""
+        return Cuts(self, size, codes, ahead)
+
+    def first(self) -> Stored | None:
+        """Some of the rows, to be looked at."""
+        return next(iter(self.read(()) if self.apart else self.read()), None)
 
     def whole(self, fw: Framework, like: Array) -> tuple[Array, Array, Array | None]:
         """Every live row: key, value, and which are allowed, (1, m)."""
@@ -195,13 +204,31 @@ class Column(NamedTuple):
 class Cuts:
     """All rows in cuts of at most so many, in groups that are read together."""
 
-    def __init__(self, rows: Rows, size: int, codes: bool = False):
-        self.rows, self.size, self.codes = rows, size, codes
+    def __init__(
+        self,
+        rows: Rows,
+        size: int,
+        codes: bool = False,
+        ahead: Collection[str] = ("key", "value"),
+    ):
+        self.rows, self.size, self.codes, self.ahead = rows, size, codes, ahead
 
     def __iter__(self) -> Iterator[list[Cut]]:
-        at, allowed, group = 0, self.rows.allowed, []
-        for stored in self.rows.read():
-            step = self.size
+        if not self.rows.apart:
+            yield [cut for group in self._groups(self.rows.read()) for cut in group]
+            return
+        # What is more than memory holds takes a while.
+        done, total = 0, self.rows.shape[0]
+        with bar("rows", total) as tell:
+            for group in self._groups(self.rows.read(self.ahead)):
+                yield group
+                done += sum(cut.size for cut in group)
+                tell(done, total)
+
+    def _groups(self, parts: Iterable[Stored]) -> Iterator[list[Cut]]:
+        at, allowed = 0, self.rows.allowed
+        for stored in parts:
+            step, group = self.size, []
             if not self.codes and (stored.scale is not None or isinstance(stored.key, Wide)):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
             for start in range(0, len(stored.key), step):
@@ -213,10 +240,7 @@ class Cuts:
                 if size:
                     group.append(Cut(at, size, some, own))
                 at += size
-            if self.rows.apart:
-                yield group
-                group = []
-        yield group
+            yield group
 
 
 class Reader:

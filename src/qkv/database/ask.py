@@ -307,7 +307,7 @@ class Asked:
         total = np.zeros_like(np.atleast_1d(mean), dtype=float)
         found = total, np.full_like(total, np.finfo(float).tiny)
         with np.errstate(invalid="ignore"):
-            for group in self.view.vectors(self.live, value=True).cuts(CHUNK):
+            for group in self.view.vectors(self.live, value=True).cuts(CHUNK, ahead=("value",)):
                 for cut in group:
                     some = alpha[cut.start : cut.start + cut.size]
                     used = np.flatnonzero(some)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,13 @@ REMEMBERED = 64
 
 KNOWN, SHORT = 4096, 1024
 """Rows that are remembered, and the longest text of such a row."""
+
+FIELDS = {
+    "key": ("code", "scale", "sparse"),
+    "value": ("value",),
+    "near": ("near", "near.bounds", "near.block"),
+}
+"""The tensors of what is `Stored`."""
 
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 """Types of cells that nobody can change after they were remembered."""
@@ -365,9 +372,9 @@ class View:
             picked, allowed = allowed, None
             kept = {kind: x[picked] for kind, x in kept.items()}
 
-        def read() -> Iterator[Stored]:
+        def read(fields: Collection[str] = ()) -> Iterator[Stored]:
             at = 0
-            for part in self._parts():
+            for part in self._parts([name for field in fields for name in FIELDS[field]]):
                 live = part.live
                 if picked is not None:
                     size = len(part.ids) if live is None else int(np.count_nonzero(live))
@@ -397,9 +404,9 @@ class View:
             read("code", ids), scale=read("scale", ids) if self.rounded else None
         ).vectors()
 
-    def _parts(self) -> Iterator[Any]:
+    def _parts(self, ahead: Collection[str] = ()) -> Iterator[Any]:
         if self._few is None:
-            yield from self.snapshot.parts()
+            yield from self.snapshot.parts(ahead=ahead)
         for part in self._few or ():
             part.check()
             yield part

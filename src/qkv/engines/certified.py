@@ -64,7 +64,7 @@ def run(
 
 
 def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
-    first = next(iter(rows.read()), None)
+    first = rows.first()
     near = None if first is None else first.near
     if near is None or not rows.shape[0]:
         return "the rows have no codes beside their vectors"

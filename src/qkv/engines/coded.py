@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -32,10 +32,10 @@ class Coded:
         self.rows, self.query, self.score, self.weighting = rows, query, score, weighting
         self.wide = query.astype(float)
         self.cooled = float(getattr(weighting, "temperature", 1.0))
-        self.lost = any(  # what a code has lost is nowhere
-            part.scale is not None and part.near is not None and part.near.residual is not None
-            for part in [next(iter(rows.read()))]
-        )
+        some = rows.first()
+        assert some is not None and some.near is not None
+        # What a code has lost is nowhere.
+        self.lost = some.scale is not None and some.near.residual is not None
         self.read, self.most = 0, np.zeros(len(query))
         self._cuts: list[list[Cut]] | None = None
         self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
@@ -99,7 +99,7 @@ class Coded:
 
     def scanned(self) -> Scan:
         """The weights of all rows by their codes."""
-        return Scan(self.rows.shape[0], self.slack(), self.scores, self.cuts())
+        return Scan(self.rows.shape[0], self.slack(), self.scores, self.cuts(("near",)))
 
     def again(self) -> Scan:
         """The same by their keys, as the exact scan scores them."""
@@ -130,14 +130,15 @@ class Coded:
             found.scores[:, at], terms = self.scores(cut)
             found.terms[:, at] = terms.stacked()
 
-        Reader(of(self.query)).reduce(fill, lambda one, two: None, None, self.cuts())
+        cuts = self.cuts(("near",))
+        Reader(of(self.query)).reduce(fill, lambda one, two: None, None, cuts)
         found.among(self.rows.allowed)
         return found
 
-    def cuts(self) -> Iterable[list[Cut]]:
+    def cuts(self, ahead: Collection[str] = ()) -> Iterable[list[Cut]]:
         """All rows; where memory can hold them, as they were read first."""
         if self.rows.apart:
-            return self.rows.cuts(AT_ONCE, codes=True)
+            return self.rows.cuts(AT_ONCE, codes=True, ahead=ahead)
         if self._cuts is None:
             self._cuts = list(self.rows.cuts(AT_ONCE, codes=True))
         return self._cuts

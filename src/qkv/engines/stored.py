@@ -96,7 +96,8 @@ def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
 
     wide = max(width, score.footprint(width), n, 1)
     size = max(streaming.READ // wide, 512)
-    Reader(of(query)).reduce(fill, lambda one, two: None, None, rows.cuts(size))
+    cuts = rows.cuts(size, ahead=("key",))
+    Reader(of(query)).reduce(fill, lambda one, two: None, None, cuts)
     if aside is not None:
         rows.kept[kind] = aside
     return out
@@ -235,7 +236,8 @@ def sums(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> Sums:
         return (total, np.add.reduce(some, 1), _common(value, some)) if mean else (total,)
 
     size = max(min(streaming.READ // width, MOST), 512)
-    found: Sums = Reader(of(alpha)).reduce(lift, both, none, rows.cuts(size))
+    cuts = rows.cuts(size, ahead=("value",) if few is None else ())
+    found: Sums = Reader(of(alpha)).reduce(lift, both, none, cuts)
     return found
 
 

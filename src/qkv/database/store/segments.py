@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,20 +88,37 @@ class Segment:
             assert self._path is not None
             raise damaged(self._path, "it was cut while it was open")
 
+    def ahead(self, names: Collection[str]) -> None:
+        """Tell the system which tensors of these rows are read next."""
+        self._advise("MADV_WILLNEED", [x for name, x in self.tensors.items() if name in names])
+
     def release(self) -> None:
         """Tell the system that these rows' pages are not needed; reading them maps them again."""
-        if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
+        self._advise("MADV_DONTNEED", [self.ids, *self.tensors.values()])
+
+    def _advise(self, advice: str, tensors: Iterable[Tensor]) -> None:
+        if self._memory is None or not hasattr(mmap, advice):
             return
         origin = np.frombuffer(self._memory, np.uint8).ctypes.data
-        parts = [
-            (x.own().flat, x.starts) if isinstance(x, Ragged) else (x,)
-            for x in self.tensors.values()
-        ]
-        for array in (self.ids, *(array for part in parts for array in part)):
+        parts = [(x.own().flat, x.starts) if isinstance(x, Ragged) else (x,) for x in tensors]
+        for array in (array for part in parts for array in part):
             begin = array.ctypes.data - origin
             first = begin - begin % mmap.PAGESIZE
             if array.nbytes:
-                self._memory.madvise(mmap.MADV_DONTNEED, first, begin + array.nbytes - first)
+                self._memory.madvise(getattr(mmap, advice), first, begin + array.nbytes - first)
+
+
+def in_advance(parts: Iterator[Segment], names: Collection[str]) -> Iterator[Segment]:
+    """The parts again, each when the next of them is being read."""
+    held = None
+    for part in parts:
+        if names:
+            part.ahead(names)
+        if held is not None:
+            yield held
+        held = part
+    if held is not None:
+        yield held
 
 
 def cut(segments: Iterable[Segment], rows: int) -> Iterator[list[Segment]]:

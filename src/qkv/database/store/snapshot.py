@@ -6,7 +6,7 @@ import copy
 import json
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -18,7 +18,7 @@ from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition, row_crc
 from qkv.database.store.layout import ANY, Layout
 from qkv.database.store.lock import Pins
-from qkv.database.store.segments import Entry, Segment
+from qkv.database.store.segments import Entry, Segment, in_advance
 from qkv.database.store.shelf import Shelf
 from qkv.errors import ArgumentError
 
@@ -216,11 +216,17 @@ class Snapshot:
             self._ids.flags.writeable = False
         return self._ids
 
-    def parts(self, window: int | None = None, resident: int = sizes.RESIDENT) -> Iterator[Segment]:
+    def parts(
+        self,
+        window: int | None = None,
+        resident: int = sizes.RESIDENT,
+        ahead: Collection[str] = (),
+    ) -> Iterator[Segment]:
         """All rows by id, a segment at a time, or `window` rows at a time.
 
         Where the tensors take more than `resident` bytes, the windows are small, and when the
-        next one is asked for, the system may take back the memory of the last.
+        next one is asked for, the system may take back the memory of the last; the tensors that
+        are named are read `ahead` of that.
         """
         after = self._first - 1
         scarce = self.scarce(resident)
@@ -237,7 +243,8 @@ class Snapshot:
                     break  # go on with the segments that took its place
                 if segment is None:
                     continue
-                for part in self._windows(segment, listing.dead, after, window):
+                windows = self._windows(segment, listing.dead, after, window)
+                for part in in_advance(windows, ahead if scarce else ()):
                     part.check()
                     yield part
                     if scarce:

@@ -1,0 +1,149 @@
+"""Does a store that is larger than memory answer within a gigabyte? 40 GB of vectors, on CPU.
+
+The files of the store have holes, so that they take little of the disk: each segment begins with
+rows that are there, and all others are 0, as their codes are. A process of its own asks. What is
+measured of it is the most that was resident at any time (VmHWM: what it has made and the pages of
+files that it has mapped), and the most of each, looked at every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+import qkv
+from bench._results import show
+from bench._side_by_side import keep, size
+from qkv.database.store.catalogue import SEGMENT, Edition, row_crc
+from qkv.database.store.layout import IDS
+from qkv.database.store.segments import SUFFIX, Entry, chunks
+
+BYTES = size(40 * 10**9, 3 * 10**9)
+D, THERE = 4096, 512
+"""Numbers in a vector, and the rows of each segment that are there."""
+PIECE = 256 << 20
+MOST = 1000
+"""Megabytes that may be resident."""
+
+
+def make(path: Path) -> None:
+    """A store of few rows, then segments that begin as its own does."""
+    rng = np.random.default_rng(0)
+    with qkv.open(path) as database:
+        database.add(rng.standard_normal((THERE, D), np.float32), np.arange(THERE, dtype=float))
+        store = database._store
+        with store._writing("commit") as (catalogue, desk):
+            number, last, rows, generation, settings = desk.edition
+            first = Entry(*catalogue.one(f"SELECT {SEGMENT} FROM segments"))
+            source = store._shelf.get(first, desk.layout)
+            records = catalogue.all("SELECT record FROM rows ORDER BY id")
+            each, entries, at = PIECE // (desk.layout.row_bytes + 8), [], last + 1
+            while sum(entry.size for entry in entries) < BYTES:
+                file = f"segment-{desk.files + len(entries):08d}{SUFFIX}"
+                made = _holed(path / file, np.arange(at, at + each), source, desk.layout)
+                entries.append(Entry(file, generation, at, at + each - 1, each, made, b""))
+                at += each
+
+            def lines() -> Iterator[tuple[int, bytes, str, int]]:
+                for i in range(last + 1, at):
+                    digest, (record,) = i.to_bytes(16, "little"), records[i % THERE]
+                    yield i, digest, record, row_crc(i, digest, record)
+
+            with catalogue.transaction():
+                catalogue.many("INSERT INTO rows VALUES (?, ?, ?, ?, NULL)", lines())
+                marks = ", ".join("?" * 7)
+                catalogue.many(f"INSERT INTO segments ({SEGMENT}) VALUES ({marks})", entries)
+                catalogue.run("UPDATE counters SET files = ?", desk.files + len(entries))
+                newest = Edition(number + 1, at - 1, rows + at - last - 1, generation, settings)
+                catalogue.enter(newest, "add", at - last - 1, 0)
+            store._desk = None
+
+
+def _holed(path: Path, ids: np.ndarray, source, layout) -> int:
+    """A segment of these ids whose first rows are those of another one; its bytes."""
+    tensors = {IDS: ids, **{name: source.tensors[name] for name in layout.names}}
+    columns = [(name, x.dtype, (len(ids), *x.shape[1:]), []) for name, x in tensors.items()]
+    with open(path, "wb") as file:
+        file.write(next(chunks(columns, {"layout": layout.text()})))
+        for name, dtype, shape, _ in columns:
+            begin = file.tell()
+            file.write(np.ascontiguousarray(tensors[name]).data)
+            file.seek(begin + dtype.itemsize * int(np.prod(shape)))
+        file.truncate()
+        return file.tell()
+
+
+def _resident() -> dict[str, float]:
+    """Megabytes, by the name that Linux has for them."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        line[0][:-1]: int(line[1]) / 1e3
+        for line in lines
+        if line[0] in ("VmHWM:", "RssAnon:", "RssFile:")
+    }
+
+
+def ask(path: Path) -> None:
+    """Ask once, and print what it took."""
+    most, done = {"RssAnon": 0.0, "RssFile": 0.0}, threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.005):
+            now = _resident()
+            most.update({name: max(x, now[name]) for name, x in most.items()})
+
+    threading.Thread(target=look, daemon=True).start()
+    query = np.random.default_rng(0).standard_normal((THERE, D), np.float32)[7]
+    with qkv.open(path, create=False) as database:
+        begin = time.perf_counter()
+        answer = database.ask(query, tolerance=0.01)
+        seconds = time.perf_counter() - begin
+        rows = len(database)
+    done.set()
+    print(seconds, rows, answer.rows_read, answer.error_bound, answer.value, end=" ")
+    print(_resident()["VmHWM"], most["RssAnon"], most["RssFile"])
+
+
+def rows():
+    with tempfile.TemporaryDirectory(prefix="qkv-bench-") as d:
+        path = Path(d) / "large.qkv"
+        make(path)
+        held = sum(file.stat().st_size for file in path.glob("*"))
+        command = [sys.executable, "-m", "bench.large", "ask", str(path)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    seconds, count, read, bound, value, most, own, mapped = map(float, told.split())
+    found = {
+        "work": f"one query over {count:,.0f} × {D} in {held / 1e9:.0f} GB, tolerance 0.01",
+        "sides": {
+            "qkv": {
+                "ms": 1e3 * seconds,
+                "rows read": read,
+                "bound": bound,
+                "MB resident": most,
+                "MB of its own": own,
+                "MB of files": mapped,
+                "load": os.getloadavg()[0],
+            }
+        },
+        "goals": [
+            {"goal": f"< {MOST} MB resident, VmHWM", "found": most, "met": most < MOST},
+            {"goal": "the row that was asked for", "found": value, "met": value == 7},
+        ],
+    }
+    show(found)
+    yield found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ask"]:
+        ask(Path(sys.argv[2]))
+    else:
+        keep("large", rows())
