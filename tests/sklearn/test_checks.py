@@ -17,14 +17,16 @@ WHOLE = "leave-one-out leaves out all of a row's weight"
 
 def expected(estimator):
     known = {"check_sample_weight_equivalence_on_dense_data": WHOLE}
-    return known if estimator.bandwidth == "loo" else {}
+    return known if estimator.bandwidth in ("loo", "learned") else {}
 
 
 @parametrize_with_checks(
     [
         AttentionRegressor(),
         AttentionRegressor("loo", degree=1),
+        AttentionRegressor("learned"),
         AttentionClassifier(),
+        AttentionClassifier("learned", degree=1),
         AttentionTransformer(),
     ],
     expected_failed_checks=expected,
