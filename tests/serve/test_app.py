@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import qkv
+from qkv.cluster import LostShard
 from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
 from qkv.errors import ArgumentError
 from qkv.serve import api, limits, wire
@@ -108,6 +109,7 @@ def test_a_large_body_is_read_in_a_thread(client: TestClient) -> None:
         (Locked("books is locked by process 4711"), 409),
         (Unwritable("/secret/my place/lock cannot be opened (denied)"), 503),
         (Unreadable("/secret/place/catalogue.sqlite: too many files"), 503),
+        (LostShard("shard 1 is lost: /secret/place/catalogue.sqlite: too many files", 1), 503),
     ],
 )
 def test_an_error_names_no_place(error: Exception, status: int) -> None:

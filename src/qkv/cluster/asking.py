@@ -13,10 +13,9 @@ from qkv.answer import Row, Source
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
-from qkv.cluster.fleet import Asked, Many
+from qkv.cluster.fleet import Many, Sent
 from qkv.cluster.shard import Heaviest, Job
-from qkv.database.ask import SHARES, Scatter, farther
-from qkv.database.ask import Asked as InOne
+from qkv.database.ask import SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.view import View
 from qkv.errors import CombinationError
@@ -88,7 +87,7 @@ class Spread(View):
 class One:
     """The weights of one query's answer: those of its heaviest rows are here, others are asked."""
 
-    def __init__(self, asked: Asked, known: State, i: int, found: list[Heaviest], convex: bool):
+    def __init__(self, asked: Sent, known: State, i: int, found: list[Heaviest], convex: bool):
         self.asked, self.known, self.i = asked, known, i
         places = np.concatenate([some.places[i] for some in found])
         weights = np.concatenate([some.weights[i] for some in found])
@@ -103,7 +102,7 @@ class One:
         return np.concatenate(every).astype(dtype or self.weights.dtype, copy=False)
 
 
-class Gathered(InOne):
+class Gathered(Asked):
     """A score, a weighting and a condition; `answers` asks the shards."""
 
     view: Spread
@@ -150,7 +149,7 @@ class Gathered(InOne):
         code = Query(None) if keyed else self._encoded(queries)
         keys = queries if keyed else None
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
-        asked = Asked(view.snapshot, job, lost)
+        asked = Sent(view.snapshot, job, lost)
         _, known, _ = parts.finished(asked, weighting)
         top = self.top if view.schema.pools else max(self.top, SHARES)
         found: list[Heaviest] = asked.each("heaviest", known, top)
@@ -179,7 +178,7 @@ class Gathered(InOne):
         rows = sum(slice.rows for shard, slice in slices if shard in lost)
         return f"{told}; {rows:,} rows are lost ({'; '.join(map(str, lost.values()))})"
 
-    def _bound(self, asked: Asked, query: Any, lost: dict[int, LostShard]) -> np.ndarray:
+    def _bound(self, asked: Sent, query: Any, lost: dict[int, LostShard]) -> np.ndarray:
         """The largest share that the rows of lost shards can have."""
         balls = asked.many.lost(lost)
         if self.score.compares_keys or self.view.wordy:

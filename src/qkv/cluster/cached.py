@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from qkv.cluster.faults import Unreadable
+from qkv.database.faults import Unreadable
 from qkv.database.store.folder import is_part
 from qkv.errors import ArgumentError, MissingExtra
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from qkv.errors import QkvError
+from qkv.database.faults import Unreadable
 
 
-class Unreadable(QkvError, OSError):
-    """A shard's rows cannot be read where they should lie."""
-
-
-class LostShard(QkvError, RuntimeError):
+class LostShard(Unreadable, RuntimeError):
     """A shard does not answer, and was not back in time.
 
     `shard` is its number.

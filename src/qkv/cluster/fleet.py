@@ -271,7 +271,7 @@ def _alike(first: str, one: About, second: str, two: About) -> None:
         )
 
 
-class Asked:
+class Sent:
     """A job as the leaves have it: what they find is merged in a tree of their order."""
 
     def __init__(self, many: Many, job: Job, without: Collection[int] = ()):
@@ -288,7 +288,7 @@ class Asked:
         return parts.merged(self.each("state", found, width), self.job.weighting.merge)
 
 
-class Attended(Asked):
+class Attended(Sent):
     """The same with values pooled in the query's framework, and with gradients."""
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:

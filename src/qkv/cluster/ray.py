@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv.cluster.faults import LostShard, Unreadable
+from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Request
 from qkv.cluster.shard import Job, Shard
+from qkv.database.faults import Unreadable
 from qkv.errors import ArgumentError, MissingExtra
 
 try:

@@ -14,11 +14,10 @@ import numpy as np
 from qkv import parts
 from qkv.arrays import threads
 from qkv.cluster import cached
-from qkv.cluster.faults import Unreadable
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
 from qkv.database.database import open as open_database
-from qkv.database.faults import Damaged, NoStore, NotAStore
+from qkv.database.faults import Damaged, NoStore, NotAStore, Unreadable
 from qkv.database.store import Store
 from qkv.database.view import CHUNK, View
 from qkv.errors import QkvError
