@@ -11,7 +11,6 @@ from qkv import arrays
 from qkv.arrays.base import Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
-from qkv.errors import CombinationError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, At, Block, Live, Shape, Span, derived
@@ -79,14 +78,6 @@ class Call:
             return fw.astype(x, "float32") if fw.dtype(x) in ("float16", "bfloat16") else x
 
         return map_arrays(fw, widen, self)
-
-
-def paired(score: Score, weighting: Weighting, bias: Array | None) -> Score:
-    """The score as the weighting reads it, refused where the two mean nothing together."""
-    reason = weighting.refuses(score, bias is not None)
-    if reason:
-        raise CombinationError(reason)
-    return weighting.reads(score)
 
 
 def all_rows(call: Call) -> Span:

@@ -12,7 +12,7 @@ from qkv.arrays import common, framework_of, is_array, tree
 from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
-from qkv.engines.call import Call, paired
+from qkv.engines.call import Call
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Score, ScoreLike
 from qkv.types import Array, At, Shape
@@ -67,7 +67,7 @@ def resolved(
 ) -> tuple[Score, Weighting]:
     """A score and a weighting from their names or themselves, if they go together."""
     weighting = weightings.resolve(weighting)
-    return paired(scores.resolve(score), weighting, bias), weighting
+    return weightings.paired(scores.resolve(score), weighting, bias is not None), weighting
 
 
 def _ambient(fw: Framework, x: Any) -> Any:

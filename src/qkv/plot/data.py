@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from qkv.arrays import to_numpy
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Score, ScoreLike
 from qkv.scores import resolve as score_of
-from qkv.weightings import WeightingLike
+from qkv.weightings import WeightingLike, paired
 from qkv.weightings import resolve as weighting_of
 
 Matrix: TypeAlias = "np.ndarray[Any, Any]"
@@ -180,9 +180,7 @@ def regression(
     fits = {}
     for name, score in named(scores).items():
         how = weighting_of(weighting or ("normalized" if score.nonnegative else "softmax"))
-        if reason := how.refuses(score, False):
-            raise CombinationError(reason)
-        alpha = np.asarray(how(how.reads(score)(q[:, None], k[:, None])))
+        alpha = np.asarray(how(paired(score, how)(q[:, None], k[:, None])))
         fits[name] = Fit(alpha @ v, alpha)
     return Regression(q, k, v, fits)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qkv.errors import DtypeError
+from qkv.errors import CombinationError, DtypeError
 from qkv.names import Names
+from qkv.scores import Score
 from qkv.weightings import nodes as _nodes  # noqa: F401, they are found by name
 from qkv.weightings.average import Average
 from qkv.weightings.base import State, Weighting, pool
@@ -50,10 +51,20 @@ __all__ = [
     "TopK",
     "Weighting",
     "WeightingLike",
+    "paired",
     "pool",
     "register",
     "resolve",
 ]
+
+
+def paired(score: Score, weighting: Weighting, biased: bool = False) -> Score:
+    """The score as the weighting reads it, refused where the two mean nothing together, a float
+    mask added to the score or not."""
+    reason = weighting.refuses(score, biased)
+    if reason:
+        raise CombinationError(reason)
+    return weighting.reads(score)
 
 
 def resolve(weighting: str | Weighting) -> Weighting:
