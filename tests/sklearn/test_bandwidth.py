@@ -12,8 +12,8 @@ pytest.importorskip("sklearn")
 from qkv.errors import QkvError
 from qkv.scores import Gaussian, Laplace
 from qkv.sklearn import AttentionClassifier, AttentionRegressor
-from qkv.sklearn.bandwidth import RIDGE, Rows, learned, squared, surprise
-from qkv.sklearn.columns import Columns
+from qkv.sklearn.bandwidth import RIDGE, Examples, learned, squared, surprise
+from qkv.sklearn.columns import Features
 from qkv.weightings import Softmax
 
 M, D = 24, 3
@@ -25,7 +25,7 @@ FLAT, SLOPED = np.zeros(D, dtype=bool), np.ones(D, dtype=bool)
 
 
 def rows_of(loss=squared, sloped=FLAT, value=Y, score=None):
-    return Rows(X, value, COUNTS, Columns.of(X, []), loss, sloped, score or Gaussian(),
+    return Examples(X, value, COUNTS, Features.of(X, []), loss, sloped, score or Gaussian(),
                 Softmax())  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_differences(rows):
 
 def test_categories_share_the_gradient_of_their_column():
     table = np.column_stack([X[:, 0], RNG.integers(0, 3, M)])
-    columns = Columns.of(table, [1])
+    columns = Features.of(table, [1])
     rows = replace(rows_of(), key=columns.vectors(table), columns=columns, sloped=np.zeros(4, bool))
     at, step = np.array([0.8, 0.6]), np.array([0.0, 1e-5])
     around = [rows.error(at * np.exp(sign * step)) for sign in (1, -1)]

@@ -17,7 +17,7 @@ import numpy as np
 from qkv import scores, weightings
 from qkv.database import cells, spelled
 from qkv.database.ask import Asked
-from qkv.database.queries import paired
+from qkv.database.queries import questions
 from qkv.database.view import View
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 
@@ -121,7 +121,7 @@ def calibrate(
             "cannot be compared: use softmax, or another that does"
         )
     least = math.ceil(1 / doubt - 1 - ROUNDED)
-    queries, right = paired(view, pairs, "calibrate", "right key")
+    queries, right = questions(view, pairs, "calibrate", "right key")
     places = _places(view, right)
     foreign = np.arange(len(places)) % FOREIGN == FOREIGN - 1
     if np.count_nonzero(~foreign) < least:

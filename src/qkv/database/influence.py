@@ -15,7 +15,7 @@ import numpy as np
 
 from qkv.answer import Row
 from qkv.database.ask import Asked, mark, one
-from qkv.database.queries import paired
+from qkv.database.queries import questions
 from qkv.database.schema import plain
 from qkv.database.view import CHUNK
 from qkv.errors import DtypeError
@@ -61,7 +61,7 @@ def influence(asked: Asked, query: Any, alpha: np.ndarray, value: Any) -> Any:
 
 def valuate(asked: Asked, pairs: Sequence[Any]) -> Valuation:
     """What each row does for the answers to these (query, right value) pairs."""
-    queries, right = paired(asked.view, pairs, "valuate", "right value")
+    queries, right = questions(asked.view, pairs, "valuate", "right value")
     measure, loss = (_pooled if asked.view.schema.pools else _shares)(asked, right)
     worth, weight, total, done = np.zeros(asked.asked), np.zeros(asked.asked), 0.0, 0
     most = max(AT_ONCE // max(measure(slice(0, 1)).size, 1), 1)

@@ -84,7 +84,7 @@ def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | Non
     return tolerance or None, confidence
 
 
-def paired(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:
+def questions(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:
     """The queries of (query, right …) pairs, and what is right of each."""
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:

@@ -16,7 +16,7 @@ import numpy as np
 
 from qkv.attention import weights
 from qkv.scores import Score
-from qkv.sklearn.columns import Columns, Numbers
+from qkv.sklearn.columns import Features, Numbers
 from qkv.sklearn.local import Line, line
 from qkv.weightings import Weighting
 
@@ -60,13 +60,13 @@ def surprise(found: Numbers, value: Numbers, weight: Numbers) -> tuple[float, Nu
 
 
 @dataclass
-class Rows:
+class Examples:
     """Keys (m, D) in standard deviations, values (m, p), and how much each row counts (m,)."""
 
     key: Numbers
     value: Numbers
     weight: Numbers
-    columns: Columns
+    columns: Features
     loss: Loss
     sloped: Numbers
     """The places (D,) along which the fit has a slope."""
@@ -155,7 +155,7 @@ def common(
     return near * np.exp(found.x if found.fun < min(errors) else 0), ridge
 
 
-def learned(rows: Rows, width: Numbers) -> tuple[Numbers, float]:
+def learned(rows: Examples, width: Numbers) -> tuple[Numbers, float]:
     """h (d,) and λ from there by L-BFGS: a column that does not help gets wide.
 
     Minimises −log likelihood/m + PRIOR/m Σₖ log² (hₖ/widthₖ): of classes the first is L, of values

@@ -20,8 +20,8 @@ from qkv.scores.distance import Expanded
 from qkv.sklearn.bandwidth import (
     RIDGE,
     RIDGES,
+    Examples,
     Loss,
-    Rows,
     coarse,
     common,
     counted,
@@ -29,7 +29,7 @@ from qkv.sklearn.bandwidth import (
     scott,
     squared,
 )
-from qkv.sklearn.columns import Columns, Numbers, chosen, text_in
+from qkv.sklearn.columns import Features, Numbers, chosen, text_in
 from qkv.sklearn.local import Line, line
 from qkv.weightings import Normalized, Softmax, Weighting
 
@@ -82,7 +82,7 @@ class Attentive(BaseEstimator):
         kept = counts > 0
         names = getattr(self, "feature_names_in_", None)
         places = chosen(self.categorical, names, self.n_features_in_)
-        self._columns = Columns.of(X[kept], places)
+        self._columns = Features.of(X[kept], places)
         key = self._columns.vectors(X[kept])
         self._X, self._counts = X, counts
         self._sloped = self._columns.sloped & bool(self.degree)
@@ -109,7 +109,7 @@ class Attentive(BaseEstimator):
             return rule, RIDGE
         return self._searched(*self._rows(key, value, counts, spread), spread)
 
-    def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+    def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
         """The bandwidth and the ridge by leave-one-out."""
         # Columns in their own units may be alike, as pixels are, or each in its deviations.
         units = [np.ones(len(spread)), np.sqrt((spread**2).mean()) / spread]
@@ -125,7 +125,7 @@ class Attentive(BaseEstimator):
 
     def _rows(
         self, key: Numbers, value: Numbers, counts: Numbers, spread: Numbers
-    ) -> tuple[Rows, float]:
+    ) -> tuple[Examples, float]:
         """Rows to learn from, and what is narrower by where there are more than these."""
         sizes(sample=self.sample)
         total = counts.sum()
@@ -138,7 +138,7 @@ class Attentive(BaseEstimator):
         score = look["score"]
         if type(score) is Gaussian:  # as products: about their middle they lose no digits
             score = Expanded(score.bandwidth)
-        rows = Rows(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
+        rows = Examples(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
                     self._loss, self._sloped, score, look["weighting"])  # fmt: skip
         return rows, scott(total / counts.sum(), len(spread))
 
@@ -232,13 +232,13 @@ class Attentive(BaseEstimator):
             raise CombinationError(f"{wanted} needs weights that sum to one, unlike {kind}'s")
 
 
-def _same(one: Rows, two: Rows) -> bool:
+def _same(one: Examples, two: Examples) -> bool:
     """Whether both look at their rows in the same way, as far as numbers tell."""
     told = [repr((rows.score, rows.weighting)) for rows in (one, two)]
     return told[0] == told[1]
 
 
-def _spread(key: Numbers, counts: Numbers, columns: Columns) -> Numbers:
+def _spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
     """The standard deviation of each column (d,); of categories, how often two rows differ."""
     middle = np.average(key, axis=0, weights=counts)
     square = columns.of_owners(np.average((key - middle) ** 2, axis=0, weights=counts))

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
-from qkv.sklearn.bandwidth import FLOOR, Rows, surprise
+from qkv.sklearn.bandwidth import FLOOR, Examples, surprise
 from qkv.sklearn.base import Attentive
 from qkv.sklearn.columns import Numbers
 
@@ -65,7 +65,7 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         self._values = values[counts > 0]
         return self
 
-    def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+    def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
         """The bandwidth and the ridge; and for lines, too soft for probabilities as they are, the
         power that surprises least."""
         from scipy.optimize import minimize_scalar

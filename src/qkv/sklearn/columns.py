@@ -12,7 +12,7 @@ from qkv.errors import ArgumentError, DtypeError, unknown
 Numbers = np.ndarray[Any, Any]
 
 
-class Columns(NamedTuple):
+class Features(NamedTuple):
     """Vectors (m, D) of a table (m, d): numbers as they are, then one place per category.
 
     Two rows of different categories are 1 apart, of the same 0; one that was not there in `fit` is
@@ -24,7 +24,7 @@ class Columns(NamedTuple):
     owner: Numbers
 
     @classmethod
-    def of(cls, table: Numbers, categorical: Sequence[int]) -> Columns:
+    def of(cls, table: Numbers, categorical: Sequence[int]) -> Features:
         """The layout of a table, some of whose columns are categories."""
         numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
         categories = {int(j): _distinct(table[:, j]) for j in categorical}
@@ -37,7 +37,7 @@ class Columns(NamedTuple):
         """(n, d) → (n, D)
 
         >>> table = np.array([[1.5, "b"], [2.5, "a"]], dtype=object)
-        >>> Columns.of(table, [1]).vectors(table).round(2)
+        >>> Features.of(table, [1]).vectors(table).round(2)
         array([[1.5 , 0.  , 0.71],
                [2.5 , 0.71, 0.  ]])
         """

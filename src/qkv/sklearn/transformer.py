@@ -11,17 +11,17 @@ from sklearn.base import OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from qkv.errors import ArgumentError, unknown
-from qkv.sklearn.bandwidth import RIDGE, Rows, common, scott
+from qkv.sklearn.bandwidth import RIDGE, Examples, common, scott
 from qkv.sklearn.base import Attentive
-from qkv.sklearn.columns import Columns, Numbers
+from qkv.sklearn.columns import Features, Numbers
 
 CELLS = ("missing", "all")
 
 
-def each_by_the_others(rows: Rows, width: Numbers, ridge: float) -> float:
+def each_by_the_others(rows: Examples, width: Numbers, ridge: float) -> float:
     """The sum of the columns' errors, each told by the other columns; `value` (m, d) says how much
     a cell counts."""
-    columns, flat = Columns.of(rows.key[:, 1:], []), rows.sloped[1:]
+    columns, flat = Features.of(rows.key[:, 1:], []), rows.sloped[1:]
     total = 0.0
     for j in range(len(width)):
         key, weight = np.delete(rows.key, j, axis=1), rows.value[:, j]
@@ -104,7 +104,7 @@ class AttentionTransformer(OneToOneFeatureMixin, TransformerMixin, Attentive):
         # The cells that were filled with the mean have no spread of their own.
         return super()._width(key, self._there * counts[:, None], counts, spread / np.sqrt(share))
 
-    def _searched(self, rows: Rows, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
+    def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
         if self.bandwidth == "learned":
             raise ArgumentError('bandwidth "learned" needs a y to learn from: choose "loo"')
         if len(spread) == 1:
