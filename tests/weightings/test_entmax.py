@@ -180,6 +180,31 @@ def test_many_rows_at_once():
         np.testing.assert_allclose(found[i], formulas.entmax(s[i].tolist(), alpha[i]), atol=1e-9)
 
 
+def test_a_compiled_graph_searches_in_one_node_for_a_learned_alpha_too():
+    torch = pytest.importorskip("torch")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    def attend(query, alpha):
+        return qkv.attend(query, query, query, weighting=Entmax(alpha), mask="causal")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    alpha = torch.tensor([0.7, 1.0, 1.5, 2.6], dtype=torch.float64, requires_grad=True)
+    for n in (3, 4, 5):
+        query = torch.randn(4, n, 2, dtype=torch.float64, requires_grad=True)
+        got, want = compiled(query, alpha), attend(query, alpha)
+        torch.testing.assert_close(got, want)
+        slopes = [torch.autograd.grad(x.square().sum(), (query, alpha)) for x in (got, want)]
+        torch.testing.assert_close(*slopes)
+    assert len(graphs) == 2
+    assert [name for name in graphs[1] if "qkv" in name] == ["qkv.rows"]
+    assert len(graphs[1]) < 400
+
+
 def test_a_number_between_stays_on_its_own_path():
     assert type(Entmax(1.5)) is Entmax and type(Entmax(2)) is Entmax
     assert type(Entmax()) is Entmax and Entmax() == Entmax(1.5)

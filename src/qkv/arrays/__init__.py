@@ -53,6 +53,8 @@ def _root(kind: type) -> str | None:
 def framework(name: str) -> Framework:
     """The adapter of a framework by name."""
     if name not in _FRAMEWORKS:
+        if name != "numpy":  # known before a graph is made, which asks how many are
+            framework("numpy")
         _FRAMEWORKS[name] = _adapter(name)
         _NAMES.update(dict.fromkeys(_FRAMEWORKS[name].kinds, name))
         _OF.update(dict.fromkeys(_FRAMEWORKS[name].kinds, _FRAMEWORKS[name]))

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,17 @@ Backward = Callable[..., Slopes]
 Reference = Callable[..., Arrays]
 """The three parts of a function with a gradient of its own: see `Framework.custom`."""
 
-NODES: dict[str, Callable[..., Array]] = {}
-"""Functions of rows that look at numbers, by their names: see `Framework.node`."""
+
+class Node(NamedTuple):
+    """A function of rows (…, m) that looks at numbers: see `Framework.node`."""
+
+    run: Callable[..., Array]
+    """x, live, number → (…, 1), or where there is a `back` (…, m)."""
+    back: Callable[..., Array] | None = None
+    """The result, its gradient and the number → the gradient of x; None: it has none."""
+
+
+NODES: dict[str, Node] = {}
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -306,9 +315,9 @@ class Framework:
             state = step(state)
         return state
 
-    def node(self, name: str, x: Array, live: Live, number: float) -> Array | None:
-        """NODES[name](x, live, number), rows (…, m) to (…, 1), as one step that a graph does not
-        look into, nor differentiate; None where there is no such graph."""
+    def node(self, name: str, x: Array, live: Live, number: Any) -> Array | None:
+        """`NODES[name].run(x, live, number)` as one step that a graph does not look into; None
+        where there is no such graph. `number` may be an array of as many axes as x."""
         return None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:

@@ -73,6 +73,7 @@ except (ImportError, TypeError):  # another NumPy
 
 class NumPy(Framework):
     name = "numpy"
+    kinds = (numpy.ndarray,)
     xp = _standard()
 
     def dtype(self, x: Array) -> str:

@@ -236,14 +236,18 @@ class Torch(Framework):
             state = step(state)
         return state
 
-    def node(self, name: str, x: Array, live: Live, number: float) -> Array | None:
+    def node(self, name: str, x: Array, live: Live, number: Any) -> Array | None:
         # What is exported must run without us.
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
-        if isinstance(number, torch.Tensor):
+        if NODES[name].back is None:
+            x = x.detach()
+        elif self.functional(x):  # its gradient has none of its own, forwards
             return None
         live = None if live is None else live.expand(x.shape)
-        found: Array = torch.ops.qkv.rows(x.detach(), live, name, number)
+        array = number.detach() if isinstance(number, torch.Tensor) else None
+        alone = 0.0 if isinstance(number, torch.Tensor) else float(number)
+        found: Array = torch.ops.qkv.rows(x, live, array, name, alone)
         return found
 
     def hoist(
@@ -281,24 +285,43 @@ class Torch(Framework):
 
 
 @torch.library.custom_op("qkv::rows", mutates_args=())
-def _rows(x: torch.Tensor, live: torch.Tensor | None, name: str, number: float) -> torch.Tensor:
-    found: torch.Tensor = NODES[name](x, live, number)
-    return found
+def _rows(
+    x: torch.Tensor,
+    live: torch.Tensor | None,
+    array: torch.Tensor | None,
+    name: str,
+    number: float,
+) -> torch.Tensor:
+    found: torch.Tensor = NODES[name].run(x, live, number if array is None else array)
+    return found.contiguous()
 
 
 @_rows.register_fake
-def _(x: torch.Tensor, live: torch.Tensor | None, name: str, number: float) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], 1))
+def _(x: Array, live: Live, array: Array | None, name: str, number: float) -> Array:
+    return x.new_empty((*x.shape[:-1], 1 if NODES[name].back is None else x.shape[-1]))
 
 
 @_rows.register_vmap
-def _(info: Any, axes: Any, x: Array, live: Live, name: str, number: float) -> tuple[Array, int]:
-    given = [(x, axes[0])] if live is None else [(x, axes[0]), (live, axes[1])]
+def _(info: Any, axes: Any, *given: Any) -> tuple[Array, int]:
     first = [
-        a.expand(info.batch_size, *a.shape) if axis is None else a.movedim(axis, 0)
-        for a, axis in given
+        a if a is None else a.expand(info.batch_size, *a.shape) if at is None else a.movedim(at, 0)
+        for a, at in zip(given[:3], axes, strict=False)
     ]
-    return torch.ops.qkv.rows(first[0], first[1] if len(first) > 1 else None, name, number), 0
+    return torch.ops.qkv.rows(*first, *given[3:]), 0
+
+
+def _keep(ctx: Any, inputs: Any, output: Array) -> None:
+    ctx.save_for_backward(output)
+    ctx.name, ctx.number = inputs[3:]
+
+
+def _back(ctx: Any, gradient: Array) -> Slopes:
+    back = NODES[ctx.name].back
+    assert back is not None
+    return back(*ctx.saved_tensors, gradient, ctx.number), None, None, None, None
+
+
+_rows.register_autograd(_back, setup_context=_keep)
 
 
 class _Custom(torch.autograd.Function):

@@ -14,7 +14,7 @@ import numpy as np
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
-from qkv.types import Array, derived
+from qkv.types import Array
 
 T = TypeVar("T")
 
@@ -129,7 +129,8 @@ def kind(fw: Framework, record: Any) -> Hashable:
     if type(record) in _PLAIN_TYPES:
         return record  # type: ignore[no-any-return]
     if type(record) in fw.kinds:  # no tracer, where the call's own arrays are none
-        return ArrayKind(type(record), record.dtype, record.shape, record.requires_grad)
+        learned = getattr(record, "requires_grad", False)
+        return ArrayKind(type(record), record.dtype, record.shape, learned)
     held = getattr(record, "__dict__", None)
     if held is not None and _KIND in held:
         return held[_KIND]  # type: ignore[no-any-return]
@@ -186,9 +187,8 @@ def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
         # A copy that runs no __init__: the fields were checked when the record was built, and a
         # tracer in place of an array could not be checked again.
         copy = object.__new__(type(record))
-        derived = _derived(type(record))  # from the arrays that are replaced
-        copy.__dict__.update((k, x) for k, x in record.__dict__.items() if k not in derived)
-        copy.__dict__.update(fresh)
+        for name in names:  # no more than those: what is derived is from the arrays replaced
+            object.__setattr__(copy, name, fresh.get(name, held[name]))
         return copy
     if type(record) in (tuple, list):
         return type(record)(_map(fw, function, item) for item in record)
@@ -200,9 +200,8 @@ _PLAIN_TYPES = frozenset((*_PLAIN, bool))
 _KIND = "_kind"
 """Where a record that holds no array keeps its kind."""
 
-# Plain dictionaries, which torch.compile can read.
+# A plain dictionary, which torch.compile can read.
 _NAMES: dict[type, tuple[str, ...] | None] = {}
-_DERIVED: dict[type, frozenset[str]] = {}
 
 
 def _fields(record: Any) -> tuple[str, ...] | None:
@@ -211,15 +210,3 @@ def _fields(record: Any) -> tuple[str, ...] | None:
         known = dataclasses.is_dataclass(record)
         _NAMES[kind] = tuple(f.name for f in dataclasses.fields(record)) if known else None
     return _NAMES[kind]
-
-
-def _derived(kind: type) -> frozenset[str]:
-    if kind not in _DERIVED:
-        cached = (
-            name
-            for base in kind.__mro__
-            for name, value in vars(base).items()
-            if isinstance(value, derived)
-        )
-        _DERIVED[kind] = frozenset(cached)
-    return _DERIVED[kind]

@@ -1,14 +1,16 @@
-"""What is one node of a compiled graph: a search that looks at numbers."""
+"""What is one node of a compiled graph: searches that look at numbers."""
 
 from __future__ import annotations
 
-from qkv.arrays import of
-from qkv.arrays.base import NODES
+from typing import Any
+
+from qkv.arrays import is_array, of
+from qkv.arrays.base import NODES, Node
 from qkv.types import Array, Live
 from qkv.weightings.sparse import Entmax
 
 
-def threshold(x: Array, live: Live, alpha: float) -> Array:
+def threshold(x: Array, live: Live, alpha: Any) -> Array:
     """What `Entmax` searches, (…, 1), for rows (…, m) that are measured from their largest score.
 
     >>> import numpy as np
@@ -21,7 +23,12 @@ def threshold(x: Array, live: Live, alpha: float) -> Array:
         return Entmax(alpha).search(lambda lift, merge, init: lift(x, live, x))[1]
     allowed = None if live is None else fw.lend(live)
     with of(lent).quiet():
-        return fw.take_back(threshold(lent, allowed, alpha))
+        found = threshold(lent, allowed, fw.lend(alpha) if is_array(alpha) else alpha)
+        return fw.take_back(found)
 
 
-NODES["threshold"] = threshold
+NODES["threshold"] = Node(threshold)
+NODES["entmax"] = Node(
+    lambda x, live, alpha: Entmax(alpha).weights(x, live, x),
+    lambda weight, along, alpha: Entmax(alpha).pull(weight, along),
+)

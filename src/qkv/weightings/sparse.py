@@ -84,7 +84,8 @@ class Entmax(Weighting):
             return self.picked(scores, live)
         lent = fw.lend(fw.detach(scores))
         if lent is None:
-            return self.searched(scores, live, k)
+            found = fw.node("entmax", scores, live, self.alpha)
+            return self.searched(scores, live, k) if found is None else found
 
         def forward(*_: Array) -> tuple[State, State]:
             # NumPy picks by a mask several times faster than others can.
@@ -94,8 +95,7 @@ class Entmax(Weighting):
             return (found,), (found,)
 
         def backward(given: State, kept: State, along: State) -> State:
-            bent, lean = (self.slope(given[0], kept[0], x, 0.0, ()) for x in (along[0], 1.0))
-            return (bent - lean * (row_sum(bent) / nonzero(row_sum(lean))),)
+            return (self.pull(kept[0], along[0]),)
 
         def reference(scores: Array) -> State:
             return (self.searched(scores, live, k),)
@@ -104,6 +104,11 @@ class Entmax(Weighting):
             return forward()[0][0]
         return fw.custom(forward, backward, reference, [scores])[0]
 
+    def pull(self, weight: Array, along: Array) -> Array:
+        """The gradient of a whole row's scores from that of its weights."""
+        bent, lean = (self.slope(weight, weight, x, 0.0, ()) for x in (along, 1.0))
+        return bent - lean * (row_sum(bent) / nonzero(row_sum(lean)))
+
     def searched(self, scores: Array, live: Live, k: Array) -> Array:
         """The weights by steps that a framework differentiates."""
 
@@ -111,7 +116,8 @@ class Entmax(Weighting):
             return lift(scores, live, k)
 
         top = finite(row_max(scores, live))
-        tau = of(scores).node("threshold", scores - top, live, self.alpha)
+        alpha = as_rows(self.alpha, scores) if is_array(self.alpha) else self.alpha
+        tau = of(scores).node("threshold", scores - top, live, alpha)
         found = self.search(fold) if tau is None else self.polished(fold, top, tau)
         return self.weight(scores, live, k, found)
 
@@ -220,14 +226,11 @@ class Entmax(Weighting):
             tau = fw.detach(self.step(fold, top, state[0]))
             return tau, tau - state[0]
 
-        start = fw.full(top.shape, -1.0, top)
-        far = fw.full(top.shape, 1.0, top)
-        return fw.until(
-            lambda state: fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near)),
-            settle,
-            (start, far),
-            STEPS,
-        )[0]
+        def done(state: State) -> Array:
+            return fw.xp.logical_not(fw.xp.any(fw.xp.abs(state[1]) > near))
+
+        start, far = (fw.full(top.shape, x, top) for x in (-1.0, 1.0))
+        return fw.until(done, settle, (start, far), STEPS)[0]
 
     def polished(self, fold: Fold, top: Array, tau: Array) -> State:
         return top, self.polish(fold, top, tau)
@@ -244,10 +247,6 @@ class Entmax(Weighting):
 
         return tau + self.newton(*fold(lift, _sums, _zeros))
 
-    def excess(self, scores: Array, live: Live, top: Array, tau: Array) -> Array:
-        """r = max(0, s − top − τ)"""
-        return of(scores).above(scores, top, tau, live)
-
     def power(self, r: Array, exponent: float) -> Array:
         """r^exponent where r > 0, else 0; its slope is finite everywhere."""
         fw = of(r)
@@ -261,7 +260,7 @@ class Entmax(Weighting):
 
     def parts(self, scores: Array, live: Live, found: State) -> State:
         """α of a block, and how it leans: its slope in the score, but for a constant factor."""
-        r, e = self.excess(scores, live, *found), self.exponent
+        r, e = of(scores).above(scores, *found, live), self.exponent
         return self.power(r, e), self.power(r, e - 1)
 
     def newton(self, mass: Array, slope: Array) -> Array:
@@ -289,7 +288,7 @@ class Entmax(Weighting):
         return out, found, leaning / nonzero(slope)
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.power(self.excess(scores, live, *found), self.exponent)
+        return self.power(of(scores).above(scores, *found, live), self.exponent)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
