@@ -25,8 +25,8 @@ from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
 
 
-class Options(TypedDict, total=False):
-    """The arguments of `attend` that do not change what it returns."""
+class Meaning(TypedDict, total=False):
+    """The arguments of `attend` that say what is computed."""
 
     score: ScoreLike
     weighting: WeightingLike
@@ -34,6 +34,11 @@ class Options(TypedDict, total=False):
     dropout_p: float
     seed: Any
     tolerance: float | None
+
+
+class Options(Meaning, total=False):
+    """The arguments of `attend` that do not change what it returns."""
+
     engine: EngineName | None
 
 
@@ -361,13 +366,13 @@ def among(
     key: Array,
     value: Array,
     *,
-    score: ScoreLike,
-    weighting: WeightingLike,
-    mask: MaskLike | None,
-    dropout_p: float,
-    seed: Any,
-    return_lse: bool,
-    tolerance: float | None,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: MaskLike | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    tolerance: float | None = None,
+    return_lse: bool = False,
 ) -> Any:
     """`attend` to the keys of all processes `across` which they are shared out; what is here lies
     `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from qkv.errors import ArgumentError, FrameworkError, MissingExtra, ShapeError, unknown
 
@@ -19,11 +19,9 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from qkv import attention
-from qkv.masks import MaskLike
+from qkv.attention import Meaning
 from qkv.nn.tensors import check_tensors
-from qkv.scores import ScoreLike
 from qkv.types import At
-from qkv.weightings import WeightingLike
 
 State = tuple[Tensor, ...]
 
@@ -36,16 +34,12 @@ def attend(
     group: Any = None,
     *,
     queries: Literal["same", "sharded"] = "same",
-    score: ScoreLike = "scaled_dot",
-    weighting: WeightingLike = "softmax",
-    mask: MaskLike | None = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
     return_lse: bool = False,
-    tolerance: float | None = None,
+    **meaning: Unpack[Meaning],
 ) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ over the keys of all processes: query (…, n, d_q), own key (…, m_r, d_k), own
-    value (…, m_r, d_v) → (…, n, d_v), as one process would give for all of them.
+    value (…, m_r, d_v) → (…, n, d_v), as one process would give for all of them. score, weighting,
+    mask, dropout_p, seed and tolerance are as for `qkv.attend`.
 
     Every process of the group calls it; the keys count in the order of the ranks, and each may have
     as many as it likes. Keys and values stay where they are. With `queries="same"` all pass the
@@ -81,20 +75,7 @@ def attend(
         raise ShapeError(
             f"query: the processes have {rows} queries: pass the same on all, or queries='sharded'"
         )
-    return attention.among(
-        ranks,
-        at,
-        query,
-        key,
-        value,
-        score=score,
-        weighting=weighting,
-        mask=mask,
-        dropout_p=dropout_p,
-        seed=seed,
-        return_lse=return_lse,
-        tolerance=tolerance,
-    )
+    return attention.among(ranks, at, query, key, value, return_lse=return_lse, **meaning)
 
 
 def whole(x: Tensor, group: Any = None) -> Tensor:

@@ -7,6 +7,7 @@ w (∂L/∂out · (own − out) + ∂L/∂lse).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from qkv import masks
@@ -16,6 +17,10 @@ from qkv.engines.choose import choose
 from qkv.scores import is_open
 from qkv.types import Array, Arrays, Span
 from qkv.weightings import Softmax, State
+
+
+Back = Callable[[State, Arrays], Arrays]
+"""From what is kept of the whole rows, and L's gradients, to the gradients of a call's arrays."""
 
 
 def alone(call: Call) -> Call | None:
@@ -34,35 +39,42 @@ def alone(call: Call) -> Call | None:
 
 def state_of(call: Call) -> State:
     """Softmax's state of all the keys of such a call."""
-    fw = call.fw
-    out, lse, _ = choose(call).run(call)
-    assert lse is not None
-    lse = wide(call, lse)
-    return lse, fw.astype(lse > -float("inf"), fw.dtype(lse)), wide(call, out)
+    return _state(call, *choose(call).run(call)[:2])
 
 
-def slopes_of(call: Call, kept: State, gradients: Arrays) -> Arrays:
-    """The gradients of the arrays of such a call, of which the whole rows are known."""
-    fw = call.fw
-    top, total, out = kept
+def opened(call: Call) -> tuple[State, Back]:
+    """The same, and the way back through it."""
+    fw, leaves = call.fw, tree.leaves(call.fw, call)
 
     def function(*arrays: Array) -> Array:
         fresh = tree.rebuild(fw, call, arrays)
         found = choose(fresh).run(fresh)
         return fw.xp.concat([wide(call, x) for x in found[:2]], axis=-1)
 
-    leaves = tree.leaves(fw, call)
     found, pull = fw.vjp(function, *leaves)
     own, lse = found[..., :-1], found[..., -1:]
-    share = fw.xp.exp(lse - fw.finite(top)) / fw.nonzero(total)
-    bent = fw.row_sum((own - out) * gradients[0])
-    if len(gradients) > 1:
-        bent = bent + gradients[1]
-    slopes = pull(fw.xp.concat([share * gradients[0], share * bent], axis=-1))
-    pairs = ((wide(call, x), slope) for x, slope in zip(leaves, slopes, strict=True))
-    return tuple(
-        fw.full(fw.shape(x), 0.0, x) if slope is None else wide(call, slope) for x, slope in pairs
-    )
+
+    def back(kept: State, gradients: Arrays) -> Arrays:
+        top, total, out = kept
+        share = fw.xp.exp(lse - fw.finite(top)) / fw.nonzero(total)
+        bent = fw.row_sum((own - out) * gradients[0])
+        if len(gradients) > 1:
+            bent = bent + gradients[1]
+        slopes = pull(fw.xp.concat([share * gradients[0], share * bent], axis=-1))
+        pairs = ((wide(call, x), slope) for x, slope in zip(leaves, slopes, strict=True))
+        return tuple(
+            fw.full(fw.shape(x), 0.0, x) if slope is None else wide(call, slope)
+            for x, slope in pairs
+        )
+
+    return _state(call, own, lse), back
+
+
+def _state(call: Call, out: Array | None, lse: Array | None) -> State:
+    fw = call.fw
+    assert out is not None and lse is not None
+    lse = wide(call, lse)
+    return lse, fw.astype(lse > -float("inf"), fw.dtype(lse)), wide(call, out)
 
 
 def wide(call: Call, x: Array) -> Array:

@@ -18,7 +18,7 @@ from qkv import masks
 from qkv.arrays import tree
 from qkv.arrays.base import Tiling
 from qkv.engines import call as calls
-from qkv.engines.alone import alone, slopes_of, state_of, wide
+from qkv.engines.alone import Back, alone, opened, state_of, wide
 from qkv.engines.call import Call
 from qkv.engines.passes import Passes
 from qkv.engines.streaming import BLOCK, backward_of, block_size, footprint, hoist, tiling_of
@@ -69,7 +69,9 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
         )
     call = _hoisted(call)
     way = (Gathered if call.weighting.searches else Ring) if across.rows else Same
-    steps = way(across)
+    leaves = tree.leaves(fw, call)
+    learning = fw.needs_gradient(leaves)
+    steps = way(across, learning)
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.rebuild(fw, call, arrays)
@@ -87,8 +89,7 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
             "gather the keys and call attend"
         )
 
-    leaves = tree.leaves(fw, call)
-    if fw.needs_gradient(leaves):
+    if learning:
         outputs = fw.custom(forward, backward, reference, leaves)
     else:
         outputs = forward(*leaves)[0]
@@ -111,15 +112,20 @@ def _hoisted(call: Call) -> Call:
 class Same:
     """Queries that are the same on all processes."""
 
-    def __init__(self, across: Across):
-        self.across = across
+    def __init__(self, across: Across, learning: bool):
+        self.across, self.learning = across, learning
+        self.back: Back | None = None  # waits for the gradients, so that nothing runs twice
 
     def forward(self, call: Call) -> tuple[Array, State]:
-        found, state = folded(call, self.across)
+        single = alone(call) if self.learning else None
+        if single is None:
+            found, state = folded(call, self.across)
+        else:
+            found, (state, self.back) = (), opened(single)
         return finished(call, self.across.merged(state, call.weighting.merge), found)
 
     def backward(self, call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
-        slopes = pulled(call, kept, gradients)
+        slopes = pulled(call, kept, gradients, self.back)
         learned = [0, *range(3, 3 + len(tree.leaves(call.fw, (call.score, call.weighting))))]
         totals = iter(self.across.summed([slopes[i] for i in learned]))
         return [next(totals) if i in learned else x for i, x in enumerate(slopes)]
@@ -153,7 +159,7 @@ class Gathered(Same):
 class Ring:
     """Sharded queries that travel from process to process until they are home again."""
 
-    def __init__(self, across: Across):
+    def __init__(self, across: Across, learning: bool):
         self.across = across
 
     def visits(self, call: Call) -> list[At]:
@@ -262,13 +268,17 @@ def folded(call: Call, across: Across | None) -> tuple[State, State]:
     return everything[:count], everything[count:]
 
 
-def pulled(call: Call, kept: State, gradients: Arrays) -> list[Array | None]:
+def pulled(
+    call: Call, kept: State, gradients: Arrays, back: Back | None = None
+) -> list[Array | None]:
     """One gradient for each array of the call, from the keys that are here."""
-    single = alone(call)
-    if single is None:
+    if back is None:
+        single = alone(call)
+        back = None if single is None else opened(single)[1]
+    if back is None:
         call = call.precise()
         return list(backward_of(call, tiling(call), kept, gradients, None))
-    return [*slopes_of(single, kept, gradients), *[None] * len(tree.leaves(call.fw, call.rule))]
+    return [*back(kept, gradients), *[None] * len(tree.leaves(call.fw, call.rule))]
 
 
 def finished(call: Call, state: State, found: State) -> tuple[Array, State]:
