@@ -138,6 +138,15 @@ def test_what_is_not_finite_keeps_the_formula():
     assert np.isnan(qkv.attend(query, key, value, score=score)).all()
 
 
+@pytest.mark.parametrize("lead", [(), (0,)])
+def test_of_nothing_no_range_is_looked_for(lead):
+    score = scores.Additive(*(np.ones(s, np.float32) for s in ((2, 4), (2, 4), (2,))))
+    query, key = np.ones((*lead, 0, 4), np.float32), np.ones((*lead, 3, 4), np.float32)
+    with pytest.raises(EngineError, match="nothing to compute"):
+        qkv.attend(query, key, key, score=score, engine="lowered")
+    assert qkv.attend(query, key, key, score=score).shape == query.shape
+
+
 def test_float64_keeps_tanh_unless_told():
     arrays, score = additive("float64")
     assert "tolerance" in score.lowered(*arrays[:2], None, "float64")

@@ -55,6 +55,8 @@ def cannot(call: Call) -> str | None:
         return "the score is a dot product as it stands"
     if isinstance(call.score, Gated):
         return "a gate multiplies each pair's score: it is no dot product of vectors"
+    if call.score.ranged and 0 in (*call.lead, call.n, call.m):
+        return "there is nothing to compute"
     return call.lowering if isinstance(call.lowering, str) else None
 
 
