@@ -191,3 +191,16 @@ def test_keys_that_a_model_has_chosen() -> None:
         close(attend(module, x, x, x, mask, indices=chosen)[0], want, 1e-12)
     with pytest.raises(ArgumentError, match="LlamaAttention leaves block_indices"):
         attend(module, x, x, x, seen, block_indices=chosen)
+
+
+def test_a_row_of_the_least_float_is_the_mean_as_in_eager_and_sdpa() -> None:
+    x = torch.randn(1, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(1, 1, 5, 5)
+    mask[..., 2, :] = mask[..., 3, 1:] = torch.finfo(x.dtype).min
+    module = build(llama, "qkv", num_key_value_heads=4).model.layers[0].self_attn
+    ours, sdpa = (hf.AttentionInterface()[name] for name in ("qkv", "sdpa"))
+    found = ours(module, x, x, x, mask)[0]
+    close(found, sdpa(module, x, x, x, mask)[0], 1e-6)
+    close(found[0, 2], x[0].mean(-2), 1e-6)
+    none = ours(module, x, x, x, mask == 0)[0]
+    assert (none[0, 2] == 0).all()

@@ -47,7 +47,8 @@ def register(
 
     A model's own scaling, softcap, position bias, sinks, masks, windows, grouped heads and dropout
     mean what they mean in "eager". `score` replaces the model's own, with its scaling and softcap;
-    `weighting` its softmax. A query whose keys are all masked gives 0.
+    `weighting` its softmax. A query whose keys are all masked gives 0, as with "sdpa"; where a model
+    masks by adding the least float, their mean, as with both.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> config = LlamaConfig(
@@ -202,7 +203,8 @@ def _show(module: Any, question: Question) -> None:
 
 
 def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
-    """A mask no longer than the keys, in which the least float, transformers' −∞, is −∞."""
+    """A mask no longer than the keys, in which the least float, transformers' −∞, is −∞; but in a
+    row of nothing else it is a number as any, by which all keys count alike in eager and sdpa."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         shape = getattr(mask, "shape", None)
         raise ShapeError(
@@ -216,7 +218,7 @@ def _usable(mask: Any, key: Any, weighting: Weighting) -> Any:
     live = mask > torch.finfo(mask.dtype).min / 2
     if weighting.needs_nonnegative and not (mask * live).any():
         return live
-    return mask.masked_fill(~live, -math.inf)
+    return mask.masked_fill(~live & live.any(-1, keepdim=True), -math.inf)
 
 
 def _among(indices: Any, mask: Any, key: Any) -> Any:
