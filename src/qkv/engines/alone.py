@@ -18,7 +18,6 @@ from qkv.scores import is_open
 from qkv.types import Array, Arrays, Span
 from qkv.weightings import Softmax, State
 
-
 Back = Callable[[State, Arrays], Arrays]
 """From what is kept of the whole rows, and L's gradients, to the gradients of a call's arrays."""
 

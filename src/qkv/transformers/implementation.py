@@ -47,8 +47,8 @@ def register(
 
     A model's own scaling, softcap, position bias, sinks, masks, windows, grouped heads and dropout
     mean what they mean in "eager". `score` replaces the model's own, with its scaling and softcap;
-    `weighting` its softmax. A query whose keys are all masked gives 0, as with "sdpa"; where a model
-    masks by adding the least float, their mean, as with both.
+    `weighting` its softmax. A query whose keys are all masked gives 0, as in "sdpa"; where a model
+    masks by adding the least float, their mean, as in both.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> config = LlamaConfig(

@@ -260,7 +260,7 @@ class Entmax(Weighting):
 
     def parts(self, scores: Array, live: Live, found: State) -> State:
         """α of a block, and how it leans: its slope in the score, but for a constant factor."""
-        r, e = of(scores).above(scores, *found, live), self.exponent
+        r, e = of(scores).above(scores, found[0], found[1], live), self.exponent
         return self.power(r, e), self.power(r, e - 1)
 
     def newton(self, mass: Array, slope: Array) -> Array:
@@ -288,7 +288,7 @@ class Entmax(Weighting):
         return out, found, leaning / nonzero(slope)
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.power(of(scores).above(scores, *found, live), self.exponent)
+        return self.power(of(scores).above(scores, found[0], found[1], live), self.exponent)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
