@@ -415,5 +415,5 @@ def weigh(
                 found = certified.run(rows, query, score, weighting, tolerance, confidence)
                 if isinstance(found, Weighed):
                     return found
-            matches = stored.scored(rows, query, score)
+            return stored.weighed(rows, query, score, weighting)
         return stored.run(rows, matches, weighting)._replace(read=rows.key.shape[0])

@@ -289,6 +289,58 @@ def test_vectors_are_kept_as_asked(tmp_path, precision):
             )
 
 
+@pytest.mark.parametrize(
+    ("size", "score", "how"),
+    [
+        (1e30, scores.Gaussian(100.0), Softmax()),
+        (1e37, scores.Gaussian(10.0), TopK(5)),
+        (1e37, scores.ScaledDot(30.0), "hard"),
+        (1.0, scores.Gaussian(1e-300), Softmax()),
+        (1.0, scores.Gaussian(1e200), Softmax()),
+        (1.0, scores.Dot(), Softmax(1e-300)),
+    ],
+)
+def test_scores_that_float32_does_not_hold(size, score, how):
+    """The right row wins, and what is not proven is not said to be."""
+    keys = (size * np.eye(WIDTH) * np.linspace(1, 2, WIDTH)[:, None]).astype(np.float32)
+    for precision in (None, "int8"):
+        D = qkv.Database(keys, np.arange(WIDTH) * 1.0, precision=precision)
+        assert D.ask(keys[-1], score=score, weighting=how).weights[-1] > 0.03
+        try:
+            found = D.ask(keys[-1], score=score, weighting=how, tolerance=0.01)
+        except CombinationError as error:
+            assert precision == "int8" and "cannot be proven" in str(error)
+            continue
+        assert found.weights[-1] > 0.03 or found.error_bound > 0.9
+        if found.error_bound == 0:
+            np.testing.assert_allclose(found.weights.sum(), 1)
+
+
+def test_what_float32_rounds_to_nothing_is_no_tie():
+    keys = (3e-45 * np.arange(1, 33)[:, None] * np.ones(WIDTH)).astype(np.float32)
+    D = qkv.Database(keys, [str(i) for i in range(32)], precision="int8")
+    for how in ("hard", TopK(3)):
+        with pytest.raises(CombinationError, match="cannot be proven"):
+            D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting=how, tolerance=1e-4)
+    D = qkv.Database(keys, [str(i) for i in range(32)])
+    found = D.ask(keys[-1], score=scores.ScaledDot(30.0), weighting="hard", tolerance=1e-4)
+    assert (found.value, found.error_bound) == ("31", 0)
+
+
+def test_few_rows_that_all_count():
+    rng = np.random.default_rng(581532)
+    keys = rng.normal(size=(900, WIDTH))[rng.integers(0, 7, 900)].astype(np.float32)
+    D = qkv.Database(keys, np.arange(900.0))
+    found = D.ask(0 * keys[0], score=scores.Gaussian(1.0), weighting=Softmax(1e-3), tolerance=0.2)
+    true = exact(keys, 0 * keys[0], scores.Gaussian(1.0), Softmax(1e-3))
+    assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.2
+
+
+def test_what_is_not_known_is_no_bound():
+    for gain, loss in ((np.nan, 0.0), (0.0, np.nan), (np.inf, np.inf)):
+        assert Bound(*(np.full(1, x) for x in (0.0, 1.0, gain, loss))).error == 1
+
+
 def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
     keys = np.random.default_rng(1).normal(size=(500, 8)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(500)], precision="int8")
@@ -365,6 +417,7 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     found = codes.found({"code": keys, **codes.near(keys, 0)})
     left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
     assert (np.linalg.norm(left, axis=1) <= found.residual).all()
+    np.testing.assert_allclose(found.norm, np.linalg.norm(keys.astype(float), axis=1), rtol=6e-8)
     phi = rng.normal(size=(20, WIDTH))
     for mark in np.unique(found.block):
         some = found.block == mark

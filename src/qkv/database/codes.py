@@ -80,7 +80,9 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
             code[at] = left
             left *= scale[:, None]
             np.subtract(key, left, out=left)
-            norm, residual = _lengths(key), _lengths(left)
+            # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
+            wide = key.astype(float, copy=False)
+            norm, residual = np.sqrt(np.einsum("ij,ij->i", wide, wide)), _lengths(left)
             # The product with the scale and the difference are rounded.
             lost = 2 * np.finfo(kind).eps * norm
             spread = _spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)

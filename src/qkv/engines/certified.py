@@ -177,8 +177,9 @@ def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
         s, slack = doubt.scores[:, at].astype(float), doubt.deltas(at)
     else:
         s, _, slack = asked.exact(at, steady=True)
-    if np.isnan(s).any():
-        return "a key is not a number"
+    if not (np.isfinite(s).all() and np.isfinite(slack).all()):
+        _reached(np.ones(n), tolerance, fixed)
+        return "a score is beyond what float64 holds"
     alpha = np.zeros((n, m), asked.query.dtype)
     error, tops, sums = np.zeros(n), np.full(n, -np.inf), np.zeros(n)
     for i in range(n):
@@ -269,9 +270,8 @@ def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> We
 
 def _nothing(asked: Coded) -> Weighed:
     """Nothing lies within the window, or no row is allowed: the weighting says what then."""
-    s = stored.scored(asked.rows, asked.query, asked.score)
-    found = stored.run(asked.rows, s, asked.weighting)
-    return found._replace(read=asked.rows.shape[0], error=np.zeros(len(s)))
+    found = stored.weighed(asked.rows, asked.query, asked.score, asked.weighting)
+    return found._replace(error=np.zeros(len(found.weights)))
 
 
 def _told(

@@ -67,7 +67,9 @@ class Doubt:
 
     def deltas(self, at: Any) -> np.ndarray:
         """δ (n, c) of some rows."""
-        return np.asarray(self.slack.over(self.terms[:, at]) + self.least[:, None])
+        # Numbers that the dtype rounds to 0 are none.
+        faint = np.finfo(self.scores.dtype).tiny * (self.slack.norm > 0)
+        return np.asarray(self.slack.over(self.terms[:, at]) + (self.least + faint)[:, None])
 
     def _from(self, x: np.ndarray) -> np.ndarray:
         """The weights, not yet divided by their sum, of scores below the top."""
@@ -119,7 +121,7 @@ class Doubt:
                 w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
                 sums = w.sum(), (high - w).sum(), (w - low).sum()
                 out[i] = Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0]
-        return out
+        return np.minimum(out + np.finfo(float).eps, 1.0)  # the quotients are rounded too
 
     def weights(self, out: np.ndarray) -> np.ndarray:
         """Put α into `out` (n, m), and give its entropy (n,)."""

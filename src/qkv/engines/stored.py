@@ -31,6 +31,20 @@ Sums = tuple[Any, ...]
 """Σᵢ αᵢ vᵢ (n, d_v), and of a mean Σᵢ αᵢ (n,) and the value that all rows with weight have."""
 
 
+def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -> Weighed:
+    """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
+    a temperature may be as narrow as a number can be."""
+    found = run(rows, scored(rows, query, score), weighting)
+    told = [found.best, *(() if found.lse is None else (found.lse,))]
+    if query.dtype != np.float64 and not np.isfinite(told).all() and _any(rows):
+        found = run(rows, scored(rows, query.astype(float), score), weighting)
+    return found._replace(read=rows.key.shape[0])
+
+
+def _any(rows: Rows) -> bool:
+    return bool(rows.key.shape[0] if rows.allowed is None else rows.allowed.any())
+
+
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
     at = None if rows.allowed is None else np.flatnonzero(rows.allowed)

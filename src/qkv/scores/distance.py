@@ -46,7 +46,7 @@ class Gaussian(Score):
         return type(self).__call__ is Gaussian.__call__ and not is_array(self.bandwidth)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        return square(query, norm, 0.5 / self.bandwidth**2) if self.radial else None
+        return square(query, norm, self.bandwidth, 0.5) if self.radial else None
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
@@ -139,8 +139,11 @@ def _square(x: Array, factor: float) -> Array:
     return fw.xp.sum(x * x, axis=-1, keepdims=True) * factor
 
 
-def square(query: Array, norm: Array, factor: float) -> Affine:
-    """−factor ‖q − k‖², expanded."""
+def square(query: Array, norm: Array, width: float, factor: float = 1.0) -> Affine | None:
+    """−factor ‖q − k‖² / width², expanded; None where a float does not hold the square."""
+    if not 1e-150 < width < 1e150:
+        return None
+    factor /= width**2
     offset = of(query).xp.sum(query * query, axis=-1)
     return Affine(query * (2 * factor), None, norm * norm * -factor, offset * -factor)
 

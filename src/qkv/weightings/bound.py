@@ -46,8 +46,9 @@ class Bound(NamedTuple):
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             left = np.maximum(self.total - self.loss, 0)
-            above = np.where(self.gain > 0, self.gain / (left + self.gain), 0)
-            below = np.where(self.loss > 0, self.loss / self.total, 0)
+            # What is not known is no 0: it becomes NaN here, and 1 below.
+            above = np.where(self.gain == 0, 0, self.gain / (left + self.gain))
+            below = np.where(self.loss == 0, 0, self.loss / self.total)
             found = np.maximum(above, below) * ROUNDED
         known = np.isfinite(found) & np.isfinite(self.total + self.gain + self.loss)
         return np.where(known, np.minimum(found, 1.0), 1.0)
