@@ -239,19 +239,20 @@ def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) ->
     import pyarrow
 
     given = {"query": query, "keys": keys, "values": values}
-    _, k, v = sides = [_Vectors(column, name) for name, column in given.items()]
+    q, k, v = sides = [_Vectors(column, name) for name, column in given.items()]
+    # Of nothing the sum is NULL, as SQL's is.
+    live = ~(q.null | k.null | v.null) & (k.count > 0)
+    for i in np.flatnonzero(live & (k.count != v.count))[:1]:
+        told = f"{k.count[i]} keys and {v.count[i]} values"
+        raise ShapeError(f"attend: {told}: one for each key")
+    ways = zip(score.to_pylist(), weighting.to_pylist(), strict=True)
+    shapes = zip(ways, k.count.tolist(), *(side.widths(live) for side in sides), strict=True)
     groups: dict[Any, list[int]] = {}
-    for i, way in enumerate(zip(score.to_pylist(), weighting.to_pylist(), strict=True)):
-        # Of nothing the sum is NULL, as SQL's is.
-        if any(side.null[i] for side in sides) or not k.count[i]:
-            continue
-        if k.count[i] != v.count[i]:
-            told = f"{k.count[i]} keys and {v.count[i]} values"
-            raise ShapeError(f"attend: {told}: one for each key")
-        shape = (int(k.count[i]), *(side.width(i) for side in sides))
-        groups.setdefault((*way, *shape), []).append(i)
+    for i, (shape, there) in enumerate(zip(shapes, live.tolist(), strict=True)):
+        if there:
+            groups.setdefault(shape, []).append(i)
     found: list[Any] = [None] * len(query)
-    for (name, weights, *_), at in groups.items():
+    for ((name, weights), *_), at in groups.items():
         out = attend(
             *(side.stacked(at) for side in sides),
             score=spelled.score(name),
@@ -281,23 +282,26 @@ class _Vectors:
         if len(offsets) < 2:
             offsets.insert(0, np.arange(len(column) + 1))
         self._rows, self._ends = offsets
-        self._widths, self._flat = np.diff(self._ends), array.to_numpy(zero_copy_only=False)
-        self.count = np.diff(self._rows)
+        self._flat, self.count = array.to_numpy(zero_copy_only=False), np.diff(self._rows)
 
-    def width(self, row: int) -> int:
-        """How many numbers each vector of a row has."""
-        widths = self._widths[self._rows[row] : self._rows[row + 1]]
-        least, most = int(widths.min()), int(widths.max())
-        if least < most:
+    def widths(self, live: np.ndarray) -> list[int]:
+        """How many numbers each vector of a row has, for the rows that are looked at."""
+        found, sizes = np.zeros(len(self.count), int), np.diff(self._ends)[: self._rows[-1]]
+        some = live & (self.count > 0)
+        found[some] = sizes[self._rows[:-1][some]]
+        row = np.repeat(np.arange(len(found)), self.count)
+        for i in np.flatnonzero((sizes[self._rows[0] :] != found[row]) & some[row])[:1]:
+            two = sorted((sizes[self._rows[0] + i], found[row[i]]))
             raise ShapeError(
-                f"attend: {self.name} has vectors of {least} and of {most} numbers: all that "
+                f"attend: {self.name} has vectors of {two[0]} and of {two[1]} numbers: all that "
                 "belong to one query need one length"
             )
-        return least
+        return found.tolist()
 
     def stacked(self, rows: list[int]) -> np.ndarray:
         """The vectors of rows of one shape, (rows, count, width)."""
-        count, width = int(self.count[rows[0]]), self.width(rows[0])
+        first = self._rows[rows[0]]
+        count, width = int(self.count[rows[0]]), int(self._ends[first + 1] - self._ends[first])
         starts = self._ends[self._rows[rows]]
         flat: np.ndarray = self._flat[starts[:, None] + np.arange(count * width)]
         return flat.reshape(-1, count, width)
