@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from qkv.database import Database
 
 
-Pairs = Annotated[
+PAIRS = "A table: its first column the query, its second the right key"
+Pairs = Annotated[str, typer.Argument(metavar="PAIRS", help=f"{PAIRS}.", show_default=False)]
+Weighed = Annotated[
     str,
     typer.Argument(
         metavar="PAIRS",
-        help="A table: its first column the query, its second the right key, a third, if any, "
-        "how much the pair counts.",
+        help=f"{PAIRS}, a third, if any, how much the pair counts.",
         show_default=False,
     ),
 ]
@@ -29,7 +30,7 @@ Pairs = Annotated[
 
 def learn(
     path: options.Folder,
-    pairs: Pairs,
+    pairs: Weighed,
     epochs: Annotated[
         int, typer.Option(min=1, metavar="NUMBER", help="Go through the pairs at most so often.")
     ] = 10,

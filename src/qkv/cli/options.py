@@ -46,7 +46,8 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON lines, Parquet, "
-        "Arrow or SQLite file, sqlite:///FILE?table=NAME, a PostgreSQL URL, or - for CSV on stdin.",
+        "Arrow or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
+        "PostgreSQL URL, or - for CSV on stdin.",
         show_default=False,
         autocompletion=_files,
     ),
