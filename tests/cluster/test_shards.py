@@ -364,3 +364,28 @@ def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.Monk
     for url, told in (("file:///nowhere.qkv", "there is no store"), ("no://x", "Protocol")):
         with pytest.raises(qkv.QkvError, match=told):
             cluster([url], 1)
+
+
+@settings(max_examples=12, **QUIET)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([0.2, 0.01]), st.booleans())
+def test_bounds_of_shards_merge(
+    tmp_path: Path, seed: int, shards: int, tolerance: float, where: bool
+) -> None:
+    """With a tolerance each shard reads its codes; a shard that forgets reads them again."""
+    rng = np.random.default_rng(seed)
+    key = rng.normal(size=(400, 32)).astype(np.float32)
+    place = str(tmp_path / f"{next(NUMBERS)}.qkv")
+    query = key[:2] * rng.uniform(0.2, 1.5)
+    dies = lambda: rng.random() < 0.2  # noqa: E731
+    how: dict[str, Any] = {"score": "dot", "top": 4, "where": "n < 150" if where else None}
+    with qkv.open(place, key="k", value="v") as D:
+        D.extend([{"k": k, "v": k[:2], "n": i} for i, k in enumerate(key)])
+        with cluster([place], shards, dies=dies) as c:
+            near = c.ask(query, tolerance=tolerance, **how)
+            for found, true in zip(near, D.ask(query.astype(float), **how), strict=True):
+                error = 0.5 * np.abs(found.weights - true.weights).sum()
+                assert error <= found.error_bound + 1e-6 and found.error_bound <= tolerance
+                assert "codes of" in found.engine and found.rows_read <= found.total
+                assert abs(found.lse - true.lse) < 2 * tolerance + 1e-5
+                np.testing.assert_allclose(found.value, found.weights @ key[:, :2], atol=1e-5)
+                assert [row.index for row in found.rows][:1] == [true.rows[0].index]

@@ -14,13 +14,15 @@ from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Many, Sent
-from qkv.cluster.shard import Heaviest, Job
+from qkv.cluster.shard import Certain, Heaviest, Job
 from qkv.database.ask import SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.view import View
 from qkv.errors import CombinationError
 from qkv.scores import Score
 from qkv.weightings import State, Weighting
+from qkv.weightings.bound import Bound
+from qkv.weightings.softmax import Softmax
 
 
 class Spread(View):
@@ -87,7 +89,9 @@ class Spread(View):
 class One:
     """The weights of one query's answer: those of its heaviest rows are here, others are asked."""
 
-    def __init__(self, asked: Sent, known: State, i: int, found: list[Heaviest], convex: bool):
+    def __init__(
+        self, asked: Sent, known: State | Certain, i: int, found: list[Heaviest], convex: bool
+    ):
         self.asked, self.known, self.i = asked, known, i
         places = np.concatenate([some.places[i] for some in found])
         weights = np.concatenate([some.weights[i] for some in found])
@@ -150,28 +154,53 @@ class Gathered(Asked):
         keys = queries if keyed else None
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
         asked = Sent(view.snapshot, job, lost)
-        _, known, _ = parts.finished(asked, weighting)
+        near, bound, read = (None, 0.0, 0) if lost else self._near(asked)
+        known: State | Certain = near or parts.finished(asked, weighting)[1]
         top = self.top if view.schema.pools else max(self.top, SHARES)
         found: list[Heaviest] = asked.each("heaviest", known, top)
         self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()
-        bound = self._bound(asked, code.code, lost) if lost else 0.0
+        if lost:
+            bound = self._bound(asked, code.code, lost)
         each = [One(asked, known, i, found, weighting.convex) for i in range(len(queries))]
         self._read(each, top, found)
         weighed = Weighed(
             parts.averaged(parts.merged([some.sums for some in found], parts.both)),
             each,  # type: ignore[arg-type]
             parts.entropy_of(*parts.merged([some.told for some in found], np.add)),
-            weighting.lse(known)[:, 0] if weighting.has_lse else None,
+            self._lse(known),
             np.max([some.best for some in found], axis=0),
             bound,
-            self.total,
+            read if near else self.total,
         )
-        return weighed, self._engine(lost)
+        return weighed, self._engine(lost, read if near else None)
 
-    def _engine(self, lost: dict[int, LostShard]) -> str:
+    def _lse(self, known: State | Certain) -> Any:
+        if isinstance(known, Certain):
+            return known.lse
+        return self.weighting.lse(known)[:, 0] if self.weighting.has_lse else None
+
+    def _near(self, asked: Sent) -> tuple[Certain | None, Any, int]:
+        """What is known of weights within the tolerance, how far they may be off, and the keys that
+        were read for it; None where they are to be exact.
+
+        Each shard keeps to the tolerance, and so do all: quotients of sums lie between theirs.
+        """
+        soft = type(self.weighting) is Softmax and not self.score.compares_keys
+        if self.tolerance is None or not soft:
+            return None, 0.0, 0
+        found: list[tuple[Bound, int]] = asked.each("near", self.tolerance)
+        bound = parts.merged([bound for bound, _ in found], Bound.merge)
+        if not (bound.error <= self.tolerance).all():
+            return None, 0.0, 0
+        lse = bound.top + np.log(bound.total)
+        return Certain(lse, self.tolerance), bound.error, sum(read for _, read in found)
+
+    def _engine(self, lost: dict[int, LostShard], read: int | None) -> str:
         slices = self.view.snapshot.slices
         shards = len({shard for shard, _ in slices} - lost.keys())
         kind = "exact index" if self.score.compares_keys else f"scan of {self.total:,} rows"
+        if read is not None:
+            kind = f"codes of {self.total:,} rows, {read:,} of them read in full,"
         told = f"{kind} by {shards} shard{'s' if shards > 1 else ''}"
         if not lost:
             return told

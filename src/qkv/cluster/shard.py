@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv import parts
+from qkv import attention, parts
 from qkv.arrays import threads
+from qkv.arrays.rows import Weighed
 from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
@@ -24,6 +25,7 @@ from qkv.errors import QkvError
 from qkv.scores import Score
 from qkv.types import Arrays
 from qkv.weightings import State, Weighting
+from qkv.weightings.bound import Bound
 
 JOBS = 2
 """Jobs whose scores are held: that which is asked, and that which an answer is asked about."""
@@ -69,6 +71,13 @@ class Job(NamedTuple):
     """The place of a row that is left out."""
 
 
+class Certain(NamedTuple):
+    """What is known of n queries whose weights are proven to be near: their log-sum-exp (n,)."""
+
+    lse: np.ndarray
+    tolerance: float
+
+
 class Heaviest(NamedTuple):
     """What one slice has to say to n queries once their weights are known.
 
@@ -92,6 +101,7 @@ class Leaf:
     def __init__(self, view: View, slice: Slice, job: Job | None):
         self.view, self.slice, self._job = view, slice, job
         self._alpha: np.ndarray | None = None
+        self._weighed: Weighed | None = None
 
     @property
     def job(self) -> Job:
@@ -146,12 +156,45 @@ class Leaf:
     def state(self, found: State, width: int = 0) -> State:
         return self.part.state(found, width)
 
-    def heaviest(self, known: State, top: int) -> Heaviest:
-        job, asked = self.job, self.asked
+    def near(self, tolerance: float) -> tuple[Bound, int]:
+        """How far the weights of these rows may be off, from their log-sum-exp on, and how many
+        keys were read in full."""
+        found = self._near(tolerance)
+        assert found.lse is not None
+        none = np.zeros(len(found.lse))
+        bound = Bound(none, none + 1, none, none) if found.bound is None else found.bound
+        return Bound(found.lse, *(x / bound.total for x in bound[1:])), found.read
+
+    def _near(self, tolerance: float) -> Weighed:
+        if self._weighed is None:
+            job = self.job
+            self._weighed = attention.weigh(
+                self.view.vectors(self.asked.live, value=job.pools, asked=job.words),
+                job.query,
+                score=job.score,
+                weighting=job.weighting,
+                tolerance=tolerance,
+            )
+        return self._weighed
+
+    def _told(self, known: State | Certain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Σ α and Σ α ln α (2, n), α itself, and the best score."""
+        if isinstance(known, Certain):
+            found, self._weighed = self._near(known.tolerance), None
+            with np.errstate(invalid="ignore"):
+                share = np.exp(found.lse - known.lse)
+            share = np.where(np.isfinite(share), share, 0.0).astype(found.weights.dtype)
+            alpha = found.weights * share[:, None]
+            return np.array(parts.sums_of(alpha)), alpha, found.best
         part, best = self._scored
-        told, alpha, origin = part.weigh(known), part.s, self.slice.origin
-        self._alpha = alpha
+        told, alpha = part.weigh(known), part.s
         del self._scored  # they are weights now
+        return told, alpha, best
+
+    def heaviest(self, known: State | Certain, top: int) -> Heaviest:
+        job, asked, origin = self.job, self.asked, self.slice.origin
+        told, alpha, best = self._told(known)
+        self._alpha = alpha
         rows = self.view.vectors(asked.live, value=job.pools, asked=job.words)
         sums = parts.sums(rows, alpha, mean=job.weighting.convex)
         orders = [asked.order(some, top) for some in alpha]
@@ -166,16 +209,16 @@ class Leaf:
             read = dict(zip(named.tolist(), found, strict=True))
         return Heaviest(told, sums, places, weights, counts, best, read)
 
-    def _weights(self, known: State, i: int) -> np.ndarray:
+    def _weights(self, known: State | Certain, i: int) -> np.ndarray:
         if self._alpha is None:
             self.heaviest(known, 1)
         assert self._alpha is not None
         return np.asarray(self._alpha[i])
 
-    def weights(self, known: State, i: int) -> np.ndarray:
+    def weights(self, known: State | Certain, i: int) -> np.ndarray:
         return self.asked.of_all(self._weights(known, i))
 
-    def scatter(self, known: State, i: int, mean: np.ndarray) -> Scatter:
+    def scatter(self, known: State | Certain, i: int, mean: np.ndarray) -> Scatter:
         return self.asked.scatter(self._weights(known, i), mean)
 
     # With gradients

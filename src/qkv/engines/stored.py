@@ -71,7 +71,7 @@ def _weights(
     live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
     lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
     alpha = weighting.weights(s, live, k)
-    return alpha, entropy_of(*_sums(alpha, weighting.sparse)), lse
+    return alpha, entropy_of(*sums_of(alpha, weighting.sparse)), lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
@@ -175,7 +175,7 @@ class Part:
         def weight(span: Span) -> tuple[np.ndarray, np.ndarray]:
             x, live, k = self._block(span)
             x[:] = self.weighting.weight(x, live, k, known)
-            return _sums(x, self.weighting.sparse)
+            return sums_of(x, self.weighting.sparse)
 
         start = np.zeros((2, self.s.shape[0]))
         return np.asarray(self.fw.reduce(weight, np.add, start, self.spans))
@@ -188,12 +188,12 @@ def entropy(alpha: np.ndarray) -> np.ndarray:
     spans = [Span(at, min(step, m - at)) for at in range(0, m, step)]
 
     def sums(span: Span) -> np.ndarray:
-        return np.asarray(_sums(alpha[:, span.start : span.start + span.size], sparse=False))
+        return np.asarray(sums_of(alpha[:, span.start : span.start + span.size]))
 
     return entropy_of(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
 
 
-def _sums(alpha: np.ndarray, sparse: bool) -> tuple[np.ndarray, np.ndarray]:
+def sums_of(alpha: np.ndarray, sparse: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Σ |α| and Σ |α| ln |α| of each row, (n,): sums, which blocks have as well as rows."""
     if sparse:
         alpha = alpha[:, alpha.any(axis=0)]
