@@ -10,16 +10,17 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from qkv.arrays import is_array, tree
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
+from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
+from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, pairs_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
-from qkv.masks.base import Both, Mask, Values
-from qkv.masks.sequences import Blocks, Lengths
+from qkv.masks.base import Values
 from qkv.scores import Additive, Cosine, Dot, Multiplicative, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
@@ -41,8 +42,6 @@ WEIGHTINGS = {
     TopK: "topk",
     Hard: "topk",
 }
-SEARCHED = ("entmax", "topk")
-"""Those that must know something of the whole row first."""
 UNMOVED = ("softmax", "average", "entmax", "topk")
 """The weightings that a shift of the whole row does not move."""
 
@@ -125,7 +124,7 @@ def _untempered(call: Call, temperature: Array, score: Score) -> str | None:
     each = shape[-2:-1] not in ((), (1,))
     if each and not isinstance(score, Dot | ScaledDot | Cosine | Multiplicative):
         return "a temperature of each query cannot be divided out of what is added for each key"
-    shared = _key_heads(call) < _batch_and_heads(call)[1]
+    shared = key_heads(call) < batch_and_heads(call)[1]
     if shared and math.prod(shape[-3:]) > 1 and isinstance(score, Expanded):
         return "a temperature of each head cannot be divided out of what heads share"
     if call.bias is not None and math.prod(shape) > 1:
@@ -174,7 +173,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     if _is_plain_additive(call):
         return _together(_additive)
     weighting = WEIGHTINGS[type(call.weighting)]
-    searched = weighting in SEARCHED
+    searched = type(call.weighting) in SEARCHED
     found = lowering(call)
     expanded = _is_narrow(call) and isinstance(found[0], Expanded)
 
@@ -193,16 +192,16 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
             held: Any = form
             form = Form(*(x.detach() if is_array(x) else x for x in held))
-        (_, heads), few = _batch_and_heads(call), _key_heads(call)
-        query, key = _four_axes(call, form.query, heads), _four_axes(call, form.key, few)
+        (_, heads), few = batch_and_heads(call), key_heads(call)
+        query, key = four_axes(call, form.query, heads), four_axes(call, form.key, few)
         parts = (
-            _rows(call, form.bias if form.bias is None else _over(form.bias, temperature), few),
-            _rows(call, form.gate_query, heads),
-            _rows(call, form.gate_key, few),
+            rows_of(call, form.bias if form.bias is None else _over(form.bias, temperature), few),
+            rows_of(call, form.gate_query, heads),
+            rows_of(call, form.gate_key, few),
         )
         lower, upper, lengths, layout, size, _ = bounds
         scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
-        pairs = _pairs(call, bounds)
+        pairs = pairs_of(call, bounds)
         if pairs is not None and is_array(temperature) and pairs.is_floating_point():
             pairs = pairs / temperature.reshape(())
         if searched:
@@ -210,7 +209,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             alpha, rows = _searched(call, query, key, band)
         out, lse, _ = ops.pooled(
             *Arrays(
-                query, key, _four_axes(call, call.value, few), *parts, *rows, lengths, layout,
+                query, key, four_axes(call, call.value, few), *parts, *rows, lengths, layout,
                 pairs, call.seed if call.dropout else None,
             ),
             *Numbers(
@@ -219,7 +218,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             ),
         )  # fmt: skip
         if form.offset is not None and call.wants_lse:
-            lse = lse[..., None] + _rows(call, _over(form.offset, temperature), heads)
+            lse = lse[..., None] + rows_of(call, _over(form.offset, temperature), heads)
         return _as_asked(call, out, lse)
 
     return _together(bound)
@@ -291,7 +290,7 @@ def direct(call: Call) -> Callable[..., Array] | None:
         return None
     if len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
         return None
-    (_, heads), few = _batch_and_heads(call), _key_heads(call)
+    (_, heads), few = batch_and_heads(call), key_heads(call)
     if any(
         x.shape[:2] != (call.lead[0], y) for x, y in zip(arrays, (heads, few, few), strict=True)
     ):
@@ -312,7 +311,7 @@ def direct(call: Call) -> Callable[..., Array] | None:
     number = getattr(call.weighting, "k", 1)
     if isinstance(call.weighting, Entmax):
         number = float(call.weighting.alpha)
-    return Repeat(weighting, number, scale, factor, partial(_band, rule))
+    return Repeat(weighting, number, scale, factor, partial(band_of, rule))
 
 
 def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
@@ -344,10 +343,10 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         return None
     from qkv.engines.triton import ops, weights
 
-    (_, heads), few, scale = _batch_and_heads(call), _key_heads(call), scale_of(call)
-    query = _four_axes(call, call.query, heads)
-    key, value = (_four_axes(call, x, few) for x in (call.key, call.value))
-    pairs, times = _pairs(call, bounds), 1 / call.weighting.temperature
+    (_, heads), few, scale = batch_and_heads(call), key_heads(call), scale_of(call)
+    query = four_axes(call, call.query, heads)
+    key, value = (four_axes(call, x, few) for x in (call.key, call.value))
+    pairs, times = pairs_of(call, bounds), 1 / call.weighting.temperature
     how: dict[str, Any] = {"upper": bounds.upper, "pairs": pairs, "times": times}
     out, lse = ops.attend(query, key, value, scale=scale, **how)
     alpha = weights.weights(query, key, lse.detach(), scale, mean=mean, **how)
@@ -408,140 +407,6 @@ def _is_narrow(call: Call) -> bool:
     return call.fw.dtype(call.query) != "float32"
 
 
-class Bounds(NamedTuple):
-    """Which pairs count: lower ≤ j − i ≤ upper, j < lengths, the layout's blocks, and what rules
-    of other kinds leave, which are read as one array."""
-
-    lower: int | None = None
-    upper: int | None = None
-    lengths: Array | None = None
-    layout: Array | None = None
-    layout_size: int = 0
-    rules: tuple[Mask, ...] = ()
-
-
-def bounds_of(call: Call) -> Bounds:
-    return Bounds() if call.rule is None else _bounds(call, call.rule)
-
-
-def _bounds(call: Call, rule: Mask) -> Bounds:
-    import torch
-
-    device = call.query.device
-    if isinstance(rule, Both):
-        one, two = _bounds(call, rule.one), _bounds(call, rule.two)
-        if one.layout is not None and two.layout is not None:
-            two = Bounds(rules=(rule.two,))
-        return _both(one, two)
-    if isinstance(rule, Band) and rule.relative:
-        return Bounds(*_band(rule, call.n, call.m))
-    if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
-        valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
-        batch, _ = _batch_and_heads(call)
-        return Bounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
-    searched = WEIGHTINGS[type(call.weighting)] in SEARCHED
-    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and not searched:
-        size = rule.size[0]
-        if size == rule.size[1]:
-            layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
-            return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
-    return Bounds(rules=(rule,))
-
-
-def _pairs(call: Call, bounds: Bounds) -> Array | None:
-    """(B or 1, H or 1, n or 1, m or 1): what the rules add, −∞ where they rule out, or if they add
-    nothing 0 there, as bytes."""
-    import torch
-
-    allowed, bias = None, None
-    for rule in bounds.rules:
-        if isinstance(rule, Values) and rule.is_bias:
-            bias = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
-            continue
-        some = rule.allowed(calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-        if some is not None:
-            some = torch.as_tensor(some, device=call.query.device)
-            allowed = some if allowed is None else allowed & some
-    if bias is None:
-        return None if allowed is None else _own_axes(call, allowed).view(torch.uint8)
-    return _own_axes(call, bias if allowed is None else bias.where(allowed, -math.inf))
-
-
-def _own_axes(call: Call, x: Any) -> Any:
-    """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
-    x = x[(None,) * (len(call.lead) + 2 - x.ndim)]
-    if len(call.lead) < 2:
-        return x[:, None] if call.lead else x[None, None]
-    if math.prod(x.shape[:-3]) > 1 and len(call.lead) > 2:
-        x = x.expand(*call.lead[:-1], *x.shape[-3:])
-    return x.reshape(-1, *x.shape[-3:])
-
-
-def _band(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
-    """The least and the largest j − i that count; None sets no bound."""
-    if rule is None:
-        return None, None
-    shift = rule.offset
-    if shift is None:
-        shift = m - n if rule.align == "bottom_right" else 0
-    left, right = rule.left, rule.right
-    return None if left is None else shift - left, None if right is None else shift + right
-
-
-def _both(one: Bounds, two: Bounds) -> Bounds:
-    lower = [x.lower for x in (one, two) if x.lower is not None]
-    upper = [x.upper for x in (one, two) if x.upper is not None]
-    lengths = [x.lengths for x in (one, two) if x.lengths is not None]
-    return Bounds(
-        max(lower, default=None),
-        min(upper, default=None),
-        lengths[0].minimum(lengths[-1]) if lengths else None,
-        one.layout if two.layout is None else two.layout,
-        one.layout_size or two.layout_size,
-        one.rules + two.rules,
-    )
-
-
-def _batch_and_heads(call: Call) -> tuple[int, int]:
-    """The leading axes as two; one alone is the batch, so that lengths are those of its rows."""
-    lead = call.lead
-    if len(lead) == 2:
-        return lead
-    return (lead[0], 1) if len(lead) == 1 else (math.prod(lead[:-1]), lead[-1] if lead else 1)
-
-
-def _key_heads(call: Call) -> int:
-    """The heads that keys and values keep, or all of the query's where they differ."""
-    both: tuple[Any, ...] = (call.key, call.value)
-    one, two = (x.shape[-3] if x.ndim > 2 else 1 for x in both)
-    return one if one == two and len(call.lead) > 1 else _batch_and_heads(call)[1]
-
-
-def _four_axes(call: Call, x: Any, heads: int) -> Any:
-    """(…, rows, width) as (batch, heads, rows, width), the last axis contiguous."""
-    lead, shape = call.lead, x.shape
-    if len(lead) == 2 and len(shape) == 4 and shape[0] == lead[0] and shape[1] == heads:
-        pass
-    elif len(lead) < 2:
-        x = calls.share_heads(call, x).expand(*lead, *shape[-2:])
-        x = x.reshape(lead[0] if lead else 1, 1, *shape[-2:])
-    else:
-        if len(shape) > 2 and shape[-3] not in (1, heads):
-            x = calls.share_heads(call, x)
-        x = x.expand(*lead[:-1], heads, *shape[-2:])
-        x = x.reshape(-1, *x.shape[-3:])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _rows(call: Call, x: Any, heads: int, factor: float = 1.0) -> Any:
-    """(…, rows, 1) as float32 (batch, heads, rows, 1), each head's at a multiple of 16."""
-    if x is None:
-        return None
-    from qkv.engines.triton.launch import evenly
-
-    return evenly(_four_axes(call, x.float() if factor == 1 else x.float() * factor, heads))
-
-
 def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:
     """alpha, and what a sparse weighting must know of each row first."""
     from qkv.engines.triton import search
@@ -562,9 +427,9 @@ def _additive(call: Call) -> tuple[Array, Array | None, None]:
     bounds = bounds_of(call)
     assert isinstance(call.score, Additive)
     a, b = call.score.hidden(call.query, call.key)
-    heads = _key_heads(call)
-    a, b = _four_axes(call, a, _batch_and_heads(call)[1]), _four_axes(call, b, heads)
-    value = _four_axes(call, call.value, heads)
+    heads = key_heads(call)
+    a, b = four_axes(call, a, batch_and_heads(call)[1]), four_axes(call, b, heads)
+    value = four_axes(call, call.value, heads)
     device = call.query.device
     if device not in _TABLES:
         _TABLES[device] = tables(PAIRS, COARSE, device)

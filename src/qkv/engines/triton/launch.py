@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from qkv.engines.triton import ahead
-from qkv.engines.triton.records import INTERPRETED, Arrays, Facts, facts_of
+from qkv.engines.triton.records import INTERPRETED, Facts, Scales, facts_of
 from qkv.errors import EngineError
 
 NARROWEST = 64
@@ -196,14 +196,15 @@ class Launch(NamedTuple):
         if self.described:
             triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
         compiled, stream, taken = self.compiled, _stream(self.device.index), self.taken
-        first = (tuple(at[:taken]), *at[taken:], floats) if taken else (*at, *floats)
+        first = (tuple(at[:taken]), *at[taken:]) if taken else at
+        scales = (floats,) if isinstance(floats, Scales) else floats
         if _hooked():
-            compiled[self.grid](*first, *self.numbers)
+            compiled[self.grid](*first, *scales, *self.numbers)
             return
         # A pointer is taken as it is, where of a tensor the driver would be asked where it lies.
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *first, *self.numbers,
+            *first, *scales, *self.numbers,
         )  # fmt: skip
 
 
@@ -274,8 +275,8 @@ def start(
 ) -> Launch | None:
     """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, `F`.
 
-    If the first of the arrays is `Arrays`, the kernel takes it as one record, and so `Scales` and
-    the first of the whole numbers, `Strides`.
+    The first of the arrays may be a record of arrays, the floats `Scales`, and the first of the
+    whole numbers `Strides`: the kernel takes each as one.
 
     Returns the launch if it can be made again: it is compiled, and its arrays lie evenly.
     """
@@ -285,7 +286,7 @@ def start(
     known = facts_of(facts)
     named: dict[str, Any] = {"F": known} | how
     taken = len(arrays[0]) if isinstance(arrays[0], tuple) else 0
-    numbers = (floats, *whole) if taken else (*floats, *whole)
+    numbers = (floats, *whole) if isinstance(floats, Scales) else (*floats, *whole)
     if interpreted():
         kernel[grid](*arrays, *numbers, **named)
         return None
@@ -293,7 +294,7 @@ def start(
     at = [x if x is None else x.data_ptr() for x in flat]
     odd = tuple([x if x is None else x % 16 for x in at])
     device = flat[0].device
-    first, sizes = (whole[0], whole[1:]) if taken else ((), whole)
+    first, sizes = (whole[0], whole[1:]) if isinstance(whole[0], tuple) else ((), whole)
     if max((*first, *sizes)) <= LARGE:
         # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
         count = len(sizes)
@@ -307,7 +308,8 @@ def start(
     listed = ahead.LISTED.get()
     if listed is not None:
         if compiled is None and not any(odd):
-            given = (Arrays(*dtypes[:taken]), *dtypes[taken:]) if taken else dtypes
+            record = type(arrays[0])
+            given = (record(*dtypes[:taken]), *dtypes[taken:]) if taken else dtypes
             listed[about] = partial(_compiled, kernel, grid, (*given, *numbers), named, device)
         return None
     if compiled is None:
@@ -336,7 +338,8 @@ def _compiled(
     """The kernel for arrays of the dtypes given, and what launches it, which is built too."""
     with on(device):
         if isinstance(given[0], tuple):
-            given = (Arrays(*map(triton.MockTensor.wrap_dtype, given[0])), *given[1:])
+            mocks = map(triton.MockTensor.wrap_dtype, given[0])
+            given = (type(given[0])(*mocks), *given[1:])
         made = kernel.warmup(*given, grid=grid, **named)
         with suppress(triton.runtime.errors.OutOfResources):  # a launch says so, and shrinks
             made.run  # noqa: B018

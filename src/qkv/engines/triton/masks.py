@@ -1,0 +1,112 @@
+"""A call's mask as the kernels read it: a band, lengths, a layout of blocks, and one array."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from qkv.engines import call as calls
+from qkv.engines.call import Call
+from qkv.engines.triton.axes import batch_and_heads
+from qkv.masks.band import Band
+from qkv.masks.base import Both, Mask, Values
+from qkv.masks.sequences import Blocks, Lengths
+from qkv.types import Array
+from qkv.weightings import Entmax, Hard, Sparsemax, TopK
+
+SEARCHED = (Entmax, Sparsemax, TopK, Hard)
+"""Weightings that must know something of the whole row first: their kernels list no blocks."""
+
+
+class Bounds(NamedTuple):
+    """Which pairs count: lower ≤ j − i ≤ upper, j < lengths, the layout's blocks, and what rules
+    of other kinds leave, which are read as one array."""
+
+    lower: int | None = None
+    upper: int | None = None
+    lengths: Array | None = None
+    layout: Array | None = None
+    layout_size: int = 0
+    rules: tuple[Mask, ...] = ()
+
+
+def bounds_of(call: Call) -> Bounds:
+    return Bounds() if call.rule is None else _bounds(call, call.rule)
+
+
+def _bounds(call: Call, rule: Mask) -> Bounds:
+    import torch
+
+    device = call.query.device
+    if isinstance(rule, Both):
+        one, two = _bounds(call, rule.one), _bounds(call, rule.two)
+        if one.layout is not None and two.layout is not None:
+            two = Bounds(rules=(rule.two,))
+        return _both(one, two)
+    if isinstance(rule, Band) and rule.relative:
+        return Bounds(*band_of(rule, call.n, call.m))
+    if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
+        valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
+        batch, _ = batch_and_heads(call)
+        return Bounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
+    searched = type(call.weighting) in SEARCHED
+    if isinstance(rule, Blocks) and rule.layout.ndim == 2 and not searched:
+        size = rule.size[0]
+        if size == rule.size[1]:
+            layout = rule.layout[: -(-call.n // size), : -(-call.m // size)]
+            return Bounds(layout=torch.as_tensor(layout, device=device), layout_size=size)
+    return Bounds(rules=(rule,))
+
+
+def pairs_of(call: Call, bounds: Bounds) -> Array | None:
+    """(B or 1, H or 1, n or 1, m or 1): what the rules add, −∞ where they rule out, or if they add
+    nothing 0 there, as bytes."""
+    import torch
+
+    allowed, bias = None, None
+    for rule in bounds.rules:
+        if isinstance(rule, Values) and rule.is_bias:
+            bias = rule.values if rule.values.dtype != torch.float64 else rule.values.float()
+            continue
+        some = rule.allowed(calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+        if some is not None:
+            some = torch.as_tensor(some, device=call.query.device)
+            allowed = some if allowed is None else allowed & some
+    if bias is None:
+        return None if allowed is None else _own_axes(call, allowed).view(torch.uint8)
+    return _own_axes(call, bias if allowed is None else bias.where(allowed, -math.inf))
+
+
+def _own_axes(call: Call, x: Any) -> Any:
+    """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
+    x = x[(None,) * (len(call.lead) + 2 - x.ndim)]
+    if len(call.lead) < 2:
+        return x[:, None] if call.lead else x[None, None]
+    if math.prod(x.shape[:-3]) > 1 and len(call.lead) > 2:
+        x = x.expand(*call.lead[:-1], *x.shape[-3:])
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def band_of(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
+    """The least and the largest j − i that count; None sets no bound."""
+    if rule is None:
+        return None, None
+    shift = rule.offset
+    if shift is None:
+        shift = m - n if rule.align == "bottom_right" else 0
+    left, right = rule.left, rule.right
+    return None if left is None else shift - left, None if right is None else shift + right
+
+
+def _both(one: Bounds, two: Bounds) -> Bounds:
+    lower = [x.lower for x in (one, two) if x.lower is not None]
+    upper = [x.upper for x in (one, two) if x.upper is not None]
+    lengths = [x.lengths for x in (one, two) if x.lengths is not None]
+    return Bounds(
+        max(lower, default=None),
+        min(upper, default=None),
+        lengths[0].minimum(lengths[-1]) if lengths else None,
+        one.layout if two.layout is None else two.layout,
+        one.layout_size or two.layout_size,
+        one.rules + two.rules,
+    )
