@@ -185,7 +185,13 @@ class Answer(Shown):
         return math.exp(self.entropy) if self.rows else 0.0
 
     def above(self, weight: float) -> list[Row]:
-        """Every row of at least this weight, heaviest first."""
+        """Every row of at least this weight, heaviest first.
+
+        >>> from qkv import Database
+        >>> answer = Database({1.0: 10.0, 2.0: 20.0, 9.0: 90.0}).ask(1.4, score="gaussian", top=1)
+        >>> [row.key for row in answer.above(0.3)]
+        [1.0, 2.0]
+        """
         if not 0 < weight <= 1:
             raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
         return self._above(weight)
@@ -198,7 +204,12 @@ class Answer(Shown):
         return None if self._source is None else self._source(most)
 
     def explain(self) -> str:
-        """One paragraph: which rows, which engine, how concentrated."""
+        """One paragraph: which rows, which engine, how concentrated.
+
+        >>> from qkv import Database
+        >>> Database({"Li": "Mu", "Hu": "Rachel"}).ask("Li").explain()[:26]
+        'Of 2 rows, Li counts 100 %'
+        """
         if not self.rows:
             return (
                 f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} row"

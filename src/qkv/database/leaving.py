@@ -48,7 +48,12 @@ class Leaving(Shown):
         return made
 
     def swap(self: Any, **how: Any) -> Database:
-        """Key and value exchanged: "find people by major"."""
+        """Key and value exchanged: "find people by major".
+
+        >>> from qkv import Database
+        >>> Database({"Li": "physics", "Hu": "history"}).swap()["history"]
+        'Hu'
+        """
         about = self.info()
         if not about["key"]:
             raise CombinationError("there are no rows to swap yet: add some first")

@@ -68,6 +68,12 @@ def differentiable(view: View, query: Array) -> tuple[Array, bool]:
     return found, single
 
 
+def rows_at_most(top: Any) -> None:
+    """Refuse a `top` that is no number of rows."""
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+
+
 def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:
     """How near an answer must be, and how surely; refused where that means nothing."""
     for name, x in (("tolerance", tolerance), ("confidence", confidence)):

@@ -13,7 +13,7 @@ import numpy as np
 from qkv.arrays import is_array
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
-from qkv.database.queries import Asking, How, as_queries, differentiable, nearness
+from qkv.database.queries import Asking, How, as_queries, differentiable, nearness, rows_at_most
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store
 from qkv.database.view import CHUNK, View
@@ -216,6 +216,7 @@ class Reading(Generic[K, V]):
     @overload
     def get(self, key: K, default: T) -> V | T: ...
     def get(self, key: K, default: Any = None) -> Any:
+        """The value of the newest row with this key; the default where there is none."""
         return self._value(key, default)
 
     def _value(self, key: Any, default: Any) -> Any:
@@ -273,8 +274,7 @@ class Reading(Generic[K, V]):
         from qkv import weightings
         from qkv.database import conformal
 
-        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-            raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+        rows_at_most(top)
         alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = as_queries(view, query)

@@ -130,6 +130,11 @@ class Writing(Leaving, Reading[K, V]):
         """Take out every row of these keys (one, or a list); how many rows went.
 
         A key that is absent is an error, and then nothing is taken out.
+
+        >>> from qkv import Database
+        >>> D = Database({"Li": "Mu", "Hu": "Rachel", "Wu": "Yi"})
+        >>> D.remove(["Li", "Wu"]), list(D)
+        (2, ['Hu'])
         """
         keys = list(keys) if self._many(keys) else [keys]
         with self._alone():

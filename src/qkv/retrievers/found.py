@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.answer import Answer, Row
-from qkv.database.queries import How
-from qkv.errors import ArgumentError, DtypeError, unknown
+from qkv.database.queries import How, rows_at_most
+from qkv.errors import DtypeError, unknown
 from qkv.told import jsonable
 
 
@@ -46,8 +46,7 @@ def check(database: Any, top: Any, how: Mapping[str, Any]) -> None:
             f"database must be a qkv.Database or one of a qkv.Client, not {database!r}: "
             "qkv.open(path) opens one, and Client(url)[name] is one of a server"
         )
-    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+    rows_at_most(top)
     for name in how:
         if name not in How.__optional_keys__:
             raise unknown("option of a retriever", name, ["top", "content", *How.__optional_keys__])
