@@ -366,7 +366,7 @@ def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.Monk
             cluster([url], 1)
 
 
-@settings(max_examples=12, **QUIET)
+@settings(max_examples=8, **QUIET)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([0.2, 0.01]), st.booleans())
 def test_bounds_of_shards_merge(
     tmp_path: Path, seed: int, shards: int, tolerance: float, where: bool
@@ -388,4 +388,4 @@ def test_bounds_of_shards_merge(
                 assert "codes of" in found.engine and found.rows_read <= found.total
                 assert abs(found.lse - true.lse) < 2 * tolerance + 1e-5
                 np.testing.assert_allclose(found.value, found.weights @ key[:, :2], atol=1e-5)
-                assert [row.index for row in found.rows][:1] == [true.rows[0].index]
+                assert true.weights[found.rows[0].index] >= true.rows[0].weight - 2 * tolerance

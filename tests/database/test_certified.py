@@ -25,6 +25,7 @@ WIDTH = 32
 SCORES = [
     scores.Dot(),
     scores.ScaledDot(30.0),
+    scores.ScaledDot(1.0, softcap=20.0),
     scores.Cosine(0.05),
     scores.Gaussian(2.0),
     scores.Multiplicative(np.diag(np.linspace(-1, 1, WIDTH))),

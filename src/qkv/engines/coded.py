@@ -40,7 +40,7 @@ class Coded:
         self._cuts: list[list[Cut]] | None = None
         self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
         form = self.form(np.ones(1))
-        self.phi, self.offset = np.asarray(form.query), form.offset
+        self.phi, self.offset, self.cap = np.asarray(form.query), form.offset, form.cap
         self.plain = form.factor is form.bias is form.offset is None
         self.length = np.sqrt(np.einsum("ij,ij->i", self.phi, self.phi)) * CAREFUL
         self.queries = Queries(self.phi)
@@ -52,7 +52,8 @@ class Coded:
         over = self.cooled
         bias = None if found.bias is None else found.bias / over
         offset = None if found.offset is None or self.profile is None else found.offset / over
-        return Affine(found.query / over, found.factor, bias, offset)
+        cap = None if found.cap is None else found.cap / over
+        return Affine(found.query / over, found.factor, bias, offset, cap)
 
     def scores(self, cut: Cut) -> tuple[np.ndarray, Terms]:
         """Those of a cut (n, c), by its codes."""
@@ -67,7 +68,15 @@ class Coded:
         s *= near.scale if factor is None else (near.scale * factor).astype(np.float32)
         if bias is not None:
             s += bias
-        return s, terms
+        return self._capped(s), terms
+
+    def _capped(self, s: np.ndarray) -> np.ndarray:
+        """In place: what bends scores brings no two of them further apart."""
+        if self.cap is not None:
+            s /= self.cap
+            np.tanh(s, out=s)
+            s *= self.cap
+        return s
 
     def terms(self, near: Near) -> tuple[np.ndarray | None, np.ndarray | None, Terms]:
         """The factors and biases of rows (c,), if there are such, and what is to be known of them;
@@ -95,7 +104,8 @@ class Coded:
         """What the terms of codes are multiplied by."""
         length, unit = self.length, UNIT
         lost = self.queries.rest + unit * self.queries.lost * length
-        return Slack(length + lost, lost + 8 * unit * length, np.full(len(length), 8 * unit), unit)
+        none = np.zeros(len(length))
+        return Slack(length + lost, lost + 16 * unit * length, none + 8 * unit, unit)
 
     def scanned(self) -> Scan:
         """The weights of all rows by their codes."""
@@ -179,7 +189,7 @@ class Coded:
             s = s + bias
             s = s if form.offset is None else s + np.asarray(form.offset)[:, None]
             lost = 4 * (width + 8) * 2.0**-53
-            out[:, some], terms[:, some] = s, self.terms(near)[2].stacked()
+            out[:, some], terms[:, some] = self._capped(s), self.terms(near)[2].stacked()
             off[:, some] = lost * (self.length[:, None] * norm + np.abs(bias))
             if steady:
                 off[:, some][(s == 0) & (np.abs(self.phi) @ np.abs(key).T == 0)] = 0

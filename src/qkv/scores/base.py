@@ -49,7 +49,8 @@ class Form(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """s = factor(k) φ(q)·k + bias(k) + offset(q), of keys that are known by their lengths.
+    """s = factor(k) φ(q)·k + bias(k) + offset(q), of keys that are known by their lengths; then
+    cap · tanh(s / cap), if there is one.
 
     φ (n, d), factor and bias (m,), offset (n,)."""
 
@@ -57,6 +58,7 @@ class Affine(NamedTuple):
     factor: Array | None = None
     bias: Array | None = None
     offset: Array | None = None
+    cap: float | None = None
 
 
 class Score(Record):

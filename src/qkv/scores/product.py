@@ -85,8 +85,10 @@ class ScaledDot(Score):
         return Form(query * factor, key) if is_array(factor) else Form(query, key, scale=factor)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        plain = self.linear and not is_array(self.scale)
-        return Affine(query * self.factor(query)) if plain else None
+        plain = type(self).__call__ is ScaledDot.__call__
+        if not plain or is_array(self.scale) or is_array(self.softcap):
+            return None
+        return Affine(query * self.factor(query), cap=self.softcap)
 
     def lowered(
         self, query: Array, key: Array, tolerance: float | None, dtype: str
