@@ -170,6 +170,13 @@ def test_join_puts_the_nearest_rows_beside_each(shop):
     assert [row[5] for row in shop.sql(JOIN.format(2)).fetchall()] == [1, 2, 1, 2]
 
 
+@pytest.mark.parametrize("encoder", ["os:system", "builtins:print", "/etc"])
+def test_join_calls_no_function_that_sql_names(shop, capfd, encoder):
+    told = refused(shop, JOIN.format(1).replace("characters", encoder))
+    assert "unknown encoder" in told
+    assert "bread" not in "".join(capfd.readouterr())
+
+
 def test_join_takes_numbers_and_frames(con):
     pandas = pytest.importorskip("pandas")
     asked = pandas.DataFrame({"x": [1.1, 2.9]})

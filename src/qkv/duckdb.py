@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.attention import attend
-from qkv.database import Database, open, spelled
+from qkv.database import Database, encoders, open, spelled
 from qkv.database.sources.sql import literal, quoted
 from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
 from qkv.told import jsonable
@@ -218,7 +218,9 @@ def _matched(left: Any, right: Any, options: Any) -> Any:
     for given in zip(left.to_pylist(), right.to_pylist(), options.to_pylist(), strict=True):
         asked, keys = ([json.loads(text) for text in side] for side in given[:2])
         how = _how(given[2])
-        database = Database(keys, range(len(keys)), encoder=how.pop("encoder", None))
+        encoder = how.pop("encoder", None)
+        encoder = None if encoder is None else encoders.named(encoder)
+        database = Database(keys, range(len(keys)), encoder=encoder)
         found.append(
             [
                 {"l": place, "r": row.index + 1, "weight": row.weight, "rank": rank}
@@ -255,8 +257,8 @@ def _attended(query: Any, keys: Any, values: Any, score: Any, weighting: Any) ->
     for ((name, weights), *_), at in groups.items():
         out = attend(
             *(side.stacked(at) for side in sides),
-            score=spelled.score(name),
-            weighting=spelled.weighting(weights),
+            score=spelled.score(name or "scaled_dot"),
+            weighting=spelled.weighting(weights or "softmax"),
         )
         for i, row in zip(at, out[:, 0].tolist(), strict=True):
             found[i] = row

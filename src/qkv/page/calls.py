@@ -11,7 +11,7 @@ from qkv import scores
 from qkv.arrays.ragged import places
 from qkv.database import encoders
 from qkv.database.encoding import at_words, kept
-from qkv.errors import ArgumentError, unknown
+from qkv.errors import ArgumentError
 from qkv.page import sentence, tables, views
 from qkv.page.bounds import NUMBERS, TEXT, few
 from qkv.page.views import named
@@ -32,7 +32,7 @@ def encode(args: Args, databases: Databases) -> dict[str, Any]:
     if args.get("database") is not None:
         encoder = tables.chosen(args, databases).encoder or encoders.default(keys)
     else:
-        encoder = encoders.resolve(_name(args["encoder"])).fit(keys)
+        encoder = encoders.named(args["encoder"]).fit(keys)
     few("numbers", len(keys) * encoder.width, NUMBERS)
     beside = encoder.sparse(keys)
     if beside is not None:
@@ -83,10 +83,3 @@ def call(name: str, args: Args, databases: Databases) -> Any:
     if name not in CALLS:
         raise ArgumentError(f"a page calls {', '.join(sorted(CALLS))}, not {name!r}")
     return CALLS[name](args, databases)
-
-
-def _name(encoder: str) -> str:
-    """A name of the table: `module:function` would import what a stranger wants."""
-    if encoder not in encoders.ENCODERS:
-        raise unknown("encoder", encoder, encoders.ENCODERS)
-    return encoder

@@ -23,7 +23,7 @@ from qkv.database.encoders.sentences import Sentences
 from qkv.database.encoders.text import Text
 from qkv.database.encoders.vectors import Vectors
 from qkv.database.encoders.words import Words, installed
-from qkv.errors import ArgumentError, DtypeError, QkvError
+from qkv.errors import ArgumentError, DtypeError, QkvError, unknown
 from qkv.names import Names
 
 ENCODERS = Names(
@@ -69,6 +69,7 @@ __all__ = [
     "Words",
     "default",
     "load",
+    "named",
     "register",
     "resolve",
 ]
@@ -112,6 +113,18 @@ def resolve(encoder: Any) -> Encoder:
     if callable(encoder):
         return Custom(encoder)
     raise DtypeError(f"encoder must be a name, an encoder or a function, not {encoder!r}")
+
+
+def named(name: Any) -> Encoder:
+    """The encoder of a name in the table, where strangers may write it: a `module:function` would
+    import and call what they want.
+
+    >>> named("exact")
+    Exact(width=256)
+    """
+    if not isinstance(name, str) or name not in ENCODERS:
+        raise unknown("encoder", name, ENCODERS)
+    return resolve(name)
 
 
 def _imported(path: str) -> Any:
