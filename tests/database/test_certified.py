@@ -351,6 +351,22 @@ def test_what_8_bits_have_lost_is_told_of_narrow_keys_too():
     assert 1e-3 < 0.5 * np.abs(found.weights - true).sum() <= found.error_bound <= 0.5
 
 
+def test_keys_in_8_bits_are_encoded_anew_and_learned_from_as_what_they_were(tmp_path):
+    keys = np.random.default_rng(2).normal(size=(300, 32)).astype(np.float32)
+    with qkv.open(tmp_path / "d.qkv", precision="int8") as D:
+        D.add(keys, [str(i) for i in range(300)])
+        D.remove(keys[:5])
+        query, true = keys[7] / 8, exact(keys[5:], keys[7] / 8, scores.Dot(), Softmax())
+        for _ in range(2):
+            found = D.ask(query, score="dot", tolerance=0.5)
+            assert 1e-5 < 0.5 * np.abs(found.weights - true).sum() <= found.error_bound
+            with pytest.raises(CombinationError, match="cannot be proven"):
+                D.ask(query, score="dot", tolerance=1e-4)
+            D.encode()
+        D.learn([(keys[i] + 0.1, keys[i]) for i in range(5, 45)], epochs=1)
+        assert D[keys[9]] == "9"
+
+
 def test_numbers_that_a_precision_does_not_hold_are_refused():
     keys = np.eye(32) * np.arange(1, 33)[:, None]
     D = qkv.Database(keys, np.arange(32.0), precision="float16")

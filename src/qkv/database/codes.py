@@ -28,6 +28,9 @@ SQUARED = 1e-12
 
 BOUNDS = ("scale", "residual", "norm", "spread")
 
+BESIDE = ("near.bounds", "near.block")
+"""The tensors that bound codes."""
+
 
 def checked(precision: str | None) -> str | None:
     """The precision that is asked for, refused where there is none of that name."""
@@ -96,7 +99,7 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
     else:
         with threads.one_for_blas():
             threads.each(some, starts)
-    made = {"near.bounds": bounds, "near.block": block}
+    made = dict(zip(BESIDE, (bounds, block), strict=True))
     return {"near": code, **made} if keep else made
 
 

@@ -323,9 +323,10 @@ class Writing(Leaving, Reading[K, V]):
 
         self._writable()
         view = self._filled()
-        learned, report = learn(
-            view.encoder, view.all_keys(), list(pairs), progress=progress, **how
-        )
+        keys, pairs = view.all_keys(), list(pairs)
+        if view.schema.key_kind == "vector":
+            pairs = [_as_kept(view, keys, pair) for pair in pairs]
+        learned, report = learn(view.encoder, keys, pairs, progress=progress, **how)
         self.encode(learned, fit=False, what="learn", progress=progress)
         return report
 
@@ -373,6 +374,14 @@ def others(columns: Cells, key: Sequence[str]) -> tuple[str, ...]:
     if not rest:
         raise ArgumentError(f"there is no column beside the key {', '.join(key)} for a value")
     return rest
+
+
+def _as_kept(view: Any, keys: Any, pair: Any) -> Any:
+    """A pair whose right key is the vector as it is kept, which may be rounded."""
+    if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
+        return pair
+    ids = view.find(pair[1])
+    return (pair[0], keys[int(view.ids.searchsorted(ids[-1]))], *pair[2:]) if ids else pair
 
 
 def _digests(keys: Any, schema: Schema) -> list[bytes]:
