@@ -225,6 +225,12 @@ def test_attend_is_the_sum_of_the_equation(con):
         np.testing.assert_allclose(out, softmax((k[i] @ q[i] / np.sqrt(3)).tolist()) @ v[i])
 
 
+def test_a_score_or_a_weighting_that_is_null_is_the_default(con):
+    plain = con.sql("SELECT attend(1.0, [1, 2], [3, 4])").fetchall()
+    for wish in ("score", "weighting"):
+        assert con.sql(f"SELECT attend(1.0, [1, 2], [3, 4], {wish} := NULL)").fetchall() == plain
+
+
 def test_attend_over_groups_of_rows(con):
     found = con.execute(
         """

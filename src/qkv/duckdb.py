@@ -306,4 +306,4 @@ class _Vectors:
         count, width = int(self.count[rows[0]]), int(self._ends[first + 1] - self._ends[first])
         starts = self._ends[self._rows[rows]]
         flat: np.ndarray = self._flat[starts[:, None] + np.arange(count * width)]
-        return flat.reshape(-1, count, width)
+        return flat.reshape(len(rows), count, width)
