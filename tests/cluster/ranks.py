@@ -304,5 +304,6 @@ def work(rank: int, folder: str) -> None:
 
 def together(folder: Path) -> list[dict[tuple[str, int], str]]:
     """What went wrong on each process, by the check and the size of the group; "" is nothing."""
-    multiprocessing.start_processes(work, (str(folder),), nprocs=WORLD, start_method="spawn")
+    multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, not four times
+    multiprocessing.start_processes(work, (str(folder),), nprocs=WORLD, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
