@@ -14,150 +14,139 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import kind_of, shared_strides
+from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.tiles import LOG2E, ruled
+from qkv.engines.triton.place import keys_of, place, product, tile_of
+from qkv.engines.triton.records import Arrays, Scales, Sizes
+from qkv.engines.triton.tiles import LOG2E, NONE, fetch, launched
 
 ROWS, COLS = 64, 64
 TILE = Tile(ROWS, COLS, COLS, 4, 3)
+FACTS = ("W", "D", "LOWER", "UPPER", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "WEIGHTING")
+"""Those of a call that the kernels are compiled for."""
 
 
 @triton.jit
-def _alpha(q, k, top, row, col, n, m, upper, scale, rule, F):
-    """The weights of a tile: rows q (R, d), columns k (d, C), the rows' log-sum-exps.
-
-    `rule` is a head's part of the mask's array, its strides, and what it is multiplied by.
-    """
-    live = (row[:, None] < n) & (col[None, :] < m) & (top[:, None] != -float("inf"))
-    if F.BOUND:
-        live = live & (col[None, :] - row[:, None] <= upper)
-    s = tl.dot(q, k, input_precision=F.PRECISION) * scale
-    if F.PAIRS:
-        place, p_n, p_m, times = rule
-        offset = row[:, None].to(tl.int64) * p_n + col[None, :].to(tl.int64) * p_m
-        extra, live = ruled(live, place, offset, times, F.PAIRS, True)
-        if F.PAIRS == 2:
-            s += extra
-    return tl.where(live, tl.exp2((s - top[:, None]) * LOG2E), 0.0)
+def _alpha(t, rows, keys, x, top, scales, z, F):
+    """The weights of tile t (ROWS, COLS), from φ(q)·ψ(k) and the rows' log-sum-exps (ROWS, 1)."""
+    _, _, _, live, extra = tile_of(t, rows, keys, scales.times, z, F, True)
+    s = x * scales.scale
+    if F.PAIRS == 2:
+        s += extra
+    return tl.where(live & (top != NONE), tl.exp2((s - top) * LOG2E), 0.0)
 
 
 @triton.jit
-def _own(pairs, other, offset):
-    """A head's part of the mask's array; a function of Triton cannot return None."""
-    return other if pairs is None else pairs + offset
+def _weighed(t, rows, keys, top, scales, z, F):
+    """The weights of tile t, (ROWS, COLS), and its keys (COLS, d)."""
+    here = tl.minimum(tl.arange(0, F.COLS), z.m - 1 - t * F.COLS)
+    x, k = product(rows, keys, t * F.COLS, here, F)
+    return _alpha(t, rows, keys, x, top, scales, z, F), k
 
 
 @triton.jit
-def _read(x, row, stride, n, at, D: tl.constexpr):
-    """Rows of x, (R, d)."""
-    places = row[:, None].to(tl.int64) * stride + at[None, :]
-    return tl.load(x + places, mask=(row[:, None] < n) & (at[None, :] < D), other=0.0)
+def _along(x, rows, t, a_row, a_col, share, z, F):
+    """The gradient of the weights of tile t, (ROWS, COLS)."""
+    col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
+    places = rows.i.to(tl.int64) * a_row + col * a_col
+    return tl.load(x + places, mask=col < z.m, other=0.0).to(tl.float32) * share
 
 
-@triton.jit
-def _weights_kernel(
-    query, key, lse, pairs, out, scale, share, times, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, l_batch, l_head, p_b, p_h, p_n, p_m, n, m, heads, group, upper, F: tl.constexpr,
-):  # fmt: skip
-    batch = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS)
-    col = tl.program_id(0) * F.COLS + tl.arange(0, F.COLS)
-    at = tl.arange(0, F.BLOCK_D)
-    within = (row[:, None] < n) & (col[None, :] < m)
-    place = row[:, None].to(tl.int64) * m + col[None, :]
+@launched
+def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl.constexpr):
+    """A tile of the weights of each head of a batch, or of their mean."""
+    z = Sizes(n, m, heads, group, n, 0, upper)
+    batch = tl.program_id(2)
+    t = tl.program_id(0)
+    col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
+    row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
+    within = (row < n) & (col < m)
+    there = row.to(tl.int64) * m + col
     for head in range(heads):
-        q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
-        k = tl.trans(_read(key + batch * k_batch + head // group * k_head, col, k_row, m, at, F.D))
-        top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
-        rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
-        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
+        lane = batch * heads + head
+        rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
+        keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
+        top = tl.load(lse + spot.line)[:, None]
+        alpha, _ = _weighed(t, rows, keys, top, scales, z, F)
         if F.MEAN:
             total += alpha
         else:
-            to = out + (batch * heads + head) * n * m + place
+            to = out + tl.cast(lane, tl.int64) * n * m + there
             tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
     if F.MEAN:
-        tl.store(out + batch * n * m + place, (total * share).to(out.dtype.element_ty), mask=within)
+        to = out + tl.cast(batch, tl.int64) * n * m + there
+        tl.store(to, (total * scales.share).to(out.dtype.element_ty), mask=within)
 
 
-@triton.jit
-def _along(x, row, col, stride_row, stride_col, n, m, share):
-    """The gradient of the weights of a tile."""
-    places = row[:, None].to(tl.int64) * stride_row + col[None, :] * stride_col
-    within = (row[:, None] < n) & (col[None, :] < m)
-    return tl.load(x + places, mask=within, other=0.0).to(tl.float32) * share
-
-
-@triton.jit
-def _query_kernel(
-    query, key, lse, pairs, along, dquery, centre, scale, share, times, q_batch, q_head, q_row,
-    k_batch, k_head, k_row, l_batch, l_head, p_b, p_h, p_n, p_m, a_batch, a_head, a_row, a_col,
-    d_batch, d_head, d_row, n, m, heads, group, upper, F: tl.constexpr,
+@launched
+def weigh_queries(
+    given, lse, along, dquery, centre, scales, steps, a_b, a_h, a_n, a_m,
+    n, m, heads, group, upper, F: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂q of a tile of rows of one head, and Σⱼ αⱼ gⱼ of each, with g = ∂L/∂α."""
-    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    first = tl.program_id(0) * F.ROWS
-    row, at = first + tl.arange(0, F.ROWS), tl.arange(0, F.BLOCK_D)
-    q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
-    top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
+    z = Sizes(n, m, heads, group, n, 0, upper)
+    lane = tl.program_id(2) * heads + tl.program_id(1)
+    rows, spot = place(given, steps, tl.program_id(0), lane, z, F)
+    keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
+    top = tl.load(lse + spot.line)[:, None]
     end = m
-    if F.BOUND:
-        end = min(m, first + F.ROWS + upper)
-    key += batch * k_batch + head // group * k_head
-    along += batch * a_batch + head * a_head
-    rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
+    if F.UPPER:
+        end = tl.minimum(m, spot.first + F.ROWS + upper)
+    tiles = (end + F.COLS - 1) // F.COLS
+    along += spot.batch * a_b + spot.head * a_h
     middle = tl.zeros((F.ROWS,), tl.float32)
-    for start in range(0, end, F.COLS):
-        col = start + tl.arange(0, F.COLS)
-        k = tl.trans(_read(key, col, k_row, m, at, F.D))
-        alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
-        middle += tl.sum(alpha * _along(along, row, col, a_row, a_col, n, m, share), 1)
-    total = tl.zeros((F.ROWS, F.BLOCK_D), tl.float32)
-    for start in range(0, end, F.COLS):
-        col = start + tl.arange(0, F.COLS)
-        rows = _read(key, col, k_row, m, at, F.D)
-        alpha = _alpha(q, tl.trans(rows), top, row, col, n, m, upper, scale, rule, F)
-        g = _along(along, row, col, a_row, a_col, n, m, share)
-        slope = (alpha * (g - middle[:, None])).to(rows.dtype)
-        total += tl.dot(slope, rows, input_precision=F.PRECISION)
-    to = dquery + batch * d_batch + head * d_head + row[:, None].to(tl.int64) * d_row + at[None, :]
-    within = (row[:, None] < n) & (at[None, :] < F.D)
-    tl.store(to, (total * scale).to(dquery.dtype.element_ty), mask=within)
-    tl.store(centre + (batch * heads + head) * n + row, middle, mask=row < n)
+    for t in range(0, tiles):
+        alpha, _ = _weighed(t, rows, keys, top, scales, z, F)
+        middle += tl.sum(alpha * _along(along, rows, t, a_n, a_m, scales.share, z, F), 1)
+    total = tl.zeros((F.ROWS, F.BLOCK_W), tl.float32)
+    for t in range(0, tiles):
+        alpha, k = _weighed(t, rows, keys, top, scales, z, F)
+        g = _along(along, rows, t, a_n, a_m, scales.share, z, F)
+        slope = (alpha * (g - middle[:, None])).to(k.dtype)
+        total += tl.dot(slope, k, input_precision=F.PRECISION)
+    at = tl.arange(0, F.BLOCK_W)[None, :]
+    to = dquery + spot.batch * steps.o_b + spot.head * steps.o_h
+    to += rows.i.to(tl.int64) * steps.o_n + at
+    inside = spot.inside[:, None] & (at < F.W)
+    tl.store(to, (total * scales.scale).to(dquery.dtype.element_ty), mask=inside)
+    tl.store(centre + spot.line, middle, mask=spot.inside)
 
 
-@triton.jit
-def _key_kernel(
-    query, key, lse, pairs, along, dkey, centre, scale, share, times, q_batch, q_head, q_row,
-    k_batch, k_head, k_row, l_batch, l_head, p_b, p_h, p_n, p_m, a_batch, a_head, a_row, a_col,
-    d_batch, d_head, d_row, n, m, heads, group, upper, F: tl.constexpr,
+@launched
+def weigh_keys(
+    given, lse, along, dkey, centre, scales, steps, a_b, a_h, a_n, a_m,
+    n, m, heads, group, upper, F: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂k of a tile of columns of one head of keys, over all the heads that share it."""
-    batch, few = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    first = tl.program_id(0) * F.COLS
-    col, at = first + tl.arange(0, F.COLS), tl.arange(0, F.BLOCK_D)
-    k = tl.trans(_read(key + batch * k_batch + few * k_head, col, k_row, m, at, F.D))
+    z = Sizes(n, m, heads, group, n, 0, upper)
+    t = tl.program_id(0)
+    few = tl.program_id(1)
+    batch = tl.cast(tl.program_id(2), tl.int64)
+    keys = keys_of(given, None, 0, steps, batch, tl.cast(few, tl.int64), z, F)
+    first = t * F.COLS
+    here = tl.minimum(tl.arange(0, F.COLS), m - 1 - first)
+    k = fetch(keys.key + first * keys.k_m, here * keys.k_m, F.W, F.BLOCK_W)  # (COLS, d)
     begin = 0
-    if F.BOUND:
-        begin = max(0, first - upper) // F.ROWS * F.ROWS
-    total = tl.zeros((F.COLS, F.BLOCK_D), tl.float32)
+    if F.UPPER:
+        begin = tl.maximum(0, first - upper) // F.ROWS
+    total = tl.zeros((F.COLS, F.BLOCK_W), tl.float32)
     for head in range(few * group, few * group + group):
-        for start in range(begin, n, F.ROWS):
-            row = start + tl.arange(0, F.ROWS)
-            q = _read(query + batch * q_batch + head * q_head, row, q_row, n, at, F.D)
-            top = tl.load(lse + batch * l_batch + head * l_head + row, mask=row < n, other=0.0)
-            place = centre + (batch * heads + head) * n + row
-            middle = tl.load(place, mask=row < n, other=0.0)
-            rule = (_own(pairs, query, batch * p_b + head * p_h), p_n, p_m, times)
-            alpha = _alpha(q, k, top, row, col, n, m, upper, scale, rule, F)
-            here = along + batch * a_batch + head * a_head
-            g = _along(here, row, col, a_row, a_col, n, m, share)
-            slope = (alpha * (g - middle[:, None])).to(q.dtype)
-            total += tl.dot(tl.trans(slope), q, input_precision=F.PRECISION)
-    to = dkey + batch * d_batch + few * d_head + col[:, None].to(tl.int64) * d_row + at[None, :]
-    within = (col[:, None] < m) & (at[None, :] < F.D)
-    tl.store(to, (total * scale).to(dkey.dtype.element_ty), mask=within)
+        slopes = along + batch * a_b + head * a_h
+        for tile in range(begin, (n + F.ROWS - 1) // F.ROWS):
+            rows, spot = place(given, steps, tile, tl.program_id(2) * heads + head, z, F)
+            top = tl.load(lse + spot.line)[:, None]
+            middle = tl.load(centre + spot.line)[:, None]
+            x = tl.dot(rows.q, tl.trans(k), input_precision=F.PRECISION)
+            alpha = _alpha(t, rows, keys, x, top, scales, z, F)
+            g = _along(slopes, rows, t, a_n, a_m, scales.share, z, F)
+            slope = tl.where(spot.inside[:, None], alpha * (g - middle), 0.0).to(k.dtype)
+            total += tl.dot(tl.trans(slope), rows.q, input_precision=F.PRECISION)
+    at = tl.arange(0, F.BLOCK_W)[None, :]
+    col = (first + tl.arange(0, F.COLS))[:, None]
+    to = dkey + batch * steps.o_b + few * tl.cast(steps.o_h, tl.int64)
+    to += col.to(tl.int64) * steps.o_n + at
+    tl.store(to, (total * scales.scale).to(dkey.dtype.element_ty), mask=(col < m) & (at < F.W))
 
 
 def weights(
@@ -196,13 +185,14 @@ def _weights(
 ) -> Tensor:
     (b, h, n, _), m = query.shape, key.shape[2]
     out = query.new_empty((b, n, m) if mean else (b, h, n, m))
-    arrays, floats = (query, key, lse, pairs, out), (scale, 1 / h if mean else 1.0, times)
-    about = (_weights_kernel, *launch.kinds(query, key, pairs), upper, mean)
+    given = Arrays(query, key, key, pairs=pairs)
+    scales = Scales(scale, 0.0, times, 1 / h if mean else 1.0)
+    about = (weigh_pairs, *launch.kinds(query, key, pairs), upper, mean)
     made = launch.MADE.get(about)
-    if made is None or not made.again(arrays, floats):
+    if made is None or not made.again((*given, lse, out), scales):
+        call = Arguments(*given, *Numbers(scale, upper=upper))
         grid = triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b
-        whole, facts = _arguments(query, key, lse, pairs, (), upper)
-        made = _start(_weights_kernel, grid, arrays, floats, whole, facts | {"MEAN": mean})
+        made = _start(weigh_pairs, grid, call, (lse, out), scales, (call.steps(),), MEAN=mean)
         launch.keep(about, made)
     return out
 
@@ -210,24 +200,26 @@ def _weights(
 def _start(
     kernel: Any,
     grid: tuple[int, ...],
-    arrays: tuple[Tensor | None, ...],
-    floats: tuple[float, ...],
-    whole: tuple[int, ...],
-    facts: dict[str, Any],
+    call: Arguments,
+    arrays: tuple[Tensor, ...],
+    scales: Scales,
+    strides: tuple[Any, ...],
+    **more: bool,
 ) -> Launch | None:
-    with launch.on(arrays[0].device):  # type: ignore[union-attr]
-        return launch.start(kernel, grid, arrays, floats, whole, facts, TILE)
+    facts = {name: call.facts[name] for name in FACTS} | more
+    wide = max(triton.next_power_of_2(call.w), 16)
+    facts |= {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide, "WIDE": False}
+    facts |= {"PRECISION": "ieee" if call.facts["APART"] else "tf32"}
+    facts |= {"PACKED": False, "TMA": False}
+    whole = (*strides, call.n, call.m, call.h, call.group, call.upper)
+    with launch.on(call.query.device):
+        return launch.start(kernel, grid, (call.inputs, *arrays), scales, whole, facts, TILE)
 
 
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        lse: Tensor,
-        pairs: Tensor | None,
-        *how: Any,
+        ctx: Any, query: Tensor, key: Tensor, lse: Tensor, pairs: Tensor | None, *how: Any
     ) -> Tensor:
         ctx.save_for_backward(query, key, lse, pairs)
         ctx.how = how
@@ -243,35 +235,9 @@ class _Weights(torch.autograd.Function):
         centre = lse.new_empty(b, h, n)
         strides = (along.stride(0), 0, *along.stride()[1:]) if mean else along.stride()
         grids = (triton.cdiv(n, ROWS), h, b), (triton.cdiv(m, COLS), few, b)
-        kernels, floats = (_query_kernel, _key_kernel), (scale, 1 / h if mean else 1.0, times)
-        for kernel, grid, slopes in zip(kernels, grids, found, strict=True):
-            places = (*strides, *slopes.stride()[:3])
-            whole, facts = _arguments(query, key, lse, pairs, places, upper)
-            arrays = (query, key, lse, pairs, along, slopes, centre)
-            _start(kernel, grid, arrays, floats, whole, facts)
+        call = Arguments(*Arrays(query, key, key, pairs=pairs), *Numbers(scale, upper=upper))
+        scales = Scales(scale, 0.0, times, 1 / h if mean else 1.0)
+        for kernel, grid, slopes in zip((weigh_queries, weigh_keys), grids, found, strict=True):
+            arrays = (lse, along, slopes, centre)
+            _start(kernel, grid, call, arrays, scales, (call.steps(slopes), *strides))
         return *found, *(None,) * 6
-
-
-def _arguments(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    pairs: Tensor | None,
-    more: tuple[int, ...],
-    upper: int | None,
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """What all kernels are told: whole numbers, and what they are compiled for."""
-    (_, h, n, d), m = query.shape, key.shape[2]
-    strides = *query.stride()[:3], *key.stride()[:3], *lse.stride()[:2]
-    strides = *strides, *shared_strides(pairs), *more
-    whole = (*strides, n, m, h, h // key.shape[1], 0 if upper is None else upper)
-    facts = {
-        "D": d,
-        "BLOCK_D": max(triton.next_power_of_2(d), 16),
-        "ROWS": ROWS,
-        "COLS": COLS,
-        "BOUND": upper is not None,
-        "PAIRS": kind_of(pairs),
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-    }
-    return whole, facts
