@@ -77,9 +77,20 @@ def _torchs(query: np.ndarray, code: np.ndarray, scales: np.ndarray) -> np.ndarr
     torch = sys.modules["torch"]
     if threading.current_thread() is not threading.main_thread():
         _alone(torch)
-    code, query = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
-    found = torch._int_mm(code, query).float()
-    return np.asarray((torch.from_numpy(scales) @ found.T).numpy())
+    left, right = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
+    shape = len(code), len(query)
+    whole, floats = (_held(torch, dtype, shape) for dtype in (torch.int32, torch.float32))
+    floats.copy_(torch._int_mm(left, right, out=whole))
+    return np.asarray((torch.from_numpy(scales) @ floats.T).numpy())
+
+
+def _held(torch: Any, dtype: Any, shape: tuple[int, int]) -> Any:
+    """Room for numbers that this thread needs no longer than a call: new memory would take the
+    system as long as filling it."""
+    held, size = vars(_THREAD).setdefault("held", {}), shape[0] * shape[1]
+    if dtype not in held or len(held[dtype]) < size:
+        held[dtype] = torch.empty(size, dtype=dtype)
+    return held[dtype][:size].view(shape)
 
 
 def _lent(x: np.ndarray) -> np.ndarray:
