@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import qkv
+from qkv import scores, weightings
 from qkv.errors import CombinationError, DtypeError
 from qkv.retrievers.found import found
 
@@ -92,6 +93,11 @@ def test_haystack(books: qkv.Database, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {x.content for x in late.run("moby dick", top=3)["documents"]} == {"Dune", "Ulysses"}
     kept = Pipeline.loads(pipeline.dumps(), allowed_modules=["qkv.retrievers.haystack"])
     assert kept.run({"rows": {"query": "moby dick"}})["rows"]["documents"] == told
+    sharp = HaystackRetriever(books, score=scores.Cosine(0.1), weighting=weightings.TopK(2))
+    kept = Pipeline()
+    kept.add_component("rows", sharp)
+    kept = Pipeline.loads(kept.dumps(), allowed_modules=["qkv.retrievers.haystack"])
+    assert kept.run({"rows": {"query": "moby dick"}})["rows"] == sharp.run("moby dick")
     with pytest.raises(qkv.QkvError, match="top must be a number of rows"):
         late.run("moby dick", top=0)
     with pytest.raises(CombinationError, match="this one is in memory"):

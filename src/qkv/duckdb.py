@@ -160,12 +160,7 @@ def _query(database: Database, given: Any) -> Any:
 
 def _how(wish: str) -> dict[str, Any]:
     """The options of `ask`, from the JSON that a macro makes of its arguments."""
-    how = {name: option for name, option in json.loads(wish).items() if option is not None}
-    if "score" in how:
-        how["score"] = spelled.score(how["score"])
-    if "weighting" in how:
-        how["weighting"] = spelled.weighting(how["weighting"])
-    return how
+    return spelled.options(json.loads(wish))
 
 
 def _spell(cell: Any, kind: str) -> str | None:

@@ -6,6 +6,7 @@ import csv
 import datetime
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qkv.errors import ArgumentError
@@ -191,3 +192,28 @@ def of(thing: Any, names: Names[Any]) -> str:
     if repr(_named(text, names)) != repr(thing):
         raise ArgumentError(f"{names.what}: {thing!r} cannot be written as text, as in 'name:0.5'")
     return text
+
+
+def options(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of `ask` that are given, with score and weighting built of their text.
+
+    >>> options({"top": 3, "score": "gaussian:0.5", "weighting": None})
+    {'top': 3, 'score': Gaussian(bandwidth=0.5)}
+    """
+    made = {"score": score, "weighting": weighting}
+    given = {name: option for name, option in how.items() if option is not None}
+    return given | {name: made[name](given[name]) for name in made if name in given}
+
+
+def plain(how: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options with score and weighting as text, from which `options` makes them.
+
+    >>> from qkv import scores
+    >>> plain({"top": 3, "score": scores.Gaussian(0.5), "weighting": "hard"})
+    {'top': 3, 'score': 'gaussian:0.5', 'weighting': 'hard'}
+    """
+    from qkv import scores, weightings
+
+    names: dict[str, Names[Any]] = {"score": scores.NAMES, "weighting": weightings.NAMES}
+    given = {name: option for name, option in how.items() if option is not None}
+    return given | {name: of(given[name], names[name]) for name in names if name in given}

@@ -74,12 +74,8 @@ def asked(args: Args, known: Databases) -> Answer:
         raise ArgumentError("query: a page asks one at a time")
     if isinstance(query, str):
         bounds.few("characters of a query", len(query), bounds.TEXT)
-    how = {name: args[name] for name in ("top", "where") if args.get(name)}
-    if args.get("score"):
-        how["score"] = spelled.score(args["score"])
-    if args.get("weighting"):
-        how["weighting"] = spelled.weighting(args["weighting"])
-    found: Answer = _past(database, args).ask(query, **how)
+    how = {name: args[name] for name in ("top", "where", "score", "weighting") if args.get(name)}
+    found: Answer = _past(database, args).ask(query, **spelled.options(how))
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from haystack import Document, component, default_to_dict
 
+from qkv.database import spelled
 from qkv.errors import CombinationError
 from qkv.retrievers.found import check, found
 
@@ -49,11 +50,11 @@ class HaystackRetriever:
                 "one, Database.from_columns(…, path=…)"
             )
         told = {"database": str(self.database.path), "top": self.top, "content": self.content}
-        return default_to_dict(self, **told, **self.how)
+        return default_to_dict(self, **told, **spelled.plain(self.how))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HaystackRetriever:
         from qkv.database import open
 
         told = dict(data["init_parameters"])
-        return cls(open(told.pop("database"), create=False), **told)
+        return cls(open(told.pop("database"), create=False), **spelled.options(told))

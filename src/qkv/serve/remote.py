@@ -108,17 +108,11 @@ class Remote(Leaving):
         return found
 
     def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
-        from qkv import scores, weightings
         from qkv.database import spelled
 
-        for name, names in (("score", scores.NAMES), ("weighting", weightings.NAMES)):
-            if options.get(name) is not None:
-                options[name] = spelled.of(options[name], names)
         if callable(options.get("where")):
             raise ArgumentError("where: a function cannot be sent: write the condition as text")
-        options = {"at": self._pin, **options}
-        told = {name: value for name, value in options.items() if value is not None}
-        return {"query": query, **told}
+        return {"query": query, **spelled.plain({"at": self._pin, **options})}
 
     # Looking up
 

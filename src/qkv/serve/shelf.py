@@ -152,14 +152,11 @@ def short(query: Any, what: str) -> Any:
 
 def options(how: dict[str, Any]) -> dict[str, Any]:
     """The options of `ask`, `attend` and `weights` with score and weighting built."""
-    found = dict(how)
-    if found.get("score") is not None:
-        found["score"] = spelled.score(found["score"])
-    if found.get("weighting") is not None:
-        found["weighting"] = spelled.weighting(found["weighting"])
-        if (found["weighting"].few or 0) > limits.ROWS:  # so many are held for each query
-            raise Refused(413, f"weighting: at most the best {limits.ROWS:,} rows")
-    return {name: option for name, option in found.items() if option is not None}
+    found = spelled.options(how)
+    if "weighting" in found and (found["weighting"].few or 0) > limits.ROWS:
+        # So many are held for each query.
+        raise Refused(413, f"weighting: at most the best {limits.ROWS:,} rows")
+    return found
 
 
 class Shelf:
