@@ -32,6 +32,8 @@ APART := src/qkv/cluster src/qkv/nn src/qkv/keras src/qkv/transformers
 PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
 SUITES := unit doctest layers mxnet
+# These take every core; the others one each, and the longest of them, types, runs beside them.
+WIDE := unit mxnet
 
 export MPLBACKEND := Agg
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -117,11 +119,14 @@ screenshots: env browser ## Take pictures of the page's views, light and dark, i
 	@$(BIN)/python -m tools.screenshots
 
 test: env env-mxnet browser ## Run every check below and count
-	@rm -rf $(RESULTS); failed=; \
-	for check in $(STATIC) $(SUITES); do \
-		echo "--- $$check"; \
-		$(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
-	done; \
+	@rm -rf $(RESULTS); mkdir -p $(RESULTS); failed=; \
+	told() { echo "--- $$1"; shift; "$$@"; }; \
+	check() { told $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \
+	$(MAKE) --no-print-directory types >$(RESULTS)/types.txt 2>&1 & types=$$!; \
+	for one in $(filter-out types $(WIDE),$(STATIC) $(SUITES)); do check $$one; done; \
+	wait $$types || failed="$$failed types"; \
+	told types cat $(RESULTS)/types.txt; \
+	for one in $(WIDE); do check $$one; done; \
 	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
 
 lint: env ## Lint and formatting

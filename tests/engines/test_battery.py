@@ -20,13 +20,9 @@ SPARSELY = (
     {} if FULL else {"jax": 16, "strict": 4, "tensorflow": 4, "mxnet": 4}
 )  # one case in so many: each takes its time
 
-interpreted = triton.interpreted
-elsewhere = pytest.mark.skipif(
-    "interpreted()", reason="in tests/engines/triton, with a quicker interpreter"
-)
-engines = pytest.mark.parametrize(
-    "engine", [pytest.param(e, marks=elsewhere if e == "triton" else ()) for e in choose.NAMES]
-)
+# Triton's interpreter has tests/engines/triton, with quicker ones.
+HERE = [e for e in choose.NAMES if e != "triton" or not triton.interpreted()]
+engines = pytest.mark.parametrize("engine", HERE)
 
 
 def some(given: list[Any], which: list[tuple[str, str, str]], one_in: int = 1) -> Any:
