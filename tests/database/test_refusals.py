@@ -29,6 +29,8 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (VECTORS, "a", DtypeError, "^query must be a vector of numbers"),
         (VECTORS, [[1, 2], [1]], DtypeError, "^query must be a vector of numbers"),
         (VECTORS, [1, 2], ShapeError, "vectors of 3 numbers"),
+        (VECTORS, 5, DtypeError, "^query must be a vector, not the number 5"),
+        (TEXT, np.array(5), DtypeError, "^query must be text, as the keys are, or their vector"),
         (TUPLES, ("x",), ShapeError, "^query 0 must be a tuple of 2 columns"),
     ],
 )

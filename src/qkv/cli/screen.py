@@ -28,14 +28,18 @@ GAP = "  "
 
 
 def json_text(data: Any) -> str:
-    """One line of strict JSON: NaN becomes null, arrays and tuples lists.
+    """One line of strict JSON: NaN becomes null, arrays and tuples lists, and what a terminal would
+    obey an escape.
 
-    >>> print(json_text({"key": ("Li", 1), "spread": float("nan")}))
-    {"key": ["Li", 1], "spread": null}
+    >>> print(json_text({"key": ("Li", 1), "spread": float("nan"), "text": "\x9b31m"}))
+    {"key": ["Li", 1], "spread": null, "text": "\\u009b31m"}
     """
     from qkv.told import jsonable
 
-    return json.dumps(jsonable(data), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(jsonable(data), ensure_ascii=False, allow_nan=False)
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in text)
 
 
 def print_json(data: Any) -> None:

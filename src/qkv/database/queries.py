@@ -45,6 +45,9 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
                 "query must be a vector of numbers, as the keys are, or a list of such, not "
                 f"{cells.shown(query)}"
             ) from None
+        if not array.ndim:
+            told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
+            raise DtypeError(f"query must be {told}, not the number {array}")
         return (array[None], True) if array.ndim == 1 else (array, False)
     if is_array(query):
         array = to_numpy(query)
