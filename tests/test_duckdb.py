@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.database.faults import SkippedRows
 from qkv.errors import DtypeError
 from tests.formulas import softmax
 
@@ -319,3 +320,18 @@ def test_nothing_is_left_in_the_file(tmp_path):
 def test_register_takes_a_connection():
     with pytest.raises(DtypeError, match=r"duckdb\.connect"):
         qkv.duckdb.register("books.duckdb")  # type: ignore[arg-type]
+
+
+def test_what_duckdb_reads_is_a_table(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f"item,price,sold\n{name},2.50,2024-01-02\n,1,\n")
+    with duckdb.connect() as con:
+        read = con.sql(f"FROM '{tmp_path}/*.csv' ORDER BY item")
+        with pytest.warns(SkippedRows, match="2 of 4"):
+            D = qkv.Database.from_frame(read, key="item", value="price")
+        vectors = con.sql("SELECT i AS k, [i, i + 0.5]::FLOAT[2] AS v FROM range(3) t(i)")
+        V = qkv.Database.from_frame(vectors, key="v", value="k")
+    assert list(D.rows()) == [
+        {"item": name, "price": 2.5, "sold": "2024-01-02"} for name in ("a", "b")
+    ]
+    assert V.ask(np.array([2.0, 2.5]), weighting="hard").value == 2

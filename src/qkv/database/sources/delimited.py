@@ -9,9 +9,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
-from qkv.database.sources import duck, files
+from qkv.database.sources import files
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import (
     LONGEST,
@@ -36,10 +35,9 @@ def read(
     delimiter: str | None,
     progress: Progress | None = None,
     missing: Sequence[str] | None = MISSING,
-    path: Path | None = None,
 ) -> Table:
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
-    `path` is where they lie, if in a file; `missing` None leaves every cell the text that it is.
+    `missing` None leaves every cell the text that it is.
 
     UTF-8 with or without byte order mark; blank lines are passed over. Which columns become
     numbers, and which cells are missing: see `numbers`. Words such as true and false stay text.
@@ -50,7 +48,7 @@ def read(
     text = files.text(data, file)
     if delimiter is None:
         delimiter, _ = sniff(text)
-    names, columns = _split(path, data, delimiter) or _parsed(data, text, delimiter, file, progress)
+    names, columns = _parsed(data, text, delimiter, file, progress)
     check_names(names, file, line=files.place(text[: _next(text, 0)])[0])
     if progress is not None:
         progress(len(data), len(data))
@@ -60,20 +58,6 @@ def read(
         return Table(name, dict(zip(names, columns, strict=True)))
     found = [numbers(column, missing) for column in columns]
     return Table(name, dict(zip(names, found, strict=True)))
-
-
-def _split(
-    path: Path | None, data: bytes, delimiter: str
-) -> tuple[list[str], list[list[str]]] | None:
-    """Names and columns of a file that DuckDB has split; None where it has not."""
-    if path is None:
-        return None
-    try:
-        header = next(csv.reader([data.partition(b"\n")[0].decode()], delimiter=delimiter), [])
-    except csv.Error:
-        return None
-    found = duck.cells(path, data, delimiter, len(header))
-    return None if found is None else ([column.pop(0) for column in found], found)
 
 
 def _parsed(

@@ -1,4 +1,4 @@
-"""Data frames of pandas, polars and pyarrow, through narwhals; data sets of Hugging Face."""
+"""Data frames of pandas, polars and pyarrow, through narwhals; what DuckDB reads; data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _FILE = "frame"
 
 
 def from_frame(frame: Any) -> Table:
-    """The table of a data frame; an index of pandas is not a column (reset_index makes it one).
+    """The table of a data frame, or of a query of DuckDB's; an index of pandas is not a column
+    (reset_index makes it one).
 
     None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
     cell by it. Lists of floats of one fixed length are vectors. Dates and times become ISO text,
@@ -28,13 +29,15 @@ def from_frame(frame: Any) -> Table:
         import narwhals
     except ImportError:
         raise MissingExtra('reading a frame needs narwhals: pip install "qkv[tables]"') from None
+    if hasattr(frame, "to_arrow_table"):  # a query of DuckDB's is one when it is asked for
+        frame = frame.to_arrow_table()
     try:
         native = narwhals.from_native(frame, eager_only=True)
     except narwhals.exceptions.DuplicateError as error:
         raise SourceError(f"{str(error).strip()}: rename all but one", file=_FILE) from None
     except TypeError:
         raise DtypeError(
-            "frame must be a data frame of pandas, polars or pyarrow, not a "
+            "frame must be a data frame of pandas, polars or pyarrow, or a query of DuckDB, not a "
             f"{type(frame).__name__}: a lazy frame is collected first (.collect())"
         ) from None
     names = native.columns

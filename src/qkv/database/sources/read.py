@@ -181,11 +181,11 @@ def _file(
         return arrow.parquet(path, progress)
     if kind == "arrow":
         return arrow.arrow(path, progress)
-    data, place = (files.contents(path), path) if regular else (opening, None)
+    data = files.contents(path) if regular else opening
     if kind == "json":
         return json.read(data, path.stem, str(path), progress)
     delimiter = "\t" if kind == "tsv" else None
-    return delimited.read(data, path.stem, str(path), delimiter, progress, missing, place)
+    return delimited.read(data, path.stem, str(path), delimiter, progress, missing)
 
 
 def _sniff(opening: bytes, path: Path) -> str:
