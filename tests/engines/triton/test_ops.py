@@ -640,6 +640,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "PAIRS": {0, 1, 2},
         "WEIGHTING": set(ops.WEIGHTINGS),
         "POWER": {0, 1, 2},
+        "CENTRE": {0, 1, 2},
         "PRECISION": {"ieee", "tf32"},
         "FAST": {False},  # one instruction of the device, which the interpreter has not
         "BLOCK_S": {64},

@@ -328,7 +328,7 @@ def queries_tiles(
     state, rows, do, top, share, middle, keys, scales, z, lo, hi, F, MASKED: tl.constexpr
 ):
     """The gradients of a tile of queries after tiles lo … hi of the keys."""
-    dq, one, two = state
+    dq, one, two, lent = state
     RULED: tl.constexpr = MASKED or F.PAIRS > 0
     for t in tl.range(lo, hi):
         start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, MASKED)
@@ -342,9 +342,17 @@ def queries_tiles(
         dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         if F.DROP:
             dp = dp * kept_share(rows.drawn, j, z.dropped, scales.share)
-        if F.CENTRE:
+        if F.CENTRE == 1:
             one += tl.sum(tl.where(lean == 0, 0.0, lean * dp), 1)
             two += tl.sum(lean, 1)
+        elif F.CENTRE == 2:
+            ds = slope(p, lean, dp, middle, share, F)
+            one += tl.sum(ds, 1)
+            two += tl.sum(lean, 1)
+            if RULED:
+                k = tl.where(finite(k), k, 0.0)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+            lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
         else:
             ds = slope(p, lean, dp, middle, share, F)
             logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
@@ -354,7 +362,7 @@ def queries_tiles(
                 if RULED:
                     k = tl.where(finite(k), k, 0.0)
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
-    return dq, one, two
+    return dq, one, two, lent
 
 
 @launched
@@ -365,7 +373,9 @@ def to_queries(
 ):  # fmt: skip
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
-    With CENTRE instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. With WIDE
+    If CENTRE is 1, instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. If it is 2,
+    the centre given is a number near it, and the gradient is taken from there: the rest of the
+    centre times Σ lean · ψ is subtracted at the end, and the centre goes to `one_out`. With WIDE
     the gradient of the query is not taken. `heads` are the query's.
     """
     z = Sizes(
@@ -378,11 +388,13 @@ def to_queries(
     top, share, middle = kept_of(Back(along, centre, kept, lines), spot.line, F)
     top, share, middle = top[:, None], share[:, None], middle[:, None]
     do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
-    HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE) else F.BLOCK_W
+    HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
+    LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
     state = (
         tl.zeros((F.ROWS, HELD), dtype=tl.float32),
         tl.zeros((F.ROWS,), dtype=tl.float32),
         tl.zeros((F.ROWS,), dtype=tl.float32),
+        tl.zeros((F.ROWS, LENT), dtype=tl.float32),
     )
     if F.LOWER and not F.LAYOUT:
         state = queries_tiles(
@@ -395,17 +407,21 @@ def to_queries(
         state = queries_tiles(
             state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
         )
-    dq, one, two = state
+    dq, one, two, lent = state
     line = spot.line
     there = spot.batch * steps.o_b + spot.head * steps.o_h
     there += spot.row * tl.cast(steps.o_n, tl.int64)
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * lines
         there += part * lines * F.W
-    if F.CENTRE:
+    if F.CENTRE == 1:
         tl.store(one_out + line, one, mask=spot.inside)
         tl.store(two_out + line, two, mask=spot.inside)
     else:
+        if F.CENTRE == 2:
+            rest = (one / tl.where(two == 0, 1.0, two))[:, None]
+            dq = dq - rest * lent
+            tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
         if F.GATE:
             if F.WEIGHTING == "softmax":
                 one = one * LN2

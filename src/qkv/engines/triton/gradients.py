@@ -48,7 +48,11 @@ def attend_backward(
     call.facts = call.facts | {"CENTRED": centred}
     wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.described = call.described and not wide
-    centre = _centre(call, along, along_lse, out, kept, wide)
+    fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
+    fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
+    centre = _centre(call, along, along_lse, out, kept, wide, fused)
+    if fused:
+        centre, _ = _to_queries(call, along, centre, kept, grads, False, fused)
     if for_pairs and call.weighting != "average":
         pairs.fill(call, along, centre, kept, grads.pairs)
     if call.weighting == "average":
@@ -63,7 +67,7 @@ def attend_backward(
     else:
         if for_keys:
             _to_keys(call, along, centre, kept, grads, False)
-        if for_queries:
+        if for_queries and not fused:
             _to_queries(call, along, centre, kept, grads, False)
     return grads
 
@@ -88,22 +92,36 @@ def fake(
 
 
 def _centre(
-    call: Arguments, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, wide: bool
+    call: Arguments,
+    along: Tensor,
+    along_lse: Tensor | None,
+    out: Tensor,
+    kept: Tensor,
+    wide: bool,
+    near: bool,
 ) -> Tensor | None:
-    """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none."""
+    """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none. Where a number
+    `near` it will do, that of softmax."""
     if not call.facts["CENTRED"]:
         return None
     lines = call.b * call.h * call.n
-    if call.weighting == "entmax":
+    if call.weighting == "entmax" and not near:
         up, down = _to_queries(call, along, None, kept, None, wide)
         return up / torch.where(down == 0, 1.0, down)
     centre = call.new(lines)
-    if call.weighting == "normalized":
+    if call.weighting not in ("softmax", "topk"):
         along_lse = None
     facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
     return centre
+
+
+def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
+    """The programs that go to the queries, the parts of their loops, and the tiles of each."""
+    programs = call.b * call.h * -(-call.n // tile.rows)
+    device = call.query.device
+    return programs, *launch.parts(device, programs, call.m, tile.cols, tile.waves)
 
 
 def _to_queries(
@@ -113,15 +131,18 @@ def _to_queries(
     kept: Tensor,
     grads: Gradients | None,
     wide: bool,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Fill the gradients of query and gate_query; with no place for them, the centre's sums."""
+    """Fill the gradients of query and gate_query; with no place for them, the centre's sums. With
+    `fused` the centre given is near, and the first result is the centre."""
     lines = call.b * call.h * call.n
     one = two = kept
 
     def run(tile: Tile) -> None:
         nonlocal one, two
-        programs = call.b * call.h * -(-call.n // tile.rows)
-        splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
+        programs, splits, span = _parts(call, tile)
+        if fused:
+            splits, span = 1, -(-call.m // tile.cols)
         one, two = call.new(splits, lines), call.new(splits, lines)
         dquery: Tensor | None = None
         if grads is not None and not wide:
@@ -129,7 +150,8 @@ def _to_queries(
             if splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
         at, counts, at_columns = call.lists(tile)
-        facts = call.known(tile, wide, splits) | {"CENTRE": grads is None, "PACKED": False}
+        facts = call.known(tile, wide, splits) | {"PACKED": False}
+        facts["CENTRE"] = 1 if grads is None else 2 * fused
         facts["CENTRED"] = facts["CENTRED"] and grads is not None
         arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
         whole = (
@@ -143,6 +165,8 @@ def _to_queries(
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
     call.fitting("to_queries", call.n, run)
+    if fused:
+        return one[0], two
     if grads is not None:
         if call.gate_query is not None:
             grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))

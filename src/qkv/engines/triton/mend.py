@@ -92,8 +92,8 @@ def mend_queries(
         middle = tl.sum(do.to(tl.float32) * there, 1)[:, None]
         top, share, zero = kept_of(back, spot.line, F)
         lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
-        state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero)
-        dq, _, _ = queries_tiles(
+        state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero)
+        dq, _, _, _ = queries_tiles(
             state, rows, do, top[:, None], share[:, None], middle, keys, scales, z, lo, hi, F, True
         )
         dq = dq * left_over(scales.scale, F)

@@ -154,7 +154,7 @@ def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F
     empty = top == NONE
     top = tl.where(empty | bad, 0.0, top)
     t = top - 1.0
-    for _ in range(8):
+    for _ in range(4 if F.POWER == 2 else 8):
         some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), scales.alpha, F.POWER, F.FAST)
         t += _newton(tl.sum(some, 1), tl.sum(lean, 1), scales.alpha, F.POWER)
     t = tl.where(bad, 0.0, t)
@@ -342,9 +342,7 @@ def _tile(query: Tensor) -> Tile:
     w = query.shape[-1]
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
-    if w <= 64:
-        return Tile(128, 64, 64, 8, 3)
-    return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
+    return Tile(64, 64, 64, 4, 3) if w <= 128 else Tile(128, 64, 64, 8, 2)
 
 
 def _run(

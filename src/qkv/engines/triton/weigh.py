@@ -20,13 +20,12 @@ def chosen(s, j, least, position):
 def excess(s, threshold, alpha, POWER: tl.constexpr):
     """α = r^e and its lean r^(e − 1), where r = max(0, (alpha − 1) s − t), e = 1/(alpha − 1)."""
     r = s * (alpha - 1.0) - threshold
-    on = r == r
-    on = (r > 0) | (on == 0)
-    if POWER == 1:
-        return tl.where(on, r, 0.0), tl.where(on, 1.0 + 0.0 * r, 0.0)
-    r = tl.where(on, r, 0.0)
+    r = tl.maximum(r, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if POWER == 2:
         return r * r, r
+    on = r != 0  # or NaN
+    if POWER == 1:
+        return r, tl.where(on, 1.0 + 0.0 * r, 0.0)
     e = 1.0 / (alpha - 1.0)
     depth = tl.log2(tl.where(on, r, 1.0))
     return tl.where(on, tl.exp2(e * depth), 0.0), tl.where(on, tl.exp2((e - 1.0) * depth), 0.0)
