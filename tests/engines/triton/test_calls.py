@@ -93,6 +93,17 @@ def test_values_and_gradients(name):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
 
 
+def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
+    monkeypatch.setattr(triton, "WIDEST_VALUE", 8)
+    make = torch.Generator().manual_seed(5)
+    arrays = [torch.randn(x, generator=make) for x in ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 11))]
+    how = {"weighting": "entmax15", "and": masks.window(6, align="bottom_right")}
+    got = results(arrays, how, "triton", torch.float32)
+    want = results(arrays, how, "dense", torch.float64)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_additive_scores_of_other_weightings(dtype):
     make = torch.Generator().manual_seed(3)

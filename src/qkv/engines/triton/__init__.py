@@ -78,14 +78,13 @@ def cannot(call: Call) -> str | None:
         return "the kernels have no gradient of other weights than those that pool"
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
-    if call.fw.shape(call.value)[-1] > WIDEST_VALUE:
-        return f"values are wider than the {WIDEST_VALUE} numbers that a tile holds"
     bounds = bounds_of(call)
     reason = _unread(call, bounds)
     if reason:
         return reason
     if _is_plain_additive(call):
-        return None
+        wide = call.fw.shape(call.value)[-1] > WIDEST_VALUE
+        return f"values are wider than {WIDEST_VALUE} numbers" if wide else None
     found = lowering(call)
     if isinstance(found, str):
         return found
@@ -207,16 +206,18 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         if searched:
             band = (scale, *parts, lower, upper, lengths, pairs, times)
             alpha, rows = _searched(call, query, key, band)
-        out, lse, _ = ops.pooled(
-            *Arrays(
-                query, key, four_axes(call, call.value, few), *parts, *rows, lengths, layout,
-                pairs, call.seed if call.dropout else None,
-            ),
-            *Numbers(
-                scale, weighting, alpha, lower, upper, size, False, times, call.dropout,
-                heads if len(call.lead) > 1 else math.prod(call.lead),
-            ),
+        value = four_axes(call, call.value, few)
+        rest = (*parts, *rows, lengths, layout, pairs, call.seed if call.dropout else None)
+        numbers = Numbers(
+            scale, weighting, alpha, lower, upper, size, False, times, call.dropout,
+            heads if len(call.lead) > 1 else math.prod(call.lead),
         )  # fmt: skip
+        # Values wider than a tile come in parts, each with the weights found again.
+        some = (value,) if value.shape[-1] <= WIDEST_VALUE else value.split(WIDEST_VALUE, -1)
+        pooled = [ops.pooled(*Arrays(query, key, x, *rest), *numbers) for x in some]
+        out, lse, _ = pooled[0]
+        if len(pooled) > 1:
+            out = call.fw.xp.concat([x[0] for x in pooled], axis=-1)
         if form.offset is not None and call.wants_lse:
             lse = lse[..., None] + rows_of(call, _over(form.offset, temperature), heads)
         return _as_asked(call, out, lse)
@@ -290,6 +291,8 @@ def direct(call: Call) -> Callable[..., Array] | None:
         return None
     if len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
         return None
+    if call.value.shape[-1] > WIDEST_VALUE:  # type: ignore[union-attr]
+        return None
     (_, heads), few = batch_and_heads(call), key_heads(call)
     if any(
         x.shape[:2] != (call.lead[0], y) for x, y in zip(arrays, (heads, few, few), strict=True)
@@ -339,7 +342,8 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         return None
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return None
-    if call.fw.tracing(call.query) or call.fw.shape(call.query)[-1] > WIDEST_VALUE:
+    widest = max(call.fw.shape(x)[-1] for x in (call.query, call.value))
+    if call.fw.tracing(call.query) or widest > WIDEST_VALUE:
         return None
     from qkv.engines.triton import ops, weights
 

@@ -78,7 +78,7 @@ def tile_of(
         return Tile(64, 64, 32, 4, 2) if size == 4 else Tile(64, 64, 64, 4, 3)
     if size == 4:
         if name == "pool":
-            return Tile(64, 64 if wide <= 128 else 32, 32, 4, 2)
+            return Tile(64, 64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 32, 4, 2)
         return Tile(64, 32, 32, 4, 2) if wide <= 64 or w > HELD_BACK else Tile(32, 32, 32, 4, 1)
     if name == "pool":
         if w > HELD:
