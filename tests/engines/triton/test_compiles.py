@@ -49,12 +49,12 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
 
 
 def compiled() -> list[int]:
-    """The bytes of two kernels as they are compiled for Hopper."""
+    """The bytes of kernels as they are compiled for Hopper, of records too."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from qkv.engines.triton import backward, forward
+    from qkv.engines.triton import ahead, backward, forward, mend, weights
     from qkv.engines.triton.records import facts_of
 
     class Driver:
@@ -71,7 +71,20 @@ def compiled() -> list[int]:
         whole, whole, whole, half, whole, whole, 100, 4,
         F=facts_of(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
     )  # fmt: skip
-    return [len(x.asm["cubin"]) for x in (inner, merge)]
+    x = torch.zeros(1, 2, 32, 16, dtype=half, requires_grad=True)
+
+    def run():
+        mend.heal(x.detach().clone(), *[x.detach()] * 3, 0.3)
+        weights.weights(x, x, torch.zeros(1, 2, 32), 0.3, 0, True).float().sum().backward()
+
+    with torch.autograd.set_multithreading_enabled(False):
+        jobs = ahead.missing(run, True)
+    made = []
+    for kernel, grid, given, named, _ in (job.args for job in jobs.values()):
+        arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
+        made.append(kernel.warmup(arrays, *given[1:], grid=grid, **named))
+    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "weigh_queries", "weigh_keys"}
+    return [len(x.asm["cubin"]) for x in (inner, merge, *made)]
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ class Launch(NamedTuple):
             triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
         compiled, stream, taken = self.compiled, _stream(self.device.index), self.taken
         first = (tuple(at[:taken]), *at[taken:]) if taken else at
-        scales = (floats,) if isinstance(floats, Scales) else floats
+        scales = (floats,) if type(floats) is Scales else floats
         if _hooked():
             compiled[self.grid](*first, *scales, *self.numbers)
             return

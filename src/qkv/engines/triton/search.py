@@ -282,11 +282,9 @@ def topk_kernel(
     going = 1
     look = 0
     while (going > 0) & (look < LOOKS):
-        one, two, three = (
-            _cut(low, high, 1, look),
-            _cut(low, high, 2, look),
-            _cut(low, high, 3, look),
-        )
+        one = _cut(low, high, 1, look)
+        two = _cut(low, high, 2, look)
+        three = _cut(low, high, 3, look)
         first, second, third = _number(one)[:, None], _number(two)[:, None], _number(three)[:, None]
         above_one = tl.zeros((F.ROWS,), tl.int32)
         above_two = tl.zeros((F.ROWS,), tl.int32)
@@ -411,9 +409,7 @@ def entmax_threshold(
     out = _rows(query, torch.float32)
     if not (out.numel() and key.shape[2]):
         return out.zero_()
-    given = Arrays(
-        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
-    )
+    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
     numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, tf32, times)
     _run(entmax_kernel, given, numbers, (out,))
     return out
@@ -445,9 +441,7 @@ def topk_threshold(
     least, position = _rows(query, torch.float32), _rows(query, torch.int32)
     if not (least.numel() and key.shape[2]):
         return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
-    given = Arrays(
-        query, key, key, key_bias, gate_query, gate_key, None, None, lengths, None, pairs
-    )
+    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
     numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, tf32, times)
     _run(topk_kernel, given, numbers, (least, position), (k,))
     return least, position
