@@ -119,9 +119,6 @@ EQUIVALENT = {
         "0 >= scores.shape[-1] < SHORT",  # the longer way
         "scores + top",  # in a graph of torch's, which test_transforms sees
         # Of these the gradient alone counts, which the battery sees.
-        "bent + lean * (row_sum(bent) / nonzero(row_sum(lean)))",
-        "lean / (row_sum(bent) / nonzero(row_sum(lean)))",
-        "row_sum(bent) * nonzero(row_sum(lean))",
         "of(tau).detach(tau) - (moved - of(tau).detach(moved))",
         "(mass - 1) * nonzero(slope)",
         "mass + 1",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -37,6 +39,20 @@ def test_torch(transform, option):
 @pytest.mark.parametrize("transform", GAPS)
 def test_no_gap_that_torch_fills(transform):
     assert {*PEER} <= {*GAPS[transform]}
+
+
+FIRST = """
+import torch, qkv
+x = torch.randn(3, 2, requires_grad=True)
+plain = lambda x: qkv.attend(x, x, x, weighting="entmax15").square().sum()
+compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+slopes = [torch.autograd.grad(f(x), x) for f in (compiled, plain)]
+torch.testing.assert_close(*slopes)
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled_with_its_gradient():
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
 COVERING = cases.covering()

@@ -33,7 +33,7 @@ ROOTS = {
 # into a number that it does not know yet.
 _NAMES: dict[type, str | None] = dict.fromkeys((int, float, bool, str, tuple, list, type(None)))
 _FRAMEWORKS: dict[str, Framework] = {}
-_OF: dict[type, Framework] = {}
+_OF: dict[type, Framework | None] = {type(None): None}
 
 
 def _name(x: object) -> str | None:

@@ -201,7 +201,7 @@ _KIND = "_kind"
 """Where a record that holds no array keeps its kind."""
 
 # A plain dictionary, which torch.compile can read.
-_NAMES: dict[type, tuple[str, ...] | None] = {}
+_NAMES: dict[type, tuple[str, ...] | None] = {type(None): None}
 
 
 def _fields(record: Any) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from typing import Any
 from qkv.arrays import is_array, of
 from qkv.arrays.base import NODES, Node
 from qkv.types import Array, Live
+from qkv.weightings.power import slopes
 from qkv.weightings.sparse import Entmax
 
 
@@ -28,7 +29,4 @@ def threshold(x: Array, live: Live, alpha: Any) -> Array:
 
 
 NODES["threshold"] = Node(threshold)
-NODES["entmax"] = Node(
-    lambda x, live, alpha: Entmax(alpha).weights(x, live, x),
-    lambda weight, along, alpha: Entmax(alpha).pull(weight, along),
-)
+NODES["entmax"] = Node(lambda x, live, alpha: Entmax(alpha).weights(x, live, x), slopes)

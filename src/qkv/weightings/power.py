@@ -1,4 +1,5 @@
-"""(1 + c u)^(1/c), with its limit exp(u) at c = 0 and the same digits on both sides of it."""
+"""(1 + c u)^(1/c), with its limit exp(u) at c = 0 and the same digits on both sides of it; and how
+weights of that kind lean."""
 
 from __future__ import annotations
 
@@ -40,6 +41,18 @@ def growth(y: Array) -> Array:
     """(eʸ − 1)/y"""
     xp = of(y).xp
     return xp.where(xp.abs(y) < NEAR, 1 + y / 2 + y * y / 6, (xp.exp(y) - 1) / nonzero(y))
+
+
+def slopes(weight: Any, along: Any, alpha: Any) -> Array:
+    """The gradient of (alpha − 1) times the scores of whole rows from that of their weights.
+
+    By the arrays' own methods: while torch makes a graph, nothing may be looked up.
+    """
+    lean = weight ** (2 - alpha) * (weight > 0)
+    total = lean.sum(-1, keepdims=True)
+    middle = (lean * along).sum(-1, keepdims=True) / (total + (total == 0))
+    found: Array = lean * (along - middle) / (alpha - 1)
+    return found
 
 
 def as_rows(number: Any, like: Array) -> Array:

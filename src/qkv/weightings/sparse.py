@@ -21,7 +21,7 @@ from qkv.weightings.base import (
     row_max,
     row_sum,
 )
-from qkv.weightings.power import as_rows, check_rows, growth, logarithm
+from qkv.weightings.power import as_rows, check_rows, growth, logarithm, slopes
 
 STEPS = 100
 SOME = 128
@@ -95,7 +95,7 @@ class Entmax(Weighting):
             return (found,), (found,)
 
         def backward(given: State, kept: State, along: State) -> State:
-            return (self.pull(kept[0], along[0]),)
+            return (slopes(kept[0], along[0], self.alpha),)
 
         def reference(scores: Array) -> State:
             return (self.searched(scores, live, k),)
@@ -103,11 +103,6 @@ class Entmax(Weighting):
         if not fw.needs_gradient([scores]):
             return forward()[0][0]
         return fw.custom(forward, backward, reference, [scores])[0]
-
-    def pull(self, weight: Array, along: Array) -> Array:
-        """The gradient of a whole row's scores from that of its weights."""
-        bent, lean = (self.slope(weight, weight, x, 0.0, ()) for x in (along, 1.0))
-        return bent - lean * (row_sum(bent) / nonzero(row_sum(lean)))
 
     def searched(self, scores: Array, live: Live, k: Array) -> Array:
         """The weights by steps that a framework differentiates."""
