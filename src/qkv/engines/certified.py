@@ -94,6 +94,8 @@ def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
         at = scan.heavy(share, keep)
         wanted = asked.read + len(at)
         if confidence is not None and wanted > min(DRAWN, m // MANY):
+            # It may be tried again, and all tries together must keep what was promised.
+            confidence = (1 + confidence) / 2
             statistical = _sampled(asked, scan, bound, tolerance, confidence)
             if (statistical <= tolerance).all():
                 return _shared(asked, scan, bound, statistical)._replace(statistical=True)

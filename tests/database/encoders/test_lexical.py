@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,9 @@ def test_rows_that_came_later_are_found_by_new_words() -> None:
         assert first.key == key and first.weight > 0.6, (query, first)
 
 
-@pytest.mark.parametrize("bad", [{"width": 4}, {"k1": -1}, {"b": 2}, {"doubt": -1}])
-def test_bad_parameters_are_refused(bad: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"width": 4}, {"k1": -1}, {"b": 2}, {"doubt": -1}, {"rows": None}, {"rows": 2**62}]
+)
+def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):
-        Lexical(**bad)  # type: ignore[arg-type]
+        Lexical(**bad)

@@ -56,6 +56,9 @@ class Lexical(Encoder):
     rounds = True
 
     def __post_init__(self) -> None:
+        whole = self.width, self.rows
+        if not all(isinstance(n, int) and 0 <= n < 2**31 for n in whole):
+            raise ArgumentError(f"Lexical: width and rows must be whole numbers, not {whole!r}")
         if self.width and not 8 <= self.width <= 1 << 20:
             raise ArgumentError(
                 f"Lexical: width must be from 8 to {1 << 20}, or 0 for sparse vectors, not "
