@@ -140,3 +140,22 @@ def anew(
         if progress is not None:
             progress(start + len(some), len(ids))
         yield some, made
+
+
+def uncoded(view: View) -> bool:
+    """Whether vectors have no codes beside them that would bound them."""
+    kind = view.snapshot.kind("code")
+    wide = kind is not None and kind[1][0] >= codes.NARROW
+    return wide and not (view.rounded or view.wordy or view.kept.coded)
+
+
+def coded(view: View, progress: Progress | None) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    """The ids and tensors of all rows of a view, block by block, with codes beside the vectors."""
+    snapshot = view.snapshot
+    ids = snapshot.ids()
+    for start in range(0, len(ids), ENCODED):
+        some = ids[start : start + ENCODED]
+        found = {name: snapshot.tensor(name, some) for name in snapshot.names}
+        if progress is not None:
+            progress(start + len(some), len(ids))
+        yield some, found | codes.near(found["code"], int(some[0]))

@@ -362,8 +362,14 @@ class Writing(Leaving, Reading[K, V]):
         return found
 
     def compact(self, progress: Progress | None = None) -> Any:
-        """Merge segments, drop removed rows, and forget past versions."""
+        """Merge segments, drop removed rows, and forget past versions; a store from before there
+        were codes beside the vectors gets them, as a new version."""
         self._writable()
+        with self._alone():
+            view = self._view
+            if encoding.uncoded(view):
+                how = {"settings": view.settings, "arrays": view.snapshot.arrays()}
+                self._store.recode(encoding.coded(view, progress), what="codes", **how)
         self._held = None  # it would keep an old version alive
         return self._store.compact(progress)
 
