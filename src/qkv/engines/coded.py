@@ -18,8 +18,12 @@ from qkv.scores import Score
 from qkv.scores.base import Affine
 from qkv.weightings import Weighting
 
-AT_ONCE = 16384
-"""Rows whose codes a core takes at a time: four blocks that were rounded together."""
+AT_ONCE = 65536
+"""Rows whose codes a core takes at a time for one query or two, so that what it makes of them stays
+in the cache; for more queries there are fewer."""
+
+PICKED = 8192
+"""Keys that are scored in float64 at a time."""
 
 UNIT = 2.0**-24
 """What a float32 is rounded by."""
@@ -38,6 +42,7 @@ class Coded:
         self.lost = some.scale is not None and some.near.residual is not None
         self.read, self.most = 0, np.zeros(len(query))
         self._cuts: list[list[Cut]] | None = None
+        self.size = max(2 * AT_ONCE // max(len(query), 2), 1)
         self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
         form = self.form(np.ones(1))
         self.phi, self.offset, self.cap = np.asarray(form.query), form.offset, form.cap
@@ -148,9 +153,9 @@ class Coded:
     def cuts(self, ahead: Collection[str] = ()) -> Iterable[list[Cut]]:
         """All rows; where memory can hold them, as they were read first."""
         if self.rows.apart:
-            return self.rows.cuts(AT_ONCE, codes=True, ahead=ahead)
+            return self.rows.cuts(self.size, codes=True, ahead=ahead)
         if self._cuts is None:
-            self._cuts = list(self.rows.cuts(AT_ONCE, codes=True))
+            self._cuts = list(self.rows.cuts(self.size, codes=True))
         return self._cuts
 
     def _picked(self, at: np.ndarray) -> Iterator[tuple[slice, np.ndarray, Near]]:
@@ -162,7 +167,7 @@ class Coded:
             if end > first:
                 keys.append(cut.vectors(at[first:end] - cut.start))
                 nears.append(cut.near(at[first:end] - cut.start))
-            if keys and (end - begin >= AT_ONCE or end == len(at)):
+            if keys and (end - begin >= PICKED or end == len(at)):
                 known = (
                     None if x[0] is None else np.concatenate(x) for x in zip(*nears, strict=True)
                 )
