@@ -100,7 +100,8 @@ def rewritten(
 def forget(database: Database[Any, Any], keys: Any) -> int:
     """Take out every row of these keys; what the encoder learned of them goes too.
 
-    Answers are then as if the rows had never been there. How many went.
+    Answers are then as if the rows had never been there, unless `Database.learn` was told of them
+    in its pairs: what it made of these stays, until `encode` with another encoder. How many went.
     """
     with database._alone():
         gone = database.remove(keys)

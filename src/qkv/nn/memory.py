@@ -148,7 +148,8 @@ class Memory(nn.Module):
 
     def forget(self, keys: Any) -> int:
         """Take out the rows of these keys (one, or a list): answers are then as if they had never
-        been there. How many went. `database.compact()` takes them out of the files, too."""
+        been there, but for what `database.learn` made of pairs that named them. How many went.
+        `database.compact()` takes them out of the files, too."""
         return forget(self.database, keys)
 
     def extra_repr(self) -> str:
