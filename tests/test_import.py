@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 import qkv
 
 HEAVY = [
@@ -53,6 +55,12 @@ def test_import_loads_numpy_and_nothing_heavier() -> None:
     loaded = json.loads(python("import sys, json, qkv; print(json.dumps(list(sys.modules)))"))
     roots = {name.partition(".")[0] for name in loaded}
     assert roots.isdisjoint(HEAVY), sorted(roots.intersection(HEAVY))
+
+
+def test_layers_load_no_compiler() -> None:
+    pytest.importorskip("torch")
+    code = "import sys, qkv.nn; print('torch._dynamo' in sys.modules)"
+    assert python(code) == "False\n"
 
 
 def test_import_is_silent() -> None:

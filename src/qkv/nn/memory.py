@@ -92,7 +92,7 @@ class Memory(nn.Module):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    @torch.compiler.disable  # a graph can open no file
+    @torch._disable_dynamo  # a graph can open no file; compiler.disable loads all of dynamo here
     def _read(self, query: Tensor) -> Tensor:
         score = None if self.score is None else built(self.score, query.dtype)
         weighting = weightings.built(self.weighting, query.dtype)
