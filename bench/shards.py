@@ -2,7 +2,8 @@
 
 Beside it, what is done without it: every process gathers all keys and values, attends, and the
 gradients of those are summed. gloo on one machine, one thread for each process; with more processes
-than cores, times say nothing of more machines, and bytes do.
+than cores, times say nothing of more machines, and bytes do. torch's context_parallel cannot stand
+beside it here: it has no rule for the CPU's kernel.
 
 python -m bench.shards [--small]
 """
