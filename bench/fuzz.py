@@ -5,7 +5,7 @@ python -m bench.fuzz --cuda SECONDS SEED
 Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
-further than FLOOR, where it is not finite, or where more than LEAST pairs ran on `dense`.
+further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
 """
 
 from __future__ import annotations
@@ -192,7 +192,10 @@ def run(
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
         except QkvError:
             continue  # two things that mean nothing together, or an engine that says why it cannot
-        wrong = complaint(drawn, engine)
+        try:
+            wrong = complaint(drawn, engine)
+        except Exception as error:  # the compiler's too: the next call is of interest all the same
+            wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
         if wrong is None and told.engine == "dense" and query.shape[-2] * key.shape[-2] > LEAST:
             wrong = "ran on dense: " + dict(told.refusals).get("triton", "")
         yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
