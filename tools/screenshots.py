@@ -5,6 +5,7 @@ python -m tools.screenshots [VIEW …]
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,7 +37,9 @@ def _word(page: Any) -> None:
 
 def _books(page: Any) -> None:
     page.get_by_test_id("data-key").select_option("summary")
+    page.get_by_text("summary → ").wait_for()
     page.get_by_test_id("data-value").select_option("title")
+    page.get_by_text(re.compile("summary → title$")).wait_for()
     page.get_by_test_id("data-query").fill("growing up in a war")
     page.get_by_test_id("data-row-0-weight").wait_for()
 
