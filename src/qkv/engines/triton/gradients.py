@@ -27,6 +27,17 @@ class Gradients(NamedTuple):
     pairs: Tensor
 
 
+class Way(NamedTuple):
+    """What every pass of the way back is given; `wide` takes φ's own gradients by products."""
+
+    call: Arguments
+    along: Tensor
+    centre: Tensor | None
+    kept: Tensor
+    grads: Gradients | None
+    wide: bool
+
+
 def attend_backward(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
 ) -> Gradients:
@@ -50,25 +61,26 @@ def attend_backward(
     call.described = call.described and not wide
     fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
-    centre = _centre(call, along, along_lse, out, kept, wide, fused)
+    way = Way(call, along, None, kept, grads, wide and call.weighting != "average")
+    way = way._replace(centre=_centre(way, along_lse, out, fused))
     if fused:
-        centre, _ = _to_queries(call, along, centre, kept, grads, False, fused)
+        way = way._replace(centre=_to_queries(way, fused)[0])
     if for_pairs and call.weighting != "average":
-        pairs.fill(call, along, centre, kept, grads.pairs)
+        pairs.fill(call, along, way.centre, kept, grads.pairs)
     if call.weighting == "average":
         for x in (*grads[:2], *grads[3:]):
             x.zero_()
         if for_keys:
-            _to_keys(call, along, centre, kept, grads, False)
+            _to_keys(way)
     elif wide:
-        _through_scratch(call, along, centre, kept, grads, for_queries, for_keys)
+        _through_scratch(way, for_queries, for_keys)
         if for_queries and call.gate_query is not None:
-            _to_queries(call, along, centre, kept, grads, True)
+            _to_queries(way)
     else:
         if for_keys:
-            _to_keys(call, along, centre, kept, grads, False)
+            _to_keys(way)
         if for_queries and not fused:
-            _to_queries(call, along, centre, kept, grads, False)
+            _to_queries(way)
     return grads
 
 
@@ -91,28 +103,21 @@ def fake(
     return _places(rest, *rest[-3:])
 
 
-def _centre(
-    call: Arguments,
-    along: Tensor,
-    along_lse: Tensor | None,
-    out: Tensor,
-    kept: Tensor,
-    wide: bool,
-    near: bool,
-) -> Tensor | None:
+def _centre(way: Way, along_lse: Tensor | None, out: Tensor, near: bool) -> Tensor | None:
     """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none. Where a number
     `near` it will do, that of softmax."""
+    call = way.call
     if not call.facts["CENTRED"]:
         return None
     lines = call.b * call.h * call.n
     if call.weighting == "entmax" and not near:
-        up, down = _to_queries(call, along, None, kept, None, wide)
+        up, down = _to_queries(way._replace(grads=None))
         return up / torch.where(down == 0, 1.0, down)
     centre = call.new(lines)
     if call.weighting not in ("softmax", "topk"):
         along_lse = None
     facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
-    arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
+    arrays = (way.along, out, None if along_lse is None else along_lse.contiguous(), centre)
     launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
     return centre
 
@@ -124,17 +129,10 @@ def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
     return programs, *launch.parts(device, programs, call.m, tile.cols, tile.waves)
 
 
-def _to_queries(
-    call: Arguments,
-    along: Tensor,
-    centre: Tensor | None,
-    kept: Tensor,
-    grads: Gradients | None,
-    wide: bool,
-    fused: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
     """Fill the gradients of query and gate_query; with no place for them, the centre's sums. With
     `fused` the centre given is near, and the first result is the centre."""
+    call, along, centre, kept, grads, wide = way
     lines = call.b * call.h * call.n
     one = two = kept
 
@@ -175,12 +173,7 @@ def _to_queries(
 
 
 def _to_keys(
-    call: Arguments,
-    along: Tensor,
-    centre: Tensor | None,
-    kept: Tensor,
-    grads: Gradients,
-    wide: bool,
+    way: Way,
     pairs: tuple[int, int] | None = None,
     keys: tuple[int, int] | None = None,
     ds: Tensor | None = None,
@@ -189,6 +182,8 @@ def _to_keys(
 
     `pairs` and `keys` say which: the first, and how many.
     """
+    call, along, centre, kept, grads, wide = way
+    assert grads is not None
     first_pair, count = pairs or (0, call.b * call.hk)
     first_key, keys_n = keys or (0, call.m)
     lines = call.b * call.hk * call.m
@@ -229,16 +224,10 @@ def _to_keys(
     call.fitting("to_keys", call.m, run)
 
 
-def _through_scratch(
-    call: Arguments,
-    along: Tensor,
-    centre: Tensor | None,
-    kept: Tensor,
-    grads: Gradients,
-    for_queries: bool,
-    for_keys: bool,
-) -> None:
+def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     """∂L/∂φ = dS·ψ and ∂L/∂ψ = dSᵀ·φ by matrix products, of as many scores as SCRATCH holds."""
+    call, grads = way.call, way.grads
+    assert grads is not None
     pairs, wide_n = call.b * call.hk, call.group * call.n
     dtype, device = call.query.dtype, call.query.device
     room = SCRATCH // call.query.element_size()
@@ -249,7 +238,8 @@ def _through_scratch(
     phi = call.query.reshape(pairs, wide_n, call.w)
     psi = call.key.reshape(pairs, call.m, call.w)
     whole = keys_n >= call.m
-    target = grads if for_keys else _places(call.inputs, False, True, False)
+    if not for_keys:
+        way = way._replace(grads=_places(call.inputs, False, True, False))
     total: Tensor | None = None
     for pair in range(0, pairs, count):
         some = slice(pair, min(pair + count, pairs))
@@ -261,7 +251,7 @@ def _through_scratch(
             width = span.stop - first
             make = torch.zeros if call.masked else torch.empty
             ds = make((size, width, wide_n), dtype=dtype, device=device)
-            _to_keys(call, along, centre, kept, target, True, (pair, size), (first, width), ds)
+            _to_keys(way, (pair, size), (first, width), ds)
             if for_keys:
                 place = grads.key.view(pairs, call.m, call.w)[some, span]
                 if whole:
