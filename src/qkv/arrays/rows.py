@@ -116,9 +116,9 @@ class Cut(NamedTuple):
 
 class Rows:
     """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
-    the stored is done with before the next is read, and `read` is told which fields of them are
-    wanted, all of it. `allowed` (m,) rules some of them out. `kept` has what scores have found out
-    about the keys, (m,), by the kind of the score.
+    the stored is done with before the next is read. `allowed` (m,) rules some of them out. `kept`
+    has what scores have found out about the keys, (m,), by the kind of the score. `ahead` is `read`
+    that is told which fields are wanted of all rows.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
@@ -128,13 +128,15 @@ class Rows:
 
     def __init__(
         self,
-        read: Callable[..., Iterable[Stored]],
+        read: Callable[[], Iterable[Stored]],
         shape: Shape,
         width: int = 0,
         allowed: np.ndarray | None = None,
         apart: bool = False,
         kept: dict[Any, np.ndarray] | None = None,
+        ahead: Callable[[Collection[str]], Iterable[Stored]] | None = None,
     ):
+        self.ahead = ahead or (lambda fields: read())
         self.read, self.allowed, self.apart = read, allowed, apart
         self.kept = {} if kept is None else kept
         self.shape, self.width = shape, width
@@ -158,7 +160,7 @@ class Rows:
 
     def first(self) -> Stored | None:
         """Some of the rows, to be looked at."""
-        return next(iter(self.read(()) if self.apart else self.read()), None)
+        return next(iter(self.read()), None)
 
     def whole(self, fw: Framework, like: Array) -> tuple[Array, Array, Array | None]:
         """Every live row: key, value, and which are allowed, (1, m)."""
@@ -220,7 +222,7 @@ class Cuts:
         # What is more than memory holds takes a while.
         done, total = 0, self.rows.shape[0]
         with bar("rows", total) as tell:
-            for group in self._groups(self.rows.read(self.ahead)):
+            for group in self._groups(self.rows.ahead(self.ahead)):
                 yield group
                 done += sum(cut.size for cut in group)
                 tell(done, total)

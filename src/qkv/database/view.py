@@ -395,7 +395,8 @@ class View:
         named, (width, value_width) = "value" if value else "", self._widths
         width += beside(asked)
         shape = len(self.ids) if picked is None else count, width
-        return Rows(read, shape, value_width if value else 0, allowed, self._scarce, kept)
+        wide = value_width if value else 0
+        return Rows(read, shape, wide, allowed, self._scarce, kept, ahead=read)
 
     def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""
