@@ -55,6 +55,14 @@ def test_the_first_call_of_a_process_may_be_compiled_with_its_gradient():
     subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "entmax15", "sigmoid"])
+def test_shapes_without_numbers(weighting):
+    x = torch.empty(2, 5, 4, device="meta", requires_grad=True)
+    out = qkv.attend(x, x, x, weighting=weighting, mask="causal")
+    assert out.shape == x.shape and out.is_meta
+    out.sum().backward()
+
+
 COVERING = cases.covering()
 
 

@@ -66,6 +66,7 @@ class Torch(Framework):
             or forward_ad._current_level >= 0
             or _modes() > 0  # make_fx, fake tensors
             or _traced() is not None  # jit.trace
+            or getattr(x, "is_meta", False)  # shapes alone
         )
 
     def functional(self, x: Array) -> bool:
@@ -84,7 +85,9 @@ class Torch(Framework):
 
     def ambient(self, x: Array) -> Array:
         device = x.device.type
-        if not (x.dtype in _NARROWED and torch.is_autocast_enabled(device)):
+        if not (_autocasts() and x.dtype in _NARROWED and torch.amp.is_autocast_available(device)):
+            return x
+        if not torch.is_autocast_enabled(device):
             return x
         return x.to(torch.get_autocast_dtype(device))
 
@@ -230,7 +233,7 @@ class Torch(Framework):
     def until(
         self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
     ) -> Any:
-        if not self.tracing(state):
+        if not self.tracing(state[0]):
             return super().until(done, step, state, limit)
         for _ in range(min(limit, UNROLLED)):  # a graph cannot look whether it is done
             state = step(state)
@@ -279,7 +282,7 @@ class Torch(Framework):
     def custom(
         self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
     ) -> Arrays:
-        if self.tracing(leaves):
+        if self.tracing(leaves[0]):
             return reference(*leaves)
         return tuple(_Custom.apply(forward, backward, reference, *leaves))
 
