@@ -80,6 +80,7 @@ EQUIVALENT = {
         "xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth / -1.0",  # · −1 is / −1
         "x + self.centre[*[None] * (len(x.shape) - 1), ...]",  # both sides are shifted alike
         "reach * reach * scale < LENGTH",
+        "1e+150",  # and 1
     },
     "window": {
         "fw.detach(square) / -1.0",

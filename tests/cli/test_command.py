@@ -104,6 +104,14 @@ class TestProcess:
             assert child.wait(timeout=60) == 130
             assert child.stderr.read() == "qkv: stopped\n"
 
+    def test_ctrl_c_while_python_runs_a_text(self, tmp_path: Path) -> None:
+        """As it does for each dataclass; it would end by the signal, though that was caught."""
+        (tmp_path / "slow.py").write_text(
+            "import signal\nexec('signal.raise_signal(signal.SIGINT)')\n"
+        )
+        code, out, err = run("--plugin", tmp_path / "slow.py", "ask", "names.csv", "Li")
+        assert (code, out, err) == (130, "", "qkv: stopped\n")
+
     def test_ctrl_c_leaves_nothing_half_imported(self, tmp_path: Path) -> None:
         table, path = tmp_path / "names.csv", tmp_path / "names.qkv"
         table.write_text("key,value\n" + "".join(f"name {i},{i}\n" for i in range(50_000)))

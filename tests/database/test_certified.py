@@ -142,7 +142,9 @@ def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
         found = D.ask(query, score=score, weighting=how, tolerance=0.01)
         true = exact(keys, query, score, qkv.weightings.resolve(how))
         assert 0.5 * np.abs(found.weights - true).sum() <= found.error_bound + 1e-12
-        assert kind == "near ties" or found.error_bound <= 0.01
+        s = np.sort(score(query.astype(float)[None], keys.astype(float))[0])
+        tied = s[-k] - s[-k - 1] < 1e-10  # as a cap makes of large scores
+        assert kind == "near ties" or tied or found.error_bound <= 0.01
 
 
 def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():

@@ -6,8 +6,11 @@ quick.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -84,4 +87,21 @@ def main() -> None:
     try:
         app(prog_name="qkv")
     except KeyboardInterrupt:
-        sys.exit(STOPPED)
+        _stop()
+    except SystemExit as end:
+        if end.code == STOPPED:
+            _stop()
+        raise
+
+
+def _stop() -> NoReturn:
+    """End as one that was stopped.
+
+    Where the interrupt came while a module made a dataclass, Python would end by the signal, though
+    it was caught.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(STOPPED)

@@ -139,7 +139,7 @@ def _square(x: Array, factor: float) -> Array:
     return fw.xp.sum(x * x, axis=-1, keepdims=True) * factor
 
 
-def square(query: Array, norm: Array, width: float, factor: float = 1.0) -> Affine | None:
+def square(query: Array, norm: Array, width: float, factor: float) -> Affine | None:
     """−factor ‖q − k‖² / width², expanded; None where a float does not hold the square."""
     if not 1e-150 < width < 1e150:
         return None

@@ -38,7 +38,7 @@ class Window(Score):
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
         """−r², of which the score is the `profile`."""
-        return square(query, norm, self.width) if self.radial else None
+        return square(query, norm, self.width, 1.0) if self.radial else None
 
     def profile(self, square: Array) -> Array:
         """The score at r²."""
