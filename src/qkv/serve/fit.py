@@ -64,7 +64,7 @@ def deep(x: Any, most: int) -> bool:
     """
     level = [x]
     for _ in range(most + 1):
-        inside = [y for y in level if isinstance(y, (list, dict))]  # quicker than list | dict
+        inside = [y for y in level if isinstance(y, list | dict)]
         if not inside:
             return False
         level = [z for y in inside for z in (y.values() if isinstance(y, dict) else y)]
