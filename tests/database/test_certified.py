@@ -123,6 +123,12 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
         assert error <= found.error[i] + 1e-12
         some = found.weights[i] @ value
         np.testing.assert_allclose(found.out[i], some / found.weights[i].sum(), atol=1e-5)
+        s = score(query[i].astype(float)[None], keys.astype(float))[0][
+            slice(None) if allowed is None else allowed
+        ]
+        near = 2 * found.error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
+        assert abs(found.lse[i] - np.logaddexp.reduce(s / temperature)) <= near
+        assert abs(found.best[i] - s.max()) <= near * temperature
     assert (found.error <= tolerance).all() or found.read == 600
 
 

@@ -285,11 +285,10 @@ def _told(
     bound: Bound,
     few: Few | None = None,
 ) -> Weighed:
-    form = asked.score.affine(asked.wide, np.ones(1))
-    shift = 0.0 if form is None or form.offset is None else np.asarray(form.offset)
-    best = bound.top * asked.cooled
-    best = best + shift if asked.profile is None else asked.profile(np.maximum(-asked.most, 0))
-    lse = None if lse is None else lse + shift / asked.cooled
+    best = (bound.top + asked.shift) * asked.cooled
+    if asked.profile is not None:
+        best = asked.profile(np.maximum(-asked.most, 0))
+    lse = None if lse is None else lse + asked.shift
     out = stored.pooled(asked.rows, alpha if few is None else few, mean=True)
     read = min(asked.read, alpha.shape[1])
     return Weighed(out, alpha, entropy, lse, best, error, read, bound)

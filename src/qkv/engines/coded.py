@@ -45,18 +45,23 @@ class Coded:
         self.size = max(2 * AT_ONCE // max(len(query), 2), 1)
         self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
         form = self.form(np.ones(1))
-        self.phi, self.offset, self.cap = np.asarray(form.query), form.offset, form.cap
-        self.plain = form.factor is form.bias is form.offset is None
+        self.phi, self.cap = np.asarray(form.query), form.cap
+        # What all scores of a query have in common counts where they are weights; where it does
+        # not, they are without it here.
+        common = np.zeros(len(query)) if form.offset is None else np.asarray(form.offset)
+        self.offset = None if self.profile is None or form.offset is None else common
+        self.shift = common if self.offset is None else np.zeros(len(query))
+        self.plain = form.factor is form.bias is self.offset is None
         self.length = np.sqrt(np.einsum("ij,ij->i", self.phi, self.phi)) * CAREFUL
         self.queries = Queries(self.phi)
 
     def form(self, norm: np.ndarray) -> Affine:
-        """φ, factor and bias, cooled; the offset counts where scores are weights."""
+        """φ, factor, bias and offset, cooled."""
         found = self.score.affine(self.wide, norm)
         assert found is not None
         over = self.cooled
         bias = None if found.bias is None else found.bias / over
-        offset = None if found.offset is None or self.profile is None else found.offset / over
+        offset = None if found.offset is None else found.offset / over
         cap = None if found.cap is None else found.cap / over
         return Affine(found.query / over, found.factor, bias, offset, cap)
 
@@ -100,8 +105,8 @@ class Coded:
             if form.bias is not None:
                 bias = np.asarray(form.bias, np.float32)
                 told = np.abs(bias)
-            if form.offset is not None:
-                offset = np.asarray(form.offset, np.float32)[:, None]
+            if self.offset is not None:
+                offset = self.offset.astype(np.float32)[:, None]
                 bias = offset if bias is None else bias + offset
         return factor, bias, Terms(residual, norm, told, _spread(near, factor))
 
@@ -121,6 +126,9 @@ class Coded:
         m, width = self.rows.shape
         s = stored.scored(self.rows, self.query.astype(np.float32), self.score)
         s = self.weighting.scale(s)
+        # Which has the offset in it, and has rounded beside it.
+        s -= self.shift.astype(np.float32)[:, None]
+        least = np.float32(np.abs(self.shift).max(initial=0.0))
         unit = 4 * (width + 8) * UNIT
         none, length = np.zeros(len(s)), self.length
         slack = Slack(none, unit * length, none + unit, UNIT)
@@ -130,7 +138,8 @@ class Coded:
             assert near is not None
             near = near if cut.stored.live is None else near.some(cut.stored.live)
             terms = self.terms(near)[2]
-            return s[:, cut.start : cut.start + cut.size], terms._replace(residual=None)
+            bias = least + (np.zeros_like(terms.norm) if terms.bias is None else terms.bias)
+            return s[:, cut.start : cut.start + cut.size], terms._replace(residual=None, bias=bias)
 
         self.read = m
         return Scan(m, slack, lift, self.cuts())
@@ -192,7 +201,7 @@ class Coded:
                 s, norm = s * form.factor, norm * form.factor
             bias = 0.0 if form.bias is None else np.asarray(form.bias)
             s = s + bias
-            s = s if form.offset is None else s + np.asarray(form.offset)[:, None]
+            s = s if self.offset is None else s + self.offset[:, None]
             lost = 4 * (width + 8) * 2.0**-53
             out[:, some], terms[:, some] = self._capped(s), self.terms(near)[2].stacked()
             off[:, some] = lost * (self.length[:, None] * norm + np.abs(bias))
