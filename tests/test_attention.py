@@ -143,3 +143,10 @@ def test_nested_tensors_that_mean_nothing() -> None:
     few = torch.nested.as_nested_tensor([x], layout=torch.jagged)
     with pytest.raises(ShapeError, match=r"2 sequences.*key 1"):
         qkv.scaled_dot_product_attention(q, few, few)
+
+
+@pytest.mark.parametrize("door", [qkv.attend, qkv.explain, qkv.warm], ids=lambda x: x.__name__)
+def test_a_misspelt_argument_is_told_of_by_the_door_that_was_called(door):
+    x = np.ones((2, 3))
+    with pytest.raises(TypeError, match=rf"^{door.__name__}\(\) got an unexpected .* 'wieghting'"):
+        door(x, x, x, wieghting="sigmoid")

@@ -3,6 +3,7 @@ would wait for, done ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -200,7 +201,8 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    _, plan, call, choice = _looked(query, key, value, return_lse, return_weights, **options)
+    told = _looked("explain", query, key, value, return_lse, return_weights, options)
+    _, plan, call, choice = told
     detail = choice.engine.describe(call)
     known = plan is not None and plan.choice.engine is choice.engine
     waits = choice.engine.waits(call) if hasattr(choice.engine, "waits") else None
@@ -230,7 +232,8 @@ def warm(
     nothing was left to compile ahead
     """
     started = perf_counter()
-    kind, plan, call, choice = _looked(query, key, value, return_lse, return_weights, **options)
+    told = _looked("warm", query, key, value, return_lse, return_weights, options)
+    kind, plan, call, choice = told
     if plan is None and kind is not None:
         plan = plans.keep(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
@@ -238,28 +241,36 @@ def warm(
 
 
 def _looked(
+    door: str,
     query: Array,
     key: Array,
     value: Array,
     return_lse: bool,
     return_weights: bool | Literal["mean"],
-    *,
-    score: ScoreLike = "scaled_dot",
-    weighting: WeightingLike = "softmax",
-    mask: MaskLike | None = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    tolerance: float | None = None,
-    engine: EngineName | None = None,
+    options: Options,
 ) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
+    given = _known(door, options, Options.__optional_keys__)
+    filled = {**(attend.__kwdefaults__ or {}), **given}
+    score, weighting, mask = (filled[name] for name in ("score", "weighting", "mask"))
+    p, seed, tolerance, engine = (
+        filled[name] for name in ("dropout_p", "seed", "tolerance", "engine")
+    )
+    flags: plans.Kind = (p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
     kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
-    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
+    call = request(query, key, value, score, weighting, mask, p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
     return kind, plan, call, choose(call, engine)
+
+
+def _known(door: str, given: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:
+    """The arguments that were given by name, if they have those names."""
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{door}() got an unexpected keyword argument {name!r}")
+    return given
 
 
 def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
@@ -366,18 +377,13 @@ def among(
     key: Array,
     value: Array,
     *,
-    score: ScoreLike = "scaled_dot",
-    weighting: WeightingLike = "softmax",
-    mask: MaskLike | None = None,
-    dropout_p: float = 0.0,
-    seed: Any = None,
-    tolerance: float | None = None,
     return_lse: bool = False,
+    **meaning: Unpack[Meaning],
 ) -> Any:
     """`attend` to the keys of all processes `across` which they are shared out; what is here lies
     `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
-    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance, at)
-    call = _wanting(call, return_lse, False)
+    given = _known("attend", meaning, Meaning.__optional_keys__)
+    call = _wanting(request(query, key, value, **given, at=at), return_lse, False)
     with call.fw.quiet():
         return results(call, (*sharded.run(call, across), None))
 

@@ -44,8 +44,9 @@ def inside() -> bool:
 
 
 def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """function(item) for every item, on all cores, in the items' order."""
-    return list(_workers().map(function, items))
+    """function(item) for every item, on all cores, in the items' order; in this thread where it is
+    one of ours, which would wait for itself."""
+    return list(map(function, items) if inside() else _workers().map(function, items))
 
 
 def reduced(

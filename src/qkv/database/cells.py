@@ -261,8 +261,7 @@ def digests(keys: Any) -> list[bytes]:
         from qkv.arrays import threads  # a hash of 2 kB and more lets go of the interpreter's lock
 
         starts = range(0, len(rows), 4096)
-        parts = map(some, starts) if threads.inside() else threads.each(some, starts)
-        return [digest for part in parts for digest in part]
+        return [digest for part in threads.each(some, starts) for digest in part]
     if set(map(type, keys)) == {str}:
         return [blake2b(b"s" + x, digest_size=DIGEST).digest() for x in all_utf8(keys)]
     return [digest(key) for key in keys]

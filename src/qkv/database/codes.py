@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -93,12 +92,11 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
             bounds[at, 3] = _up(np.asarray(spread, np.float32))
         block[at] = (first + start) % 2**32
 
-    starts = range(0, count, BLOCK)
-    if len(starts) == 1 or threads.inside():
-        deque(map(some, starts), 0)
+    if count <= BLOCK:
+        some(0)
     else:
         with threads.one_for_blas():
-            threads.each(some, starts)
+            threads.each(some, range(0, count, BLOCK))
     made = dict(zip(BESIDE, (bounds, block), strict=True))
     return {"near": code, **made} if keep else made
 

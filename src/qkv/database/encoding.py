@@ -126,7 +126,7 @@ def anew(
     ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)
     kept = how(encoder, view.settings.get("precision"))
     # Vectors in 8 bits that are the keys: what they had lost is told by their old bounds alone.
-    same = encoder.kind == view.encoder.kind == "arrays" and kept == view.kept and kept.rounded
+    same = encoder.itself and view.encoder.itself and kept == view.kept and kept.rounded
     names = [name for name in ("code", "scale", *codes.BESIDE) if name in view.snapshot.names]
     for start in range(0, len(ids), ENCODED):
         some, fresh = ids[start : start + ENCODED], keys[start : start + ENCODED]

@@ -26,12 +26,12 @@ def request(
     query: Array,
     key: Array,
     value: Array | None,
-    score: ScoreLike,
-    weighting: WeightingLike,
-    mask: Any,
-    dropout_p: float,
-    seed: Any,
-    tolerance: float | None,
+    score: ScoreLike = "scaled_dot",
+    weighting: WeightingLike = "softmax",
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    tolerance: float | None = None,
     at: At | None = None,
 ) -> Call:
     """The arguments as one checked record; `at`: where they lie in a larger call."""

@@ -135,8 +135,3 @@ def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
     arrays = [x.detach() for x in arrays_of()]
     assert qkv.warm(*arrays, weighting="sigmoid").planned
     assert "plan:   kept" in str(qkv.explain(*arrays, weighting="sigmoid"))
-
-
-def test_warm_knows_the_arguments_of_attend_and_no_others():
-    with pytest.raises(TypeError, match="wieghting"):
-        qkv.warm(*arrays_of(), wieghting="sigmoid")
