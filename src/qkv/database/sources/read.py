@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite
+from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite, workbook
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
@@ -35,6 +35,11 @@ ENDINGS = {
     ".db": "sqlite",
     ".sqlite": "sqlite",
     ".sqlite3": "sqlite",
+    ".xlsx": "workbook",
+    ".xlsm": "workbook",
+    ".xlsb": "workbook",
+    ".xls": "workbook",
+    ".ods": "workbook",
 }
 
 _MAGIC = {
@@ -43,7 +48,7 @@ _MAGIC = {
     arrow.STREAM: "arrow",
     sqlite.MAGIC: "sqlite",
 }
-_BINARY = {"parquet": "Parquet", "arrow": "Arrow", "sqlite": "SQLite"}
+_BINARY = {"parquet": "Parquet", "arrow": "Arrow", "sqlite": "SQLite", "workbook": "a workbook"}
 _KNOWN = (
     f"known are the endings {' '.join(ENDINGS)}, sqlite:///file?table=name, "
     "postgresql://host/database?table=name, and - for CSV on standard input"
@@ -59,14 +64,14 @@ def read(
 ) -> Table:
     """The table in a file or a database, read and checked as a whole before any of it is returned.
 
-    `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file, known by its
-    first bytes or its ending; a pattern of such files, as "logs/*.csv";
+    `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file or a workbook
+    of Excel's, known by its first bytes or its ending; a pattern of such files, as "logs/*.csv";
     "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV on standard input. An
-    address takes ?query=select… in place of ?table=. `table` names the table
-    of a database that has several. `missing` are the words for a missing cell in CSV and TSV, by
-    default those of pandas; an empty cell always is one. `progress(done, total)` is called along
-    the way, in whatever the source counts (bytes, rows, columns); `total` is None where it is not
-    known.
+    address takes ?query=select… in place of ?table=. `table` names the table of a database that
+    has several, or the sheet of a workbook. `missing` are the words for a missing cell in CSV, TSV
+    and workbooks, by default those of pandas; an empty cell always is one. `progress(done, total)`
+    is called along the way, in whatever the source counts (bytes, rows, columns); `total` is None
+    where it is not known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
     `MissingExtra` where a package is needed.
@@ -166,9 +171,12 @@ def _file(
     # A pipe can be read only once.
     regular = os.path.isfile(path)
     opening = files.opening(path) if regular else files.contents(path)
-    files.refuse_strangers(opening, str(path))
     named = ENDINGS.get(path.suffix.lower())
     kind = next((kind for magic, kind in _MAGIC.items() if opening.startswith(magic)), None)
+    if named == "workbook" and opening.startswith(workbook.MAGIC):
+        kind = named  # a ZIP archive by its first bytes
+    else:
+        files.refuse_strangers(opening, str(path))
     if kind is None and named in _BINARY:
         raise _not_a(path, named)
     kind = kind or named or _sniff(opening, path)
@@ -176,6 +184,8 @@ def _file(
         raise SourceError(f"{_BINARY[kind]} from a pipe: save it to a file first", file=str(path))
     if kind == "sqlite":
         return sqlite.read(path, chosen, progress)
+    if kind == "workbook":
+        return workbook.read(path, chosen, progress, missing)
     _no_tables(chosen.table, str(path))
     if kind == "parquet":
         return arrow.parquet(path, progress)

@@ -1,0 +1,77 @@
+"""A sheet of a workbook: Excel's .xlsx, .xlsm, .xlsb and .xls, or .ods, through calamine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qkv.database.sources.sql import Wish
+from qkv.database.sources.table import SourceError, Table, build, cell, check_names, no_rows
+from qkv.errors import MissingExtra
+from qkv.types import Progress
+
+MAGIC = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
+
+
+def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[str] | None) -> Table:
+    """The sheet that is wished for, by default the only one that is seen and holds something.
+
+    Its first row names the columns. A whole number is an int where all numbers of its column are
+    whole, a date is ISO text, and a formula is what it gave when the file was saved; a cell is
+    missing if it is empty, an error, or one of the words `missing`. Empty rows are left out, and
+    columns without a name that hold nothing.
+    """
+    try:
+        import python_calamine as calamine
+    except ImportError:
+        raise MissingExtra(
+            'reading a workbook needs python-calamine: pip install "qkv[tables]"'
+        ) from None
+    file = str(path)
+    try:
+        with calamine.load_workbook(path) as book:
+            name = wish.choose(_sheets(calamine, book, wish.table), file)
+            sheet = book.get_sheet_by_name(name)
+            rows, (top, _) = sheet.to_python(), sheet.start or (0, 0)
+    except calamine.PasswordError:
+        step = "save it without"
+        raise SourceError(f"a password keeps it locked: {step}", file=file) from None
+    except calamine.CalamineError as error:
+        step = "open and save it again, or save the sheet as CSV"
+        raise SourceError(f"the workbook cannot be read ({error}): {step}", file=file) from None
+    rows = [row for row in rows if any(x != "" for x in row)]
+    columns = [column for column in zip(*rows, strict=True) if any(x != "" for x in column)]
+    names = [str(*_whole([cell(column[0])])) for column in columns]
+    check_names(names, file, top + 1)
+    if len(rows) == 1:
+        raise no_rows(file)
+    if progress is not None:
+        progress(len(rows) - 1, len(rows) - 1)
+    words = {*(missing or ()), ""}
+    return build(name, names, [_cells(column[1:], words) for column in columns], file)
+
+
+def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
+    """The sheets to choose from: all where one is `named`, else those seen that hold something."""
+    sheets = [x for x in book.sheets_metadata if x.typ == calamine.SheetTypeEnum.WorkSheet]
+    if named is None:
+        seen = calamine.SheetVisibleEnum.Visible
+        sheets = [x for x in sheets if x.visible == seen and _holds(book, x.name)]
+    return [x.name for x in sheets]
+
+
+def _holds(book: Any, name: str) -> bool:
+    return bool(book.get_sheet_by_name(name).height)
+
+
+def _cells(column: Sequence[Any], words: set[str]) -> list[Any]:
+    return _whole([None if isinstance(x, str) and x.strip() in words else x for x in column])
+
+
+def _whole(cells: list[Any]) -> list[Any]:
+    """Excel's numbers are all floats: a column of whole ones is meant as ints."""
+    floats = [x for x in cells if type(x) is float]
+    if not all(x.is_integer() and abs(x) < 2**53 for x in floats):
+        return cells
+    return [int(x) if type(x) is float else x for x in cells]
