@@ -142,7 +142,7 @@ class Database(Writing[K, V]):
     @classmethod
     def from_frame(cls, frame: Any, **how: Any) -> Database:
         """A data frame of pandas, polars or pyarrow, as which answers and rows come out again, or a
-        query of DuckDB, duckdb.sql("FROM 'sales.csv.gz'"); `how` as in `from_columns`.
+        query of DuckDB, duckdb.sql("FROM 'sales/**/*.parquet'"); `how` as in `from_columns`.
 
         >>> import pandas
         >>> students = pandas.DataFrame({"gpa": [3.1, 3.9], "salary": [70.0, 95.0]})

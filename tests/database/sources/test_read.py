@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import bz2
 import csv
 import datetime
+import gzip
 import io
 import json
+import lzma
 import math
 import os
 import sqlite3
@@ -718,6 +721,22 @@ def test_cells_are_plain():
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet", "t.db", "t"])
 def test_strangers_are_known_by_their_first_bytes(tmp_path, magic, says, name):
     assert says in str(refused(write(tmp_path, name, magic)))
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
+)
+def test_text_may_be_packed(tmp_path, ending, pack):
+    found = read(write(tmp_path, f"t.csv.{ending}", pack(b"a,b\n1,x\n2,y\n")))
+    assert (found.name, found.columns) == ("t", {"a": [1, 2], "b": ["x", "y"]})
+    path = write(tmp_path, f"t.jsonl.{ending}", pack(b'{"a": 1}\n{"a": 2}\n'))
+    assert read(path).columns == {"a": [1, 2]}
+    bad = write(tmp_path, f"cut.csv.{ending}", path.read_bytes()[:-5])
+    assert "cannot be unpacked" in str(refused(bad))
+    assert "is empty" in str(refused(write(tmp_path, f"none.csv.{ending}", pack(b""))))
+    packed = write(tmp_path, f"t.parquet.{ending}", pack(b"PAR1 PAR1"))
+    assert "Parquet packed: unpack it first" in str(refused(packed))
+    assert f"name it .{ending}" in str(refused(path.rename(tmp_path / "t.csv")))
 
 
 def test_first_bytes_win_over_the_ending(tmp_path):

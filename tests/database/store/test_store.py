@@ -32,6 +32,7 @@ from qkv.database.faults import (
     Unwritable,
 )
 from qkv.database.store import Commit, Store, check, lock, segments, shelf, sizes
+from qkv.database.store import store as store_module
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 
 
@@ -1141,3 +1142,11 @@ def test_notes_are_json(tmp_path, small):
     notes, entry = segments.read_notes(path)
     assert json.loads(notes["settings"]) == {"key": "title"} and entry.rows == 20
     assert Path(entry.file) == Path(path.name)
+
+
+def test_a_store_that_outlives_python_s_modules_says_nothing(monkeypatch):
+    made = Store()
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "os", None)
+        made.__del__()
+    made.close()

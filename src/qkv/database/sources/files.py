@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import importlib
 import os
 import sys
+import zlib
 from pathlib import Path
 
 from qkv.database.sources.table import SourceError
@@ -19,9 +21,9 @@ _STRANGERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a ZIP archive or an Excel workbook", "unpack it, or name it .xlsx"),
     (b"PK\x05\x06", "an empty ZIP archive", "give a table"),
     (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel workbook", "name it .xls"),
-    (b"\x1f\x8b", "gzip data", "unpack it with gunzip"),
-    (b"BZh", "bzip2 data", "unpack it with bunzip2"),
-    (b"\xfd7zXZ\x00", "xz data", "unpack it with unxz"),
+    (b"\x1f\x8b", "gzip data", "name it .gz, or unpack it with gunzip"),
+    (b"BZh", "bzip2 data", "name it .bz2, or unpack it with bunzip2"),
+    (b"\xfd7zXZ\x00", "xz data", "name it .xz, or unpack it with unxz"),
     (b"\x28\xb5\x2f\xfd", "Zstandard data", "unpack it with unzstd"),
     (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", "unpack it"),
     (b"\x89HDF\r\n\x1a\n", "HDF5 data", "save the table as Parquet or CSV"),
@@ -44,6 +46,22 @@ def contents(path: Path) -> bytes:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
+    return not_empty(data, str(path))
+
+
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
+"""What unpacks a file, by its ending; what comes before that tells what is in it."""
+
+
+def unpacked(path: Path) -> bytes:
+    """All bytes that are packed in the file; not empty."""
+    packed, module = contents(path), importlib.import_module(PACKED[path.suffix.lower()])
+    broken = getattr(module, "LZMAError", zlib.error)
+    try:
+        data: bytes = module.decompress(packed)
+    except (OSError, EOFError, ValueError, broken) as error:
+        step = "it was cut short or is something else, so copy it again"
+        raise SourceError(f"cannot be unpacked ({error}): {step}", file=str(path)) from None
     return not_empty(data, str(path))
 
 

@@ -51,7 +51,8 @@ _MAGIC = {
 _BINARY = {"parquet": "Parquet", "arrow": "Arrow", "sqlite": "SQLite", "workbook": "a workbook"}
 _KNOWN = (
     f"known are the endings {' '.join(ENDINGS)}, sqlite:///file?table=name, "
-    "postgresql://host/database?table=name, and - for CSV on standard input"
+    "postgresql://host/database?table=name, and - for CSV on standard input; text may be packed, "
+    "as .csv.gz, .bz2 or .xz"
 )
 
 
@@ -65,13 +66,13 @@ def read(
     """The table in a file or a database, read and checked as a whole before any of it is returned.
 
     `source` is a CSV, TSV, JSON, JSON lines, Parquet, Arrow, Feather or SQLite file or a workbook
-    of Excel's, known by its first bytes or its ending; a pattern of such files, as "logs/*.csv";
-    "sqlite:///file?table=name"; "postgresql://…?table=name"; or "-", CSV on standard input. An
-    address takes ?query=select… in place of ?table=. `table` names the table of a database that
-    has several, or the sheet of a workbook. `missing` are the words for a missing cell in CSV, TSV
-    and workbooks, by default those of pandas; an empty cell always is one. `progress(done, total)`
-    is called along the way, in whatever the source counts (bytes, rows, columns); `total` is None
-    where it is not known.
+    of Excel's, known by its first bytes or its ending, text also packed, as "books.csv.gz"; a
+    pattern of such files, as "logs/*.csv"; "sqlite:///file?table=name";
+    "postgresql://…?table=name"; or "-", CSV on standard input. An address takes ?query=select… in
+    place of ?table=. `table` names the table of a database that has several, or the sheet of a
+    workbook. `missing` are the words for a missing cell in CSV, TSV and workbooks, by default those
+    of pandas; an empty cell always is one. `progress(done, total)` is called along the way, in
+    whatever the source counts (bytes, rows, columns); `total` is None where it is not known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
     `MissingExtra` where a package is needed.
@@ -168,10 +169,13 @@ def _address(
 def _file(
     path: Path, chosen: Wish, progress: Progress | None, missing: Sequence[str] | None
 ) -> Table:
+    packed = path.suffix.lower() in files.PACKED
     # A pipe can be read only once.
-    regular = os.path.isfile(path)
-    opening = files.opening(path) if regular else files.contents(path)
-    named = ENDINGS.get(path.suffix.lower())
+    regular = os.path.isfile(path) and not packed
+    whole = files.unpacked if packed else files.contents
+    opening = files.opening(path) if regular else whole(path)
+    inner = path.with_suffix("") if packed else path
+    named = ENDINGS.get(inner.suffix.lower())
     kind = next((kind for magic, kind in _MAGIC.items() if opening.startswith(magic)), None)
     if named == "workbook" and opening.startswith(workbook.MAGIC):
         kind = named  # a ZIP archive by its first bytes
@@ -179,9 +183,10 @@ def _file(
         files.refuse_strangers(opening, str(path))
     if kind is None and named in _BINARY:
         raise _not_a(path, named)
-    kind = kind or named or _sniff(opening, path)
+    kind = kind or named or _sniff(opening, inner)
     if kind in _BINARY and not regular:
-        raise SourceError(f"{_BINARY[kind]} from a pipe: save it to a file first", file=str(path))
+        how = "packed: unpack it" if packed else "from a pipe: save it to a file"
+        raise SourceError(f"{_BINARY[kind]} {how} first", file=str(path))
     if kind == "sqlite":
         return sqlite.read(path, chosen, progress)
     if kind == "workbook":
@@ -193,9 +198,9 @@ def _file(
         return arrow.arrow(path, progress)
     data = files.contents(path) if regular else opening
     if kind == "json":
-        return json.read(data, path.stem, str(path), progress)
+        return json.read(data, inner.stem, str(path), progress)
     delimiter = "\t" if kind == "tsv" else None
-    return delimited.read(data, path.stem, str(path), delimiter, progress, missing)
+    return delimited.read(data, inner.stem, str(path), delimiter, progress, missing)
 
 
 def _sniff(opening: bytes, path: Path) -> str:

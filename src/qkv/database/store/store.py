@@ -132,10 +132,12 @@ class Store:
         self.close()
 
     def __del__(self) -> None:
-        # The connections of a forked child are its parent's.
-        if os.getpid() == getattr(self, "_process", None):
-            with contextlib.suppress(Exception):
+        try:
+            # The connections of a forked child are its parent's.
+            if os.getpid() == self._process:
                 self.close()
+        except Exception:  # it was never opened, or Python ends and `os` is gone
+            pass
 
     def __repr__(self) -> str:
         where = "in memory" if self.path is None else str(self.path)
