@@ -133,7 +133,7 @@ def compare(
     row = {"work": work, "sides": found, "goals": []}
     for names, least in (goals or {}).items():
         names = (names,) if isinstance(names, str) else names
-        _judge(row, f"≥ {least:g}× {' and '.join(names)}", speedup(row, *names), least)
+        _judge(row, f"≥ {least:.3g}× {' and '.join(names)}", speedup(row, *names), least)
     if most is not None:
         _judge(row, f"≤ {most:g} MiB", found["qkv"].get("extra MiB"), most, upward=False)
     if no_worse_than is not None:
