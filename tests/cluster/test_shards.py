@@ -285,6 +285,17 @@ class Dying:
             raise LostShard("it ended", 0)
 
 
+def test_keys_that_are_rounded_are_found_in_what_was_split(tmp_path: Path) -> None:
+    keys = np.random.default_rng(0).normal(size=(6, 32)).astype("f4")
+    with qkv.open(tmp_path / "all.qkv", precision="int8") as D:
+        D.add(keys, list("abcdef"))
+    places = [str(tmp_path / f"{i}.qkv") for i in range(2)]
+    split(tmp_path / "all.qkv", places)
+    with cluster(places, 2) as c:
+        assert [c[key] for key in keys] == list("abcdef")
+        assert c.remove([keys[0]]) == 1 and c.get(keys[0]) is None
+
+
 def test_a_change_whose_answer_was_lost_is_not_made_again(store: str, tmp_path: Path) -> None:
     path = str(tmp_path / "new.qkv")
     split(store, [path])

@@ -181,3 +181,28 @@ def test_columns_make_the_records_that_rows_make(rows, name):
 
 def test_digests_of_vectors_without_numbers():
     assert cells.digests(np.empty((2, 0))) == [cells.digest(np.empty(0))] * 2
+    assert cells.vector_digests(np.empty((2, 0))) == [cells.vector_digest(np.empty(0))] * 2
+
+
+def test_equal_vectors_have_one_digest_whatever_their_type():
+    kinds = (np.int8, np.int64, np.float16, ">f4", np.float32, np.float64, np.longdouble)
+    whole = [np.array([[1, 0, -3], [4, 5, 6]]).astype(kind) for kind in kinds]
+    whole += [np.array([[1, -0.0, -3], [4, 5, 6]]), np.asfortranarray(whole[4])]
+    assert len({tuple(cells.vector_digests(rows)) for rows in whole}) == 1
+    for rows in whole:
+        assert cells.vector_digests(rows) == [cells.vector_digest(row) for row in rows]
+
+
+def test_different_vectors_have_different_digests():
+    wide = np.array([[0.1, 1e300], [0.1, 2.0], [0.3, 5e-324]])
+    rows = [*wide, *wide.view("f4"), *wide[::2, :1], *wide.clip(-9, 9).astype("f4")]
+    rows += [np.array(x) for x in ([math.inf], [-math.inf], [0.0], [0.0, 0.0])]
+    assert len({cells.vector_digest(row) for row in rows}) == len(rows)
+    mixed = np.stack([wide[0], np.array([0.5, 2.0]), wide[2]])
+    assert cells.vector_digests(mixed) == [cells.vector_digest(row) for row in mixed]
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
+def test_vectors_with_nan_are_refused(kind):
+    with pytest.raises(ArgumentError, match="NaN"):
+        cells.vector_digests(np.array([[1, math.nan]], kind))

@@ -98,6 +98,9 @@ class Cluster(Leaving, Reading[Any, Any]):
             self._held = held
         return held
 
+    def _value(self, key: Any, default: Any) -> Any:
+        return self._view.value(key, default)  # the shards know of no newer version than it has
+
     def _asked(self, view: Any, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
         return Gathered(view, score, weighting, where, *how)
 
@@ -182,7 +185,9 @@ class Cluster(Leaving, Reading[Any, Any]):
         count, found = len(self._fleet.sources), dict[int, list[Any]]()
         if count == 1:
             return {0: things} if things else {}
-        digests = [cells.digest(key_of(thing)) for thing in things]
+        view = self._view
+        digest_of = view.schema.digest if view.begun else cells.digest
+        digests = [digest_of(key_of(thing)) for thing in things]
         for thing, digest, own in zip(things, digests, self._owners(digests), strict=True):
             new = int.from_bytes(digest[:8], "big") % count
             found.setdefault(new if own is None else own, []).append(thing)

@@ -224,8 +224,6 @@ class Many:
         found = self.find(digest)
         return (found[-1], self.records(found[-1:])[0]) if found else None
 
-    latest = newest
-
     def records(self, places: Any) -> list[str]:
         places = np.asarray(places, np.int64)
         texts: dict[int, str] = {}

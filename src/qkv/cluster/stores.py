@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 
-from qkv.database import cells
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError
@@ -42,10 +41,9 @@ def _copy(view: View, made: Store) -> None:
     settings, arrays = {**view.settings, "fitted": 0}, view.snapshot.arrays() or None
     for start in range(0, len(view), CHUNK):
         ids = view.ids[start : start + CHUNK]
-        rows = view.rows(ids.tolist())
         made.commit(
             records=view.snapshot.records(ids),
-            digests=cells.digests([view.schema.key_of(row) for row in rows]),
+            digests=view.snapshot.digests(ids),
             tensors={name: view.snapshot.tensor(name, ids) for name in view.snapshot.names},
             settings=settings,
             arrays=None if start else arrays,

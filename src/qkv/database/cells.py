@@ -14,7 +14,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import numpy as np
@@ -230,7 +230,7 @@ def digest(key: Any) -> bytes:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
         row = np.ascontiguousarray(to_numpy(key), dtype="<f8") + 0.0
-        if math.isnan(row @ row):  # a sum of squares is NaN only where a number is
+        if np.isnan(row).any():
             raise ArgumentError(_NAN)
         return blake2b(b"v[%d]" % len(row) + row.tobytes(), digest_size=DIGEST).digest()
     try:
@@ -243,28 +243,57 @@ def digest(key: Any) -> bytes:
 def digests(keys: Any) -> list[bytes]:
     """One for each key of a sequence, or for each row of an array (m, d)."""
     if is_array(keys) and len(keys.shape) == 2:
-        rows = to_numpy(keys)
-        shape = b"[%d]" % rows.shape[1]
-
-        def some(start: int) -> list[bytes]:
-            block = np.ascontiguousarray(rows[start : start + 4096], dtype="<f8") + 0.0
-            if np.isnan(block).any():
-                raise ArgumentError(_NAN)
-            text, size = memoryview(block.tobytes()), 8 * block.shape[1]
-            return [
-                blake2b(b"v" + shape + text[at : at + size], digest_size=DIGEST).digest()
-                for at in range(0, size * len(block), size or 1)
-            ] or [blake2b(b"v" + shape, digest_size=DIGEST).digest()] * len(block)
-
-        if len(rows) <= 4096:
-            return some(0)
-        from qkv.arrays import threads  # a hash of 2 kB and more lets go of the interpreter's lock
-
-        starts = range(0, len(rows), 4096)
-        return [digest for part in threads.each(some, starts) for digest in part]
+        return [digest(row) for row in to_numpy(keys)]
     if set(map(type, keys)) == {str}:
         return [blake2b(b"s" + x, digest_size=DIGEST).digest() for x in all_utf8(keys)]
     return [digest(key) for key in keys]
+
+
+def vector_digest(key: Any) -> bytes:
+    """What a key that is a vector (d,) is found by where its schema says "sha256": half the bytes
+    and a third of the time of `digest`. One with NaN finds nothing, since none is kept.
+
+    >>> same = [np.array([0.5, -0.0]), np.array([0.5, 0], np.float16)]
+    >>> len({vector_digest(key) for key in same})
+    1
+    """
+    row = to_numpy(key)
+    if row.dtype == np.float32:
+        return sha256((row + _ZERO).astype("<f4", copy=False).tobytes()).digest()[:DIGEST]
+    return vector_digests(row[None])[0]
+
+
+def vector_digests(keys: Any) -> list[bytes]:
+    """One for each row of an array (m, d): of its numbers as float32 where that holds them all,
+    else as float64 with a "v" before, so that no two have the same bytes."""
+    rows, found = to_numpy(keys), list[bytes]()
+    if rows.dtype.kind != "f" or rows.dtype.itemsize > 8:
+        rows = rows.astype("<f8")
+    for start in range(0, len(rows), 4096):
+        wide = rows[start : start + 4096]
+        with np.errstate(over="ignore"):
+            block = wide.astype("<f4") + _ZERO
+        if np.isnan(block).any():
+            raise ArgumentError(_NAN)
+        exact = (block == wide).all(axis=1) if wide.dtype.itemsize > 4 else None
+        if exact is None or exact.all():
+            found += _hashed(block)
+        else:
+            some = _hashed(wide[~exact] + 0.0, b"v"), _hashed(block[exact])
+            each = tuple(map(iter, some))
+            found += [next(each[one]) for one in exact.tolist()]
+    return found
+
+
+def _hashed(rows: np.ndarray, before: bytes = b"") -> list[bytes]:
+    """A digest of each row's bytes."""
+    text, size = rows.tobytes(), rows.itemsize * rows.shape[1]
+    parts = (text[i * size : (i + 1) * size] for i in range(len(rows)))
+    return [sha256(before + part).digest()[:DIGEST] for part in parts]
+
+
+_ZERO = np.float32(0)
+"""Which makes −0 the same as 0."""
 
 
 def _same(key: Any) -> Any:

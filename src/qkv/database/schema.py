@@ -25,7 +25,8 @@ class Schema:
 
     A key of several columns is a tuple, a value of several columns a mapping. `key_kind` and
     `value_kind` are of `cells.kind`; a value may also be "numbers", several columns of them, or
-    "any".
+    "any". `hash` says by which digest keys are found: "blake2b", or "sha256" for those that are
+    vectors, but in stores up to format 2.
     """
 
     columns: tuple[str, ...]
@@ -34,6 +35,7 @@ class Schema:
     key_kind: str
     value_kind: str
     unique: bool = False
+    hash: str = "blake2b"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +54,7 @@ class Schema:
             isinstance(some, tuple) and some and all(isinstance(name, str) for name in some)
             for some in names
         )
+        sound = sound and made.hash in ("blake2b", "sha256")
         if not sound or not {*made.key, *made.value} <= {*made.columns}:
             raise ArgumentError("the settings of the store hold no schema: they are not qkv's")
         return made
@@ -74,7 +77,8 @@ class Schema:
             value_kind = kinds[0]
         else:
             value_kind = "numbers" if kinds and set(kinds) == {"number"} else "any"
-        return cls(tuple(columns), tuple(key), tuple(value), key_kind, value_kind, unique)
+        known_by = "sha256" if key_kind == "vector" else "blake2b"
+        return cls(tuple(columns), tuple(key), tuple(value), key_kind, value_kind, unique, known_by)
 
     @property
     def pools(self) -> bool:
@@ -97,6 +101,18 @@ class Schema:
         if len(self.key) == 1:
             return row.get(self.key[0])
         return tuple(row.get(name) for name in self.key)
+
+    def digest(self, key: Any) -> bytes:
+        """What a key is found by."""
+        if self.hash == "sha256" and is_array(key) and len(key.shape) == 1:
+            return cells.vector_digest(key)
+        return cells.digest(key)
+
+    def digests(self, keys: Any) -> list[bytes]:
+        """One for each key of a sequence, or for each row of an array (m, d)."""
+        if self.hash == "sha256":
+            return cells.vector_digests(vectors(keys, "key"))
+        return cells.digests(keys)
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
         if len(self.value) == 1:

@@ -183,13 +183,15 @@ class View:
         return not self.schema.vectors.keys().isdisjoint(self.schema.value)
 
     def _digest(self, key: Any) -> bytes | None:
-        if isinstance(key, list) and self.begun and self.schema.key_kind == "vector":
+        if not self.begun:
+            return None
+        if isinstance(key, list) and self.schema.key_kind == "vector":
             try:
                 key = np.asarray(key, dtype=float)
             except (TypeError, ValueError):
                 return None
         try:
-            return cells.digest(key)
+            return self.schema.digest(key)
         except (ArgumentError, DtypeError):
             return None  # what cannot be kept is nobody's key
 

@@ -392,7 +392,7 @@ def _as_kept(view: Any, keys: Any, pair: Any) -> Any:
 
 def _digests(keys: Any, schema: Schema) -> list[bytes]:
     try:
-        return cells.digests(keys)
+        return schema.digests(keys)
     except ArgumentError:
         for i, key in enumerate(keys):
             try:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from qkv.arrays.ragged import Ragged
 from qkv.database.faults import Damaged
 from qkv.database.store import Store, check, sizes
+from qkv.database.store.catalogue import FORMAT
 from qkv.errors import ArgumentError, ShapeError
 
 
@@ -94,7 +95,7 @@ def test_a_lost_catalogue_is_made_again(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         assert told(store).items() <= expected(range(9)).items()
     connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (FORMAT,)
     connection.close()
 
 

@@ -17,7 +17,7 @@ from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
 
 FILE = "catalogue.sqlite"
-FORMAT = 2
+FORMAT = 3
 APPLICATION = 0x716B7601  # "qkv" and 1
 
 BY_DIGEST = "CREATE INDEX rows_digest ON rows (digest)"
