@@ -459,6 +459,8 @@ def test_codes_bound_what_they_have_lost(dtype, unit):
     keys = (made(rng, "of all sizes", 5000).astype(float) * unit).astype(dtype)
     keys[::7] = (1e-25 * keys[::7].astype(float)).astype(dtype)
     found = codes.found({"code": keys, **codes.near(keys, 0)})
+    code, scale = codes.in_8_bits(keys)  # which a store keeps beside the same bounds
+    assert (code == found.code).all() and (scale == found.scale).all()
     left = keys.astype(float) - found.code * found.scale[:, None].astype(float)
     assert (np.linalg.norm(left, axis=1) <= found.residual).all()
     np.testing.assert_allclose(found.norm, np.linalg.norm(keys.astype(float), axis=1), rtol=6e-8)

@@ -46,7 +46,8 @@ def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> code.tolist(), f"{scale[0]:.2f}"
     ([[50, -127]], '0.01')
     """
-    code, scale = _whole(vectors)
+    # As `near` rounds them, which bounds these very codes.
+    code, scale = _whole(vectors.astype(np.result_type(vectors, np.float32), copy=False))
     return code.astype(np.int8), scale
 
 
