@@ -117,8 +117,9 @@ class Cut(NamedTuple):
 class Rows:
     """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
     the stored is done with before the next is read. `allowed` (m,) rules some of them out. `kept`
-    has what scores have found out about the keys, (m,), by the kind of the score. `ahead` is `read`
-    that is told which fields are wanted of all rows.
+    has what scores have found out about the keys, (m,), by the kind of the score; `bounds` what
+    the rows of a cut have at most, by its start and size. `ahead` is `read` that is told which
+    fields are wanted of all rows.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
@@ -134,11 +135,13 @@ class Rows:
         allowed: np.ndarray | None = None,
         apart: bool = False,
         kept: dict[Any, np.ndarray] | None = None,
+        bounds: dict[tuple[int, int], Any] | None = None,
         ahead: Callable[[Collection[str]], Iterable[Stored]] | None = None,
     ):
         self.ahead = ahead or (lambda fields: read())
         self.read, self.allowed, self.apart = read, allowed, apart
         self.kept = {} if kept is None else kept
+        self.bounds = {} if bounds is None else bounds
         self.shape, self.width = shape, width
 
     # Not attributes: a ring of references would hold the rows until the collector comes by.

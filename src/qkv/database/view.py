@@ -67,6 +67,7 @@ class View:
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
         self._aside: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
+        self._bounds: dict[tuple[int, int], Any] = {}
         self.built: dict[tuple[str, int, int], Column] = {}
         self.texts: dict[tuple[str, int, int], Texts] = {}
 
@@ -398,7 +399,8 @@ class View:
         width += beside(asked)
         shape = len(self.ids) if picked is None else count, width
         wide = value_width if value else 0
-        return Rows(read, shape, wide, allowed, self._scarce, kept, ahead=read)
+        bounds = self._bounds if picked is None else None
+        return Rows(read, shape, wide, allowed, self._scarce, kept, bounds, ahead=read)
 
     def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""

@@ -118,7 +118,7 @@ def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
         _reached(error, tolerance, asked.lost)
         return _finished(asked, doubt, bound, error)
     kept = scan.prune(tolerance, m // SPARSE) if pools else None
-    return _shared(asked, scan, bound, error) if kept is None else _few(asked, kept)
+    return _shared(asked, scan, bound, error) if kept is None else _few(asked, scan, kept)
 
 
 def _windowed(asked: Coded, tolerance: float) -> Weighed:
@@ -250,12 +250,11 @@ def _shared(asked: Coded, scan: Scan, bound: Bound, error: np.ndarray) -> Weighe
     return _told(asked, alpha, entropy, bound.top + np.log(bound.total), error, bound)
 
 
-def _few(asked: Coded, kept: Pruned) -> Weighed:
+def _few(asked: Coded, scan: Scan, kept: Pruned) -> Weighed:
     """The answer of few rows, with the others at 0."""
     at, w, bound = kept
     w = (w / bound.total[:, None]).astype(np.result_type(asked.query, np.float32))
-    alpha = np.zeros((len(w), asked.rows.shape[0]), w.dtype)
-    alpha[:, at] = w
+    alpha = scan.only(at, w)
     lse = bound.top + np.log(bound.total)
     return _told(asked, alpha, stored.entropy(w), lse, bound.error, bound, Few(at, w))
 

@@ -74,7 +74,7 @@ class Coded:
             s, near = s[:, live], near.some(live)
         # Columns of a table, which are gone through more than once.
         near = near._replace(scale=np.ascontiguousarray(near.scale))
-        factor, bias, terms = self.terms(near)
+        factor, bias, terms = self._plainly(cut, near) if self.plain else self.terms(near)
         s *= near.scale if factor is None else (near.scale * factor).astype(np.float32)
         if bias is not None:
             s += bias
@@ -87,6 +87,15 @@ class Coded:
             np.tanh(s, out=s)
             s *= self.cap
         return s
+
+    def _plainly(self, cut: Cut, near: Near) -> tuple[None, None, Terms]:
+        """The same where no row has a factor or a bias: what no query has a part in is kept."""
+        at, kept, residual = (cut.start, cut.size), self.rows.bounds, near.residual
+        if at not in kept:
+            terms = self.terms(near)[2]
+            kept[at] = terms._replace(residual=None, norm=terms.norm.max(keepdims=True))
+        residual = None if residual is None else np.ascontiguousarray(residual)
+        return None, None, kept[at]._replace(residual=residual)
 
     def terms(self, near: Near) -> tuple[np.ndarray | None, np.ndarray | None, Terms]:
         """The factors and biases of rows (c,), if there are such, and what is to be known of them;

@@ -24,14 +24,18 @@ CAREFUL = 1.001
 FAINT = 1e-30
 """More than the weight of a row that float32 rounds to 0, beside one of 1."""
 
+DEEPER = 64
+"""How much lighter rows are looked for than were asked for, so that asking for those reads no
+weights again."""
+
 RISE = 20.0
 """How far a score may lie above the largest that its block was known to have."""
 
 
 class Terms(NamedTuple):
-    """Of each row (c,), what δ is made of: the residual of its code; the length of its key, and its
-    bias, which meet what arithmetic loses. Residuals also count together: Σ (φ·r)² over all rows is
-    at most `spread`² ‖φ‖²."""
+    """Of each row (c,), what δ is made of: the residual of its code; the length of its key, or (1,)
+    the largest, and its bias, which meet what arithmetic loses. Residuals also count together:
+    Σ (φ·r)² over all rows is at most `spread`² ‖φ‖²."""
 
     residual: np.ndarray | None
     norm: np.ndarray
@@ -46,8 +50,9 @@ class Terms(NamedTuple):
 
     def stacked(self) -> np.ndarray:
         """(3, c)"""
-        none = np.zeros(len(self.norm), np.float32)
-        return np.stack([none if x is None else x for x in self[:3]])
+        shape = max(0 if x is None else len(x) for x in self[:3])
+        none = np.zeros(shape, np.float32)
+        return np.stack([none if x is None else np.broadcast_to(x, shape) for x in self[:3]])
 
 
 class Slack(NamedTuple):
@@ -120,6 +125,7 @@ class Scan:
         self.peak = np.where(np.isfinite(peak), peak, 0.0)
         self.factor = np.exp(self.top - self.peak)
         self._high = np.ones_like(self.total)  # no weight of a block is larger
+        self._forget()
 
     def _block(self, cut: Cut) -> Block:
         s, terms = self._lift(cut)
@@ -173,20 +179,28 @@ class Scan:
         """The weights of a block, (n, c)."""
         return self.weights[:, self.starts[i] : self.starts[i] + self.sizes[i]]
 
+    def _forget(self) -> None:
+        """What `above` has found: rows, and the weight (n,) that no other has."""
+        self._seen, self._least = np.zeros(0, np.int64), np.full(len(self.weights), np.inf)
+
     def above(self, least: np.ndarray) -> np.ndarray:
         """Places, ascending, of rows that have such a weight (n,) for one of the queries, with the
         largest score of all as the unit."""
+        if (least < self._least).any():
+            self._least = least / DEEPER
+            self._seen = np.concatenate(self._parts(self._found))
+        found = self.of(self._seen) >= least[:, None]
+        return np.asarray(self._seen[found.any(axis=0)])
 
-        def some(i: int) -> np.ndarray:
-            with np.errstate(divide="ignore"):
-                lowest = np.minimum(least / self.factor[i], 3e38).astype(np.float32)
-            if (lowest > self._high[i]).all():
-                return np.zeros(0, np.int64)
-            found = self._at(i) >= lowest[:, None]
-            found = found[0] if len(found) == 1 else found.any(axis=0)
-            return np.asarray(self.starts[i] + np.flatnonzero(found))
-
-        return np.concatenate(self._parts(some))
+    def _found(self, i: int) -> np.ndarray:
+        """Those of a block that are not lighter than the least."""
+        with np.errstate(divide="ignore"):
+            lowest = np.minimum(self._least / self.factor[i], 3e38).astype(np.float32)
+        if (lowest > self._high[i]).all():
+            return np.zeros(0, np.int64)
+        found = self._at(i) >= lowest[:, None]
+        found = found[0] if len(found) == 1 else found.any(axis=0)
+        return np.asarray(self.starts[i] + np.flatnonzero(found))
 
     def heavy(self, share: float, tolerance: float) -> np.ndarray:
         """Places of rows not read yet that have at least this share of the weight of a query whose
@@ -244,6 +258,7 @@ class Scan:
         self.top[i] += rise
         self.peak = np.maximum(self.peak, self.top[i])
         self.factor = np.exp(self.top - self.peak)
+        self._forget()  # the unit is another
 
     def prune(self, tolerance: float, most: int) -> Pruned | None:
         """Leave out rows as far as the tolerance allows; None where more than so many are left."""
@@ -262,6 +277,13 @@ class Scan:
                 return Pruned(at, w, bound._replace(total=kept, gain=bound.gain + left * grown))
             share[left > spare] /= 8
         return None
+
+    def only(self, at: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """(n, m), in the place of the weights: these (n, k) of rows at places, and 0."""
+        self._parts(lambda i: self._at(i).fill(0))
+        out = self.weights.astype(weights.dtype, copy=False)
+        out[:, at] = weights
+        return out
 
     def share(self, total: np.ndarray) -> np.ndarray:
         """α (n, m), in the place of the weights, and its entropy (n,)."""
