@@ -26,6 +26,7 @@ SCRIPTS = (
     "certified",
     "large",
     "layers",
+    "compiled",
     "small",
     "serve",
     "cluster",

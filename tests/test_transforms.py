@@ -97,3 +97,34 @@ def test_every_mask_compiles_for_new_lengths(mask):
         lambda *x: qkv.attend(*x, mask=HOLDS[mask]),
         lambda n: [torch.tensor(x) for x in arrays(n)],
     )
+
+
+def test_masks_may_be_written_where_torch_compiles():
+    def given(x, seen):
+        mask = masks.lengths([3, 5]) & masks.documents([[0, 0, 1, 1, 1]] * 2) & masks.array(seen)
+        return qkv.attend(x, x, x, mask=mask | masks.causal(offset=[-1, 0]))
+
+    x, seen = torch.randn(2, 5, 4), torch.eye(5) < 1
+    got = torch.compile(given, backend="eager", fullgraph=True)(x, seen)
+    torch.testing.assert_close(got, given(x, seen))
+
+
+@pytest.mark.parametrize("how", [{"weighting": "sparsemax"}, {"score": "gaussian"}])
+def test_compiled_values_that_do_not_count_may_be_anything(how):
+    rng = np.random.default_rng(4)
+    given = [torch.tensor(rng.normal(size=(2, 6, 3)), requires_grad=True) for _ in range(3)]
+    given[2].data[[0, 1, 1], [2, 4, 5], [1, 0, 2]] = torch.tensor(
+        [np.nan, np.inf, -np.inf]
+    ).double()
+    seen = torch.tensor(rng.random((2, 6, 6)) > 0.4)
+
+    def plain(*x):
+        return qkv.attend(*x, mask=seen, **how)
+
+    def both(function):
+        out = function(*given)
+        return [out, *torch.autograd.grad(out.where(out.isfinite(), 0).square().sum(), given)]
+
+    compiled = both(torch.compile(plain, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(compiled, both(plain), equal_nan=True)
+    assert not compiled[0].isfinite().all() and all(x.isfinite().all() for x in compiled[1:])

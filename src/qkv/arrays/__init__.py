@@ -8,6 +8,7 @@ standard, and the few verbs that the standard lacks.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +103,19 @@ def of(x: Array) -> Framework:
             f"not {type(x).__module__}.{type(x).__qualname__}: convert it first"
         )
     return found
+
+
+def written(numbers: Any) -> Array:
+    """Numbers that a person wrote down as NumPy's array; as torch's while it compiles the call, for
+    it cannot ask one of NumPy's for its dtype.
+
+    >>> written([3, 5])
+    array([3, 5])
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        return torch.tensor(numbers)
+    return np.asarray(numbers)
 
 
 def namespace(x: Array) -> Any:

@@ -26,9 +26,12 @@ class Node(NamedTuple):
     """A function of rows (…, m) that looks at numbers: see `Framework.node`."""
 
     run: Callable[..., Array]
-    """x, live, number → (…, 1), or where there is a `back` (…, m)."""
-    back: Callable[..., Array] | None = None
-    """The result, its gradient and the number → the gradient of x; None: it has none."""
+    """x, live, number → (…, width)."""
+    width: Callable[..., int]
+    """x, number → the width."""
+    back: Callable[..., Slopes] | None = None
+    """x, number, the result and its gradient → the gradients of x and of the number, by the arrays'
+    own methods; None: it has none. While torch makes a graph of it, nothing may be looked up."""
 
 
 NODES: dict[str, Node] = {}

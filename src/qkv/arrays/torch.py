@@ -127,6 +127,8 @@ class Torch(Framework):
     def kept(self, like: Array, p: float) -> Array:
         if p == 1:
             return torch.zeros_like(like)
+        if torch.compiler.is_compiling():  # drawn by the kernel that reads it
+            return torch.dropout(torch.ones_like(like), p, True)
         return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
@@ -245,10 +247,11 @@ class Torch(Framework):
             return None
         if NODES[name].back is None:
             x = x.detach()
+            number = number.detach() if isinstance(number, torch.Tensor) else number
         elif self.functional(x):  # its gradient has none of its own, forwards
             return None
         live = None if live is None else live.expand(x.shape)
-        array = number.detach() if isinstance(number, torch.Tensor) else None
+        array = number if isinstance(number, torch.Tensor) else None
         alone = 0.0 if isinstance(number, torch.Tensor) else float(number)
         found: Array = torch.ops.qkv.rows(x, live, array, name, alone)
         return found
@@ -301,7 +304,7 @@ def _rows(
 
 @_rows.register_fake
 def _(x: Array, live: Live, array: Array | None, name: str, number: float) -> Array:
-    return x.new_empty((*x.shape[:-1], 1 if NODES[name].back is None else x.shape[-1]))
+    return x.new_empty((*x.shape[:-1], NODES[name].width(x, array)))
 
 
 @_rows.register_vmap
@@ -314,14 +317,15 @@ def _(info: Any, axes: Any, *given: Any) -> tuple[Array, int]:
 
 
 def _keep(ctx: Any, inputs: Any, output: Array) -> None:
-    ctx.save_for_backward(output)
-    ctx.name, ctx.number = inputs[3:]
+    x, _, array, ctx.name, ctx.number = inputs
+    ctx.save_for_backward(x, output, array)
 
 
 def _back(ctx: Any, gradient: Array) -> Slopes:
-    back = NODES[ctx.name].back
+    back, (x, output, array) = NODES[ctx.name].back, ctx.saved_tensors
     assert back is not None
-    return back(*ctx.saved_tensors, gradient, ctx.number), None, None, None, None
+    first, second = back(x, ctx.number if array is None else array, output, gradient)
+    return first, None, second, None, None
 
 
 _rows.register_autograd(_back, setup_context=_keep)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import is_array, of
+from qkv.arrays import is_array, of, written
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.types import Array, Block, Shape, Span
 
@@ -20,7 +20,7 @@ def whole_number(owner: str, name: str, value: Any, least: int) -> int:
 
 
 def whole_numbers(what: str, values: Any) -> Any:
-    values = values if is_array(values) else np.asarray(values)
+    values = values if is_array(values) else written(values)
     if "int" not in of(values).dtype(values):
         told = values if values.ndim == 0 else of(values).dtype(values)
         raise DtypeError(f"{what} must be whole numbers, not {told}")

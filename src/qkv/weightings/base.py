@@ -209,6 +209,11 @@ def pool(weight: Array, value: Array, live: Live, keep: Keep, sparse: bool = Fal
 
     if fw.surely_finite(value):
         return plain(weight, value)
+    if weight.shape[:-2] == value.shape[:-2]:
+        some = None if sparse and keep is None else live
+        out = fw.node("pooled", weight, some, value)
+        if out is not None:
+            return out
     given = () if sparse and keep is None else (live,)
     return fw.when(xp.all(xp.isfinite(value)), plain, careful, weight, value, *given)
 

@@ -44,10 +44,7 @@ def growth(y: Array) -> Array:
 
 
 def slopes(weight: Any, along: Any, alpha: Any) -> Array:
-    """The gradient of (alpha − 1) times the scores of whole rows from that of their weights.
-
-    By the arrays' own methods: while torch makes a graph, nothing may be looked up.
-    """
+    """The gradient of (alpha − 1) times the scores of whole rows from that of their weights."""
     lean = weight ** (2 - alpha) * (weight > 0)
     total = lean.sum(-1, keepdims=True)
     middle = (lean * along).sum(-1, keepdims=True) / (total + (total == 0))

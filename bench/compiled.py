@@ -1,0 +1,75 @@
+"""How long does the first call of a compiled block take, there and back, with nothing cached?
+
+Each side is a process of its own. `CPU s` is what it and its compilers worked: where others use the
+cores too, compare that. `kernels` is how many were compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from bench._results import show
+from bench._side_by_side import Row, keep
+from bench.start import SRC
+
+MOST = 20.0
+"""Seconds, on two cores."""
+KINDS = {"qkv": "entmax15", "softmax": "softmax", "torch's own block": "torch"}
+FIRST = """
+import json, resource, sys, time
+import torch
+from torch._inductor import metrics
+from qkv import nn
+
+block = torch.nn.TransformerEncoderLayer(256, 8, batch_first=True)
+if sys.argv[1] != "torch":
+    block = nn.TransformerBlock(256, 8, weighting=sys.argv[1])
+x = torch.randn(4, 128, 256)
+
+def worked():
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in both)
+
+begin, before = time.perf_counter(), worked()
+torch.compile(block)(x).sum().backward()
+took = {"ms": 1e3 * (time.perf_counter() - begin), "CPU s": worked() - before}
+print(json.dumps({**took, "kernels": metrics.generated_kernel_count}))
+"""
+
+
+def first(kind: str) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as cache:
+        own = {
+            "PYTHONPATH": str(SRC),
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", FIRST, kind],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **own},
+        )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows():
+    sides = {name: first(kind) for name, kind in KINDS.items()}
+    took = sides["qkv"]["ms"] / 1e3
+    row: Row = {
+        "work": "first call of a compiled block of entmax15 heads, there and back",
+        "sides": sides,
+        "goals": [{"goal": f"≤ {MOST:g} s", "found": took, "met": took <= MOST}],
+    }
+    show(row)
+    yield row
+
+
+if __name__ == "__main__":
+    keep("compiled", rows())
