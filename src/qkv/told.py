@@ -25,11 +25,16 @@ def bar(weight: float, width: int = BAR) -> str:
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
 
 
+_AS_IT_IS = frozenset({str, int, bool, type(None)})
+
+
 def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> Any:
     """Anything a database holds as what JSON has: arrays as lists, the rest as text.
 
     `numbers` is what becomes of an array of finite ones, for a writer that knows arrays.
     """
+    if type(x) in _AS_IT_IS:
+        return x
     if isinstance(x, np.ndarray):
         plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
         return numbers(x) if plain else jsonable(x.tolist())
@@ -37,7 +42,7 @@ def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -
         return jsonable(x.item())
     if isinstance(x, float) and not math.isfinite(x):
         return None if math.isnan(x) else str(x)
-    if isinstance(x, Mapping):
+    if isinstance(x, dict | Mapping):  # the first without a look at the second
         return {str(name): jsonable(item, numbers) for name, item in x.items()}
     if isinstance(x, list | tuple):
         return [jsonable(item, numbers) for item in x]

@@ -14,8 +14,9 @@ import qkv
 from qkv.cluster import LostShard
 from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
 from qkv.errors import ArgumentError
-from qkv.serve import api, limits, wire
+from qkv.serve import api, bodies, limits, wire
 from qkv.serve.answers import refused_by
+from qkv.serve.app import _parsed
 from qkv.serve.shelf import Shelf, opened
 
 ASK = "/v1/databases/books/ask"
@@ -65,6 +66,12 @@ def test_a_body_that_does_not_fit(client: TestClient, body: Any, status: int, to
 def test_a_body_that_is_no_json(client: TestClient, content: bytes, told: str) -> None:
     answer = client.post(ASK, content=content, headers=JSON)
     assert answer.status_code == 400 and told in answer.json()["error"]
+
+
+def test_a_long_integer_is_not_rounded() -> None:
+    for number in (2**63 - 1, 2**64 + 1, -(2**70) - 1):
+        raw = bytearray(json.dumps({"query": number}).encode())
+        assert _parsed(raw, bodies.ASK, "application/json") == {"query": number}
 
 
 def test_lists_within_lists(client: TestClient) -> None:

@@ -44,15 +44,24 @@ def written(found: Any, status: int = 200, *, exactly: bool = False) -> Response
     if exactly:
         return Response(wire.dumps(found), status, media_type=wire.CELLS)
     try:
-        text = orjson.dumps(jsonable(found, _wide), option=orjson.OPT_SERIALIZE_NUMPY)
+        text = orjson.dumps(found, _other, orjson.OPT_PASSTHROUGH_DATETIME)
+        if b"null" in text:  # which is how orjson writes an infinity, too
+            text = orjson.dumps(jsonable(found, _wide), option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # an integer of more than 64 bits, half of a surrogate pair
         text = json.dumps(jsonable(found), separators=(",", ":")).encode()
     return Response(text, status, media_type="application/json")
 
 
+def _other(x: Any) -> Any:
+    """What orjson does not know; of arrays their JSON."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
+        return orjson.Fragment(orjson.dumps(_wide(x), option=orjson.OPT_SERIALIZE_NUMPY))
+    return jsonable(x)
+
+
 def _wide(x: np.ndarray) -> np.ndarray:
     """The digits that Python's own numbers have."""
-    return np.ascontiguousarray(x, dtype=np.float64 if x.dtype.kind == "f" else None)
+    return np.asarray(x, dtype=np.float64 if x.dtype.kind == "f" else None, order="C")
 
 
 def refusal(refused: Refused, *, exactly: bool = False) -> Response:

@@ -10,12 +10,14 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
+from starlette.types import Receive, Scope, Send
 
 from qkv.errors import unknown
 from qkv.serve import api, fit, inference, limits, page, wire
@@ -58,7 +60,7 @@ def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -
         routes=[
             Path(
                 path.replace("{key}", "{key:path}"),
-                _endpoint(shelf, access, same),
+                Endpoint(shelf, access, same),
                 methods=[route.method for route in same],
             )
             for path, same in paths.items()
@@ -91,33 +93,46 @@ def table(access: Access) -> list[Route]:
     return routes
 
 
-def _endpoint(shelf: Shelf, access: Access, routes: Sequence[Route]) -> Any:
-    by_method = {route.method: route for route in routes}
+class Endpoint:
+    """One path as an ASGI app; Starlette would wrap a function into three more."""
 
-    async def endpoint(request: Request) -> Response:
-        route = by_method["GET" if request.method == "HEAD" else request.method]  # type: ignore[index]
+    def __init__(self, shelf: Shelf, access: Access, routes: Sequence[Route]):
+        self.shelf, self.access = shelf, access
+        self.routes: dict[str, Route] = {route.method: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            answer = await self._answer(request)
+        finally:
+            self.shelf.held -= scope.get("qkv.held", 0)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        route = self.routes["GET" if request.method == "HEAD" else request.method]
         request.scope["qkv.route"] = route.path
         exactly = wire.CELLS in request.headers.get("accept", "")
         try:
             if route.right is not None:
                 header = request.headers.get("authorization")
-                if (refused := access.refuses(header, route.right)) is not None:
+                if (refused := self.access.refuses(header, route.right)) is not None:
                     raise refused
-            given = await _timed(_given(shelf, route, request))
-            call = _called(shelf, route, given)
-            return await (call if route.right == "write" else _timed(call))
+            if route.right != "write":
+                return await _timed(_taken(self.shelf, route, request))  # type: ignore[no-any-return]
+            given = await _timed(_given(self.shelf, route, request))
+            return await _called(self.shelf, route, given)
         except Refused as error:
             return refusal(error, exactly=exactly)
         except Exception as error:
-            refused = await shelf.work(refused_by, error)
+            refused = await self.shelf.work(refused_by, error)
             if refused is None:
                 logging.getLogger("qkv").exception("a bug, in %s", route.path)
                 refused = Refused(500, "a bug in qkv: the server's log has where")
             return refusal(refused, exactly=exactly)
-        finally:
-            shelf.held -= request.scope.get("qkv.held", 0)
 
-    return endpoint
+
+async def _taken(shelf: Shelf, route: Route, request: Request) -> Response:
+    return await _called(shelf, route, await _given(shelf, route, request))
 
 
 async def _called(shelf: Shelf, route: Route, given: Given) -> Response:
@@ -196,12 +211,13 @@ async def _body(shelf: Shelf, route: Route, request: Request) -> Any:
 def _parsed(raw: bytearray, schema: fit.Schema, media: str) -> Any:
     """The JSON of a body that fits its schema."""
     try:
-        body = json.loads(raw, parse_constant=_no_number)
+        body = _loaded(raw)
     except RecursionError:
         raise Refused(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
-    if fit.deep(body, limits.DEPTH):
+    opened = raw.count(b"[") + raw.count(b"{")  # seldom as many as would do, however they lie
+    if opened > limits.DEPTH and fit.deep(body, limits.DEPTH):
         raise Refused(400, "the body is nested too deeply")
     if fault := fit.fault(body, schema):
         raise Refused(400, fault)
@@ -211,6 +227,17 @@ def _parsed(raw: bytearray, schema: fit.Schema, media: str) -> Any:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
+
+
+NINES, LONG = bytes.maketrans(b"012345678", b"9" * 9), b"9" * 19
+
+
+def _loaded(raw: bytearray) -> Any:
+    """JSON by orjson, but what it refuses and we do not, or would round: integers that are long."""
+    if LONG not in raw.translate(NINES):
+        with contextlib.suppress(ValueError):
+            return orjson.loads(raw)
+    return json.loads(raw, parse_constant=_no_number)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

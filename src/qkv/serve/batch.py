@@ -13,9 +13,10 @@ from qkv.serve import limits
 
 Answered = Callable[[Any, list[Any]], Sequence[Any]]
 
-PATIENCE, LONGEST = 1 / 8, 0.05
-"""How long a database waits for those whom it has just answered: a part of the time that they took,
-and some seconds at most. Whoever asks again by then is of the next batch, not of the one after."""
+PATIENCE, LONGEST = 1 / 4, 0.05
+"""How long a database waits for the next of those whom it has just answered: a part of the time
+that they took, and some seconds at most; for all of them no longer than they took. Whoever asks
+again by then is of the next batch, not of the one after: two halves read all rows twice."""
 
 
 class Batches:
@@ -36,8 +37,9 @@ class Batches:
         self._lock = threading.Condition()
         self._waiting: dict[Hashable, list[tuple[Any, int, Future[Any]]]] = {}
         self._busy = False
-        self._asking, self._until = 0, 0.0
-        """How many asked at once when the last batch ended, and until when they are waited for."""
+        self._asking, self._pause, self._until = 0, 0.0, 0.0
+        """How many asked at once when the last batch ended, how long the next of them is waited
+        for, and until when all are."""
 
     def ask(self, how: Hashable, asked: Any, size: int = 1) -> Future[Any]:
         """The answer to come; `size` is how many queries were asked."""
@@ -69,7 +71,8 @@ class Batches:
             with self._lock:
                 self._asking = len(asks) + self._count()
                 now = time.monotonic()
-                self._until = now + min(PATIENCE * (now - begin), LONGEST)
+                self._pause = min(PATIENCE * (now - begin), LONGEST)
+                self._until = now + max(now - begin, self._pause)
             for (_, _, found), answer in zip(asks, answers, strict=True):
                 if isinstance(answer, BaseException):
                     found.set_exception(answer)
@@ -82,9 +85,10 @@ class Batches:
             if not self._waiting:
                 self._busy = False
                 return None
-            self._lock.wait_for(
-                lambda: self._count() >= self._asking, self._until - time.monotonic()
-            )
+            while self._count() < self._asking:
+                left = min(self._pause, self._until - time.monotonic())
+                if left <= 0 or not self._lock.wait(left):
+                    break
             how = next(iter(self._waiting))
             asks, taken, count = self._waiting.pop(how), 0, 0
             while taken < len(asks) and (not taken or count + asks[taken][1] <= limits.QUERIES):

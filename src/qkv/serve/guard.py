@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import re
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.errors import ArgumentError
@@ -33,6 +34,7 @@ HEADERS = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "cache-control": "no-store",
 }
+RAW = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
+                headers = list(message.get("headers", ()))
+                own = {name for name, _ in headers}
+                message["headers"] = headers + [pair for pair in RAW if pair[0] not in own]
             await send(message)
 
         refused = self._refuses(Headers(scope=scope), scope)
@@ -150,11 +152,16 @@ class Guard:
         name = re.sub(r":\d+$", "", host).lower()
         if name in self.hosts:
             return True
-        try:
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            return False
-        return True
+        return _is_address(name.removeprefix("[").removesuffix("]"))
+
+
+@functools.lru_cache(256)
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

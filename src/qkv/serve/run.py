@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import warnings
 from typing import Any
@@ -93,6 +94,7 @@ def config(app: Starlette) -> uvicorn.Config:
 def run(app: Starlette, place: socket.socket) -> None:
     """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
     _open_files()
+    gc.freeze()  # what is loaded by now stays: no collection need look at it again
     uvicorn.Server(config(app)).run(sockets=[place])
 
 
