@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,20 +47,100 @@ def names(tmp_path: Path) -> Path:
     return tmp_path / "names.qkv"
 
 
-def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADER", 0.05)
+WHOLE = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@contextlib.contextmanager
+def beside(served: Any) -> Iterator[tuple[uvicorn.Server, Any]]:
+    """A server of an app in a thread, and where it listens."""
     with bound("127.0.0.1", 0) as place:
-        server = uvicorn.Server(config(app(Shelf())))
+        server = uvicorn.Server(config(served))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
-        whole = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        for head in (b"", b"GET /healthz HTTP/1.1\r\nhost: lo", whole + whole[:9]):
-            with socket.create_connection(place.getsockname(), timeout=30) as connection:
+        try:
+            yield server, place.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that comes until it is closed."""
+    with contextlib.suppress(ConnectionError):
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+    return b""
+
+
+def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADER", 0.05)
+    with beside(app(Shelf())) as (_, place):
+        for head in (b"", b"GET /healthz HTTP/1.1\r\nhost: lo", WHOLE + WHOLE[:9]):
+            with socket.create_connection(place, timeout=30) as connection:
                 connection.sendall(head)
-                found = b"".join(iter(lambda: connection.recv(4096), b""))  # until it is closed
-            assert (b"200 OK" in found) == (whole in head)
-        server.should_exit = True
-        thread.join(30)
+                found = heard(connection)
+            assert (b"200 OK" in found) == (WHOLE in head)
+
+
+def test_a_head_is_finite() -> None:
+    with (
+        beside(app(Shelf())) as (server, place),
+        socket.create_connection(place, timeout=30) as connection,
+    ):
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"x" * limits.HEAD)
+        until = time.monotonic() + 30
+        while server.server_state.connections and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not server.server_state.connections
+
+
+def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others who read slowly get all of it."""
+    monkeypatch.setattr(limits, "UNREAD", 0.2)
+    size = 2**24
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            head = [(b"content-length", str(size).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.body", "body": bytes(size)})
+
+    with beside(large) as (server, place):
+        with socket.create_connection(place, timeout=30) as slow:
+            slow.sendall(WHOLE)
+            got = 0
+            while got < size:
+                got += len(slow.recv(2**20))
+                time.sleep(0.02)
+        with socket.create_connection(place, timeout=30) as deaf:
+            deaf.sendall(WHOLE)
+            until = time.monotonic() + 30
+            while not server.server_state.total_requests > 1 and time.monotonic() < until:
+                time.sleep(0.01)
+            while server.server_state.connections and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not server.server_state.connections
+
+
+def test_one_address_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EACH", 2)
+    with beside(app(Shelf())) as (_, place):
+        first, second = (http.client.HTTPConnection(*place, timeout=30) for _ in range(2))
+
+        def status(connection: http.client.HTTPConnection) -> int:
+            connection.request("GET", "/healthz")
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status
+
+        assert [status(first), status(second)] == [200, 200]
+        with socket.create_connection(place, timeout=30) as third:
+            assert heard(third).startswith(b"HTTP/1.1 429")
+        assert [status(first), status(second)] == [200, 200]
+        first.close()
+        second.close()
 
 
 def test_kill_9_loses_no_acknowledged_write(names: Path) -> None:

@@ -26,11 +26,17 @@ NUMBERS = 2**20
 """Numbers that one answer holds where they are not rows: weights, or what was pooled."""
 SECONDS = 60.0
 """Until a request is answered; one that writes is finished however long it takes."""
+HEAD = 2**16
+"""Bytes of a request's head."""
 HEADER = 10.0
 """Seconds until a connection has sent the whole head of a request."""
+UNREAD = 20.0
+"""Seconds in which a connection must take some of the answer that waits for it."""
 REQUESTS = 256
 """Requests at a time."""
 CONNECTIONS = 512
 """Connections at a time, so that files are left for the databases."""
+EACH = 128
+"""Connections of one address, so that nobody takes them all."""
 DATABASES = 64
 """Databases of one server, each with files of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import socket
 import warnings
 from typing import Any
@@ -46,24 +47,62 @@ def bound(host: str, port: int) -> socket.socket:
         ) from None
 
 
+MANY = (
+    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """HTTP of uvicorn, which would wait for the rest of a request's head for ever."""
+    """HTTP of uvicorn, which would take any number of connections from one address, and wait for
+    ever: for the rest of a request's head, and until an answer is read."""
 
     _late: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+    _head: int | None = None
+    """Bytes of a head that has begun in an earlier piece."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # `pause_writing` where anything is left unread
         self._wait()
+        own = whose(self.client)
+        if sum(whose(one.client) == own for one in self.connections) > limits.EACH:
+            transport.write(MANY)
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > limits.HEAD:
+                self.transport.close()
+                return
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_no_more()  # there is a request
         elif self._late is None:
             self._wait()
 
+    def on_message_begin(self) -> None:
+        """Called by httptools; h11 has a limit of its own."""
+        super().on_message_begin()
+        self._head = 0
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look(self.transport.get_write_buffer_size() + 1)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look_no_more()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
+        self._look_no_more()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -73,6 +112,32 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _look(self, before: int) -> None:
+        """Whether less is unread than before; where it is not, nobody reads."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._stuck = self.loop.call_later(limits.UNREAD, self._look, left)
+        else:
+            self.transport.abort()
+
+    def _look_no_more(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+
+def whose(client: tuple[str, int] | None) -> str:
+    """An address, of IPv6 the half that one household has.
+
+    >>> whose(("192.168.0.7", 50000)), whose(("2001:db8::1:2:3:4", 50000))
+    ('192.168.0.7', '2001:db8::')
+    """
+    name = (client or ("", 0))[0].partition("%")[0]
+    if ":" not in name:
+        return name
+    network = ipaddress.ip_network((name, 64), strict=False)
+    return str(network.network_address)
 
 
 def config(app: Starlette) -> uvicorn.Config:
