@@ -412,14 +412,14 @@ def weigh(
     array([[1., 0.]])
     """
     score, weighting = resolved(score, weighting, None)
-    weighting = weighting.among(rows.key.shape[0])
+    weighting = weighting.among(rows.shape[0])
     with framework("numpy").quiet():
         if matches is None:
             assert query is not None
-            score.check(tuple(query.shape), rows.key.shape)
+            score.check(tuple(query.shape), rows.shape)
             if tolerance is not None:
                 found = certified.run(rows, query, score, weighting, tolerance, confidence)
                 if isinstance(found, Weighed):
                     return found
             return stored.weighed(rows, query, score, weighting)
-        return stored.run(rows, matches, weighting)._replace(read=rows.key.shape[0])
+        return stored.run(rows, matches, weighting)

@@ -43,6 +43,8 @@ class MissingExtra(QkvError, ImportError):
 def positive(owner: object, name: str) -> None:
     """Refuse a field that is not a number above zero; one that is learned is its owner's care."""
     value, kind = getattr(owner, name), type(owner).__name__
+    if type(value) is float and 0 < value < float("inf"):
+        return
     if isinstance(value, Real) and not isinstance(value, bool):
         if not 0 < float(value) < float("inf"):
             raise ArgumentError(f"{kind}: {name} must be above 0, not {value!r}")

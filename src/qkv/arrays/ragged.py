@@ -11,7 +11,7 @@ HALF = np.uint64(32)
 HELD = 1 << 24
 """Products held at once."""
 SIFTED = 4096
-"""Entries from which most are ruled out before the others are looked at."""
+"""Pairs of entries and places from which most are ruled out before the others are looked at."""
 
 
 class Ragged:
@@ -49,6 +49,8 @@ class Ragged:
     def own(self) -> Ragged:
         """The same rows, with nothing before or after them."""
         begin, end = self.starts[0], self.starts[-1]
+        if not begin and end == len(self.flat):
+            return self
         return Ragged(self.flat[begin:end], self.starts - begin)
 
     def copy(self) -> Ragged:
@@ -133,18 +135,19 @@ def found(vectors: Ragged, asked: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     >>> found(sparse(np.array([0, 1]), np.array([5, 9]), np.ones(2), 2), np.array([9], np.uint32))
     (array([1]), array([0]), array([1]))
     """
+    vectors = vectors.own()
     place = places(vectors)
-    if len(place) < SIFTED:
-        at = np.arange(len(place))
+    if len(place) * len(asked) < SIFTED:
+        at, column = np.nonzero(place[:, None] == asked)
     else:  # the low bits rule out nearly all
         near = np.zeros(1 << 16, bool)
         near[asked & np.uint32(0xFFFF)] = True
         at = np.flatnonzero(near[place & np.uint32(0xFFFF)])
-    column = np.searchsorted(asked, place[at])
-    same = column < len(asked)
-    same[same] = asked[column[same]] == place[at[same]]
-    at = at[same]
-    return np.searchsorted(vectors.own().starts, at, side="right") - 1, column[same], at
+        column = asked.searchsorted(place[at])
+        same = column < len(asked)
+        same[same] = asked[column[same]] == place[at[same]]
+        at, column = at[same], column[same]
+    return vectors.starts.searchsorted(at, side="right") - 1, column, at
 
 
 def product(one: Ragged, two: Ragged) -> np.ndarray:
@@ -220,8 +223,10 @@ class Wide:
         if query[:, -1].any():
             beside = columns(self.vectors, self.asked)
         else:
-            beside = np.zeros((len(self), query.shape[1] - width), np.float32)
             row, column, at = found(self.vectors, self.asked)
+            if not len(at):
+                return out
+            beside = np.zeros((len(self), query.shape[1] - width), np.float32)
             beside[row, column] = numbers(self.vectors)[at]
         out += query[:, width:] @ beside.T.astype(query.dtype, copy=False)
         return out

@@ -236,10 +236,11 @@ class Cuts:
             step, group = self.size, []
             if not self.codes and (stored.scale is not None or isinstance(stored.key, Wide)):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
-            for start in range(0, len(stored.key), step):
-                some = stored.some(slice(start, start + step))
+            rows = len(stored.key)
+            for start in range(0, rows, step):
+                some = stored if rows <= step else stored.some(slice(start, start + step))
                 size = len(some.key) if some.live is None else int(np.count_nonzero(some.live))
-                if size == len(some.key):
+                if size == len(some.key) and some.live is not None:
                     some = some._replace(live=None)
                 own = None if allowed is None else allowed[at : at + size]
                 if size:

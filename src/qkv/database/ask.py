@@ -63,7 +63,7 @@ class Asked:
         self.live, self.missing = view.having_values(live)
         self.total = len(view.ids) if self.live is None else int(np.count_nonzero(self.live))
         # Where few rows may answer, weights are of those alone.
-        self.asked = view.vectors(self.live).key.shape[0]
+        self.asked = view.picked(self.live)[1]
         self.places = None
         if self.live is not None and self.asked < len(view.ids):
             self.places = np.flatnonzero(self.live)
@@ -146,6 +146,7 @@ class Asked:
         **told: Any,
     ) -> Answer:
         alpha, pooled = found.weights[at], found.out[at] if self.view.schema.pools else None
+        error = found.error
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
         rows = self._heaviest(alpha, self.top if pooled is not None else max(self.top, SHARES))
@@ -178,7 +179,7 @@ class Asked:
             version=self.view.version,
             entropy=float(found.entropy[at]),
             lse=None if found.lse is None else float(found.lse[at]),
-            error_bound=float(np.broadcast_to(found.error, len(found.out))[at]),
+            error_bound=float(error if isinstance(error, float) else error[at]),
             rows_read=found.read,
             statistical=found.statistical,
             coverage=None if isinstance(self.promise, str) else self.promise.coverage,
@@ -256,7 +257,7 @@ class Asked:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
         size = alpha if self.weighting.convex else np.abs(alpha)
         if top >= len(size):
-            near = np.arange(len(size))
+            near = np.argsort(-size, kind="stable")
         else:
             # The heaviest lie where the maxima of short runs are among the largest.
             starts = np.arange(0, len(size), RUN)
@@ -266,7 +267,7 @@ class Asked:
             near = near[near < len(size)]
             if len(near):
                 near = near[size[near] >= _largest(size[near], top)]
-        near = near[np.argsort(-size[near], kind="stable")][:top]
+            near = near[np.argsort(-size[near], kind="stable")][:top]
         return np.asarray(near[size[near] > 0])
 
     def _heaviest(self, alpha: np.ndarray, top: int) -> list[Row]:
@@ -363,9 +364,10 @@ def _largest(x: np.ndarray, k: int) -> Any:
 def named(thing: Any) -> str:
     """The name of a score or weighting, with the numbers in it that are not its own defaults."""
     told = [
-        f"{field.name}={getattr(thing, field.name):.4g}"
+        f"{field.name}={number:.4g}"
         for field in getattr(thing, "__dataclass_fields__", {}).values()
-        if isinstance(getattr(thing, field.name), int | float)
-        and getattr(thing, field.name) != field.default
+        if (number := getattr(thing, field.name)) is not field.default
+        and isinstance(number, int | float)
+        and number != field.default
     ]
     return f"{type(thing).__name__}({', '.join(told)})" if told else type(thing).__name__

@@ -127,9 +127,13 @@ class View:
         """The score that is wished for; without a wish, as the encoder says."""
         from qkv import scores
 
-        return self.encoder.score(len(self)) if wish is None else scores.resolve(wish)
+        return self._own_score if wish is None else scores.resolve(wish)
 
-    @property
+    @cached_property
+    def _own_score(self) -> Score:
+        return self.encoder.score(len(self))
+
+    @cached_property
     def wordy(self) -> bool:
         """Whether sparse vectors lie beside the keys' vectors."""
         return "sparse" in self.snapshot.names
@@ -249,6 +253,8 @@ class View:
 
     def where(self, wish: Any) -> np.ndarray | None:
         """Which rows pass a condition, (m,); None where all do."""
+        if wish is None:
+            return None
         if callable(wish):
             passed = [id_ for id_, row in self.all_rows() if wish(row)]
             return np.isin(self.ids, np.array(passed, np.int64), assume_unique=True)
@@ -369,11 +375,9 @@ class View:
         part are let go when the next one is read.
         """
 
-        picked, kept = None, self._aside[asked is not None]
-        count = 0 if allowed is None else int(np.count_nonzero(allowed))
-        if allowed is not None and 0 < count <= FEW * len(allowed):
-            picked, allowed = allowed, None
-            kept = {kind: x[picked] for kind, x in kept.items()}
+        kept, (picked, count) = self._aside[asked is not None], self.picked(allowed)
+        if picked is not None:
+            allowed, kept = None, {kind: x[picked] for kind, x in kept.items()}
 
         def read(fields: Collection[str] = ()) -> Iterator[Stored]:
             at = 0
@@ -397,10 +401,18 @@ class View:
 
         named, (width, value_width) = "value" if value else "", self._widths
         width += beside(asked)
-        shape = len(self.ids) if picked is None else count, width
         wide = value_width if value else 0
         bounds = self._bounds if picked is None else None
-        return Rows(read, shape, wide, allowed, self._scarce, kept, bounds, ahead=read)
+        return Rows(read, (count, width), wide, allowed, self._scarce, kept, bounds, ahead=read)
+
+    def picked(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+        """The rows that are allowed where they are so few that they are read alone, else None; and
+        how many are read."""
+        if allowed is not None:
+            count = int(np.count_nonzero(allowed))
+            if 0 < count <= FEW * len(allowed):
+                return allowed, count
+        return None, len(self.ids)
 
     def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""

@@ -35,21 +35,25 @@ def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -
     """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
     a temperature may be as narrow as a number can be."""
     found = run(rows, scored(rows, query, score), weighting)
-    told = [found.best, *(() if found.lse is None else (found.lse,))]
-    if query.dtype != np.float64 and not np.isfinite(told).all() and _any(rows):
+    known = _finite(found.best) and (found.lse is None or _finite(found.lse))
+    if not known and query.dtype != np.float64 and _any(rows):
         found = run(rows, scored(rows, query.astype(float), score), weighting)
-    return found._replace(read=rows.key.shape[0])
+    return found
+
+
+def _finite(x: np.ndarray) -> bool:
+    return of(x).surely_finite(x) or bool(np.isfinite(x).all())
 
 
 def _any(rows: Rows) -> bool:
-    return bool(rows.key.shape[0] if rows.allowed is None else rows.allowed.any())
+    return bool(rows.shape[0] if rows.allowed is None else rows.allowed.any())
 
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
     """The output of scores (n, m) and all that is known of them; they are overwritten."""
     at = None if rows.allowed is None else np.flatnonzero(rows.allowed)
     seen = scores if at is None else np.take(scores, at, axis=1)
-    best = seen.max(axis=1, initial=-np.inf)
+    best = np.maximum.reduce(seen, 1, initial=-np.inf)
     if at is None or not len(at):
         alpha, spread, lse = _weights(weighting.scale(scores), rows.allowed, weighting)
     else:
@@ -59,7 +63,8 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
             all_rows.fill(0)
             all_rows[at] = found
     out = pooled(rows, alpha, mean=weighting.convex)
-    return Weighed(out, alpha, spread, None if lse is None else lse[:, 0], best)
+    lse = None if lse is None else lse[:, 0]
+    return Weighed(out, alpha, spread, lse, best, read=rows.shape[0])
 
 
 def _weights(
@@ -69,14 +74,13 @@ def _weights(
     if s.size > CACHED:
         return _in_blocks(s, allowed, weighting)
     live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
-    lse = weighting.lse_of(s, live, k) if weighting.has_lse else None
-    alpha = weighting.weights(s, live, k)
+    alpha, lse = weighting.weights_and_lse(s, live, k)
     return alpha, entropy_of(*sums_of(alpha, weighting.sparse)), lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
     """s(q, kᵢ) for every live row, (n, m), on all cores."""
-    (n, _), (m, width) = query.shape, rows.key.shape
+    (n, _), (m, width) = query.shape, rows.shape
     out = np.empty((n, m), query.dtype)
     # Nothing but a caller's own code asks where a row lies.
     call = Call(query, rows.key, None, score, Weighting()) if is_open(score) else None
@@ -225,7 +229,7 @@ def pooled(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> np.ndarray:
 
 def sums(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> Sums:
     """Σᵢ αᵢ vᵢ and, of a `mean`, Σᵢ αᵢ and what all values have in common; `both` merges them."""
-    width, few = rows.value.shape[-1], alpha if isinstance(alpha, Few) else None
+    width, few = rows.width, alpha if isinstance(alpha, Few) else None
     alpha = alpha.weights if isinstance(alpha, Few) else alpha
     start = np.zeros((len(alpha), width), alpha.dtype)
     none = (start, np.zeros(len(alpha), alpha.dtype), None)[: 3 if mean else 1]

@@ -176,6 +176,11 @@ class Weighting(tree.Record):
         """log Σ exp(score) (…, n, 1), literally."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
 
+    def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array | None]:
+        """Both at once; None for a weighting that has no log-sum-exp."""
+        lse = self.lse_of(scores, live, k) if self.has_lse else None
+        return self.weights(scores, live, k), lse
+
     def lse(self, found: State) -> Array:
         """The same, of a row that is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")

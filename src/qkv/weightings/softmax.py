@@ -82,6 +82,14 @@ class Softmax(Exponential):
         top = row_max(scores, live)
         return logarithm(top, row_sum(exponentials(scores, live, top)))
 
+    def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array]:
+        fw, top = of(scores), finite(row_max(scores, live))
+        e = fw.exp_below(scores, top, live)
+        total = row_sum(e)
+        some = nonzero(total)
+        lse = top + fw.xp.log(some)
+        return e / some, lse if some is total else fw.keep(lse, total != 0, -INFINITY)
+
     def without(self, rest: Array) -> Array:
         return rest
 

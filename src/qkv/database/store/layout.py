@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -76,7 +77,7 @@ class Layout:
     def text(self) -> str:
         return json.dumps([[name, CODES[dtype], dims] for name, dtype, dims in self.fields])
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in self.fields)
 
