@@ -503,6 +503,32 @@ def test_a_nan_is_not_hidden():
         assert layer(x, x, x, need_weights=False)[0].isnan().all()
 
 
+@pytest.mark.parametrize("wish", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("spoiled", ["nothing", "a dead row", "a padded row"])
+def test_short_inference_equals_the_pass_that_learns(wish, spoiled):
+    """Torch's operator for the whole layer, but where it would give NaN."""
+    layer = MultiHeadAttention(E, H, batch_first=True).eval()
+    x = torch.randn(N, S, E)
+    pairs = torch.rand(S, S).triu(1) > 0.5
+    pairs[2] |= spoiled == "a dead row"
+    ends = torch.arange(S).expand(N, S) >= S - 1
+    x[:, -1] = float("nan") if spoiled == "a padded row" else x[:, -1]
+    for how in {"attn_mask": pairs}, {"key_padding_mask": ends}:
+        want = layer(x, x, x, **how, **wish)
+        with torch.no_grad():
+            got = layer(x, x, x, **how, **wish)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert want[0][:, :-1].isfinite().all()
+
+
+def test_a_hook_on_the_last_layer_is_called():
+    layer, called = MultiHeadAttention(8, 2, batch_first=True).eval(), []
+    layer.out_proj.register_forward_hook(lambda *given: called.append(given))
+    with torch.no_grad():
+        layer(*[torch.randn(1, 5, 8)] * 3, need_weights=False)
+    assert called
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_self_attention_without_a_mask_has_second_derivatives(batch_first):
     layer = MultiHeadAttention(4, 2, batch_first=batch_first, dtype=torch.float64)

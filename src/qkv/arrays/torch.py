@@ -29,6 +29,16 @@ UNROLLED = 48
 """Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
 scores tried; by halves, so many are float64."""
 
+FEW = 2**14
+"""Numbers of an array that are looked at by NumPy."""
+
+
+def few_finite(x: Array) -> bool:
+    """Whether no number of a CPU's is NaN or infinite: NumPy has a sum of squares before torch
+    begins, and at worst it raises a false alarm."""
+    flat = (x.detach() if x.requires_grad else x).numpy().ravel("K")
+    return math.isfinite(flat.dot(flat))
+
 
 class Torch(Framework):
     name = "torch"
@@ -162,6 +172,8 @@ class Torch(Framework):
     def surely_finite(self, x: Array) -> bool:
         if not x.is_cpu or self.tracing(x):
             return False
+        if x.numel() <= FEW and x.dtype != torch.bfloat16:
+            return few_finite(x)
         return math.isfinite(x.detach().sum().item())
 
     def row_max(self, x: Array) -> Array:

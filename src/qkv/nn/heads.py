@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework
@@ -24,6 +25,9 @@ from qkv.weightings import WeightingLike
 
 PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
 """The score and the weighting of torch's own layer."""
+
+SHORT = 64
+"""Queries up to which torch's operator for a whole layer is quicker on a CPU than its parts."""
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -167,14 +171,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         check_tensors(query=query)
         weights = None if not need_weights else ("mean" if average_attn_weights else "heads")
-        masked = is_causal or not (key_padding_mask is attn_mask is mask is None)
-        alone = query is key is value and not (masked or need_weights) and cache is None
-        if alone and self._is_one_step(query):
-            inside = (self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias)
-            outside = (self.out_proj.weight, self.out_proj.bias)
-            return torch._native_multi_head_attention(
-                query, query, query, *inside, *outside, None, False, True, None
-            )
+        if query is key is value and not is_causal and mask is None is cache:
+            found = self._at_once(query, key_padding_mask, attn_mask, weights)
+            if found is not None:
+                return found
         if query.is_nested:
             return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
         self._check(query, key, value, cache)
@@ -201,18 +201,48 @@ class MultiHeadAttention(nn.MultiheadAttention):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    def _is_one_step(self, x: Tensor) -> bool:
-        """Whether torch has the whole layer, projections and all, as one operator for x."""
-        if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
-            return False
+    def _at_once(
+        self, x: Tensor, padding: Tensor | None, hidden: Tensor | None, weights: str | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The whole layer, projections and all, as one operator of torch's; None where it has none
+        for these, or ours is quicker, or what is masked out has spoiled its answer."""
+        mask = padding if hidden is None else hidden
+        if not self._has_operator(x) or not (padding is None or hidden is None):
+            return None
+        if not x.is_cpu and not (mask is weights is None):  # where no NaN may be looked for
+            return None
+        if mask is not None:
+            fits = tuple(mask.shape) == (x.shape[0 if hidden is None else 1], x.shape[1])
+            if not fits or mask.dtype != torch.bool:
+                return None
+        out, alpha = torch._native_multi_head_attention(
+            *(x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias),
+            *(self.out_proj.weight, self.out_proj.bias, mask, weights is not None),
+            *(weights != "heads", None if mask is None else int(hidden is None)),
+        )
+        if x.is_cpu and not framework("torch").surely_finite(out):
+            return None
+        return out, None if weights is None else alpha
+
+    def _has_operator(self, x: Tensor) -> bool:
+        """Whether the operator takes x, and is quicker: half precision on CUDA, on a CPU the rest
+        in short."""
         if torch.is_grad_enabled() or not self.batch_first or (self.training and self.dropout):
             return False
-        if framework("torch").tracing(x) or torch.is_autocast_enabled("cuda") or x.is_nested:
+        fw, half = framework("torch"), x.dtype in (torch.float16, torch.bfloat16)
+        if x.is_nested or fw.tracing(x) or fw.ambient(x) is not x:
             return False
         shape = x.shape
         if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape or self.num_heads % 2:
             return False
-        return self.in_proj_bias is not None and self._is_torchs()
+        if half or shape[1] > SHORT if x.is_cpu else not (half and x.device.type == "cuda"):
+            return False
+        last = self.out_proj  # a hook on it, or another layer in its place, must be called
+        if type(last) is not Last or last._forward_hooks or last._forward_pre_hooks:
+            return False
+        if self.in_proj_bias is None or x.dtype != self.in_proj_bias.dtype:
+            return False
+        return self._is_torchs()
 
     def _projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qkv.arrays import threads, tree
+from qkv.arrays.torch import FEW, few_finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
@@ -23,9 +24,6 @@ SHARED = 32
 
 HIDES = 16
 """Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
-
-FEW = 2**14
-"""Numbers of an array that are looked at by NumPy."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -99,12 +97,6 @@ def _finite(*arrays: Any) -> bool:
     return all(math.isfinite(x.detach().sum(dtype=wide).item()) for x in arrays)
 
 
-def _few_finite(x: Array) -> bool:
-    """The same of one array by NumPy, which has a sum of squares before torch begins."""
-    flat = (x.detach() if x.requires_grad else x).numpy().ravel("K")
-    return math.isfinite(flat.dot(flat))
-
-
 def guarded(call: Call) -> Array | None:
     """`run`, unless a NaN or an infinity among the numbers would be hidden or leak past the mask.
 
@@ -150,7 +142,7 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     if call.rule is None and not (learning or short):
         return lambda query, key, value, *_: sdpa(query, key, value)
     looked = arrays if learning or short else arrays[:1]  # the output is as large as the query
-    finite = _few_finite if max(x.numel() for x in looked) <= FEW else _finite
+    finite = few_finite if max(x.numel() for x in looked) <= FEW else _finite
 
     def masked(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any

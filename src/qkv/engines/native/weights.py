@@ -28,12 +28,21 @@ def at_once(call: Call) -> tuple[Array, Array] | None:
     """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
     is masked out has spoiled the output, or would spoil a gradient."""
     block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
-    s = (call.query * native.scale_of(call)) @ call.key.mT
-    alpha = torch.softmax(torch.where(calls.live(call, block), s, -math.inf), -1)
-    out = alpha @ call.value
+    live, lead = calls.live(call, block), call.lead
+    if live is None:
+        return None
+    if live.ndim > 2:
+        live = live.expand(*lead, *live.shape[-2:]).flatten(0, -3)
+    parts: list[Any] = [call.query, call.key, call.value]
+    query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in parts)
+    bias = torch.where(live, query.new_zeros(()), -math.inf)
+    s = torch.baddbmm(bias, query, key.mT, alpha=native.scale_of(call))
+    alpha = torch.softmax(s, -1)
+    out = (alpha @ value).view(*lead, call.n, -1)
     looked = (out, call.query, call.key) if out.requires_grad else (out,)
     if not all(call.fw.surely_finite(x) for x in looked):
         return None
+    alpha = alpha.view(*lead, *alpha.shape[-2:])
     return out, alpha.mean(-3) if call.wants_weights == "mean" else alpha
 
 
