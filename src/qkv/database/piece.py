@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.database import columns
+from qkv.database.cells import loads
 from qkv.database.columns import MISSING, Column
 from qkv.database.compare import Texts, texts_of
 from qkv.database.store.segments import Segment
@@ -14,6 +15,9 @@ from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.database.view import View
+
+AT_ONCE = 8192
+"""Records that are read together."""
 
 TEXTS = 2**27
 """Bytes of columns of text that are kept, once a condition has read them."""
@@ -29,9 +33,13 @@ class Piece:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def cells(self, name: str, at: np.ndarray) -> list[Any]:
+    def cells(self, name: str, at: np.ndarray | slice) -> list[Any]:
         """The cells themselves of the rows at these places."""
-        return self._view.cells(name, self.ids[at])
+        ids, found = self.ids[at], []
+        for start in range(0, len(ids), AT_ONCE):
+            texts = self._view.snapshot.records(ids[start : start + AT_ONCE])
+            found += [loads(text).get(name) for text in texts]
+        return found
 
     def column(self, name: str) -> Column:
         if name in self._view.schema.vectors:
@@ -44,7 +52,7 @@ class Piece:
             return found or columns.coded([])
         mark = self._mark(name)
         if mark not in self._view.built:
-            self._view.built[mark] = columns.coded(self._view.cells(name, self.ids))
+            self._view.built[mark] = columns.coded(self.cells(name, slice(None)))
         return self._view.built[mark]
 
     def texts(self, name: str) -> Texts:

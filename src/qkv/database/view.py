@@ -262,8 +262,6 @@ class View:
         if known is not None:
             return known
         passes = condition(wish, self.schema.columns if self.begun else ())
-        if passes is None:
-            return None
         parts = [passes(piece).true for piece in self._pieces()]
         found = np.concatenate(parts) if parts else np.zeros(0, bool)
         if isinstance(wish, str):
@@ -330,14 +328,6 @@ class View:
         codes = (piece.column(name).numbers for piece in self._pieces())
         return all(bool(np.all((np.abs(x) < 2.0**63) & (x == np.trunc(x)))) for x in codes)
 
-    def cells(self, name: str, ids: np.ndarray) -> list[Any]:
-        """The cells of one column, of rows in the order of their ids."""
-        found: list[Any] = []
-        for start in range(0, len(ids), CHUNK):
-            texts = self.snapshot.records(ids[start : start + CHUNK])
-            found += [cells.loads(text).get(name) for text in texts]
-        return found
-
     def beside(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors of some rows beside their keys' vectors: of the values and of the columns,
         from the records where there are none yet or their file is lost."""
@@ -374,7 +364,6 @@ class View:
         `Query` has `asked`. Of tensors that memory cannot hold, the pages of a
         part are let go when the next one is read.
         """
-
         kept, (picked, count) = self._aside[asked is not None], self.picked(allowed)
         if picked is not None:
             allowed, kept = None, {kind: x[picked] for kind, x in kept.items()}
@@ -408,11 +397,9 @@ class View:
     def picked(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
         """The rows that are allowed where they are so few that they are read alone, else None; and
         how many are read."""
-        if allowed is not None:
-            count = int(np.count_nonzero(allowed))
-            if 0 < count <= FEW * len(allowed):
-                return allowed, count
-        return None, len(self.ids)
+        count = 0 if allowed is None else int(np.count_nonzero(allowed))
+        few = 0 < count <= FEW * len(self.ids)
+        return (allowed, count) if few else (None, len(self.ids))
 
     def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""

@@ -32,16 +32,14 @@ _SHOWN = 60
 """Characters of a caller's text that an error quotes."""
 
 
-def condition(where: Any, names: Sequence[str]) -> Condition | None:
-    """`where` as a function of rows, or None where every row passes.
+def condition(where: Any, names: Sequence[str]) -> Condition:
+    """`where` as a function of rows.
 
     A mapping names columns and what they must equal, or a list of what they may equal. Text is an
     expression of Python's comparisons over the columns' names: == != < <= > >= in, is, and or not;
     a name that is no Python name stands in backticks. A missing cell equals None alone, and is
     neither less nor more than anything. Text is not compared with numbers: that is an error.
     """
-    if where is None:
-        return None
     if isinstance(where, str):
         return quiet(_Expression(where, names).compiled())
     if isinstance(where, Mapping):
