@@ -257,10 +257,9 @@ def vector_digest(key: Any) -> bytes:
     >>> len({vector_digest(key) for key in same})
     1
     """
-    row = to_numpy(key)
-    if row.dtype == np.float32:
-        return sha256((row + _ZERO).astype("<f4", copy=False).tobytes()).digest()[:DIGEST]
-    return vector_digests(row[None])[0]
+    if _LITTLE and key.dtype == np.float32 and type(key) is np.ndarray:
+        return sha256(key + _ZERO).digest()[:DIGEST]
+    return vector_digests(to_numpy(key)[None])[0]
 
 
 def vector_digests(keys: Any) -> list[bytes]:
@@ -292,6 +291,7 @@ def _hashed(rows: np.ndarray, before: bytes = b"") -> list[bytes]:
     return [sha256(before + part).digest()[:DIGEST] for part in parts]
 
 
+_LITTLE = sys.byteorder == "little"
 _ZERO = np.float32(0)
 """Which makes −0 the same as 0."""
 

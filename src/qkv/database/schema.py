@@ -104,7 +104,7 @@ class Schema:
 
     def digest(self, key: Any) -> bytes:
         """What a key is found by."""
-        if self.hash == "sha256" and is_array(key) and len(key.shape) == 1:
+        if self.hash == "sha256" and is_array(key) and key.ndim == 1:
             return cells.vector_digest(key)
         return cells.digest(key)
 
