@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from qkv.database.faults import (
 )
 from qkv.database.store import Commit, Store, check, lock, segments, shelf, sizes
 from qkv.database.store import store as store_module
+from qkv.database.store.catalogue import FORMAT
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 
 
@@ -704,7 +706,7 @@ def test_a_newer_format(tmp_path):
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(NotAStore, match="format 99, and this qkv reads up to 2: install a newer"):
+    with pytest.raises(NotAStore, match="format 99, and this qkv reads up to 3: install a newer"):
         Store(tmp_path)
 
 
@@ -801,8 +803,39 @@ def test_a_damaged_segment(tmp_path, small, harm):
     assert set(before) <= set(os.listdir(tmp_path))  # nothing was deleted
 
 
-def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small):
+def older(folder):
+    """Make the store one of format 2, whose checksums are BLAKE2b."""
+    catalogue = sqlite3.connect(folder / "catalogue.sqlite")
+    with catalogue:
+        for file in [*folder.glob("*.safetensors")]:
+            checksum = blake2b(file.read_bytes(), digest_size=32).digest()
+            catalogue.execute(
+                "UPDATE segments SET checksum = ? WHERE file = ?", (checksum, file.name)
+            )
+            catalogue.execute(
+                "UPDATE generations SET checksum = ? WHERE arrays = ?", (checksum, file.name)
+            )
+        catalogue.execute("PRAGMA user_version = 2")
+    catalogue.close()
+
+
+def test_the_files_of_format_2_are_known_by_their_checksums(tmp_path, small):
     path = filled(tmp_path)[0]
+    older(tmp_path)
+    assert check(tmp_path) == []
+    with Store(tmp_path) as s:
+        assert s._reader.value("PRAGMA user_version") == 2
+        s.compact()
+        assert s._reader.value("PRAGMA user_version") == FORMAT
+        assert len(s.at()) == 61
+    assert check(tmp_path) == [] and not path.exists()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_flipped_bit_is_found_by_check_and_not_copied(tmp_path, small, old):
+    path = filled(tmp_path)[0]
+    if old:
+        older(tmp_path)
     flip(path, path.stat().st_size - 3)
     [problem] = check(tmp_path)
     assert problem.file == path.name and "checksum" in problem.what

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -18,6 +17,7 @@ from qkv.database.store import plain
 from qkv.database.store.layout import IDS, Layout, Tensor, Tensors, named, storable
 from qkv.database.store.segments import (
     CHUNK,
+    SHA,
     STARTS,
     SUFFIX,
     TEMPORARY,
@@ -30,6 +30,7 @@ from qkv.database.store.segments import (
     number,
     open_arrays,
     open_segment,
+    summing,
     unreadable,
 )
 from qkv.log import listener
@@ -191,7 +192,7 @@ class Disk:
 
     def verify(self, file: str, size: int, checksum: bytes) -> None:
         path = self._path(file)
-        found = blake2b(digest_size=32)
+        found = summing(checksum)
         length = 0
         try:
             with open(path, "rb", opener=plain.opened) as source:
@@ -202,7 +203,7 @@ class Disk:
             raise unreadable(path, error) from error
         if length != size:
             raise damaged(path, f"it has {length:,} bytes, and {size:,} were written")
-        if found.digest() != checksum:
+        if found.digest() != checksum[:32]:
             raise damaged(path, "its content is not what was written (the checksum differs)")
 
     def discard(self, file: str) -> None:
@@ -230,7 +231,7 @@ class Disk:
         columns: Sequence[Column],
         notes: Notes,
     ) -> tuple[int, bytes]:
-        checksum = blake2b(digest_size=32)
+        checksum = summing()
         length = 0
 
         def summed() -> Iterator[Any]:
@@ -247,7 +248,7 @@ class Disk:
             self._files.rename(temporary, path)
         except OSError as error:
             raise _unwritable(path, error) from error
-        return length, checksum.digest()
+        return length, checksum.digest() + SHA
 
 
 def _unwritable(path: Path, error: OSError) -> Unwritable:
