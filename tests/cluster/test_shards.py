@@ -407,3 +407,22 @@ def test_bounds_of_shards_merge(
                 assert abs(found.lse - true.lse) < 2 * tolerance + 1e-5 * abs(true.lse) + 1e-5
                 np.testing.assert_allclose(found.value, found.weights @ key[:, :2], atol=1e-5)
                 assert true.weights[found.rows[0].index] >= true.rows[0].weight - 2 * tolerance
+
+
+def test_bounds_of_shards_count_from_one_unit(tmp_path: Path) -> None:
+    """Keys that shards read in full weigh against the codes of other shards' rows, also where a
+    query's scores have a part in common."""
+    rng = np.random.default_rng(4)
+    key = rng.normal(size=(3000, 48)).astype(np.float32)
+    place, query = str(tmp_path / "d.qkv"), key[:4] * 0.7
+    how: dict[str, Any] = {"score": scores.Gaussian(3.0), "weighting": weightings.Softmax(0.3)}
+    true = how["score"](query.astype(float), key.astype(float)) / 0.3
+    lse = np.logaddexp.reduce(true, axis=1)
+    with qkv.open(place) as D:
+        D.add(key, np.arange(3000.0))
+    with cluster([place], 3) as c:
+        near = c.ask(query, tolerance=0.01, **how)
+    for found, s, whole in zip(near, true, lse, strict=True):
+        assert 0.5 * np.abs(found.weights - np.exp(s - whole)).sum() <= found.error_bound <= 0.01
+        assert "codes of" in found.engine and 0 < found.rows_read < 3000
+        assert abs(found.lse - whole) < 0.02
