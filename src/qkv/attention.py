@@ -346,9 +346,9 @@ def over(
         if tolerance is not None and not fw.needs_gradient([query, *leaves]):
             given = np.ascontiguousarray(to_numpy(query))
             given = given.astype(np.result_type(given, np.float32), copy=False)
-            found = certified.run(rows, given, score, weighting, tolerance, confidence)
-            if isinstance(found, Weighed):
-                return taken(fw, found.out, query)
+            found = certified.pooled(rows, given, score, weighting, tolerance, confidence)
+            if not isinstance(found, str):
+                return taken(fw, found, query)
         out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
 

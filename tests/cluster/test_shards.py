@@ -409,7 +409,9 @@ def test_bounds_of_shards_merge(
                 assert true.weights[found.rows[0].index] >= true.rows[0].weight - 2 * tolerance
 
 
-def test_bounds_of_shards_count_from_one_unit(tmp_path: Path) -> None:
+def test_bounds_of_shards_count_from_one_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys that shards read in full weigh against the codes of other shards' rows, also where a
     query's scores have a part in common."""
     rng = np.random.default_rng(4)
@@ -420,8 +422,15 @@ def test_bounds_of_shards_count_from_one_unit(tmp_path: Path) -> None:
     lse = np.logaddexp.reduce(true, axis=1)
     with qkv.open(place) as D:
         D.add(key, np.arange(3000.0))
+        out = D.attend(query, **how)
     with cluster([place], 3) as c:
         near = c.ask(query, tolerance=0.01, **how)
+        monkeypatch.setattr("qkv.cluster.asking.AT_ONCE", 3 * 3000)  # 3 queries, then 1
+        some = c.attend(torch.from_numpy(query), tolerance=0.01, **how)
+        np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)
+        assert (np.abs(some.numpy() - out) <= 0.02 * 3000).all() and not torch.equal(
+            some, c.attend(torch.from_numpy(query), **how)
+        )
     for found, s, whole in zip(near, true, lse, strict=True):
         assert 0.5 * np.abs(found.weights - np.exp(s - whole)).sum() <= found.error_bound <= 0.01
         assert "codes of" in found.engine and 0 < found.rows_read < 3000

@@ -493,6 +493,15 @@ def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
     assert (off <= queries.rest[:, None] * length + slack).all()
 
 
+def test_many_queries_are_attended_some_at_a_time(monkeypatch):
+    keys = np.random.default_rng(3).normal(size=(900, WIDTH)).astype(np.float32)
+    D, how = qkv.Database(keys, keys[:, :2]), {"score": scores.ScaledDot(2.0)}
+    whole = D.attend(keys[:7], tolerance=0.01, **how)
+    monkeypatch.setattr(certified, "AT_ONCE", 2 * 900)
+    np.testing.assert_allclose(D.attend(keys[:7], tolerance=0.01, **how), whole, atol=0.1)
+    assert D.attend(keys[:0], tolerance=0.01, **how).shape == (0, 2)
+
+
 def test_what_means_nothing_is_refused():
     D = qkv.Database(np.eye(3), np.arange(3.0))
     with pytest.raises(ArgumentError, match="tolerance must be 0 or above"):

@@ -15,7 +15,7 @@ from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Many, Sent
 from qkv.cluster.shard import Certain, Heaviest, Job
-from qkv.database.ask import SHARES, Asked, Scatter, farther
+from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.view import View
 from qkv.errors import CombinationError
@@ -173,6 +173,22 @@ class Gathered(Asked):
             read if near else self.total,
         )
         return weighed, self._engine(lost, read if near else None)
+
+    def attended(self, code: Query) -> np.ndarray | None:
+        """The output (n, d_v) within the tolerance; None where it is to be exact."""
+        query, outs = np.asarray(code.code), list[np.ndarray]()
+        query = query.astype(np.result_type(query, np.float32), copy=False)
+        step = max(AT_ONCE // len(self.view), 1)
+        for at in range(0, len(query), step):
+            some = Query(query[at : at + step], code.asked)
+            job = self.view.job(some, None, self._read_as, self.weighting, self.where)
+            asked = Sent(self.view.snapshot, job)
+            near = self._near(asked)[0]
+            if near is None:
+                return None
+            found: list[Heaviest] = asked.each("heaviest", near, 1)
+            outs.append(parts.averaged(parts.merged([some.sums for some in found], parts.both)))
+        return np.concatenate(outs)
 
     def _lse(self, known: State | Certain) -> Any:
         if isinstance(known, Certain):

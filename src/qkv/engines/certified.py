@@ -39,6 +39,9 @@ POOLED = 0.5
 SPARSE = 4
 """A share of 1/SPARSE of the values is read row by row before it is quicker to read all."""
 
+AT_ONCE = 2**26
+"""Weights that are held at once."""
+
 DRAWN = 4096
 """Rows that are drawn where a bound is statistical."""
 
@@ -61,6 +64,19 @@ def run(
     if asked.profile is not None:
         return _windowed(asked, tolerance)
     return _soft(asked, tolerance, confidence)
+
+
+def pooled(
+    rows: Rows, query: np.ndarray, score: Score, weighting: Weighting, *near: float | None
+) -> np.ndarray | str:
+    """The output alone; the weights of some queries are held at a time."""
+    step, outs = max(AT_ONCE // max(rows.shape[0], 1), 1), []
+    for at in range(0, max(len(query), 1), step):
+        found = run(rows, query[at : at + step], score, weighting, *near)  # type: ignore[arg-type]
+        if isinstance(found, str):
+            return found
+        outs.append(found.out)
+    return np.concatenate(outs)
 
 
 def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
