@@ -94,6 +94,9 @@ INPUTS: list[Case] = [
     ("nothing", lambda: attend(None), DtypeError, r"query.*array.*NoneType"),
     ("no key", lambda: attend(key=None), DtypeError, r"key.*array.*NoneType"),
     ("no value", lambda: attend(value=None), DtypeError, r"value.*array.*NoneType"),
+    ("explain: no value", lambda: qkv.explain(Q, K, None), DtypeError, r"value.*array.*NoneType"),
+    ("weights: no key", lambda: qkv.weights(Q, None), DtypeError, r"key.*array.*NoneType"),
+    ("weights: a word", lambda: qkv.weights(Q, "key"), DtypeError, r"key.*array.*str"),
     ("a word", lambda: attend("query"), DtypeError, r"query.*array.*str"),
     ("a number", lambda: attend(value=3.0), DtypeError, r"value.*array.*float"),
     ("a ragged list", lambda: attend([[1.0, 2.0], [3.0]]), DtypeError, r"query.*rectangle"),
@@ -671,3 +674,6 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
             got = qkv.attend(q, *rest, engine=engine, mask=given)
             assert got.dtype == want.dtype
             np.testing.assert_allclose(got, want, 1e-10, 1e-10)
+    for one, two in ((q, k), (q.numpy(), k.numpy())):
+        for given in ((one, k.tolist()), (q.tolist(), two)):
+            np.testing.assert_allclose(qkv.weights(*given), qkv.weights(one, two), 1e-12)

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import qkv
 from qkv import masks, scores, weightings
 from qkv.arrays import tree
+from qkv.cluster import LostShard
+from qkv.database.faults import DuplicateKey
 from tests.cases import LEARNED, MASKS, SCORES, WEIGHTINGS
 
 UNNAMED = ("modified", "own_class", "own_function", "custom")
@@ -84,3 +87,80 @@ def test_what_differs_is_not_equal():
     assert masks.causal & masks.window(2) != masks.causal | masks.window(2)
     assert tree.same([1, (2.0,)], [1, (2.0,)]) and not tree.same([1], [1, 2])
     assert hash(masks.window(2)) == hash(masks.window(2))
+
+
+# Databases and what they say
+
+
+def _filled(path: Any = None) -> Any:
+    D = qkv.Database() if path is None else qkv.open(path)
+    D.add([1.0, 2.0, 4.0], [10.0, 20.0, 40.0])
+    D.add([8.0], [80.0])
+    D.remove(2.0)
+    return D
+
+
+def test_a_database_in_memory_goes_with_all_its_versions():
+    D = _filled()
+    for made in (pickle.loads(pickle.dumps(D)), copy.deepcopy(D)):
+        assert made.ask(3.0).weights.tolist() == D.ask(3.0).weights.tolist()
+        assert list(made.at(1).items()) == list(D.at(1).items()) and made.version == 3
+        made.add(9.0, 90.0)
+        assert made[9.0] == 90.0 and 9.0 not in D and (len(made), len(D)) == (4, 3)
+    both = pickle.loads(pickle.dumps((D, D.at(2))))
+    both[0].update(1.0, 11.0)
+    assert both[1].at(4)[1.0] == 11.0 and both[1].version == 2, "one store, as it was"
+
+
+def test_a_database_on_disk_is_opened_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with _filled("a.qkv") as D:
+        sent = pickle.dumps((D, D.at(2)))
+        other = copy.deepcopy(D)
+        D.update(1.0, 11.0)
+        assert other[1.0] == 11.0
+    other.close()
+    with pytest.raises(qkv.QkvError, match="closed"):
+        pickle.dumps(D)
+    code = (
+        "import os, pickle, sys; os.chdir('/'); D, old = pickle.load(sys.stdin.buffer)\n"
+        "print(D[1.0], old[2.0], len(D), old.version)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert run.stdout.split() == [b"11.0", b"20.0", b"3", b"2"]
+    (tmp_path / "a.qkv").rename(tmp_path / "b.qkv")
+    with pytest.raises(qkv.QkvError, match="does not exist"):
+        pickle.loads(sent)
+
+
+def test_an_answer_says_the_same_elsewhere():
+    D = qkv.Database([(float(i), float(i * i)) for i in range(60)])
+    D.calibrate([(i + 0.1, float(i)) for i in range(50)])
+    none, few = D.ask(3.2, where="value > 1e9"), _filled().ask([1.0, 5.0])[1]
+    for asked in (D.ask(3.2, top=2), none, few):
+        there = pickle.loads(pickle.dumps(asked))
+        assert repr(there) == repr(asked) and there == asked and there.explain() == asked.explain()
+        assert there.weights.tolist() == asked.weights.tolist() and there.spread == asked.spread
+        assert there.coverage is None or there.set == asked.set
+        assert there.above(0.99) == asked.above(0.99)
+        for what in (there.influence, lambda there=there: there.without(0)):
+            with pytest.raises(qkv.QkvError, match="ask the database"):
+                what()
+    asked = D.ask(3.2, top=2)
+    with pytest.raises(qkv.QkvError, match="ask the database"):
+        pickle.loads(pickle.dumps(asked)).above(1e-6)
+    here = copy.deepcopy(asked)
+    assert here.rows == asked.rows and here.rows is not asked.rows
+    assert here.without(3).value == asked.without(3).value, "the database is still there"
+
+
+def test_what_is_raised_comes_out_of_a_pool():
+    D = qkv.Database({"Zhang": 1, "Li": 2})
+    with pytest.raises(KeyError) as found:
+        D["Zang"]
+    error = found.value
+    for made in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert str(made) == str(error) and made.key == "Zang" and made.nearest[0] == "Zhang"
+    for error in (DuplicateKey("told", 3), LostShard("told", 1)):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == "told" and vars(again) == vars(error)

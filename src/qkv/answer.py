@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,10 +169,23 @@ class Answer(Shown):
     def _own(self, ask: T | None) -> T:
         if ask is None:
             raise CombinationError(
-                "the answer came from a server, without its rows: ask the database itself, "
-                "qkv.open(path), or a copy of it"
+                "the answer came from a server or a pickle, without its rows: ask the database "
+                "itself, qkv.open(path), or a copy of it"
             )
         return ask
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it said, with the weight of every row; the database stays behind."""
+        found = vars(self) | {"weights": self.weights, "spread": self.spread}
+        if self.coverage is not None:
+            found["set"] = self.set
+        found["_weights"] = found["_spread"] = None
+        found["_source"] = found["_without"] = found["_influence"] = None
+        return found | {"_above": partial(_among, self), "_set": _unset}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
+        own = ("query", "value", "rows", "values")
+        return replace(self, **{name: deepcopy(getattr(self, name), memo) for name in own})
 
     @property
     def exact(self) -> bool:
@@ -396,6 +410,12 @@ def _told(row: Row) -> dict[str, Any]:
         "weight": row.weight,
         "index": row.index,
     }
+
+
+def _among(answer: Answer, weight: float) -> list[Row]:
+    """Those of the rows that were named, if they are all of at least this weight."""
+    found = [row for row in answer.rows if row.weight >= weight]
+    return found if len(found) == (answer.weights >= weight).sum() else answer._own(None)
 
 
 def _unset() -> list[Row]:

@@ -140,9 +140,7 @@ def attend(
         found = plan.run(query, key, value, score, weighting, mask, seed)
         if found is not None:
             return found
-    if value is None:
-        raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
-    call = request(query, key, value, score, weighting, mask, dropout_p, seed, tolerance)
+    call = request(query, key, _valued(value), score, weighting, mask, dropout_p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
     given = (query, key, value, score, weighting, mask, seed)
     return _chosen(call, choose(call, engine), None if plan else kind, given)
@@ -259,10 +257,16 @@ def _looked(
     flags: plans.Kind = (p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
-    kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
+    kind, plan = plans.find(query, key, _valued(value), score, weighting, mask, flags)
     call = request(query, key, value, score, weighting, mask, p, seed, tolerance)
     call = _wanting(call, return_lse, return_weights)
     return kind, plan, call, choose(call, engine)
+
+
+def _valued(value: A | None) -> A:
+    if value is None:
+        raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
+    return value
 
 
 def _known(door: str, given: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:

@@ -54,6 +54,7 @@ def test_a_closed_one_says_so(names):
     for D in (names, past):
         with pytest.raises(Closed):
             D["Li"]
+        assert repr(D).endswith(": closed>") and ": closed<" in D._repr_html_()
 
 
 @pytest.mark.parametrize("value", [["a"], {"b": [1]}])

@@ -88,9 +88,9 @@ class NumPy(Framework):
         return x if self.dtype(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if value is None:
-            return query.shape, key.shape, None, type(key), query.dtype, key.dtype
         try:
+            if value is None:
+                return query.shape, key.shape, None, type(key), query.dtype, key.dtype
             shapes = query.shape, key.shape, value.shape
             return *shapes, type(key), type(value), query.dtype, key.dtype, value.dtype
         except AttributeError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkv.database.faults import Unreadable
 
 
@@ -14,3 +16,6 @@ class LostShard(Unreadable, RuntimeError):
     def __init__(self, told: str, shard: int):
         super().__init__(told)
         self.shard = shard
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.shard)

@@ -80,6 +80,11 @@ class Database(Writing[K, V]):
         if data is not None:
             self.add(data, values)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the view of its rows, which is made anew: a copy of one on disk is the same rows,
+        opened again, and one in memory goes with its rows."""
+        return {**vars(self), "_held": None}
+
     @classmethod
     def from_columns(
         cls,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkv.errors import QkvError
 
 
@@ -39,6 +41,9 @@ class DuplicateKey(QkvError, ValueError):
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
         self.position = position
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.position)
 
 
 class UnknownVersion(QkvError, LookupError):

@@ -8,6 +8,7 @@ from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from qkv.database.faults import Closed
 from qkv.errors import CombinationError, printable
 from qkv.shown import Shown
 
@@ -118,7 +119,11 @@ class Leaving(Shown):
         """The name, the columns with their types, and the first rows."""
         from qkv.told import short
 
-        about, name = self.info(), html.escape(printable(str(self.path or "in memory")))
+        name = html.escape(printable(str(self.path or "in memory")))
+        try:
+            about = self.info()
+        except Closed:
+            return f"<div class=qkv-rows><p>{name}: closed</p></div>"
         if not about["key"]:
             return f"<div class=qkv-rows><p>{name}: empty</p></div>"
         roles = dict.fromkeys(about["value"], " · value") | dict.fromkeys(about["key"], " · key")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overload
@@ -13,9 +12,10 @@ import numpy as np
 from qkv.arrays import is_array
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
+from qkv.database.faults import Closed
 from qkv.database.queries import Asking, How, as_queries, differentiable, nearness, rows_at_most
 from qkv.database.schema import Schema, names
-from qkv.database.store import Store
+from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, QkvError, printable
 from qkv.log import listener
@@ -45,6 +45,9 @@ class AbsentKey(QkvError, KeyError):
             return list(self._nearest())
         except QkvError:
             return []
+
+    def __reduce__(self) -> Any:
+        return AbsentKey, (self.key, partial(list, self.nearest))
 
     def __str__(self) -> str:
         near = self.nearest
@@ -398,7 +401,7 @@ class Reading(Generic[K, V]):
             "unique": self._wish[2] if schema is None else schema.unique,
             "encoder": told if isinstance(told, dict) else None,
             "vectors": self._view.precision,
-            "bytes": None if self.path is None else sum(_sizes(self.path)),
+            "bytes": None if self.path is None else folder.size(self.path),
         }
 
     def describe(self) -> dict[str, dict[str, Any]]:
@@ -430,18 +433,13 @@ class Reading(Generic[K, V]):
         self.close()
 
     def __repr__(self) -> str:
-        schema = self._schema
         where = "in memory" if self.path is None else str(self.path)
+        try:
+            schema, rows = self._schema, len(self)
+        except Closed:
+            return f"<Database {where}: closed>"
         if schema is None:
             return f"<Database {where}: empty>"
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
-        return f"<Database {where}: {len(self):,} rows, {names}{past}>"
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """The size of every file, of those that do not go meanwhile."""
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            if file.is_file():
-                yield file.lstat().st_size
+        return f"<Database {where}: {rows:,} rows, {names}{past}>"

@@ -111,6 +111,17 @@ class Catalogue:
             self.run(f"PRAGMA application_id = {APPLICATION}")
             self.run(f"PRAGMA user_version = {FORMAT}")
 
+    def content(self) -> bytes:
+        """All that it holds."""
+        return self._connection.serialize()
+
+    def fill(self, content: bytes) -> None:
+        """Hold that, in memory."""
+        with contextlib.closing(sqlite3.connect(":memory:")) as given:
+            given.deserialize(content)
+            given.backup(self._connection)
+        self._edition = None
+
     def there(self) -> bool:
         """Whether the file that was opened is still the one at its path."""
         if self.path is None or self._opened is None:

@@ -128,3 +128,13 @@ def _identified(path: Path) -> bool:
         return catalogue.identify()
     finally:
         catalogue.close()
+
+
+def size(path: Path) -> int:
+    """The bytes of every file in it, of those that do not go meanwhile."""
+    found = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file():
+                found += file.lstat().st_size
+    return found

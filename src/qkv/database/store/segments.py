@@ -21,6 +21,7 @@ from qkv.arrays.ragged import Ragged
 from qkv.database.faults import Damaged
 from qkv.database.store import plain, sizes
 from qkv.database.store.layout import CODES, DTYPES, IDS, Layout, Tensor, Tensors
+from qkv.errors import ArgumentError
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
@@ -309,3 +310,16 @@ def _views(path: Path, memory: mmap.mmap | bytes) -> dict[str, np.ndarray]:
     if origin + reached != len(memory):
         raise damaged(path, "its header does not cover its data")
     return views
+
+
+def follow(ids: np.ndarray, live: np.ndarray) -> None:
+    """Refuse ids of a recode that are not those of the rows that live."""
+    if len(ids) != len(live) or not np.array_equal(ids, live):
+        different = np.flatnonzero(ids[: len(live)] != live)
+        at = int(different[0]) if len(different) else len(live)
+        row = ids[at] if at < len(ids) else "nothing"
+        expected = f"row {live[at]}" if at < len(live) else "the end"
+        raise ArgumentError(
+            f"recode: blocks must give all live rows by ascending id: expected {expected}, not "
+            f"row {row}"
+        )

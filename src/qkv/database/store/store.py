@@ -24,7 +24,7 @@ from qkv.database.store.draft import Draft
 from qkv.database.store.folder import named, prepare
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.lock import Pins, WriteLock
-from qkv.database.store.segments import Entry, Segment
+from qkv.database.store.segments import Entry, Segment, follow
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
 from qkv.database.store.snapshot import Graves, Snapshot
 from qkv.errors import ArgumentError, CombinationError, DtypeError
@@ -124,6 +124,22 @@ class Store:
         self._writing_lock = threading.RLock()
         self._busy = ""
         self._desk: Desk | None = None
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """One on disk is opened again where it arrives; one in memory goes whole."""
+        with self._writing_lock, self.quiet():
+            if self._closed:
+                raise Closed("the store is closed: open it again")
+            if self.path is not None:
+                return self.path.absolute(), self._skip_damaged, None, None
+            return None, self._skip_damaged, self._reader.content(), self._shelf
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        path, skip_damaged, content, shelf = state
+        Store.__init__(self, path, create=False, skip_damaged=skip_damaged)
+        if path is None:
+            self._reader.fill(content)
+            self._shelf = shelf
 
     def __enter__(self) -> Store:
         return self
@@ -282,7 +298,7 @@ class Store:
                 ids = np.array(block, np.int64).reshape(-1)
                 layout = layout or Layout.of(tensors)
                 fitted = layout.fit(tensors, len(ids))
-                _follow(ids, live[done : done + len(ids)])
+                follow(ids, live[done : done + len(ids)])
                 done += len(ids)
                 count += len(ids)
                 # The caller may use the memory of a block again.
@@ -432,15 +448,3 @@ def _text(settings: Mapping[str, Any] | None) -> str | None:
         return json.dumps(dict(settings), sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"settings must be JSON: {error}") from error
-
-
-def _follow(ids: np.ndarray, live: np.ndarray) -> None:
-    if len(ids) != len(live) or not np.array_equal(ids, live):
-        different = np.flatnonzero(ids[: len(live)] != live)
-        at = int(different[0]) if len(different) else len(live)
-        row = ids[at] if at < len(ids) else "nothing"
-        expected = f"row {live[at]}" if at < len(live) else "the end"
-        raise ArgumentError(
-            f"recode: blocks must give all live rows by ascending id: expected {expected}, not "
-            f"row {row}"
-        )
