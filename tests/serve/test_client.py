@@ -39,6 +39,7 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     "places": ({("Li", 1): DAY, ("Hu", 2): datetime.date(2000, 1, 2)}, {"key": ("name", "number")}),
     "odd": ({"a": b"\xff\x00", "b": (1, "x"), "c": {"$d": [None, 1]}}, {}),
     "unique": ({"a": 1}, {"unique": True}),
+    "lines": ({"a\nb/\n": 1.0, "\n": 2.0, "3.5": 3.0, "null": 4.0}, {}),
 }
 
 
@@ -386,3 +387,16 @@ def test_rows_are_taken_elsewhere_as_those_that_are_here(
     assert (
         there.to_html().startswith("<!doctype html>") and "<title>books</title>" in there.to_html()
     )
+
+
+@pytest.mark.parametrize("kept", ["lines", "gpa", "keyed", "places"], indirect=True)
+def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> None:
+    assert kept.path is not None
+    there = client[kept.path.stem]
+    for key in [*kept, 3.5, "3.5", None, "null", True, "a", ("Li", "1"), np.ones(4)]:
+        assert there.get(key) == kept.get(key), key
+        assert (key in there) == (key in kept) and there.all(key) == kept.all(key), key
+        if key not in kept:
+            with pytest.raises(AbsentKey):
+                there.remove(key)
+    assert len(there) == len(kept)

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +33,15 @@ from qkv.serve.shelf import Shelf
 SMALL = 2**16
 """Bytes of JSON that are read at once; more are read in a thread, while others are answered."""
 ANYTHING: fit.Schema = {"type": "object"}
+
+
+class Cell(PathConvertor):
+    """A key in a path, with whatever stands in it: slashes, and line breaks too."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("cell", Cell())
 
 
 def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -> Starlette:
@@ -59,7 +69,7 @@ def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -
     return Starlette(
         routes=[
             Path(
-                path.replace("{key}", "{key:path}"),
+                path.replace("{key}", "{key:cell}"),
                 Endpoint(shelf, access, same),
                 methods=[route.method for route in same],
             )

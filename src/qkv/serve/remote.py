@@ -141,7 +141,17 @@ class Remote(Leaving):
         return self.get(key, NOTHING) is not NOTHING
 
     def _found(self, key: Any, **more: Any) -> Any:
-        return self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
+        """What the server has of a key, which it reads from text: 3.5 is not '3.5'."""
+        from qkv.database import AbsentKey, cells
+
+        try:
+            found = self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
+            if cells.digest(found["key"]) == cells.digest(key):
+                return found
+        except ArgumentError as error:
+            if "the key must" not in str(error) and "a key must" not in str(error):
+                raise
+        raise AbsentKey(key, list)
 
     def _row(self, key: Any) -> str:
         """The path of a key: text as it is, other cells as the server reads them from text."""
@@ -224,7 +234,7 @@ class Remote(Leaving):
         """Take out every row of these keys (one, or a list), one after the other; how many rows
         went. Where one is absent, none is taken out."""
         keys = keys if isinstance(keys, list) else [keys]
-        for key in keys[1:]:
+        for key in keys:
             self[key]
         told = (self._transport.write("DELETE", self._row(key)) for key in keys)
         return sum(int(one["removed"]) for one in told)
