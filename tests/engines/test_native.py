@@ -107,13 +107,39 @@ def test_a_mask_that_leaves_most_goes_to_one_call(monkeypatch):
     given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
 
     def told(keys):
-        seen = masks.array(torch.arange(50) < keys)
+        seen = masks.array((torch.arange(50) < keys).repeat(given[0].shape[-2], 1))
         return qkv.explain(*given, mask=seen, engine="native").detail
 
     assert told(45) == "torch's scaled_dot_product_attention"
     assert told(20) == "torch's scaled_dot_product_attention, 10 queries at a time"
     monkeypatch.setattr(native, "WHOLE", 10)  # too large to be held
     assert told(45) == told(20)
+
+
+SHARED = {
+    "lengths": masks.lengths([20, 13]),
+    "the last": np.arange(50) >= 45,
+    "between": (np.arange(50) > 10) & (np.arange(50) < 30),
+    "nothing": np.zeros(50, dtype=bool),
+    "floats": np.where(np.arange(50) < 20, 0.5, -np.inf),
+}
+
+
+@pytest.mark.parametrize("mask", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("spoiled", [None, 5, 40])
+def test_keys_that_no_query_sees_are_not_read(mask, spoiled):
+    """One call of the kernel, on the keys that are left; a NaN among the others does not count."""
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    if not isinstance(mask, masks.Mask):
+        mask = torch.tensor(mask)[None]
+    for x in given[1:]:
+        if spoiled is not None:
+            x[..., spoiled, :] = float("nan")
+    for _ in range(2):  # the second by the plan of the first
+        got = qkv.attend(*given, mask=mask)
+        want = qkv.attend(*given, mask=mask, engine="dense")
+        torch.testing.assert_close(got, want, equal_nan=True)
 
 
 REFUSALS = {

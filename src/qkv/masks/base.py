@@ -33,6 +33,11 @@ class Mask(Record):
         """Whether the rule sees the distance of a pair alone, not where it lies."""
         return False
 
+    @property
+    def shared(self) -> bool:
+        """Whether all queries of a sequence may look at the same keys."""
+        return False
+
     def allowed(self, block: Block) -> Array | None:
         """A boolean array that broadcasts against (…, r, c), or None for all."""
         raise NotImplementedError("a mask says which pairs may attend")
@@ -78,6 +83,10 @@ class Compound(Mask):
     @property
     def relative(self) -> bool:
         return all(part.relative for part in self.parts)
+
+    @property
+    def shared(self) -> bool:
+        return all(part.shared for part in self.parts)
 
     def arrays(self) -> list[Array]:
         return [x for part in self.parts for x in part.arrays()]
@@ -167,6 +176,10 @@ class Values(Mask):
 
     def arrays(self) -> list[Array]:
         return [self.values]
+
+    @property
+    def shared(self) -> bool:
+        return bool(self.values.shape[-2] == 1)
 
     def allowed(self, block: Block) -> Array | None:
         fw = of(self.values)

@@ -89,6 +89,10 @@ class Lengths(Mask):
     def __repr__(self) -> str:
         return f"lengths of shape {tuple(self.valid.shape)}"
 
+    @property
+    def shared(self) -> bool:
+        return len(self.valid.shape) == 1
+
     def allowed(self, block: Block) -> Array | None:
         return block.k < per_row(self.valid, block)[..., None]
 

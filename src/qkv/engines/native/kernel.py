@@ -21,6 +21,9 @@ from qkv.scores import ScaledDot
 from qkv.types import Array, Block
 from qkv.weightings import Softmax
 
+HIDES = 16
+"""Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
+
 
 def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
     """SDPA of query, key and value (…, rows, width), with derivatives of both orders."""

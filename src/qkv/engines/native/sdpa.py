@@ -15,15 +15,12 @@ from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
 from qkv.engines.native import backends, spans
-from qkv.engines.native.kernel import as_mask, four_axes, kernel, smooth
+from qkv.engines.native.kernel import HIDES, as_mask, four_axes, kernel, smooth
 from qkv.masks import is_causal
 from qkv.types import Array, Arrays, Slopes
 
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
-
-HIDES = 16
-"""Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -60,7 +57,7 @@ def describe(call: Call) -> str:
     name = "torch's scaled_dot_product_attention"
     if call.rule is not None and not is_causal(call.rule):
         by_rows = not call.fw.tracing(call.query) and call.n > spans.ROWS
-        by_rows = by_rows and spans.pays(call, spans.tiling_of(call))
+        by_rows = by_rows and not spans.is_shared(call) and spans.pays(call, spans.tiling_of(call))
         return f"{name}, {spans.ROWS} queries at a time" if by_rows else name
     if call.query.device.type != "cuda":
         return name
@@ -78,14 +75,16 @@ def run(call: Call) -> Array:
     plain = is_causal(call.rule)
     if plain and call.query.device.type == "cuda" and _heals(call):
         return _healing(call)
-    mask = None
+    parts, mask = (call.query, call.key, call.value), None
     if call.rule is not None and not plain:
+        if spans.is_shared(call):
+            return kernel(call, *spans.seen(call), plain)
         by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
         tiling = spans.tiling_of(call) if by_rows else None
         if by_rows and spans.pays(call, tiling):
             return spans.run(call, tiling)
         mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-    return kernel(call, (call.query, call.key, call.value), mask, plain)
+    return kernel(call, parts, mask, plain)
 
 
 # What depends on the numbers

@@ -12,7 +12,7 @@ from qkv.arrays import tree
 from qkv.engines import call as calls
 from qkv.engines import dense, streaming
 from qkv.engines.call import Call
-from qkv.engines.native.kernel import as_mask, kernel
+from qkv.engines.native.kernel import HIDES, as_mask, kernel
 from qkv.types import Array, Arrays, Slopes, Span
 
 ROWS = 64
@@ -33,6 +33,32 @@ def pays(call: Call, tiling: Any) -> bool:
         return True
     left = sum(rows.size * span.size for rows, keys in tiling for span in keys)
     return bool(left < MOST * call.n * call.m)
+
+
+def is_shared(call: Call) -> bool:
+    """Whether the mask can be cut to the keys that any query sees, before the kernel has it."""
+    parts = (call.query, call.key, call.value)
+    if not (call.query.is_cpu and call.rule.shared):  # type: ignore[union-attr]
+        return False
+    return not (call.fw.tracing(call.query) or call.fw.needs_gradient(parts))
+
+
+def seen(call: Call) -> tuple[list[Any], Array | None]:
+    """Query, key and value, and the mask of all queries, from the first key that one sees to the
+    last."""
+    mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+    parts: list[Any] = [call.query, call.key, call.value]
+    if mask is None or mask.shape[-1] != call.m:
+        return parts, mask
+    live = (mask if mask.dtype == torch.bool else mask > -math.inf).numpy()
+    at = live.reshape(-1, call.m).any(0).nonzero()[0]
+    if at.size == 0:
+        return parts, mask
+    start = max(min(at[0], call.m - HIDES), 0)
+    some = slice(start, max(at[-1] + 1, start + HIDES))
+    if some.stop - start >= MOST * call.m:
+        return parts, mask
+    return [call.query, *(x[..., some, :] for x in parts[1:])], mask[..., some]
 
 
 def tiling_of(call: Call) -> Any:
