@@ -67,11 +67,19 @@ def test_without_wordllama_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     settings = Words().settings()
     monkeypatch.setattr(words, "find_spec", without)
     words._table.cache_clear()
+    words._mapped.cache_clear()
     with pytest.raises(MissingExtra, match=r'pip install "qkv\[text\]"'):
         load(settings, {})
     with pytest.raises(MissingExtra, match=r"qkv\[text\]"):
         Words().encode(["a"])
     assert default(["a", "b"]) == Characters()
+
+
+def test_few_tokens_are_summed_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["the cat sat on the mat", "", "naïve 日本", "x" * 90]
+    few = Words().encode(texts)
+    monkeypatch.setattr(words, "FEW", -1)
+    np.testing.assert_array_equal(few, Words().encode(texts))
 
 
 def test_long_and_short_texts_are_summed_alike() -> None:

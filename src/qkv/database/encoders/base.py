@@ -74,7 +74,8 @@ class Encoder(ABC):
         query, beside = self.query(queries), self.sparse(queries, query=True)
         if beside is None:
             return Query(query)
-        at = np.unique(places(beside))
+        # Without the counts NumPy would load its masked arrays, which takes longer than an ask.
+        at, _ = np.unique(places(beside), return_counts=True)
         return Query(np.asarray(Wide(query, beside, at)), at)
 
     @property

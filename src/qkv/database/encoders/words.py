@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.database.store.layout import DTYPES
 from qkv.errors import MissingExtra
 
 BLOCK = 4096
+FEW = 1024
+"""Tokens whose vectors are read by themselves."""
 LONG, TOGETHER = 64, 256
 """Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
 together as stay in the cache."""
@@ -48,7 +52,7 @@ class Words(Encoder):
 
     @property
     def width(self) -> int:
-        return int(self.table.shape[1])
+        return int(_mapped().shape[1])
 
     @property
     def table(self) -> np.ndarray:
@@ -76,7 +80,11 @@ class Words(Encoder):
         out = np.empty((len(keys), self.width), np.float32)
         for start in range(0, len(keys), BLOCK):
             ids, offsets = self.tokens(keys[start : start + BLOCK])
-            out[start : start + BLOCK] = sums(self.table, ids, offsets)
+            if len(ids) > FEW:
+                table = self.table
+            else:  # not all vectors are made floats for a few
+                table, ids = np.asarray(_mapped()[ids], np.float32), np.arange(len(ids))
+            out[start : start + BLOCK] = sums(table, ids, offsets)
         return unit(out)
 
     def reads(self, query: Any) -> bool:
@@ -167,11 +175,18 @@ def _tokenizer() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _table() -> np.ndarray:
+def _mapped() -> np.ndarray:
+    """The vectors as they lie in the file."""
     path = _file("weights", f"{MODEL}.safetensors")
-    from safetensors import safe_open
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        told = json.loads(file.read(size))["embedding.weight"]
+    begin = 8 + size + told["data_offsets"][0]
+    return np.memmap(path, DTYPES[told["dtype"]], "r", begin, tuple(told["shape"]))
 
-    with safe_open(str(path), framework="np") as file:
-        table = np.ascontiguousarray(file.get_tensor("embedding.weight"), np.float32)
+
+@lru_cache(maxsize=1)
+def _table() -> np.ndarray:
+    table = np.array(_mapped(), np.float32)
     table.flags.writeable = False
     return table
