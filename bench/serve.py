@@ -3,10 +3,13 @@
 python -m bench.serve [--small] [--minutes 10]
 
 100,000 × 256 rows on disk, whose keys are vectors, or texts that become such; one server process,
-32 connections in another that each send a query, wait for its answer and send the next. In between
-the same queries are asked in this process, 32 at a time. `ms` is the time of one query: of all that
-were answered, and of a batch by 32. Then rows are added over HTTP until the server is killed, and
-looked for in the store.
+32 connections in another that each send a query, wait for its answer and send the next. Both share
+the cores; the load speaks HTTP by bare sockets, and looks at each answer's status and value alone.
+In between the same queries are asked in this process, 32 at a time. `ms` is the time of one query:
+of all that were answered, and of a batch by 32. Then rows are added over HTTP until the server is
+killed, and looked for in the store.
+
+--minutes asks vectors for so long and looks at the server's memory alone.
 """
 
 from __future__ import annotations
@@ -154,7 +157,9 @@ def texts(count, rng):
     return [" ".join(some) for some in np.array(words)[rng.integers(len(words), size=(count, 4))]]
 
 
-def under_load(folder, seconds, keys):
+def measured(folder, seconds, keys):
+    """How long queries took here, how long over HTTP each and together, the errors, and the
+    server's memory from round to round."""
     rng = np.random.default_rng(0)
     how = {} if keys is vectors else {"encoder": "words"}
     columns = {"key": keys(M, rng), "value": rng.standard_normal(M)}
@@ -182,10 +187,19 @@ def under_load(folder, seconds, keys):
                 waits += seen["seconds"]
                 errors += seen["errors"]
                 elapsed += seen["elapsed"]
-    p50, p99 = 1e3 * np.quantile(waits, [0.5, 0.99])
-    served, alone = 1e3 * elapsed / len(waits), 1e3 * statistics.median(took) / CONNECTIONS
+    return took, waits, elapsed, errors, sizes
+
+
+def flat(sizes):
     half = len(sizes) // 2 + 1
     growth = max(sizes[half:]) - max(sizes[1:half], default=sizes[0])
+    return goal("≤ 16 MiB more in the second half", growth, lambda x: x <= 16)
+
+
+def under_load(folder, seconds, keys):
+    took, waits, elapsed, errors, sizes = measured(folder, seconds, keys)
+    p50, p99 = 1e3 * np.quantile(waits, [0.5, 0.99])
+    served, alone = 1e3 * elapsed / len(waits), 1e3 * statistics.median(took) / CONNECTIONS
     row = {
         "work": f"{CONNECTIONS} connections ask {M:,} × {D} {keys.__name__}, {seconds:g} s",
         "sides": {
@@ -196,8 +210,21 @@ def under_load(folder, seconds, keys):
             goal("≥ 60 % of in-process", alone / served, lambda x: x >= 0.6),
             goal("p99 ≤ 5× p50", p99 / p50, lambda x: x <= 5),
             goal("no errors", errors, lambda x: x == 0),
-            goal("≤ 16 MiB more in the second half", growth, lambda x: x <= 16),
+            flat(sizes),
         ],
+    }
+    show(row)
+    return row
+
+
+def remembered(folder, minutes):
+    _, waits, _, errors, sizes = measured(folder, 60 * minutes, vectors)
+    row = {
+        "work": f"{CONNECTIONS} connections for {minutes:g} minutes: the server's memory",
+        "sides": {
+            "qkv": {"answers": len(waits), "MiB at first": sizes[0], "MiB at last": sizes[-1]}
+        },
+        "goals": [goal("no errors", errors, lambda x: x == 0), flat(sizes)],
     }
     show(row)
     return row
@@ -246,10 +273,13 @@ def killed(folder, rounds=2 if SMALL else 10):
     return row
 
 
-def rows(seconds=SECONDS):
+def rows(minutes=None):
     with tempfile.TemporaryDirectory() as folder:
-        yield under_load(Path(folder), seconds, vectors)
-        yield under_load(Path(folder), seconds, texts)
+        if minutes is not None:
+            yield remembered(Path(folder), minutes)
+            return
+        yield under_load(Path(folder), SECONDS, vectors)
+        yield under_load(Path(folder), SECONDS, texts)
         yield killed(Path(folder))
 
 
@@ -257,6 +287,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
         asyncio.run(load(int(sys.argv[2]), sys.argv[3], float(sys.argv[4])))
     else:
-        minutes = sys.argv.index("--minutes") if "--minutes" in sys.argv else None
-        seconds = 60 * float(sys.argv[minutes + 1]) if minutes else SECONDS
-        show_goals(keep("serve", rows(seconds)))
+        at = sys.argv.index("--minutes") if "--minutes" in sys.argv else None
+        minutes = float(sys.argv[at + 1]) if at else None
+        show_goals(keep("serve" if minutes is None else "serve_memory", rows(minutes)))
