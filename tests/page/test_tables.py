@@ -39,6 +39,17 @@ def test_an_upload_is_asked_as_the_database_it_is(known: dict[str, Any]) -> None
     assert found["explained"].startswith("Of 1 row, Bo counts 100 %")
 
 
+def test_an_upload_says_which_rows_it_skipped(known: dict[str, Any]) -> None:
+    data = base64.b64encode(b"name,age\nAnn,1\n,2\nBo,\n,4\n").decode()
+    told = call("upload", {"name": "ages", "format": "csv", "base64": data}, known)
+    why = "2 of 4 rows have no key (column name): skipped"
+    assert (told["rows"], told["skipped"]) == (2, [{"why": why, "rows": [2, 4]}])
+    told = call("columns", {"database": "ages", "key": ["age"], "name": "by"}, known)
+    assert [one["rows"] for one in told["skipped"]] == [[2]]
+    told = call("columns", {"database": "ages", "key": ["name"], "name": "whole"}, known)
+    assert told["skipped"] == []
+
+
 def test_other_columns(known: dict[str, Any]) -> None:
     told = call("columns", {"database": "students", "name": "by", "key": ["year"]}, known)
     assert told["key"] == ["year"] and set(known) == {"students", "by"}

@@ -216,6 +216,7 @@ def test_an_upload_is_asked_by_other_columns_and_forgotten(client: TestClient) -
         headers={"content-type": "text/csv"},
     ).json()
     assert (told["rows"], told["value"], told["uploaded"]) == (2, ["major"], True)
+    assert told["skipped"] == []
     assert post(client, "/v1/databases/students/ask", query="Bo")["value"] == "law"
     told = post(client, "/page/call/columns", database="students", key=["major"], value=["name"])
     assert told["result"]["key"] == ["major"]

@@ -128,6 +128,11 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own:
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.get_by_test_id("data-value-found").inner_text() == "art"
     assert own.databases["my_students"].database.info()["key"] == ["year"]
+    page.get_by_test_id("data-file").set_input_files(
+        {"name": "holes.csv", "mimeType": "text/csv", "buffer": b"name,age\nAnn,1\n,2\nBo,3\n"}
+    )
+    page.get_by_text("holes: 2 rows").wait_for()
+    assert page.get_by_test_id("data-about").inner_text().endswith(": skipped: row 2")
     page.expected.append("422")
     page.get_by_test_id("data-file").set_input_files(
         {"name": "empty.csv", "mimeType": "text/csv", "buffer": b""}
@@ -165,7 +170,7 @@ def test_text_in_the_data_is_no_markup(page: Any, url: str) -> None:
         {"name": f"{EVIL}.csv", "mimeType": "text/csv", "buffer": CSV.encode()}
     )
     page.get_by_test_id("data-query").fill("Cy")
-    page.get_by_text("3 rows").wait_for()
+    page.get_by_test_id("data-about").filter(has_text="3 rows").wait_for()
     page.get_by_test_id("data-row-0-key").wait_for()
     assert page.locator("img").count() == 0 and page.title() == title
 

@@ -13,6 +13,8 @@ export interface About {
   key: string[];
   value: string[];
   version: number;
+  /** What was left out of a file, and which of its rows; the first is 1. */
+  skipped?: { why: string; rows: number[] }[];
 }
 export interface Asked {
   query: string;
@@ -118,6 +120,14 @@ export function remote(backend: Backend, given: About[]): Source {
 /** A file in the browser alone. */
 export function local(): Source {
   const tables = new Map<string, Table>();
+  /** With the rows that have no key left out, as Python does. */
+  const known = (about: About): About => {
+    const { rows } = tables.get(about.name)!;
+    const none = rows.flatMap((row, i) => (row[about.key[0]] === null ? [i + 1] : []));
+    const has = none.length === 1 ? "has" : "have";
+    const why = `${none.length} of ${counted(rows.length, "row")} ${has} no key (column ${about.key[0]}): skipped`;
+    return { ...about, rows: rows.length - none.length, skipped: none.length ? [{ why, rows: none }] : [] };
+  };
   const source: Source = {
     about: [],
     whole: false,
@@ -143,7 +153,7 @@ export function local(): Source {
     },
     rows: async (of) => tables.get(of.name)!.rows.slice(0, TOP),
     async by(of, key, value) {
-      const about = { ...of, key: [key], value: value === null ? of.columns.filter((name) => name !== key) : [value] };
+      const about = known({ ...of, key: [key], value: value === null ? of.columns.filter((name) => name !== key) : [value] });
       source.about = source.about.map((one) => (one.name === of.name ? about : one));
       return about;
     },
@@ -158,7 +168,7 @@ export function local(): Source {
       const key = text ?? table.columns[0];
       tables.set(name, table);
       const value = table.columns.filter((column) => column !== key);
-      const about = { name, rows: table.rows.length, columns: table.columns, key: [key], value, version: 1 };
+      const about = known({ name, rows: table.rows.length, columns: table.columns, key: [key], value, version: 1 });
       source.about = [...source.about.filter((one) => one.name !== name), about];
       return about;
     },

@@ -64,6 +64,10 @@ function opener(label: string, text: string, input: HTMLInputElement, hint: stri
   return field;
 }
 
+/** The first few numbers of rows. */
+const listed = (rows: number[]) =>
+  `${rows.length === 1 ? "row" : "rows"} ${rows.slice(0, 5).join(", ")}${rows.length > 5 ? ", …" : ""}`;
+
 export const view: View = {
   name: "data",
   title: "Your data",
@@ -204,7 +208,8 @@ export const view: View = {
             : h("p", { class: "note" }, "No table yet: open a file, or drop one here."),
         );
         if (!of) return put(columns);
-        about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}`;
+        const left = (of.skipped ?? []).map(({ why, rows }) => `. ${why}: ${listed(rows)}`);
+        about.textContent = `${of.name}: ${counted(of.rows, "row")}, ${of.key.join(", ")} → ${of.value.join(", ")}${left.join("")}`;
         const change = () => {
           const [by, to] = [key.value, value.value === key.value ? REST : value.value];
           // One after the other: both tables have one name, and the last that was chosen must stay.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from qkv.errors import QkvError
@@ -59,7 +63,42 @@ class StaleFit(UserWarning):
 
 
 class SkippedRows(UserWarning):
-    """Rows were left out: of a scan by a damaged file, of an import for want of a key."""
+    """Rows were left out: of a scan by a damaged file, of an import for want of a key; `rows` are
+    then their numbers in what was imported, the first is 1."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+_told: ContextVar[list[SkippedRows] | None] = ContextVar("told", default=None)
+
+
+@contextlib.contextmanager
+def skipping() -> Iterator[list[SkippedRows]]:
+    """What is skipped by an import within, instead of a warning; only of this thread.
+
+    >>> from qkv import Database
+    >>> with skipping() as told:
+    ...     _ = Database.from_columns({"name": ["Li", None], "age": [1, 2]})
+    >>> told[0].rows
+    [2]
+    """
+    told: list[SkippedRows] = []
+    token = _told.set(told)
+    try:
+        yield told
+    finally:
+        _told.reset(token)
+
+
+def skip(fault: SkippedRows, stacklevel: int) -> None:
+    """Tell who listens that rows were skipped, or warn."""
+    told = _told.get()
+    if told is None:
+        warnings.warn(fault, stacklevel=stacklevel + 1)
+    else:
+        told.append(fault)
 
 
 class ChangedCells(UserWarning):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
-from qkv.database.faults import SkippedRows
+from qkv.database.faults import SkippedRows, skip
 from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
 
 Cells = dict[str, Any]
@@ -220,7 +219,7 @@ def keyed(columns: Cells, key: Sequence[str]) -> Cells:
     if skipped == size:
         raise ArgumentError(f"no row has a key: every cell is missing ({names})")
     told = f"{skipped:,} of {size:,} rows {'has' if skipped == 1 else 'have'} no key ({names})"
-    warnings.warn(f"{told}: skipped", SkippedRows, stacklevel=4)
+    skip(SkippedRows(f"{told}: skipped", (1 + np.flatnonzero(~present)).tolist()), stacklevel=4)
     kept = np.flatnonzero(present).tolist()
     return {
         name: to_numpy(column)[present] if is_array(column) else [column[i] for i in kept]

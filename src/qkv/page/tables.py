@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.answer import Answer
 from qkv.database import spelled
+from qkv.database.faults import SkippedRows, skipping
 from qkv.errors import ArgumentError, QkvError, unknown
 from qkv.page import bounds
 from qkv.told import jsonable
@@ -35,6 +36,9 @@ MOST = 200_000
 
 FIRST = 10
 """Rows that a page shows before anything is asked."""
+
+NAMED = 1000
+"""Skipped rows that are named by their numbers."""
 
 SHORT = ("rows", "version", "columns", "key", "value", "key_kind", "value_kind")
 
@@ -114,8 +118,9 @@ def upload(args: Args, known: Databases) -> dict[str, Any]:
         except (KeyError, TypeError, binascii.Error):
             raise ArgumentError("upload wants the file as base64") from None
     name = str(args["name"])
-    made = table(data, name, str(args["format"]), args.get("key"), args.get("value"))
-    return _kept(name, made, known)
+    with skipping() as skipped:
+        made = table(data, name, str(args["format"]), args.get("key"), args.get("value"))
+    return _kept(name, made, known, skipped)
 
 
 def columns(args: Args, known: Databases) -> dict[str, Any]:
@@ -126,17 +131,21 @@ def columns(args: Args, known: Databases) -> dict[str, Any]:
             f"{args['database']} has {len(source):,} rows, and at most {MOST:,} are encoded anew: "
             "import it with this key"
         )
-    made = source.by(args["key"], args.get("value"))
-    return _kept(str(args.get("name") or args["database"]), made, known)
+    with skipping() as skipped:
+        made = source.by(args["key"], args.get("value"))
+    return _kept(str(args.get("name") or args["database"]), made, known, skipped)
 
 
-def _kept(name: str, made: Database, known: Databases) -> dict[str, Any]:
+def _kept(
+    name: str, made: Database, known: Databases, skipped: list[SkippedRows]
+) -> dict[str, Any]:
     try:
         known[name] = made
     except BaseException:
         made.close()
         raise
-    return about(name, made)
+    told = [{"why": str(one), "rows": one.rows[:NAMED]} for one in skipped]
+    return {**about(name, made), "skipped": told}
 
 
 def table(data: bytes, name: str, form: str, key: Any = None, value: Any = None) -> Database:

@@ -15,7 +15,7 @@ from qkv.page.file import module
 from qkv.page.pack import pack
 from qkv.page.views import views
 from qkv.serve import limits
-from qkv.serve.bodies import SHORT, TEXT, record
+from qkv.serve.bodies import COUNT, SHORT, TEXT, record
 from qkv.serve.route import Given, Refused, Route
 from qkv.serve.shelf import NAME, Shelf, options
 
@@ -162,6 +162,11 @@ FILE = ("text/csv", "text/tab-separated-values", "application/octet-stream")
 NAMED = {"type": "string", "pattern": NAME}
 PICKED = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 64}
 CALLED = record("Called", {"result": {}, "buffers": {"type": "array", "items": TEXT}})
+SKIPPED = {
+    "type": "array",
+    "items": record("Skipped", {"why": TEXT, "rows": {"type": "array", "items": COUNT}}),
+    "description": "Rows that were left out, by their numbers in the file: the first is 1.",
+}
 ROUTES: list[Route] = [
     Route("GET", "/", index, "The page.", TEXT, right=None, media="text/html"),
     Route("GET", "/page/qkv.js", script, "Its module.", TEXT, right=None, media="text/javascript"),
@@ -212,7 +217,7 @@ ROUTES: list[Route] = [
         "/v1/databases",
         upload,
         "Read a file's rows into memory, to be asked until the server ends.",
-        record("Uploaded", SHORT),
+        record("Uploaded", SHORT | {"skipped": SKIPPED}),
         right="upload",
         raw=FILE,
         most=limits.UPLOAD,
