@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, jsonable, short
@@ -206,7 +206,7 @@ class Answer(Shown):
         >>> [row.key for row in answer.above(0.3)]
         [1.0, 2.0]
         """
-        if not 0 < weight <= 1:
+        if not fraction("above: weight", weight) > 0:
             raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
         return self._above(weight)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database.faults import Unwritable
+from qkv.database.faults import UnknownVersion, Unwritable
 from qkv.database.reading import AbsentKey
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 
 TEXT = qkv.Database({"a": 1.0, "b": 2.0})
 NUMBERS = qkv.Database({1: 1.0, 2: 2.0})
@@ -90,3 +90,51 @@ def test_arrays_of_text_dates_and_objects_are_cells():
 def test_paths_that_are_none(path, error, says):
     with pytest.raises(error, match=says):
         qkv.open(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: TEXT.at(None), DtypeError, "^at: version must be a whole number"),
+        (lambda: TEXT.at("1"), DtypeError, "^at: version must be a whole number.*'1'"),
+        (lambda: TEXT.at(10**30), UnknownVersion, "does not exist: the newest is 1"),
+        (lambda: qkv.Database(key=None), DtypeError, "^key must be the name of a column"),
+        (lambda: qkv.Database(value=5), DtypeError, "^value must be the name of a column.*5"),
+        (lambda: qkv.Database({"a": 1}, key=[["a"]]), DtypeError, "^key must be the name"),
+        (lambda: TEXT.by(key=b"x"), DtypeError, "^key must be the name of a column"),
+        (lambda: TEXT.calibrate(None), DtypeError, "^calibrate: pairs must be a list"),
+        (lambda: TEXT.valuate(5), DtypeError, "^valuate: pairs must be a list.*int"),
+        (lambda: TEXT.learn(None), DtypeError, "^learn: pairs must be a list.*NoneType"),
+        (lambda: TEXT.calibrate([], None), DtypeError, "^calibrate: coverage must be a number"),
+        (lambda: TEXT.calibrate([], 2), ArgumentError, "^calibrate: coverage must lie between"),
+        (lambda: TEXT.extend(None), DtypeError, "^rows must be a list of mappings.*NoneType"),
+        (lambda: TEXT.extend({"key": "c"}), DtypeError, "a mapping of columns, not str"),
+        (lambda: TEXT.add(["c"], np.array(3.0)), DtypeError, "^values must be as many"),
+        (lambda: TEXT.ask("a").above("x"), DtypeError, "^above: weight must be a number.*'x'"),
+        (lambda: TEXT.rows(count="2"), ArgumentError, "^count must be a number of rows"),
+        (lambda: TEXT.rows(count=""), ArgumentError, "^count must be a number of rows"),
+        (lambda: qkv.Database.from_columns("ab"), DtypeError, "^columns must be a mapping.*str"),
+        (lambda: qkv.Database.from_columns(5), DtypeError, "^columns must be a mapping.*int"),
+        (lambda: qkv.Database.from_source("x.csv", missing=5), DtypeError, "^missing must be"),
+        (lambda: TEXT[np.array(["a"])], AbsentKey, "no row has the key"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
+    path = tmp_path / "a.qkv"
+    for _ in range(2):  # made, and opened again
+        with qkv.open(path, key="name", value="major", unique=False) as D:
+            D.extend([{"name": "Ann", "major": "art"}])
+    for how, says in (
+        ({"key": "title"}, "^key: .*a.qkv has name, not title: .*by\\("),
+        ({"value": ["major", "year"]}, "^value: .*a.qkv has major, not major, year"),
+        ({"unique": True}, "^unique: the keys of .*a.qkv may repeat"),
+    ):
+        with pytest.raises(CombinationError, match=says):
+            qkv.open(path, **how)
+    with qkv.open(path) as D, qkv.open(path, value=None) as same:
+        assert len(D) == len(same) == 2

@@ -229,6 +229,8 @@ def digest(key: Any) -> bytes:
     if key is None:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
+        if to_numpy(key).dtype.kind not in "biuf":
+            raise DtypeError(f"a key must be a vector of numbers, not {shown(key)}")
         row = np.ascontiguousarray(to_numpy(key), dtype="<f8") + 0.0
         if np.isnan(row).any():
             raise ArgumentError(_NAN)

@@ -8,7 +8,7 @@ right row as often as was promised, whatever the weights mean, if questions are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,9 +17,9 @@ import numpy as np
 from qkv import scores, weightings
 from qkv.database import cells, spelled
 from qkv.database.ask import Asked
-from qkv.database.queries import questions
+from qkv.database.queries import listed, questions
 from qkv.database.view import View
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction
 
 UNCALIBRATED = "it was not calibrated: D.calibrate(pairs) first"
 
@@ -105,14 +105,15 @@ def kept(view: View, score: Any, weighting: Any) -> Promise | str:
 
 
 def calibrate(
-    view: View, pairs: Sequence[Any], coverage: float, score: Any, weighting: Any
+    view: View, pairs: Iterable[Any], coverage: float, score: Any, weighting: Any
 ) -> Promise:
     """The promise that these (query, right key) pairs allow.
 
     A quarter of them (every fourth) says below which score of the best row a question is foreign,
     the rest how much the right row weighs.
     """
-    if isinstance(coverage, bool | str) or not 0 < coverage < 1:
+    pairs = listed(pairs, "calibrate", "right key")
+    if not 0 < fraction("calibrate: coverage", coverage) < 1:
         raise ArgumentError(f"calibrate: coverage must lie between 0 and 1, not {coverage!r}")
     doubt, told, how = 1 - coverage, _told(score, weighting), weightings.resolve(weighting)
     if not how.convex:

@@ -13,7 +13,7 @@ from qkv.database.reading import NOTHING
 from qkv.database.schema import Cells, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.frames import library_of
 from qkv.types import K, Progress, Shaped, V
 
@@ -110,6 +110,8 @@ class Database(Writing[K, V]):
         >>> D["Bo"]
         'law'
         """
+        if not isinstance(columns, Mapping):
+            raise DtypeError(f"columns must be a mapping of them, not {type(columns).__name__}")
         if not columns:
             raise ArgumentError("columns: there are none; a database needs a key and a value")
         told = [str(name) for name in columns]
@@ -117,7 +119,7 @@ class Database(Writing[K, V]):
             raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
         columns = dict(zip(told, columns.values(), strict=True))
         keys = names(key) if key is not None else (_first_text(columns),)
-        values = names(value) if value is not None else others(columns, keys)
+        values = names(value, "value") if value is not None else others(columns, keys)
         wish = {"key": keys, "value": values, "unique": unique, "precision": precision}
         path = None if path is None else folder.named(path)
         if path is None or os.path.lexists(path):
@@ -219,7 +221,7 @@ class Database(Writing[K, V]):
         view, alpha = self._filled(), weightings.resolve(weighting)
         near, sure = nearness(tolerance, confidence)
         how = (1, near, "", self._library, sure)
-        return valuate(self._asked(view, view.score(score), alpha, where, *how), list(pairs))
+        return valuate(self._asked(view, view.score(score), alpha, where, *how), pairs)
 
 
 def open(
@@ -235,8 +237,9 @@ def open(
 ) -> Database:
     """The database in the folder `path`, made empty where there is none unless `create=False`.
 
-    `key`, `value`, `encoder`, `unique` and `precision` are for a new one; its first rows fix them.
-    Close it, or use it in a `with`.
+    `key`, `value`, `encoder`, `unique` and `precision` are for a new one; its first rows fix them,
+    and another key or value, or `unique` where keys may repeat, is refused from then on. Close it,
+    or use it in a `with`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +256,33 @@ def open(
         )
     store = Store(path, create=create, skip_damaged=skip_damaged)
     wish = {"key": key, "value": value, "unique": unique, "precision": precision}
-    return Database._on(store, encoder=encoder, **wish)
+    made = Database._on(store, encoder=encoder, **wish)
+    if (key, value, unique) != ("key", "value", False):
+        try:
+            _agrees(made, key, value, unique)
+        except BaseException:
+            made.close()
+            raise
+    return made
+
+
+def _agrees(made: Database, key: Any, value: Any, unique: bool) -> None:
+    """Refuse what was asked for where the rows that are there were made otherwise."""
+    about = made.info()
+    given = {"key": "key" if key == "key" else names(key)}
+    given["value"] = "value" if value in (None, "value") else names(value, "value")
+    for what, name in given.items():
+        have = about[what]  # type: ignore[literal-required]
+        if have and name != what and list(name) != have:
+            raise CombinationError(
+                f"{what}: {made.path} has {', '.join(have)}, not {', '.join(name)}: open it "
+                f"without {what}=, and by(key=…, value=…) is the same rows by other columns"
+            )
+    if unique and about["key"] and not about["unique"]:
+        raise CombinationError(
+            f"unique: the keys of {made.path} may repeat, as its first rows were told: open it "
+            "without unique=, and copy it into a new one"
+        )
 
 
 def _first_text(columns: Cells) -> str:

@@ -7,7 +7,7 @@ weight are left out one after the other, and the rest is asked again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from qkv.answer import Row
 from qkv.database.ask import Asked, mark, one
-from qkv.database.queries import questions
+from qkv.database.queries import listed, questions
 from qkv.database.schema import plain
 from qkv.database.view import CHUNK
 from qkv.errors import DtypeError
@@ -59,8 +59,9 @@ def influence(asked: Asked, query: Any, alpha: np.ndarray, value: Any) -> Any:
     return found if asked.view.schema.value_kind == "vector" else found[:, 0]
 
 
-def valuate(asked: Asked, pairs: Sequence[Any]) -> Valuation:
+def valuate(asked: Asked, pairs: Iterable[Any]) -> Valuation:
     """What each row does for the answers to these (query, right value) pairs."""
+    pairs = listed(pairs, "valuate", "right value")
     queries, right = questions(asked.view, pairs, "valuate", "right value")
     measure, loss = (_pooled if asked.view.schema.pools else _shares)(asked, right)
     worth, weight, total, done = np.zeros(asked.asked), np.zeros(asked.asked), 0.0, 0

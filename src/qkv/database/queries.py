@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -91,6 +91,14 @@ def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | Non
     if confidence is not None and tolerance is None:
         raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
     return tolerance or None, confidence
+
+
+def listed(pairs: Any, what: str, right: str) -> list[Any]:
+    """The pairs of an iterable of them."""
+    if not isinstance(pairs, Iterable):
+        told = f"(query, {right}) pairs, not {type(pairs).__name__}"
+        raise DtypeError(f"{what}: pairs must be a list of {told}")
+    return list(pairs)
 
 
 def questions(view: View, pairs: Sequence[Any], what: str, right: str) -> tuple[Any, list[Any]]:

@@ -17,7 +17,7 @@ from qkv.database.queries import Asking, How, as_queries, differentiable, nearne
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError, QkvError, printable
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
 from qkv.log import listener
 from qkv.types import A, Array, K, Shaped, T, V
 
@@ -87,7 +87,7 @@ class Reading(Generic[K, V]):
     ):
         self._store, self._pin = store, pin
         self._precision = codes.checked(precision)
-        self._wish = (names(key), None if value is None else names(value), unique)
+        self._wish = (names(key), None if value is None else names(value, "value"), unique)
         self._encoder_wish: Encoder | None = None
         if encoder is not None:
             from qkv.database import encoders
@@ -177,7 +177,7 @@ class Reading(Generic[K, V]):
         >>> list(D.rows(where="value > 30", start=1))
         [{'key': 'Hu', 'value': 41}]
         """
-        for name, number in (("start", start), ("count", count or 0)):
+        for name, number in (("start", start), ("count", 0 if count is None else count)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ArgumentError(f"{name} must be a number of rows, not {number!r}")
         view = self._view
@@ -376,7 +376,11 @@ class Reading(Generic[K, V]):
 
     def at(self, version: int) -> Self:
         """The database as it was at a version, to be read."""
-        past = type(self)._on(self._store, pin=version)
+        if isinstance(version, bool) or not isinstance(version, int | np.integer):
+            raise DtypeError(
+                f"at: version must be a whole number, as in versions(), not {version!r}"
+            )
+        past = type(self)._on(self._store, pin=int(version))
         assert past._view.snapshot.version == version
         past._library = self._library
         return past

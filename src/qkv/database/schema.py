@@ -270,6 +270,8 @@ def length(columns: Cells) -> int:
 
 def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
     """Rows with named cells as columns; a cell that a row does not name is None."""
+    if not isinstance(rows, Iterable):
+        raise DtypeError(f"rows must be a list of mappings, not {type(rows).__name__}")
     rows = list(rows)
     for row in rows:
         if not isinstance(row, Mapping):
@@ -286,9 +288,13 @@ def _example(column: Any, wish: str) -> str:
     return f"{cells.shown(wrong)} ({cells.kind(wrong)})"
 
 
-def names(wish: str | Sequence[str]) -> tuple[str, ...]:
+def names(wish: str | Sequence[str], what: str = "key") -> tuple[str, ...]:
     """One name of a column or several, as a tuple."""
-    found = (wish,) if isinstance(wish, str) else tuple(wish)
+    found = (
+        (wish,) if isinstance(wish, str) else tuple(wish) if isinstance(wish, Iterable) else None
+    )
+    if found is None or not all(isinstance(name, str) for name in found):
+        raise DtypeError(f"{what} must be the name of a column, or several, not {wish!r}")
     if not found:
-        raise ArgumentError("name at least one column")
+        raise ArgumentError(f"{what}: name at least one column")
     return found

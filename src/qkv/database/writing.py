@@ -14,6 +14,7 @@ from qkv.database import cells, encoding
 from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
+from qkv.database.queries import listed
 from qkv.database.reading import NOTHING, AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
@@ -48,7 +49,9 @@ class Writing(Leaving, Reading[K, V]):
         many = self._many(keys)
         if not many:
             keys, values = [keys], [values]
-        elif isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        elif isinstance(values, str | bytes) or not getattr(
+            values, "shape", hasattr(values, "__len__")
+        ):
             raise DtypeError(f"values must be as many as the keys, not one {type(values).__name__}")
         keys = keys if is_array(keys) else list(keys)
         values = values if is_array(values) else list(values)
@@ -323,7 +326,7 @@ class Writing(Leaving, Reading[K, V]):
 
         self._writable()
         view = self._filled()
-        keys, pairs = view.all_keys(), list(pairs)
+        keys, pairs = view.all_keys(), listed(pairs, "learn", "right key")
         if view.schema.key_kind == "vector":
             pairs = [_as_kept(view, keys, pair) for pair in pairs]
         learned, report = learn(view.encoder, keys, pairs, progress=progress, **how)
@@ -356,7 +359,7 @@ class Writing(Leaving, Reading[K, V]):
 
         with self._alone():
             view = self._filled()
-            found = conformal.calibrate(view, list(pairs), coverage, score, weighting)
+            found = conformal.calibrate(view, pairs, coverage, score, weighting)
             told = view.settings | {"promise": found.to_dict()}
             self._store.commit(settings=told, what="calibrate")
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -138,7 +138,11 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequenc
 def _words(missing: Sequence[str] | None) -> Sequence[str]:
     if missing is None:
         return MISSING
-    if isinstance(missing, str) or not all(isinstance(word, str) for word in missing):
+    if (
+        not isinstance(missing, Iterable)
+        or isinstance(missing, str)
+        or not all(isinstance(word, str) for word in missing)
+    ):
         raise DtypeError(f"missing must be a list of words, such as ['NA', '-'], not {missing!r}")
     return missing
 

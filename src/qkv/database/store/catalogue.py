@@ -237,7 +237,7 @@ class Catalogue:
 
     def edition(self, version: int) -> Edition | None:
         """A version, where there is one."""
-        found = self.versions("WHERE number = ?", version)
+        found = self.versions("WHERE number = ?", version) if abs(version) < 2**63 else []
         return Edition.of(found[0]) if found else None
 
     def newest(self) -> Edition:
