@@ -10,7 +10,7 @@ import pytest
 
 import qkv
 from qkv import scores
-from qkv.database import cells, codes
+from qkv.database import cells, codes, encoding
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
 from qkv.database.faults import DuplicateKey
 from qkv.database.schema import Schema
@@ -67,6 +67,20 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
     how = {} if score is None else {"score": score}
     np.testing.assert_allclose(D.ask(query, **how).weights, alpha[0], rtol=2e-4, atol=1e-7)
     np.testing.assert_allclose(D.attend(query, **how), value, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wish", ["text", "exact"])
+def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
+    encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
+    how = encoding.Kept(rounded=True)
+    want = encoding.tensors(encoder, keys, how, 0)
+    monkeypatch.setattr(encoding, "ENCODED", 7)
+    made = encoding.encoded(encoder, keys, how, 0, lambda *at: told.append(at))
+    assert made.keys() == want.keys() and told == sorted(told) and told[-1] == (540, 540)
+    for name, tensor in want.items():
+        parts = [(x.flat, x.starts) if name == "sparse" else (x,) for x in (tensor, made[name])]
+        for one, other in zip(*parts, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_a_store_of_format_1_is_read_and_takes_rows_as_it_is(tmp_path, monkeypatch):

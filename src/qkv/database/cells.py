@@ -260,7 +260,7 @@ def vector_digest(key: Any) -> bytes:
     1
     """
     if _LITTLE and key.dtype == np.float32 and type(key) is np.ndarray:
-        return sha256(key + _ZERO).digest()[:DIGEST]
+        return sha256((key + _ZERO).data).digest()[:DIGEST]
     return vector_digests(to_numpy(key)[None])[0]
 
 

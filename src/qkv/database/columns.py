@@ -87,10 +87,14 @@ def coded(column: Sequence[Any]) -> Column:
             numbers[absent] = 0
             return Column(np.where(absent, MISSING, NUMBER).astype(np.uint8), numbers.view("u8"))
     if types <= _TEXT:
-        distinct = list(set(column) - {None})
+        distinct: Sequence[str] = list(set(column) - {None})
+        if 2 * len(distinct) > len(column) and type(None) not in types:
+            distinct = column  # which is sooner done than to look up what came before
         hashes = [blake2b(x, digest_size=8).digest() for x in cells.all_utf8(distinct)]
-        known = dict(zip(distinct, np.frombuffer(b"".join(hashes), "<u8").tolist(), strict=True))
-        codes = np.fromiter(map(known.get, column, repeat(0)), np.uint64, len(column))
+        codes = np.frombuffer(b"".join(hashes), "<u8")
+        if distinct is not column:
+            known = dict(zip(distinct, codes.tolist(), strict=True))
+            codes = np.fromiter(map(known.get, column, repeat(0)), np.uint64, len(column))
         kinds = np.full(len(column), TEXT, np.uint8)
         if type(None) in types:
             kinds[[x is None for x in column]] = MISSING

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from qkv.arrays import threads
 from qkv.arrays.ragged import Ragged, Wide, joined, places
 from qkv.arrays.rows import Stored
 from qkv.database import codes
@@ -43,11 +44,18 @@ def encoded(
     what `codes` puts beside."""
     if len(keys) <= ENCODED or not (how.rounded or progress):
         return tensors(encoder, keys, how, first)
-    out = []
-    for start in range(0, len(keys), ENCODED):
-        out.append(tensors(encoder, keys[start : start + ENCODED], how, first + start))
+
+    def some(start: int) -> dict[str, Any]:
+        return tensors(encoder, keys[start : start + ENCODED], how, first + start)
+
+    starts = range(0, len(keys), ENCODED)
+    out: list[dict[str, Any]] = []
+    many = 2 * threads.CORES if encoder.parallel else 1
+    for at in range(0, len(starts), many):
+        few = starts[at : at + many]
+        out += threads.each(some, few) if encoder.parallel else map(some, few)
         if progress is not None:
-            progress(min(start + ENCODED, len(keys)), len(keys))
+            progress(min(few[-1] + ENCODED, len(keys)), len(keys))
     parts = {name: [part[name] for part in out] for name in out[0]}
     return {n: joined(x) if n == "sparse" else np.concatenate(x) for n, x in parts.items()}
 

@@ -40,6 +40,9 @@ class Encoder(ABC):
     itself: ClassVar[bool] = False
     """Whether the keys are vectors, and these are they."""
 
+    parallel: bool = False
+    """Whether several threads may encode with it at once, and gain by that."""
+
     @property
     def begins(self) -> int:
         """Keys from which `fit` learns anything; with fewer it waits for so many."""
@@ -94,10 +97,11 @@ class Encoder(ABC):
         what many heads share takes its place. It is 0 for the query None, which asks nothing.
         """
         asked = [i for i, key in enumerate(keys) if key is not None] if query else range(len(keys))
+        if len(asked) == len(keys) > 0:
+            return self._head(keys, query)
         out = np.zeros((len(keys), self.head_width), np.float32)
         if len(asked):
-            some = keys if len(asked) == len(keys) else [keys[i] for i in asked]
-            out[np.asarray(asked)] = self._head(some, query)
+            out[np.asarray(asked)] = self._head([keys[i] for i in asked], query)
         return out
 
     def head_sparse(self, keys: Sequence[Any], query: bool = False) -> Ragged | None:

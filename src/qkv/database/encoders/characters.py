@@ -53,6 +53,7 @@ class Characters(Encoder):
     table: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "characters"
     rounds = True
+    parallel = True
     cosine: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

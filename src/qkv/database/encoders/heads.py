@@ -71,6 +71,10 @@ class Heads(Encoder):
         return all(head.rounds for head in self.heads)
 
     @property
+    def parallel(self) -> bool:  # type: ignore[override]
+        return all(head.parallel for head in self.heads)
+
+    @property
     def begins(self) -> int:
         return max(int(head.begins) for head in self.heads)
 

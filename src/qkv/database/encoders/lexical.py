@@ -54,6 +54,7 @@ class Lexical(Encoder):
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
     rounds = True
+    parallel = True
 
     def __post_init__(self) -> None:
         whole = self.width, self.rows

@@ -48,6 +48,7 @@ class Words(Encoder):
     lower: bool = True
     kind: ClassVar[str] = "words"
     rounds = True
+    parallel = True
     cosine: ClassVar[bool] = True
 
     @property
