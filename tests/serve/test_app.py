@@ -16,8 +16,9 @@ from qkv.database.faults import Damaged, Locked, Unreadable, Unwritable
 from qkv.errors import ArgumentError
 from qkv.serve import api, bodies, limits, wire
 from qkv.serve.answers import refused_by
-from qkv.serve.app import _parsed
+from qkv.serve.app import _parsed, app
 from qkv.serve.shelf import Shelf, opened
+from tests.serve.conftest import LOCAL
 
 ASK = "/v1/databases/books/ask"
 JSON = {"content-type": "application/json"}
@@ -237,6 +238,32 @@ def test_a_damaged_file_is_told(client: TestClient, shelf: Shelf, monkeypatch: A
     monkeypatch.setattr(shelf.databases["grades"].database, "ask", broken, raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     assert answer.status_code == 500 and "cut short" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_gone_is_not_read_on(tmp_path: Path, replaced: bool) -> None:
+    """Though the files are open still; the other databases are served as before."""
+    for name in ("gone", "here"):
+        with qkv.open(tmp_path / f"{name}.qkv", encoder="characters") as database:
+            database.add("Li", "Mu")
+    shelf = opened([tmp_path / "gone.qkv", tmp_path / "here.qkv"])
+    with TestClient(app(shelf), base_url=LOCAL) as client:
+        path, ask = "/v1/databases/gone", {"query": "Li"}
+        assert client.get(f"{path}/rows/Li").json()["value"] == "Mu"
+        (tmp_path / "gone.qkv").rename(tmp_path / "elsewhere.qkv")
+        if replaced:
+            with qkv.open(tmp_path / "gone.qkv") as database:
+                database.add("Li", "another")
+        page = {"database": "gone", "query": "Li"}
+        for answer in (
+            client.get(f"{path}/rows/Li"),
+            client.post(f"{path}/ask", json=ask),
+            client.post("/page/call/ask", json=page),
+            client.get("/v2/models/gone/ready"),
+        ):
+            assert answer.status_code == 503 and "removed or replaced" in answer.json()["error"]
+        assert client.post("/v1/databases/here/ask", json=ask).json()["value"] == "Mu"
+        assert client.post("/page/call/views", json={}).status_code == 200
 
 
 def test_what_cannot_be_served_is_refused_at_the_start(tmp_path: Path) -> None:

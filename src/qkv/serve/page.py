@@ -112,6 +112,8 @@ def _answered(name: str, shelf: Shelf, args: dict[str, Any]) -> Any:
     try:
         if isinstance(args.get("weighting"), str):
             options({"weighting": args["weighting"]})
+        if args.get("database") in shelf.databases:
+            shelf.find(args["database"])
         return calls.call(name, args, Databases(shelf))
     except QkvError:
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -54,11 +55,19 @@ class Kept:
         self.batches = Batches(self._answers, metrics.batch(name))
         self.writing = ThreadPoolExecutor(1, "qkv-write")
         self._about: About | None = None
+        self._opened = _stat(database.path) if self.durable else None
         self.about()
 
     @property
     def durable(self) -> bool:
         return self.database.path is not None and not self.uploaded
+
+    def there(self) -> bool:
+        """Whether its folder is the one that was opened: a file that was removed is read on."""
+        if self._opened is None:
+            return True
+        now = _stat(self.database.path)
+        return now is not None and os.path.samestat(now, self._opened)
 
     def at(self, version: int | None) -> Database:
         return self.database if version is None else self.database.at(version)
@@ -134,6 +143,13 @@ class Kept:
         self.batches.close()
         self.writing.shutdown(wait=True)
         self.database.close()
+
+
+def _stat(path: Path | None) -> os.stat_result | None:
+    try:
+        return None if path is None else os.stat(path)
+    except OSError:
+        return None
 
 
 def few(queries: int) -> int:
@@ -219,6 +235,9 @@ class Shelf:
         if kept is None:
             known = ", ".join(self.databases) or "none"
             raise Refused(404, f"no database is called {name[:64]!r} here; there are: {known}")
+        if not kept.there():
+            told = f"{name} was removed or replaced since it was opened: start the server anew"
+            raise Refused(503, told)
         return kept
 
     async def work(self, call: Callable[..., Any], *given: Any) -> Any:
