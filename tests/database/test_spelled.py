@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkv import scores, weightings
 from qkv.database import spelled
 from qkv.errors import ArgumentError
 
@@ -54,3 +55,38 @@ class TestSpelled:
         np.testing.assert_array_equal(spelled.cell([0.5, -1], np.zeros(2)), [0.5, -1])
         with pytest.raises(ArgumentError, match="must be 2 numbers"):
             spelled.cell([1, 2, 3], np.zeros(2))
+
+
+ROUND = [
+    (scores.NAMES, scores.ScaledDot(2.0, softcap=30.0), "scaled_dot:2.0,softcap=30.0"),
+    (scores.NAMES, scores.ScaledDot(softcap=3.0), "scaled_dot:softcap=3.0"),
+    (scores.NAMES, scores.Cosine(0.1), "cosine:0.1"),
+    (weightings.NAMES, weightings.Normalized("uniform"), "normalized:uniform"),
+    (weightings.NAMES, weightings.Normalized(), "normalized"),
+    (weightings.NAMES, weightings.Hard(straight_through=True), "hard:True"),
+    (weightings.NAMES, weightings.Entmax(1.3), "entmax15:1.3"),
+]
+
+
+@pytest.mark.parametrize(("names", "thing", "text"), ROUND)
+def test_every_parameter_goes_through_text(names: Any, thing: Any, text: str) -> None:
+    read = spelled.score if names is scores.NAMES else spelled.weighting
+    assert spelled.of(thing, names) == text and read(text) == thing
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "says"),
+    [
+        (spelled.weighting, "normalized:nowhere", "on_empty"),
+        (spelled.weighting, "normalized:", "takes a word, not ''"),
+        (spelled.weighting, "hard:3", "takes true or false, not '3'"),
+        (spelled.weighting, "sparsemax:3", "takes no number"),
+        (spelled.weighting, "topk:2,3", "takes a number, not '2,3'"),
+        (spelled.score, "scaled_dot:cap=3", "takes a number, or scale=…, softcap=…, not 'cap=3'"),
+        (spelled.score, "scaled_dot:1,softcap=x", "takes a number"),
+        (spelled.score, "gaussian:bandwidth=", "takes a number"),
+    ],
+)
+def test_a_parameter_that_is_none_is_refused(read: Any, text: str, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        read(text)

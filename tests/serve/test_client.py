@@ -107,6 +107,7 @@ ASKED: list[tuple[str, Any, dict[str, Any]]] = [
     ("keyed", RNG.standard_normal(4).tolist(), {"score": scores.Gaussian(0.5)}),
     ("vectors", 3.5, {"score": scores.Gaussian(0.7), "weighting": weightings.Softmax(2.0)}),
     ("gpa", 3.4, {"where": "value < 90"}),
+    ("gpa", 9.0, {"score": scores.Boxcar(0.5), "weighting": weightings.Normalized("nearest")}),
     ("gpa", 4.0, {}),
     ("places", ("Hu", 2), {}),
     ("odd", "a", {}),

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import inspect
+
     from qkv.names import Names
 
 
@@ -134,10 +136,12 @@ def _date(text: str, example: datetime.date | datetime.time, what: str) -> Any:
 
 
 def score(text: str | None) -> Any:
-    """A score by name, with its number if one follows.
+    """A score by name, with its number if one follows, or its parameters by their names.
 
     >>> score("gaussian:0.5"), score("cosine")
     (Gaussian(bandwidth=0.5), Cosine(temperature=1.0))
+    >>> score("scaled_dot:2,softcap=30")
+    ScaledDot(scale=2, softcap=30)
     """
     from qkv import scores
 
@@ -145,10 +149,12 @@ def score(text: str | None) -> Any:
 
 
 def weighting(text: str) -> Any:
-    """A weighting by name, with its number if one follows.
+    """A weighting by name, with its number or word if one follows.
 
     >>> weighting("topk:3"), weighting("entmax:1.3"), weighting("hard")
     (TopK(k=3), Entmax(alpha=1.3), Hard(straight_through=False))
+    >>> weighting("normalized:nearest")
+    Normalized(on_empty='nearest')
     """
     from qkv import weightings
 
@@ -159,17 +165,43 @@ def weighting(text: str) -> Any:
 
 def _named(text: str, names: Names[Any]) -> Any:
     name, colon, rest = text.partition(":")
-    takes = [p for p in names.parameters(name) if p.annotation not in ("bool", bool)]
-    needs = names.needs(name)
+    takes, needs = names.parameters(name), names.needs(name)
     if not colon and len(needs) == 1 and re.search("int|float", str(takes[0].annotation)):
         raise ArgumentError(f"{names.what} {name} needs a number: {name}:3")
     if not colon or len(needs) > 1:
         return names.build(name)
-    given = number(rest)
-    if not takes or given is None:
-        wish = "takes no number" if not takes else f"takes a number, not {rest!r}"
-        raise ArgumentError(f"{names.what} {name} {wish}")
-    return names.find(name)(given)
+    given: dict[str, Any] = {}
+    for place, part in enumerate(rest.split(",")):
+        word, equals, told = (x.strip() for x in part.rpartition("="))
+        named = [p for p in takes if p.name == word] if equals else takes[place : place + 1]
+        parameter = named[0] if named else None
+        found = None if parameter is None else _read(told, _kind(parameter))
+        if parameter is None or found is None:
+            wish = "takes no number" if not takes else f"takes {_taken(takes)}, not {rest!r}"
+            raise ArgumentError(f"{names.what} {name} {wish}")
+        given[parameter.name] = found
+    return names.find(name)(**given)
+
+
+def _kind(parameter: inspect.Parameter) -> str:
+    given = parameter.annotation
+    return given if isinstance(given, str) else getattr(given, "__name__", str(given))
+
+
+def _read(text: str, kind: str) -> Any:
+    """What a parameter is given, as its kind is; None where it cannot be."""
+    if kind == "bool":
+        return {"true": True, "false": False}.get(text.lower())
+    return text or None if kind == "str" else number(text)
+
+
+def _taken(parameters: list[inspect.Parameter]) -> str:
+    """What may follow a name, in a few words."""
+    kinds = {"str": "a word", "bool": "true or false"}
+    told = [kinds.get(_kind(p), "a number") for p in parameters]
+    if len(told) == 1:
+        return told[0]
+    return f"{told[0]}, or {', '.join(f'{p.name}=…' for p in parameters)}"
 
 
 def of(thing: Any, names: Names[Any]) -> str:
@@ -178,6 +210,8 @@ def of(thing: Any, names: Names[Any]) -> str:
     >>> from qkv import scores, weightings
     >>> of(scores.Gaussian(0.5), scores.NAMES), of(weightings.TopK(3), weightings.NAMES)
     ('gaussian:0.5', 'topk:3')
+    >>> of(weightings.Hard(straight_through=True), weightings.NAMES)
+    'hard:True'
     """
     if isinstance(thing, str):
         return thing
@@ -185,10 +219,13 @@ def of(thing: Any, names: Names[Any]) -> str:
     if name is None:
         told = type(thing).__name__
         raise ArgumentError(f"{names.what}: {told} has no name: give it as text, as in 'name:0.5'")
-    numbers = [p for p in names.parameters(name) if p.annotation not in ("bool", bool)]
-    text, first = name, getattr(thing, numbers[0].name) if numbers else None
-    if isinstance(first, int | float) and first != numbers[0].default:
-        text = f"{name}:{first!r}"
+    parts = []
+    for place, parameter in enumerate(names.parameters(name)):
+        given = getattr(thing, parameter.name, None)
+        if isinstance(given, str | int | float) and given != parameter.default:
+            told = given if isinstance(given, str) else repr(given)
+            parts.append(f"{parameter.name}={told}" if place else told)
+    text = f"{name}:{','.join(parts)}" if parts else name
     if repr(_named(text, names)) != repr(thing):
         raise ArgumentError(f"{names.what}: {thing!r} cannot be written as text, as in 'name:0.5'")
     return text
