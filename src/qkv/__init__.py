@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.attention import attend, explain, warm, weights
     from qkv.database import Database, open
+    from qkv.database.faults import SkippedRows
     from qkv.errors import QkvError
     from qkv.page import show
     from qkv.sdpa import scaled_dot_product_attention
@@ -27,6 +28,7 @@ __all__ = [
     "Client",
     "Database",
     "QkvError",
+    "SkippedRows",
     "attend",
     "cluster",
     "database",
@@ -49,6 +51,7 @@ _HOMES = {
     "Client": "serve.client",
     "Database": "database",
     "QkvError": "errors",
+    "SkippedRows": "database.faults",
     "open": "database",
     "attend": "attention",
     "explain": "attention",

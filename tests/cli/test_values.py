@@ -10,5 +10,8 @@ class TestValues:
         for text in ("a == 1", "a <= 1", "a >= 1", "a != 1", "'x=y' in a"):
             assert values.where([text]) == text
         assert values.where(["a=it's"]) == '`a` == "it\'s"'
+        assert values.where(["a='Tis Pity"]) == '`a` == "\'Tis Pity"'
+        assert values.where(['a="Li']) == "`a` == '\"Li'"
+        assert values.where(["a='Li' and b > 1"]) == "`a` == 'Li' and b > 1"
         assert values.where(["first name=Li"]) == "`first name` == 'Li'"
         assert values.where(None) is None

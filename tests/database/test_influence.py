@@ -177,6 +177,8 @@ def test_what_it_refuses() -> None:
         D.valuate([(QUERY, "red")])
     with pytest.raises(DtypeError, match=r"right value must be text.* not 3"):
         qkv.Database(KEYS, ["red"] * len(KEYS)).valuate([(QUERY, 3)])
+    with pytest.raises(ArgumentError, match="no row has the value 'green', so no answer"):
+        qkv.Database(KEYS, ["red"] * len(KEYS)).valuate([(QUERY, "red"), (QUERY, "green")])
     answer = D.ask(QUERY, where="value < 0")
     for row in ("Emma", 1.5, True):
         with pytest.raises(DtypeError, match=r"one of answer\.rows"):

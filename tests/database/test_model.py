@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 import qkv
 from qkv.database import AbsentKey, check
 from qkv.database.encoders import Characters
+from qkv.errors import ArgumentError
 
 keys = st.sampled_from(["", "a", "b", "ab", "Ä", "a b", "\x00", "🦊"])
 values = st.one_of(st.none(), st.integers(-5, 5), st.text(max_size=3), st.lists(st.booleans()))
@@ -101,6 +102,10 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.pairs)
     @rule(query=keys)
     def ask(self, query):
+        if query == "" and query not in self.D:
+            with pytest.raises(ArgumentError, match="query 0 is empty"):
+                self.D.ask(query)
+            return
         answer = self.D.ask(query, weighting="average", top=100)
         assert [(row.key, row.value) for row in answer.rows] == self.pairs
         assert answer.weights.sum() == pytest.approx(1)

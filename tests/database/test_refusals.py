@@ -22,6 +22,9 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (TEXT, 5, DtypeError, r"^query 0 must be text, as the keys are, not 5 \(int\)$"),
         (TEXT, None, ArgumentError, "^query 0 must not be None$"),
         (TEXT, ["a", 3], DtypeError, "^query 1 must be text"),
+        (TEXT, "", ArgumentError, "^query 0 is empty.*: say what to look for$"),
+        (TEXT, ["a", " \n"], ArgumentError, "^query 1 is empty"),
+        (TUPLES, "", ArgumentError, "^query 0 is empty"),
         (NUMBERS, "a", DtypeError, "^query 0 must be a number, not 'a'$"),
         (NUMBERS, [1, "a"], DtypeError, "^query 1 must be a number"),
         (NUMBERS, 10**400, ArgumentError, "^query 0 is a number of about 401 digits: too large"),
@@ -37,6 +40,15 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
 def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
     with pytest.raises(error, match=says):
         made.ask(query)
+
+
+def test_an_empty_question_is_asked_where_a_key_is_empty():
+    made = qkv.Database({"": "nobody", "Li": "Mu"})
+    assert made.ask("").value == made[""] == "nobody"
+    with pytest.raises(AbsentKey, match=r"^no row has the key ''$"):
+        TEXT[""]
+    with pytest.raises(ArgumentError, match=r"^query 0 is empty"):
+        TEXT.attend("")
 
 
 @pytest.mark.parametrize("key", [[1], {"a": 1}, 10**400, "x", ["a"], object()])

@@ -244,6 +244,19 @@ def test_errors_are_those_of_the_server(client: Client) -> None:
         client.ask("keyed", np.ones(4), score=scores.Gaussian(np.ones(4)))
 
 
+def test_what_works_at_the_store_alone_says_so(client: Client) -> None:
+    for name in ("calibrate", "learn", "valuate", "compact"):
+        with pytest.raises(
+            AttributeError, match=rf"where the store lies, qkv.open\(path\)\.{name}"
+        ):
+            getattr(client["books"], name)
+    with pytest.raises(AttributeError, match=r"has no 'pages'$"):
+        client["books"].pages  # noqa: B018
+    assert not hasattr(client["books"], "_pages")
+    with pytest.raises(ArgumentError, match="query 0 is empty"):
+        client["books"].ask(" ")
+
+
 def test_a_token_is_wanted(url: str) -> None:
     with pytest.raises(NotAllowed, match="token"):
         Client(url).databases()

@@ -50,7 +50,7 @@ def where(conditions: Sequence[str] | None) -> str | None:
             parts.append(condition)
             continue
         column, text = match.groups()
-        if text[:1] in ("'", '"'):  # quotes, as in SQL
+        if text[:1] in ("'", '"') and text[0] in text[1:]:  # quotes, as in SQL
             parts.append(f"`{column}` == {text}")
             continue
         found = number(text)

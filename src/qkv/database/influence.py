@@ -15,10 +15,11 @@ import numpy as np
 
 from qkv.answer import Row
 from qkv.database.ask import Asked, mark, one
+from qkv.database.cells import shown
 from qkv.database.queries import listed, questions
 from qkv.database.schema import plain
 from qkv.database.view import CHUNK
-from qkv.errors import DtypeError
+from qkv.errors import ArgumentError, DtypeError
 
 AT_ONCE = 2**22
 """Numbers of answers without a row that are held together."""
@@ -112,6 +113,9 @@ def _shares(asked: Asked, right: list[Any]) -> tuple[Measure, Loss]:
             raise DtypeError(f"valuate: a right value must be {told}, not {y!r}")
         if mark(y) not in known:
             known[mark(y)] = _measured(asked, y)
+            if not known[mark(y)].any():
+                told = "so no answer could be right: pairs are (query, right value)"
+                raise ArgumentError(f"valuate: no row has the value {shown(y)}, {told}")
     return lambda at: np.stack([known[mark(y)] for y in right[at]]), lambda out, at: 1 - out[..., 0]
 
 

@@ -37,6 +37,16 @@ class Remote(Leaving):
         self._base = f"/v1/databases/{quote(name, safe='')}"
         self._named: tuple[list[str], list[str]] | None = None
 
+    if not TYPE_CHECKING:  # where a type checker says so itself
+
+        def __getattr__(self, name: str) -> Any:
+            from qkv.database import Database
+
+            told = f"a database of a server has no {name!r}"
+            if not name.startswith("_") and hasattr(Database, name):
+                told += f": it works where the store lies, qkv.open(path).{name}"
+            raise AttributeError(told)
+
     def _at(self, **more: Any) -> str:
         """The query string: the version that is pinned, and what else is given."""
         given = {**more, "at": self._pin}
