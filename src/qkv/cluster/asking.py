@@ -14,7 +14,7 @@ from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Many, Sent
-from qkv.cluster.shard import Certain, Heaviest, Job
+from qkv.cluster.shard import First, Heaviest, Job, Summed
 from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.view import View
@@ -90,7 +90,7 @@ class One:
     """The weights of one query's answer: those of its heaviest rows are here, others are asked."""
 
     def __init__(
-        self, asked: Sent, known: State | Certain, i: int, found: list[Heaviest], convex: bool
+        self, asked: Sent, known: State | Summed, i: int, found: list[Heaviest], convex: bool
     ):
         self.asked, self.known, self.i = asked, known, i
         places = np.concatenate([some.places[i] for some in found])
@@ -154,10 +154,9 @@ class Gathered(Asked):
         keys = queries if keyed else None
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
         asked = Sent(view.snapshot, job, lost)
-        near, bound, read = (None, 0.0, 0) if lost else self._near(asked)
-        known: State | Certain = near or parts.finished(asked, weighting)[1]
         top = self.top if view.schema.pools else max(self.top, SHARES)
-        found: list[Heaviest] = asked.each("heaviest", known, top)
+        near = None if lost or keyed else self.tolerance
+        known, found, bound, read = self._found(asked, top, near)
         self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()
         if lost:
             bound = self._bound(asked, code.code, lost)
@@ -170,12 +169,34 @@ class Gathered(Asked):
             self._lse(known),
             np.max([some.best for some in found], axis=0),
             bound,
-            read if near else self.total,
+            self.total if read is None else read,
         )
-        return weighed, self._engine(lost, read if near else None)
+        return weighed, self._engine(lost, read)
+
+    def _found(
+        self, asked: Sent, top: int, tolerance: float | None
+    ) -> tuple[State | Summed, list[Heaviest], Any, int | None]:
+        """What is known of the weights, and the heaviest; how far they may be off, and the keys
+        that were read for it: None where they are exact."""
+        if type(self.weighting) is not Softmax:
+            state = parts.finished(asked, self.weighting)[1]
+            return state, asked.each("heaviest", state, top), 0.0, None
+        found: list[First] = asked.each("first", tolerance, top)
+        error: Any = 0.0
+        read = None
+        if tolerance is not None:
+            # Each keeps to the tolerance, and so do all: quotients of sums lie between theirs.
+            error = parts.merged([x.bound for x in found if x.bound is not None], Bound.merge).error
+            if not (error <= tolerance).all():
+                return self._found(asked, top, None)
+            read = sum(x.read for x in found)
+        known = Summed(parts.merged([x.lse for x in found], np.logaddexp), tolerance)
+        return known, [x.heaviest.times(known.share(x.lse)) for x in found], error, read
 
     def attended(self, code: Query) -> np.ndarray | None:
-        """The output (n, d_v) within the tolerance; None where it is to be exact."""
+        """The output (n, d_v) within the tolerance; None where none is proven."""
+        if type(self.weighting) is not Softmax:
+            return None
         query, outs = np.asarray(code.code), list[np.ndarray]()
         query = query.astype(np.result_type(query, np.float32), copy=False)
         step = max(AT_ONCE // len(self.view), 1)
@@ -183,33 +204,14 @@ class Gathered(Asked):
             some = Query(query[at : at + step], code.asked)
             job = self.view.job(some, None, self._read_as, self.weighting, self.where)
             asked = Sent(self.view.snapshot, job)
-            near = self._near(asked)[0]
-            if near is None:
-                return None
-            found: list[Heaviest] = asked.each("heaviest", near, 1)
+            found = self._found(asked, 1, self.tolerance)[1]
             outs.append(parts.averaged(parts.merged([some.sums for some in found], parts.both)))
         return np.concatenate(outs)
 
-    def _lse(self, known: State | Certain) -> Any:
-        if isinstance(known, Certain):
+    def _lse(self, known: State | Summed) -> Any:
+        if isinstance(known, Summed):
             return known.lse
         return self.weighting.lse(known)[:, 0] if self.weighting.has_lse else None
-
-    def _near(self, asked: Sent) -> tuple[Certain | None, Any, int]:
-        """What is known of weights within the tolerance, how far they may be off, and the keys that
-        were read for it; None where they are to be exact.
-
-        Each shard keeps to the tolerance, and so do all: quotients of sums lie between theirs.
-        """
-        soft = type(self.weighting) is Softmax and not self.score.compares_keys
-        if self.tolerance is None or not soft:
-            return None, 0.0, 0
-        found: list[tuple[Bound, int]] = asked.each("near", self.tolerance)
-        bound = parts.merged([bound for bound, _ in found], Bound.merge)
-        if not (bound.error <= self.tolerance).all():
-            return None, 0.0, 0
-        lse = bound.top + np.log(bound.total)
-        return Certain(lse, self.tolerance), bound.error, sum(read for _, read in found)
 
     def _engine(self, lost: dict[int, LostShard], read: int | None) -> str:
         slices = self.view.snapshot.slices

@@ -13,7 +13,6 @@ import numpy as np
 
 from qkv import attention, parts
 from qkv.arrays import threads
-from qkv.arrays.rows import Weighed
 from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
@@ -71,11 +70,18 @@ class Job(NamedTuple):
     """The place of a row that is left out."""
 
 
-class Certain(NamedTuple):
-    """What is known of n queries whose weights are proven to be near: their log-sum-exp (n,)."""
+class Summed(NamedTuple):
+    """What is known of a softmax over all rows: its log-sum-exp (n,), and how near to the exact
+    weights those of each slice are, if they need not be exact."""
 
     lse: np.ndarray
-    tolerance: float
+    tolerance: float | None
+
+    def share(self, own: np.ndarray) -> np.ndarray:
+        """What rows have of the weight (n,) whose own log-sum-exp is this."""
+        with np.errstate(invalid="ignore"):
+            found = np.exp(own - self.lse)
+        return np.where(np.isfinite(found), found, 0.0)
 
 
 class Heaviest(NamedTuple):
@@ -94,6 +100,28 @@ class Heaviest(NamedTuple):
     best: np.ndarray
     rows: dict[int, dict[str, Any]]
 
+    def times(self, share: np.ndarray) -> Heaviest:
+        """The same with a share (n,) of the weight."""
+        mass, along = self.told
+        log = np.log(np.where(share > 0, share, 1.0))
+        share = share.astype(self.sums[0].dtype)
+        pooled = [x.T * share for x in self.sums[:2]]
+        return self._replace(
+            told=np.array([mass * share, (along + log * mass) * share]),
+            sums=(*(x.T for x in pooled), *self.sums[2:]),
+            weights=[x * one for x, one in zip(self.weights, share, strict=True)],
+        )
+
+
+class First(NamedTuple):
+    """What one slice says of a softmax before others are known: its log-sum-exp (n,), how far its
+    weights may be off from there on, how many keys were read in full, and its heaviest rows."""
+
+    lse: np.ndarray
+    bound: Bound | None
+    read: int
+    heaviest: Heaviest
+
 
 class Leaf:
     """One slice, and what was asked of it. Every method may be called again, in a new process."""
@@ -101,7 +129,7 @@ class Leaf:
     def __init__(self, view: View, slice: Slice, job: Job | None):
         self.view, self.slice, self._job = view, slice, job
         self._alpha: np.ndarray | None = None
-        self._weighed: Weighed | None = None
+        self._lse: np.ndarray | None = None  # with which the weights of these rows alone sum to 1
 
     @property
     def job(self) -> Job:
@@ -156,44 +184,37 @@ class Leaf:
     def state(self, found: State, width: int = 0) -> State:
         return self.part.state(found, width)
 
-    def near(self, tolerance: float) -> tuple[Bound, int]:
-        """How far the weights of these rows may be off, from their log-sum-exp on, and how many
-        keys were read in full."""
-        found = self._near(tolerance)
-        assert found.lse is not None
-        none = np.zeros(len(found.lse))
-        bound = Bound(none, none + 1, none, none) if found.bound is None else found.bound
-        return Bound(found.lse, *(x / bound.total for x in bound[1:])), found.read
+    def first(self, tolerance: float | None, top: int) -> First:
+        """A softmax over these rows alone: others leave its weights in proportion, so that nobody
+        need be asked twice."""
+        job, bound, read = self.job, None, 0
+        if tolerance is None:
+            part, best = self._scored
+            known = parts.finished(part, job.weighting)[1]
+            told, alpha, lse = part.weigh(known), part.s, job.weighting.lse(known)[:, 0]
+            del self._scored  # they are weights now
+        else:
+            rows = self.view.vectors(self.asked.live, value=job.pools, asked=job.words)
+            how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
+            found = attention.weigh(rows, job.query, **how, tolerance=tolerance)
+            assert found.lse is not None
+            lse, alpha, best, read = found.lse, found.weights, found.best, found.read
+            told, none = np.array(parts.sums_of(alpha)), np.zeros(len(lse))
+            bound = found.bound or Bound(none, none + 1, none, none)
+            bound = Bound(lse, *(x / bound.total for x in bound[1:]))
+        self._lse = lse
+        return First(lse, bound, read, self._heaviest(told, alpha, best, top))
 
-    def _near(self, tolerance: float) -> Weighed:
-        if self._weighed is None:
-            job = self.job
-            self._weighed = attention.weigh(
-                self.view.vectors(self.asked.live, value=job.pools, asked=job.words),
-                job.query,
-                score=job.score,
-                weighting=job.weighting,
-                tolerance=tolerance,
-            )
-        return self._weighed
-
-    def _told(self, known: State | Certain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Σ α and Σ α ln α (2, n), α itself, and the best score."""
-        if isinstance(known, Certain):
-            found, self._weighed = self._near(known.tolerance), None
-            with np.errstate(invalid="ignore"):
-                share = np.exp(found.lse - known.lse)
-            share = np.where(np.isfinite(share), share, 0.0).astype(found.weights.dtype)
-            alpha = found.weights * share[:, None]
-            return np.array(parts.sums_of(alpha)), alpha, found.best
+    def heaviest(self, known: State, top: int) -> Heaviest:
         part, best = self._scored
-        told, alpha = part.weigh(known), part.s
+        told = part.weigh(known)
         del self._scored  # they are weights now
-        return told, alpha, best
+        return self._heaviest(told, part.s, best, top)
 
-    def heaviest(self, known: State | Certain, top: int) -> Heaviest:
+    def _heaviest(
+        self, told: np.ndarray, alpha: np.ndarray, best: np.ndarray, top: int
+    ) -> Heaviest:
         job, asked, origin = self.job, self.asked, self.slice.origin
-        told, alpha, best = self._told(known)
         self._alpha = alpha
         rows = self.view.vectors(asked.live, value=job.pools, asked=job.words)
         sums = parts.sums(rows, alpha, mean=job.weighting.convex)
@@ -209,16 +230,21 @@ class Leaf:
             read = dict(zip(named.tolist(), found, strict=True))
         return Heaviest(told, sums, places, weights, counts, best, read)
 
-    def _weights(self, known: State | Certain, i: int) -> np.ndarray:
+    def _weights(self, known: State | Summed, i: int) -> np.ndarray:
+        if isinstance(known, Summed):
+            if self._alpha is None or self._lse is None:
+                self.first(known.tolerance, 1)
+            assert self._lse is not None and self._alpha is not None
+            return np.asarray(self._alpha[i] * known.share(self._lse)[i].astype(self._alpha.dtype))
         if self._alpha is None:
             self.heaviest(known, 1)
         assert self._alpha is not None
         return np.asarray(self._alpha[i])
 
-    def weights(self, known: State | Certain, i: int) -> np.ndarray:
+    def weights(self, known: State | Summed, i: int) -> np.ndarray:
         return self.asked.of_all(self._weights(known, i))
 
-    def scatter(self, known: State | Certain, i: int, mean: np.ndarray) -> Scatter:
+    def scatter(self, known: State | Summed, i: int, mean: np.ndarray) -> Scatter:
         return self.asked.scatter(self._weights(known, i), mean)
 
     # With gradients
