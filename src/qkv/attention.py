@@ -425,5 +425,6 @@ def weigh(
                 found = certified.run(rows, query, score, weighting, tolerance, confidence)
                 if isinstance(found, Weighed):
                     return found
+                return stored.weighed(rows, query, score, weighting)._replace(refused=found)
             return stored.weighed(rows, query, score, weighting)
         return stored.run(rows, matches, weighting)

@@ -29,6 +29,8 @@ SCORES = [
     scores.Cosine(0.05),
     scores.Gaussian(2.0),
     scores.Multiplicative(np.diag(np.linspace(-1, 1, WIDTH))),
+    scores.Gated(np.linspace(-1, 1, WIDTH), np.linspace(0.5, -0.2, WIDTH), -1.0),
+    scores.Gated(np.zeros(WIDTH), np.full(WIDTH, 0.02), score=scores.ScaledDot(20.0)),
 ]
 WINDOWS = [scores.Epanechnikov(8.0), scores.Triangular(9.0), scores.Boxcar(7.5)]
 
@@ -491,6 +493,15 @@ def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
     length = np.linalg.norm(code.astype(float), axis=1)
     slack = 1e-6 * np.linalg.norm(query, axis=1)[:, None] * length
     assert (off <= queries.rest[:, None] * length + slack).all()
+
+
+def test_a_score_that_codes_do_not_bound_is_exact_and_says_so():
+    keys = np.random.default_rng(3).normal(size=(300, WIDTH)).astype(np.float32)
+    score = scores.Additive(np.eye(WIDTH), np.eye(WIDTH), np.ones(WIDTH))
+    found = qkv.Database(keys, keys[:, :2]).ask(keys[0], score=score, tolerance=0.01)
+    np.testing.assert_allclose(found.weights, exact(keys, keys[0], score, Softmax()), atol=1e-5)
+    assert found.error_bound == 0 and found.rows_read == 300
+    assert "Additive is no product with a key, so codes do not bound it" in found.engine
 
 
 def test_many_queries_are_attended_some_at_a_time(monkeypatch):

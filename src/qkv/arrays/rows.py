@@ -185,7 +185,8 @@ class Weighed(NamedTuple):
 
     `error` (n,) is how far α may lie from the exact weights (½ Σ |difference|), 0 where it is as
     exact as the dtype, `statistical` where rows were drawn for it; `read` is how many keys were
-    read in full; `bound` is the same as a monoid, where codes were read first.
+    read in full; `bound` is the same as a monoid, where codes were read first; `refused` says why
+    none were, though a tolerance allowed it.
     """
 
     out: np.ndarray
@@ -197,6 +198,7 @@ class Weighed(NamedTuple):
     read: int = 0
     bound: Any = None
     statistical: bool = False
+    refused: str = ""
 
 
 class Column(NamedTuple):

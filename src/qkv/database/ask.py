@@ -116,6 +116,8 @@ class Asked:
         )
         if found.bound is not None:
             engine = f"codes of {engine[8:]}, {found.read:,} of them read in full"
+        elif found.refused:
+            engine += f", exactly: {found.refused}"
         return found, engine
 
     def matches(self, queries: Any) -> np.ndarray:

@@ -93,7 +93,7 @@ def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
         return "a temperature that is an array has no bound"
     form = score.affine(np.zeros((1, rows.shape[1])), np.ones(1))
     if form is None:
-        return f"{type(score).__name__} is no product with a key"
+        return f"{type(score).__name__} is no product with a key, so codes do not bound it"
     if (how is Normalized) != hasattr(score, "profile"):
         return f"{type(score).__name__} under {how.__name__} has no bound"
     if near.norm is None and not form.factor is form.bias is None:

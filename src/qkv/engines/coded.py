@@ -51,9 +51,14 @@ class Coded:
         common = np.zeros(len(query)) if form.offset is None else np.asarray(form.offset)
         self.offset = None if self.profile is None or form.offset is None else common
         self.shift = common if self.offset is None else np.zeros(len(query))
-        self.plain = form.factor is form.bias is self.offset is None
-        self.length = np.sqrt(np.einsum("ij,ij->i", self.phi, self.phi)) * CAREFUL
-        self.queries = Queries(self.phi)
+        self.gate = form.gate
+        self.plain = all(x is None for x in (form.factor, form.bias, self.offset, form.gate))
+        self.length = _lengths(self.phi)
+        # A gate moves by a quarter of what its logit does, times a score of at most ‖φ‖ ‖k‖.
+        gate = self.phi[:0] if form.gate is None else np.asarray(form.gate[1], float)[None]
+        self.bend = float(_lengths(gate).sum()) / 4
+        self.tilt = 1.0 if form.gate is None else 1 + np.asarray(form.gate[2]) / 4 * CAREFUL
+        self.queries = Queries(np.concatenate([self.phi, gate]))
 
     def form(self, norm: np.ndarray) -> Affine:
         """φ, factor, bias and offset, cooled."""
@@ -63,7 +68,7 @@ class Coded:
         bias = None if found.bias is None else found.bias / over
         offset = None if found.offset is None else found.offset / over
         cap = None if found.cap is None else found.cap / over
-        return Affine(found.query / over, found.factor, bias, offset, cap)
+        return Affine(found.query / over, found.factor, bias, offset, cap, found.gate)
 
     def scores(self, cut: Cut) -> tuple[np.ndarray, Terms]:
         """Those of a cut (n, c), by its codes."""
@@ -78,7 +83,15 @@ class Coded:
         s *= near.scale if factor is None else (near.scale * factor).astype(np.float32)
         if bias is not None:
             s += bias
+        if self.gate is not None:
+            s = self._gated(s[:-1], s[-1])
         return self._capped(s), terms
+
+    def _gated(self, s: np.ndarray, logit: np.ndarray) -> np.ndarray:
+        """Scores (n, c) behind a gate, by the keys' part (c,) of its logit."""
+        assert self.gate is not None
+        opened = np.asarray(self.gate[0], logit.dtype)[:, None] + logit
+        return np.asarray(s / (1 + np.exp(-opened)))
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         """In place: what bends scores brings no two of them further apart."""
@@ -117,14 +130,22 @@ class Coded:
             if self.offset is not None:
                 offset = self.offset.astype(np.float32)[:, None]
                 bias = offset if bias is None else bias + offset
-        return factor, bias, Terms(residual, norm, told, _spread(near, factor))
+        grown = factor
+        if self.gate is not None:
+            grown = 1 + self.bend * np.asarray(norm, float)
+            norm, residual = norm * grown, None if residual is None else residual * grown
+        return factor, bias, Terms(residual, norm, told, _spread(near, grown))
 
     def slack(self) -> Slack:
         """What the terms of codes are multiplied by."""
         length, unit = self.length, UNIT
-        lost = self.queries.rest + unit * self.queries.lost * length
+        rest = self.queries.rest[: len(length)]
+        if self.bend:  # what the gate's vector has lost, as if the queries had
+            rest = np.maximum(rest, self.queries.rest[-1] / (4 * self.bend) * CAREFUL * length)
+        lost = rest + unit * self.queries.lost * length
         none = np.zeros(len(length))
-        return Slack(length + lost, lost + 16 * unit * length, none + 8 * unit, unit)
+        rounded = 16 * unit * length * self.tilt
+        return Slack(length + lost, lost + rounded, none + 8 * unit, unit)
 
     def scanned(self) -> Scan:
         """The weights of all rows by their codes."""
@@ -139,8 +160,8 @@ class Coded:
         s -= self.shift.astype(np.float32)[:, None]
         least = np.float32(np.abs(self.shift).max(initial=0.0))
         unit = 4 * (width + 8) * UNIT
-        none, length = np.zeros(len(s)), self.length
-        slack = Slack(none, unit * length, none + unit, UNIT)
+        none = np.zeros(len(s))
+        slack = Slack(none, unit * self.length * self.tilt, none + unit, UNIT)
 
         def lift(cut: Cut) -> tuple[np.ndarray, Terms]:
             near = cut.stored.near
@@ -208,12 +229,17 @@ class Coded:
                 s = self.phi @ key.T
             if form.factor is not None:
                 s, norm = s * form.factor, norm * form.factor
+            if self.gate is not None:
+                s, norm = (
+                    self._gated(s, np.add.reduce(key * self.gate[1], 1)),
+                    norm * (1 + self.bend * norm),
+                )
             bias = 0.0 if form.bias is None else np.asarray(form.bias)
             s = s + bias
             s = s if self.offset is None else s + self.offset[:, None]
             lost = 4 * (width + 8) * 2.0**-53
             out[:, some], terms[:, some] = self._capped(s), self.terms(near)[2].stacked()
-            off[:, some] = lost * (self.length[:, None] * norm + np.abs(bias))
+            off[:, some] = lost * (np.outer(self.length * self.tilt, norm) + np.abs(bias))
             if steady:
                 off[:, some][(s == 0) & (np.abs(self.phi) @ np.abs(key).T == 0)] = 0
         self.read += len(at)
@@ -226,7 +252,13 @@ class Coded:
         none = np.zeros(len(self.phi))
         s = self.exact(np.arange(m))[0]
         self.read = m
-        return self.coded().exactly(s, Slack(none, unit * self.length, none + unit, 2.0**-53))
+        slack = Slack(none, unit * self.length * self.tilt, none + unit, 2.0**-53)
+        return self.coded().exactly(s, slack)
+
+
+def _lengths(x: np.ndarray) -> np.ndarray:
+    """‖x‖ of rows (n, d), and a little more."""
+    return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x)) * CAREFUL)
 
 
 def _spread(near: Near, factor: np.ndarray | None) -> float:

@@ -50,15 +50,17 @@ class Form(NamedTuple):
 
 class Affine(NamedTuple):
     """s = factor(k) φ(q)·k + bias(k) + offset(q), of keys that are known by their lengths; then
-    cap · tanh(s / cap), if there is one.
+    cap · tanh(s / cap), if there is one; or φ(q)·k σ(a(q) + w·k), with `gate` = (a, w, a
+    number that no sum on the way to a goes beyond).
 
-    φ (n, d), factor and bias (m,), offset (n,)."""
+    φ (n, d), factor and bias (m,), offset and a (n,), w (d,)."""
 
     query: Array
     factor: Array | None = None
     bias: Array | None = None
     offset: Array | None = None
     cap: float | None = None
+    gate: tuple[Array, Array, Array] | None = None
 
 
 class Score(Record):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from qkv.arrays import is_array, namespace
+from qkv.arrays import is_array, namespace, to_numpy
 from qkv.errors import ShapeError
-from qkv.scores.base import Form, Score, array_of, inner_score, sigmoid
+from qkv.scores.base import Affine, Form, Score, array_of, inner_score, sigmoid
 from qkv.scores.product import Dot
 from qkv.types import Array, Shape
 
@@ -63,6 +63,17 @@ class Gated(Score):
         if isinstance(inner, str):
             return inner
         return replace(self, score=inner[0]), inner[1]
+
+    def affine(self, query: Array, norm: Array) -> Affine | None:
+        inner, own = self.score.affine(query, norm), type(self).__call__ is Gated.__call__
+        if not own or inner is None or any(x is not None for x in inner[1:]):
+            return None
+        w_query, w_key = to_numpy(self.w_query), to_numpy(self.w_key)
+        if w_key.ndim > 1:
+            return None
+        bias = 0.0 if self.bias is None else to_numpy(self.bias).reshape(-1)
+        most = abs(query) @ abs(w_query) + abs(bias)
+        return inner._replace(gate=(query @ w_query + bias, w_key, most))
 
     def check(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
