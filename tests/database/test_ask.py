@@ -218,3 +218,26 @@ def test_more_than_there_are_takes_no_room():
     np.testing.assert_allclose(
         pay.attend(query, weighting=all_of_it), pay.attend(query, weighting="softmax")
     )
+
+
+def test_a_list_of_numbers_is_one_key_where_keys_are_such():
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+    D, same = qkv.Database(rows, [1.0, 2.0]), qkv.Database(np.array(rows), [1.0, 2.0])
+    for query in ([1.0, 2.0], [0, 5]):
+        assert D.ask(query).value == pytest.approx(same.ask(query).value)
+        assert D.attend(query) == pytest.approx(same.attend(query))
+        assert D.ask([query])[0].value == D.ask(query).value
+    assert D.ask([]) == []
+
+
+def test_a_column_is_as_many_queries(recwarn):
+    pandas, torch = pytest.importorskip("pandas"), pytest.importorskip("torch")
+    D = qkv.Database({"a": 1.0, "b": 2.0})
+    many = D.ask(pandas.Series(["a", "b"]))
+    assert [x.value for x in many] == [x.value for x in D.ask(["a", "b"])]
+    assert D.attend(pandas.Series(["a", "b"])).tolist() == D.attend(["a", "b"]).tolist()
+    held = {"a": 1.0, "b": 2.0}
+    assert dict(qkv.Database(held.keys(), held.values()).items()) == held
+    numbers = qkv.Database(torch.arange(3), torch.arange(3) * 2)
+    assert numbers[2] == 4 and numbers.ask(pandas.Series([0, 1]))[1].value > 0
+    assert not recwarn.list

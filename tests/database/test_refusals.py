@@ -129,6 +129,7 @@ def test_paths_that_are_none(path, error, says):
         (lambda: qkv.Database.from_columns(5), DtypeError, "^columns must be a mapping.*int"),
         (lambda: qkv.Database.from_source("x.csv", missing=5), DtypeError, "^missing must be"),
         (lambda: TEXT[np.array(["a"])], AbsentKey, "no row has the key"),
+        (lambda: VECTORS[np.array(["a"])], AbsentKey, "no row has the key"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(call, error, says):

@@ -229,9 +229,7 @@ def digest(key: Any) -> bytes:
     if key is None:
         raise ArgumentError("a key must not be None: nothing could ask for it")
     if is_array(key) and len(key.shape) == 1:
-        if to_numpy(key).dtype.kind not in "biuf":
-            raise DtypeError(f"a key must be a vector of numbers, not {shown(key)}")
-        row = np.ascontiguousarray(to_numpy(key), dtype="<f8") + 0.0
+        row = np.ascontiguousarray(_numeric(to_numpy(key)), dtype="<f8") + 0.0
         if np.isnan(row).any():
             raise ArgumentError(_NAN)
         return blake2b(b"v[%d]" % len(row) + row.tobytes(), digest_size=DIGEST).digest()
@@ -240,6 +238,12 @@ def digest(key: Any) -> bytes:
     except RecursionError:
         raise ArgumentError(_DEEP) from None
     return blake2b(b"j" + text.encode(), digest_size=DIGEST).digest()
+
+
+def _numeric(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind not in "biuf":
+        raise DtypeError(f"a key must be a vector of numbers, not {shown(array)}")
+    return array
 
 
 def digests(keys: Any) -> list[bytes]:
@@ -268,6 +272,7 @@ def vector_digests(keys: Any) -> list[bytes]:
     """One for each row of an array (m, d): of its numbers as float32 where that holds them all,
     else as float64 with a "v" before, so that no two have the same bytes."""
     rows, found = to_numpy(keys), list[bytes]()
+    _numeric(rows)
     if rows.dtype.kind != "f" or rows.dtype.itemsize > 8:
         rows = rows.astype("<f8")
     for start in range(0, len(rows), 4096):

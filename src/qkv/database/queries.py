@@ -52,7 +52,10 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     if is_array(query):
         array = to_numpy(query)
         return array.reshape(-1).tolist(), array.ndim == 0
-    queries = query if isinstance(query, list) else [query]
+    if hasattr(query, "to_list"):  # a column of pandas or polars
+        query = query.to_list()
+    plain = isinstance(query, list) and not (kind == "json" and _numbers(query))
+    queries = query if plain else [query]
     for i, one in enumerate(queries):
         if isinstance(one, str):
             cells.utf8(one)
@@ -63,6 +66,11 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             told = f"not {cells.shown(one)} ({type(one).__name__})"
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")
     return queries, queries is not query
+
+
+def _numbers(query: list[Any]) -> bool:
+    """Whether a list is one key that is a list of numbers, not a list of queries."""
+    return bool(query) and all(type(x) in (int, float) for x in query)
 
 
 def differentiable(view: View, query: Array) -> tuple[Array, bool]:

@@ -185,11 +185,12 @@ def _key_kind(column: Any, name: str) -> str:
 
 
 def plain(columns: Cells) -> Cells:
-    """The columns with every array of text, dates or objects as the list of its cells."""
+    """The columns with every array as NumPy's, and of text, dates or objects as the list of its
+    cells."""
     made = {}
     for name, column in columns.items():
         if is_array(column):
-            array = to_numpy(column)
+            column = array = to_numpy(column)
             if array.ndim not in (1, 2):
                 raise ShapeError(
                     f"column {name!r} has the shape {array.shape}: give one number for each row, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -160,7 +160,7 @@ class Writing(Leaving, Reading[K, V]):
         kind = None if schema is None else schema.key_kind
         if is_array(keys):
             return len(keys.shape) > (1 if kind == "vector" else 0)
-        return isinstance(keys, list | range | set | frozenset) or (
+        return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
             isinstance(keys, Iterator) or hasattr(keys, "to_list")
         )
 

@@ -251,7 +251,11 @@ class GaussianScore(LearnedScore):
 
     def extra_repr(self) -> str:
         shape = tuple(self.log_bandwidth.shape)
-        return f"bandwidth={float(self.bandwidth):.4g}" if not shape else f"features={shape[0]}"
+        return (
+            f"bandwidth={float(self.bandwidth.detach()):.4g}"
+            if not shape
+            else f"features={shape[0]}"
+        )
 
 
 LEARNED: dict[str, type[LearnedScore]] = {
