@@ -1,43 +1,69 @@
 """The command line: `qkv ask books.csv "the alchemist"`.
 
-Typer is loaded here, NumPy and the database when a command runs, rich where it draws: so help is
-quick.
+Typer is loaded here, a command's module when it is named, NumPy and the database when it runs, rich
+where it draws: so help is quick.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
+import keyword
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from qkv.cli import ask, demo, keep, learn, rows, sentence, serve
-from qkv.cli.command import CODES, STOPPED, Command, Debug, Given, as_command
+from qkv.cli.command import CODES, STOPPED, Debug, Given, as_command
 
-COMMANDS: dict[str, Command] = {
-    "ask": ask.ask,
-    "get": ask.get,
-    "plot": ask.plot,
-    "rows": rows.rows,
-    "export": rows.export,
-    "import": keep.import_,
-    "add": keep.add,
-    "remove": keep.remove,
-    "info": keep.info,
-    "versions": keep.versions,
-    "check": keep.check,
-    "compact": keep.compact,
-    "learn": learn.learn,
-    "calibrate": learn.calibrate,
-    "weights": sentence.weights,
-    "serve": serve.serve,
-    "demo": demo.demo,
+COMMANDS = {
+    "ask": "ask",
+    "get": "ask",
+    "plot": "ask",
+    "rows": "rows",
+    "export": "rows",
+    "import": "keep",
+    "add": "keep",
+    "remove": "keep",
+    "info": "keep",
+    "versions": "keep",
+    "check": "keep",
+    "compact": "keep",
+    "learn": "learn",
+    "calibrate": "learn",
+    "weights": "sentence",
+    "serve": "serve",
+    "demo": "demo",
 }
+"""The module of each command."""
+
+
+class Commands(TyperGroup):
+    """Commands that are made when they are asked for: all of them take longer than one to run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:  # all, to name the nearest
+            if name not in self.commands:
+                self.commands[name] = _made(name)
+        return super().get_command(ctx, cmd_name)
+
+
+def _made(name: str) -> Any:
+    module = importlib.import_module(f"qkv.cli.{COMMANDS[name]}")
+    function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
+    alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    alone.command(name)(as_command(function))
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
+    cls=Commands,
     # Rich's help pages are pretty and take as long again as everything else.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -45,8 +71,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     epilog="\b\nExit codes:\n" + "\n".join(f"{code:5}  {what}" for code, what in CODES.items()),
 )
-for name, function in COMMANDS.items():
-    app.command(name)(as_command(function))
 
 
 def _version(wanted: bool) -> None:
