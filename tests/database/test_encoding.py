@@ -14,6 +14,7 @@ from qkv.database import cells, codes, encoding
 from qkv.database.encoders import Characters, Heads, Learned, Numbers, resolve
 from qkv.database.faults import DuplicateKey
 from qkv.database.schema import Schema
+from qkv.database.store import draft, sizes
 from qkv.database.store.catalogue import FILE, FORMAT
 
 TITLES = [
@@ -81,6 +82,49 @@ def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
         parts = [(x.flat, x.starts) if name == "sparse" else (x,) for x in (tensor, made[name])]
         for one, other in zip(*parts, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes with which a few rows are many."""
+    monkeypatch.setattr(encoding, "ENCODED", 50)
+    monkeypatch.setattr(draft, "LARGE", 1)
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 10)
+    monkeypatch.setattr(sizes, "SEGMENT_BYTES", 120 * 256)
+
+
+VECTORS = np.random.default_rng(1).normal(size=(300, 40)).astype("f4")
+
+
+@pytest.mark.parametrize("place", [None, "new"])
+def test_codes_that_are_made_while_rows_are_written_are_theirs(tmp_path, small, place):
+    with qkv.Database() if place is None else qkv.open(tmp_path / place) as D:
+        D.add(VECTORS[:290], np.arange(290.0))
+        D.add(VECTORS[290:], np.arange(290.0, 300))
+        parts = list(D._view.snapshot.parts())
+        assert len(parts) > 2 and sum(len(part.ids) for part in parts) == 300
+        for part in parts:
+            code = part.tensors["code"]
+            np.testing.assert_array_equal(code, VECTORS[part.ids])
+            for name, want in codes.near(code, int(part.ids[0])).items():
+                np.testing.assert_array_equal(part.tensors[name], want)
+        near, exact = D.ask(VECTORS[7], tolerance=1e-3), D.ask(VECTORS[7])
+        assert 0.5 * np.abs(near.weights - exact.weights).sum() <= near.error_bound <= 1e-3
+
+
+def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeypatch):
+    def fails(vectors, first, keep=True, near=codes.near):
+        if first > 100:
+            raise MemoryError("no room for codes")
+        return near(vectors, first, keep)
+
+    with qkv.open(tmp_path / "new") as D:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):
+            patch.setattr(codes, "near", fails)
+            D.add(VECTORS, np.arange(300.0))
+        assert len(D) == 0 and not list(D.path.glob("*.safetensors*"))
+        D.add(VECTORS, np.arange(300.0))
+        assert D[VECTORS[299]] == 299
 
 
 def test_a_store_of_format_1_is_read_and_takes_rows_as_it_is(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import threads
+from qkv.arrays import made, threads
+from qkv.arrays.made import Made
 from qkv.arrays.rows import Near
 from qkv.errors import unknown
 
@@ -100,6 +101,11 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
             threads.each(some, range(0, count, BLOCK))
     made = dict(zip(BESIDE, (bounds, block), strict=True))
     return {"near": code, **made} if keep else made
+
+
+def later(vectors: np.ndarray, first: int) -> dict[str, Made]:
+    """What `near` gives, made when it is read: of many vectors by the thread that writes them."""
+    return made.later(lambda start, stop: near(vectors[start:stop], first + start), len(vectors))
 
 
 def found(tensors: Any) -> Near | None:

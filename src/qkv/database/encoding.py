@@ -42,7 +42,12 @@ def encoded(
     """The vectors of some keys as tensors, for rows with ids from `first` on: `code` (m, width),
     with `scale` (m,) where that is in 8 bits, `sparse` (m,) where the encoder has such beside, and
     what `codes` puts beside."""
-    if len(keys) <= ENCODED or not (how.rounded or progress):
+    if len(keys) <= ENCODED:
+        return tensors(encoder, keys, how, first)
+    if how.coded and not how.rounded:
+        found = encoded(encoder, keys, how._replace(coded=False), first, progress)
+        return found | codes.later(found["code"], first)
+    if not (how.rounded or progress):
         return tensors(encoder, keys, how, first)
 
     def some(start: int) -> dict[str, Any]:

@@ -32,11 +32,14 @@ class Draft:
         self._settings = settings
         self._entries: list[Entry] = []
         self._arrays: tuple[str, int, bytes] | None = None
+        self._given_up = False
 
     def segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
         """Write rows, cut into segments."""
         most = max(1, sizes.SEGMENT_BYTES // (layout.row_bytes + 8))
         for group in cut(rows, most):
+            if self._given_up:
+                return
             file = self._name("segment")
             size, checksum = self._shelf.put(file, layout, group, self._notes())
             first, last = int(group[0].ids[0]), int(group[-1].ids[-1])
@@ -54,7 +57,11 @@ class Draft:
             yield lambda: None
             return
         with ThreadPoolExecutor(1) as pool:
-            yield pool.submit(self.segments, layout, rows).result
+            try:
+                yield pool.submit(self.segments, layout, rows).result
+            except BaseException:
+                self._given_up = True
+                raise
 
     def fix(self, arrays: Tensors) -> None:
         """Write the arrays of the generation."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arrays.made import Made
 from qkv.arrays.ragged import Ragged
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -38,7 +39,7 @@ ANY = (-1,)
 
 Tensor = np.ndarray | Ragged
 Tensors = Mapping[str, Any]
-"""Arrays with one entry for each row; one of them may be ragged."""
+"""Arrays with one entry for each row; one of them may be ragged, others made as they are read."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Layout:
         fields: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
         for name, tensor in tensors.items():
             named(name)
-            tensor = tensor if isinstance(tensor, Ragged) else np.asarray(tensor)
             if isinstance(tensor, Ragged):
                 fields.append((name, storable(name, tensor.flat), ANY))
             else:
+                tensor = np.asarray(tensor[:1] if isinstance(tensor, Made) else tensor)
                 fields.append((name, storable(name, tensor), tuple(tensor.shape[1:])))
         if sum(dims == ANY for _, _, dims in fields) > 1:
             raise ArgumentError("tensors: only one of them may be ragged")
@@ -97,13 +98,13 @@ class Layout:
         step = next((dtype.itemsize for own, dtype, _ in self.fields if own == name), 0)
         return more >= 0 and more % step == 0 if step else not more
 
-    def fit(self, tensors: Tensors, rows: int) -> dict[str, Tensor]:
+    def fit(self, tensors: Tensors, rows: int) -> dict[str, Any]:
         """The tensors as arrays of these types, or an error that says which one does not fit."""
         if set(tensors) != set(self.names):
             raise ArgumentError(
                 f"tensors must be {_list(self.names)}, as in the rows before, not {_list(tensors)}"
             )
-        fitted: dict[str, Tensor] = {}
+        fitted: dict[str, Any] = {}
         for name, dtype, dims in self.fields:
             tensor = tensors[name]
             if isinstance(tensor, Ragged) and dims == ANY and len(tensor) == rows:
@@ -116,13 +117,14 @@ class Layout:
                 raise ShapeError(
                     f"tensors[{name!r}] must have the shape {(rows, *dims)}, not {shape}"
                 )
-            tensor = np.asarray(tensor)
+            if not isinstance(tensor, Made):
+                tensor = np.asarray(tensor)
             if tensor.dtype.newbyteorder("<") != dtype:
                 raise DtypeError(
                     f"tensors[{name!r}] must be {dtype.name}, as in the rows before, not "
                     f"{tensor.dtype}"
                 )
-            fitted[name] = tensor.astype(dtype, copy=False)
+            fitted[name] = tensor if tensor.dtype == dtype else np.asarray(tensor, dtype)
         return fitted
 
     def pack(self, tensors: Tensors, rows: int) -> list[bytes]:
@@ -184,6 +186,7 @@ def storable(name: str, tensor: Any, least: int = 1) -> np.dtype[Any]:
 
 def _bytes(array: np.ndarray, rows: int) -> np.ndarray:
     """An array (m, …) as bytes (m, width)."""
+    array = np.asarray(array)
     width = array.dtype.itemsize * int(np.prod(array.shape[1:]))
     if not array.size:
         return np.zeros((rows, width), np.uint8)

@@ -159,7 +159,8 @@ class Disk:
             if name == ragged:
                 columns.append((name, dtype, whole.flat.shape, [whole.flat]))
             else:
-                columns.append((name, dtype, (rows, *dims), [part.tensors[name] for part in parts]))
+                some = [np.asarray(part.tensors[name]) for part in parts]
+                columns.append((name, dtype, (rows, *dims), some))
         return self._put(file, columns, {**notes, "layout": layout.text()})
 
     def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]:
@@ -260,6 +261,6 @@ def _unwritable(path: Path, error: OSError) -> Unwritable:
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """One array of one's own that nobody can change."""
-    joined = arrays[0].copy() if len(arrays) == 1 else np.concatenate(arrays)
+    joined = np.array(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
     joined.flags.writeable = False
     return joined

@@ -1,0 +1,45 @@
+"""Arrays that are made when they are read, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+Make = Callable[[int, int], Mapping[str, np.ndarray]]
+"""(start, stop) → arrays by name, each with those rows."""
+
+
+class Made:
+    """Rows of one of several arrays that are made together; NumPy reads it as an array."""
+
+    def __init__(self, make: Make, name: str, like: np.ndarray, start: int, stop: int) -> None:
+        self.dtype, self.shape = like.dtype, (stop - start, *like.shape[1:])
+        self._make, self._name, self._like = make, name, like
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, rows: slice) -> Made:
+        start, stop, _ = rows.indices(len(self))
+        first = self._start
+        return Made(self._make, self._name, self._like, first + start, first + max(start, stop))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        array = self._make(self._start, self._stop)[self._name]
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def later(make: Make, rows: int) -> dict[str, Made]:
+    """The arrays of so many rows, each made when it is read; those of the rows that were read last
+    are kept, so that they are made once for all names.
+
+    >>> arrays = later(lambda i, j: {"x": np.arange(i, j), "y": np.ones((j - i, 2))}, 9)
+    >>> arrays["y"].shape, np.asarray(arrays["x"][2:8][:3]).tolist()
+    ((9, 2), [2, 3, 4])
+    """
+    once = lru_cache(maxsize=1)(make)
+    return {name: Made(once, name, like, 0, rows) for name, like in make(0, 1).items()}

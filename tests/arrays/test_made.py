@@ -1,0 +1,25 @@
+"""Arrays that are made when they are read: the same rows as all at once, each made once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qkv.arrays.made import later
+
+
+def test_rows_are_made_once_for_all_names() -> None:
+    asked = []
+
+    def make(start: int, stop: int) -> dict[str, np.ndarray]:
+        asked.append((start, stop))
+        x = np.arange(start, stop)
+        return {"x": x, "square": np.stack([x, x**2], axis=1).astype("f4")}
+
+    arrays = later(make, 20)
+    assert [len(x) for x in arrays.values()] == [20, 20]
+    assert arrays["square"].shape == (20, 2) and arrays["square"].dtype == np.float32
+    some = {name: x[5:18][2:] for name, x in arrays.items()}
+    np.testing.assert_array_equal(some["x"], np.arange(7, 18))
+    np.testing.assert_array_equal(np.asarray(some["square"], float)[:, 1], np.arange(7, 18) ** 2.0)
+    assert asked == [(0, 1), (7, 18)]
+    assert np.asarray(arrays["x"][30:40]).shape == (0,) == np.asarray(arrays["x"][9:4]).shape
