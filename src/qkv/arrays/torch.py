@@ -21,6 +21,18 @@ _AS_IT_IS = nullcontext()
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], Any] = torch._C._get_tracing_state
+
+
+def _tracing() -> bool:
+    return (
+        torch.compiler.is_compiling()  # compile, export
+        or _transforms()
+        or forward_ad._current_level >= 0
+        or _modes() > 0  # make_fx, fake tensors
+        or _traced() is not None  # jit.trace
+    )
+
+
 _NARROWED = (torch.float32, torch.bfloat16, torch.float16)
 """What autocast casts."""
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -38,6 +50,13 @@ def few_finite(x: Array) -> bool:
     begins, and at worst it raises a false alarm."""
     flat = (x.detach() if x.requires_grad else x).numpy().ravel("K")
     return math.isfinite(flat.dot(flat))
+
+
+def _finite(x: Array) -> bool:
+    """The same of any array of a CPU's."""
+    if x.numel() <= FEW and x.dtype != torch.bfloat16:
+        return few_finite(x)
+    return math.isfinite(x.detach().sum().item())
 
 
 class Torch(Framework):
@@ -70,14 +89,7 @@ class Torch(Framework):
         return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
 
     def tracing(self, x: Array) -> bool:
-        return (
-            torch.compiler.is_compiling()  # compile, export
-            or _transforms()
-            or forward_ad._current_level >= 0
-            or _modes() > 0  # make_fx, fake tensors
-            or _traced() is not None  # jit.trace
-            or getattr(x, "is_meta", False)  # shapes alone
-        )
+        return _tracing() or getattr(x, "is_meta", False)  # shapes alone
 
     def functional(self, x: Array) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
@@ -105,14 +117,17 @@ class Torch(Framework):
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if self.tracing(query) or _autocasts():
+        if _tracing() or _autocasts():
             return None
         last = key if value is None else value
         try:
-            learned = query.requires_grad or key.requires_grad or last.requires_grad
-            records = torch.is_grad_enabled()
+            records, learned = torch.is_grad_enabled(), False
+            if records:
+                learned = query.requires_grad or key.requires_grad or last.requires_grad
             place: Any = None
             if not query.is_cpu:
+                if query.is_meta:
+                    return None
                 place = query.get_device() if query.is_cuda else query.device
             return (
                 query.shape,
@@ -126,7 +141,7 @@ class Torch(Framework):
                 last.dtype,
                 place,
                 records,
-                records and learned,
+                learned,
             )
         except AttributeError:
             return None
@@ -172,9 +187,7 @@ class Torch(Framework):
     def surely_finite(self, x: Array) -> bool:
         if not x.is_cpu or self.tracing(x):
             return False
-        if x.numel() <= FEW and x.dtype != torch.bfloat16:
-            return few_finite(x)
-        return math.isfinite(x.detach().sum().item())
+        return _finite(x)
 
     def row_max(self, x: Array) -> Array:
         return torch.amax(x, -1, keepdim=True)
@@ -186,7 +199,7 @@ class Torch(Framework):
         if not x.is_cpu or self.tracing(x):
             return None
         out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
-        return out if math.isfinite(out.detach().sum().item()) else None
+        return out if _finite(out) else None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         if x.is_cpu and k < x.shape[-1] and not self.tracing(x):

@@ -142,7 +142,7 @@ def kind(fw: Framework, record: Any) -> Hashable:
     names = _fields(record)
     if names is not None and held is not None and len(held) == len(names):
         found = (type(record), *[kind(fw, held[name]) for name in names])
-        if not has_arrays(found):
+        if not (ArrayKind in map(type, found) or has_arrays(found)):
             held[_KIND] = found
         return found
     if type(record) is tuple:
