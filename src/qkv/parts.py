@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from qkv.arrays import framework, of, tree
-from qkv.arrays.rows import Column, Rows
+from qkv.arrays.rows import Rows, Unread
 from qkv.engines import passes, request, stored, streaming
 from qkv.engines.call import Call, all_rows
 from qkv.engines.passes import Passes
@@ -74,7 +74,7 @@ def scored(
         return Part(weighting.scale(matches), rows.allowed, weighting, origin), best
 
 
-class Held(NamedTuple):
+class Portion(NamedTuple):
     """One holder's rows of a call, which other holders' come before and after."""
 
     call: Call
@@ -89,7 +89,7 @@ class Held(NamedTuple):
         weighting: Weighting,
         origin: int,
         total: int,
-    ) -> Held:
+    ) -> Portion:
         at = At(0, origin, query.shape[0], total)
         return cls(Call(query, rows.key, rows.value, score, weighting, at=at).precise())
 
@@ -142,7 +142,7 @@ def across(
     score, weighting = resolved(score, weighting, None)
     weighting = weighting.among(m)
     score.check(tuple(query.shape), (m, d))
-    key, value = (Column(None, (m, size)) for size in (d, width))  # type: ignore[arg-type]
+    key, value = (Unread(None, (m, size)) for size in (d, width))  # type: ignore[arg-type]
     call = Call(query, key, value, score, weighting).precise()
     if call.n > TOGETHER:
         starts = range(0, call.n, TOGETHER)

@@ -21,7 +21,7 @@ class Shown:
         return found
 
 
-class Heads(NamedTuple):
+class HeadWeights(NamedTuple):
     """α (layers, heads, rows, columns) as NumPy has it, and the layers' names.
 
     `lengths` are the queries and keys where rows and columns pool them, `labels` their words;
@@ -38,6 +38,6 @@ class Heads(NamedTuple):
 class Headed(Shown):
     """Shown as the heads that it has."""
 
-    def heads(self, most: int) -> Heads:
+    def heads(self, most: int) -> HeadWeights:
         """Of each head whose largest weights alone were kept, at most so many rows and columns."""
         raise NotImplementedError

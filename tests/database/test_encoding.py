@@ -73,7 +73,7 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
 @pytest.mark.parametrize("wish", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
     encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []
-    how = encoding.Kept(rounded=True)
+    how = encoding.Precision(rounded=True)
     want = encoding.tensors(encoder, keys, how, 0)
     monkeypatch.setattr(encoding, "ENCODED", 7)
     made = encoding.encoded(encoder, keys, how, 0, lambda *at: told.append(at))

@@ -147,12 +147,12 @@ class Rows:
     # Not attributes: a ring of references would hold the rows until the collector comes by.
 
     @property
-    def key(self) -> Column:
-        return Column(self, self.shape)
+    def key(self) -> Unread:
+        return Unread(self, self.shape)
 
     @property
-    def value(self) -> Column:
-        return Column(self, (self.shape[0], self.width))
+    def value(self) -> Unread:
+        return Unread(self, (self.shape[0], self.width))
 
     def cuts(
         self, size: int, codes: bool = False, ahead: Collection[str] = ("key", "value")
@@ -201,7 +201,7 @@ class Weighed(NamedTuple):
     refused: str = ""
 
 
-class Column(NamedTuple):
+class Unread(NamedTuple):
     """The keys or the values of rows, in the place of an array."""
 
     rows: Rows

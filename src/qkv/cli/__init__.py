@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from qkv.cli.command import CODES, STOPPED, Debug, Given, as_command
+from qkv.cli.command import CODES, STOPPED, Debug, Preface, as_command
 
 COMMANDS = {
     "ask": "ask",
@@ -103,7 +103,7 @@ def _qkv(
     Every row answers, weighted by how well its key matches. Results go to stdout, everything else
     to stderr. Every command takes --json.
     """
-    context.obj = Given(plugin or [], debug)
+    context.obj = Preface(plugin or [], debug)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ Debug = Annotated[
 ]
 
 
-class Given(NamedTuple):
+class Preface(NamedTuple):
     """What stood before the command: the plugins, and --debug, which may stand behind it too."""
 
     plugins: list[str]

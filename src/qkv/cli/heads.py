@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LAYERS, HEADS = 6, 12
 
 
-class Seen(NamedTuple):
+class Picked(NamedTuple):
     """α of every head (layers, heads, n, n) from word to word, and one head of them."""
 
     words: list[str]
@@ -53,7 +53,7 @@ def named(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def look(sentence: str, wish: tuple[int, int] | None) -> Seen:
+def look(sentence: str, wish: tuple[int, int] | None) -> Picked:
     """What the model weighs while it reads; without a wish, the head that looks farthest."""
     from qkv.database.encoders import Sentences
     from qkv.page.sentence import farthest, quiet
@@ -67,4 +67,4 @@ def look(sentence: str, wish: tuple[int, int] | None) -> Seen:
         reader(**tokenizer(sentence, return_tensors="pt"))
     told = seen.words(tokenizer, sentence)
     alpha = told.weights
-    return Seen(told.labels or [], alpha, *(wish or divmod(farthest(alpha), HEADS)))
+    return Picked(told.labels or [], alpha, *(wish or divmod(farthest(alpha), HEADS)))

@@ -14,7 +14,7 @@ import numpy as np
 from qkv import parts
 from qkv.arrays.ragged import Ragged, joined
 from qkv.cluster.faults import LostShard
-from qkv.cluster.shard import About, Job, Slice
+from qkv.cluster.shard import Job, Profile, Slice
 from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, CombinationError
 from qkv.types import Arrays
@@ -157,7 +157,7 @@ class Many:
         self.fleet, self.versions = fleet, versions
         self.version = sum(versions)
         asked = [(fleet.holder(i), "about", (i, version)) for i, version in enumerate(versions)]
-        self.abouts: list[About] = fleet.workers.each(asked)
+        self.abouts: list[Profile] = fleet.workers.each(asked)
         for name, about in zip(fleet.sources[1:], self.abouts[1:], strict=True):
             _alike(fleet.sources[0], self.abouts[0], name, about)
         self.slices: list[tuple[int, Slice]] = []
@@ -175,7 +175,7 @@ class Many:
         self._balls: list[parts.Ball] | None = self.each("ball") if fleet.partial else None
 
     @property
-    def begun(self) -> About:
+    def begun(self) -> Profile:
         return next((about for about in self.abouts if about.settings), self.abouts[0])
 
     @property
@@ -253,7 +253,7 @@ class Many:
         return [ball for (shard, _), ball in held if shard in shards]
 
 
-def _alike(first: str, one: About, second: str, two: About) -> None:
+def _alike(first: str, one: Profile, second: str, two: Profile) -> None:
     """Refuse stores whose rows cannot be compared with one query."""
     for name in ("schema", "encoder"):
         if one.settings and two.settings and one.settings.get(name) != two.settings.get(name):

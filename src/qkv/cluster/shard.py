@@ -164,10 +164,10 @@ class Leaf:
         )
 
     @cached_property
-    def _held(self) -> parts.Held:
+    def _held(self) -> parts.Portion:
         job, view = self.job, self.view
         allowed = view.having_values(view.where(job.where))[0]
-        return parts.Held.of(
+        return parts.Portion.of(
             view.vectors(allowed, value=True, asked=job.words),
             job.query,
             score=job.score,
@@ -302,7 +302,7 @@ class Leaf:
         return self.view.census(name)
 
 
-class About(NamedTuple):
+class Profile(NamedTuple):
     """What is to be known of a store to ask it: of one version."""
 
     version: int
@@ -349,11 +349,11 @@ class Shard:
     def history(self, source: int) -> list[Any]:
         return self._store(source).versions()
 
-    def about(self, source: int, version: int | None = None) -> About:
+    def about(self, source: int, version: int | None = None) -> Profile:
         snapshot = self._store(source).at(version)
         kinds = {name: snapshot.kind(name) for name in snapshot.names}
         settings, arrays = snapshot.settings, snapshot.arrays()
-        return About(
+        return Profile(
             snapshot.version, len(snapshot), settings, tuple(snapshot.names), kinds, arrays
         )
 

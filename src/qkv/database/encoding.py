@@ -37,7 +37,7 @@ def told(encoder: Encoder, keys: int) -> dict[str, Any]:
 
 
 def encoded(
-    encoder: Encoder, keys: Any, how: Kept, first: int, progress: Progress | None = None
+    encoder: Encoder, keys: Any, how: Precision, first: int, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The vectors of some keys as tensors, for rows with ids from `first` on: `code` (m, width),
     with `scale` (m,) where that is in 8 bits, `sparse` (m,) where the encoder has such beside, and
@@ -65,7 +65,7 @@ def encoded(
     return {n: joined(x) if n == "sparse" else np.concatenate(x) for n, x in parts.items()}
 
 
-class Kept(NamedTuple):
+class Precision(NamedTuple):
     """How vectors are kept: `rounded` to 8 bits, for good; as a type of number (None: as they
     come); with codes that bound them beside."""
 
@@ -74,15 +74,15 @@ class Kept(NamedTuple):
     coded: bool = False
 
 
-def how(encoder: Encoder, precision: str | None) -> Kept:
+def how(encoder: Encoder, precision: str | None) -> Precision:
     """How the vectors of a new database are kept."""
     if precision is None and encoder.rounds:
-        return Kept(rounded=True)
+        return Precision(rounded=True)
     rounded = precision == "int8"  # whose bounds are all that is left of what they have lost
-    return Kept(rounded, precision, coded=rounded or encoder.width >= codes.NARROW)
+    return Precision(rounded, precision, coded=rounded or encoder.width >= codes.NARROW)
 
 
-def tensors(encoder: Encoder, keys: Any, how: Kept, first: int) -> dict[str, Any]:
+def tensors(encoder: Encoder, keys: Any, how: Precision, first: int) -> dict[str, Any]:
     vectors, beside = np.asarray(encoder.encode(keys)), encoder.sparse(keys)
     found: dict[str, Any] = {} if beside is None else {"sparse": beside}
     if how.dtype in ("float32", "float16"):
@@ -110,7 +110,7 @@ def _kept_as(vectors: np.ndarray, dtype: str) -> np.ndarray:
 
 def kept(encoder: Encoder, keys: Any) -> np.ndarray:
     """The vectors of some keys as a database would keep them, (m, width)."""
-    made = tensors(encoder, keys, Kept(encoder.rounds), 0)
+    made = tensors(encoder, keys, Precision(encoder.rounds), 0)
     return Stored(made["code"], scale=made.get("scale")).vectors()
 
 

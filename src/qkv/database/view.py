@@ -24,7 +24,7 @@ from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 if TYPE_CHECKING:  # loaded when keys are encoded
     from qkv.database.encoders import Encoder
-    from qkv.database.encoding import Kept
+    from qkv.database.encoding import Precision
     from qkv.scores import Score, ScoreLike
 
 CHUNK = 8192
@@ -301,12 +301,12 @@ class View:
         return "scale" in self.snapshot.names
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> Precision:
         """How the keys' vectors are kept."""
-        from qkv.database.encoding import Kept
+        from qkv.database.encoding import Precision
 
         told = self.settings.get("precision")
-        return Kept(self.rounded, told, coded="near.bounds" in self.snapshot.names)
+        return Precision(self.rounded, told, coded="near.bounds" in self.snapshot.names)
 
     @property
     def precision(self) -> str | None:

@@ -316,7 +316,7 @@ def pooled(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, Numbers
     return sums[:, :-1] / total, np.log(total) + found.shift[:, None]
 
 
-class Kept(NamedTuple):
+class Trace(NamedTuple):
     """What the way back needs of queries (d, r): the two results of `pooled`, and their gradients
     `along` (r, d_v) and `along_lse` (r, 1)."""
 
@@ -327,7 +327,7 @@ class Kept(NamedTuple):
 
 
 def pulled(
-    query: Numbers, boxes: Boxes, share: float, kept: Kept, totals: tuple[Numbers, Numbers]
+    query: Numbers, boxes: Boxes, share: float, kept: Trace, totals: tuple[Numbers, Numbers]
 ) -> Numbers:
     """The gradient of queries (d, r), (r, d), over the pairs that `pooled` read.
 

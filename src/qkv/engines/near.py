@@ -20,7 +20,7 @@ from qkv.arrays.numpy import FRAMEWORK as NUMPY
 from qkv.engines import call as calls
 from qkv.engines import dense, grid
 from qkv.engines.call import Call
-from qkv.engines.grid import Boxes, Kept, Numbers
+from qkv.engines.grid import Boxes, Numbers, Trace
 from qkv.errors import count
 from qkv.scores import Gaussian
 from qkv.types import Array, Arrays, Slopes, Span
@@ -265,7 +265,7 @@ def _backward(
             x.reshape(-1, x.shape[-1]) if not at else x[at] for x in (out, lse, along, along_lse)
         ]
         boxes = grid.boxed(key, value)
-        for total, new in zip(found, _pulled(query, boxes, share, Kept(*rows)), strict=True):
+        for total, new in zip(found, _pulled(query, boxes, share, Trace(*rows)), strict=True):
             total.append(new)
     narrow = _narrow(call)
     lead = call.lead if len(parts) > 1 else ()
@@ -281,14 +281,14 @@ def _backward(
     return made
 
 
-def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Numbers, ...]:
+def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Trace) -> tuple[Numbers, ...]:
     """The gradients of queries (n, d), keys (m, d) and values (m, d_v) of one problem.
 
     Each core sums those of keys and values over a fixed part of the queries, so that a second run
     gives the same digits.
     """
     order, tiling = _neighbours(query, boxes)
-    query, kept = query[:, order], Kept(*(x[order] for x in kept))
+    query, kept = query[:, order], Trace(*(x[order] for x in kept))
     d, _, c = boxes.points.shape
     wide = boxes.values.shape[-1] - 1
     each = -(-len(tiling) // threads.CORES)
@@ -302,7 +302,7 @@ def _pulled(query: Numbers, boxes: Boxes, share: float, kept: Kept) -> tuple[Num
     def some(rows: Span, _: Any) -> tuple[Numbers]:
         for chunk, _ in groups[rows.start]:
             at = slice(chunk.start, chunk.start + chunk.size)
-            part = Kept(*(x[at] for x in kept))
+            part = Trace(*(x[at] for x in kept))
             gained[at] = grid.pulled(query[:, at], boxes, share, part, totals[rows.start])
         return (np.empty((1, 1)),)
 

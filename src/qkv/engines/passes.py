@@ -14,7 +14,7 @@ from qkv.weightings import State, Weighting
 from qkv.weightings.base import of_rows
 
 
-class Piece(NamedTuple):
+class Operands(NamedTuple):
     """The arrays of one block."""
 
     block: Any
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     bias: Array | None
 
 
-def piece(call: Call, rows: Span, cols: Any) -> Piece:
+def operands(call: Call, rows: Span, cols: Any) -> Operands:
     fw = call.fw
     block = calls.place(call, rows, cols)
     if isinstance(cols, Cut):
@@ -36,7 +36,7 @@ def piece(call: Call, rows: Span, cols: Any) -> Piece:
     if bias is not None:
         bias = fw.cut(fw.cut(bias, rows, -2), cols, -1)
     query = calls.clean_queries(call, fw.cut(call.query, rows, -2), live)
-    return Piece(block, live, query, key, bias)
+    return Operands(block, live, query, key, bias)
 
 
 def value_of(call: Call, cols: Any, live: Live) -> Array:
@@ -66,7 +66,7 @@ class Passes:
         call, at = self.call, cols.start if self._stored else 0
         if at in self._known:
             return self._known[at]
-        part = piece(call, self.rows, cols)
+        part = operands(call, self.rows, cols)
         s = calls.scores(calls.some_rows(call, self.rows), *part[2:], part.block)
         found = s, part.live, part.block.k, part.block
         if self._keeps:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qkv import masks
 from qkv.arrays import tree
-from qkv.arrays.rows import Column, Reader
+from qkv.arrays.rows import Reader, Unread
 from qkv.engines.call import Call
 from qkv.types import Array, Arrays, Slopes
 
@@ -18,7 +18,7 @@ HELD = 2**25
 
 def whole(call: Call) -> Call:
     """The call on arrays, with all its rows read."""
-    if not isinstance(call.key, Column):
+    if not isinstance(call.key, Unread):
         return call
     key, value, allowed = call.key.rows.whole(call.fw, call.query)
     rule = None if allowed is None else masks.array(allowed)
@@ -26,7 +26,7 @@ def whole(call: Call) -> Call:
 
 
 def loops_of(call: Call) -> Any:
-    return Reader(call.fw) if isinstance(call.key, Column) else call.fw
+    return Reader(call.fw) if isinstance(call.key, Unread) else call.fw
 
 
 class Held:
@@ -44,7 +44,7 @@ class Held:
     def of(cls, call: Call) -> Held | None:
         """None where there are too many, they are bent before they are weighed, or an array other
         than the query has a gradient."""
-        if not isinstance(call.key, Column) or not call.score.linear or call.n * call.m > HELD:
+        if not isinstance(call.key, Unread) or not call.score.linear or call.n * call.m > HELD:
             return None
         fixed = not tree.leaves(call.fw, (call.score, call.weighting))
         as_they_are = call.weighting.scale(call.query) is call.query

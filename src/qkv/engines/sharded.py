@@ -68,7 +68,7 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
             "pass the same queries everywhere, or one number for each head"
         )
     call = _hoisted(call)
-    way = (Gathered if call.weighting.searches else Ring) if across.rows else Same
+    way = (Together if call.weighting.searches else Ring) if across.rows else Same
     leaves = tree.leaves(fw, call)
     learning = fw.needs_gradient(leaves)
     steps = way(across, learning)
@@ -131,7 +131,7 @@ class Same:
         return [next(totals) if i in learned else x for i, x in enumerate(slopes)]
 
 
-class Gathered(Same):
+class Together(Same):
     """Sharded queries whose rows must be searched: a search asks all keys several times, so all
     processes look at all queries together."""
 

@@ -16,11 +16,11 @@ from typing import Any
 from qkv import masks, scores
 from qkv.arrays import threads, tree
 from qkv.arrays.base import Framework, Tiling
-from qkv.arrays.rows import Column, Cuts
+from qkv.arrays.rows import Cuts, Unread
 from qkv.engines import call as calls
 from qkv.engines import dense
 from qkv.engines.call import Call
-from qkv.engines.passes import Passes, Piece, piece, value_of
+from qkv.engines.passes import Operands, Passes, operands, value_of
 from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
@@ -157,7 +157,7 @@ def hoist(call: Call, tiling: Tiling) -> Call:
         rows, cols = (x._replace(start=x.start - at) for x, at in ((rows, row), (cols, col)))
         return calls.place(call, rows, cols)
 
-    part = piece(call, rows, cols)
+    part = operands(call, rows, cols)
     score, rule = call.score, call.rule
     if in_score:
         key = calls.share_heads(call, part.key)
@@ -174,7 +174,7 @@ def block_size(call: Call) -> tuple[int, int]:
     """Queries and keys per block: near a square, within BLOCK numbers for all leading axes."""
     each = max(math.prod(call.lead) * footprint(call), 1)
     area = max(BLOCK // each, 1)
-    if isinstance(call.key, Column):  # whatever is read serves as many queries as it can
+    if isinstance(call.key, Unread):  # whatever is read serves as many queries as it can
         rows = max(min(call.n, area // 512), 1)
         return rows, max(min(area // rows, 4 * READ // max(call.key.shape[-1], 1)), 512)
     if call.weighting.searches and call.m <= area:  # searched in one go
@@ -214,7 +214,7 @@ def tiling_of(call: Call, rows: int, cols: int) -> Tiling:
     That of a rule on distances is kept: a loop asks for it again and again.
     """
     fw, rule, n, m = call.fw, call.rule, call.n, call.m
-    if isinstance(call.key, Column):
+    if isinstance(call.key, Unread):
         cuts: Any = call.key.rows.cuts(cols)
         return [(Span(at, min(rows, n - at)), cuts) for at in range(0, n, rows)]
     if rule is None:
@@ -258,7 +258,7 @@ def _forward(call: Call, tiling: Tiling, learning: bool, held: Held | None) -> t
     def pooled(rows: Span, keys: Any) -> Arrays:
         weighting = of_rows(fw, call.weighting, rows, call.n)
         if isinstance(keys, list) and len(keys) == 1 and call.weighting.searches and not keeps:
-            part = piece(call, rows, keys[0])
+            part = operands(call, rows, keys[0])
             s = calls.scores(unscaled, part.query, part.key, part.bias, part.block)
             value = calls.share_heads(call, value_of(call, keys[0], part.live))
             keep = calls.dropped(call, part.block)
@@ -291,9 +291,9 @@ def backward_of(
     kept, known = (kept, {}) if held is None else held.found(kept)
     fw, weighting, loops = call.fw, call.weighting, loops_of(call)
     parameters = tree.leaves(fw, (call.score, weighting))
-    stored = isinstance(call.key, Column)
+    stored = isinstance(call.key, Unread)
 
-    def scores_of(part: Piece, rows: Span) -> tuple[Array, Callable[[Array], Slopes]]:
+    def scores_of(part: Operands, rows: Span) -> tuple[Array, Callable[[Array], Slopes]]:
         """The scores of a block, and their gradients to gradients of what `moves` in it."""
         moves = part.query, None if stored else part.key, part.bias, call.score, weighting
 
@@ -330,7 +330,7 @@ def backward_of(
 
         def step(totals: Any, cols: Span) -> Any:
             dq, dk, dv, dbias, dparameters = totals
-            part = piece(call, rows, cols)
+            part = operands(call, rows, cols)
             live, keep = part.live, calls.dropped(call, part.block)
             if known and cols.start in known:  # a traced start has no hash
                 s, pull = known[cols.start], pulled(call, part.query, part.key)
@@ -377,7 +377,7 @@ def backward_of(
 def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> Slopes:
     """The gradients in the order of the call's leaves; positions and seeds have none."""
     dq, dk, dv, dbias = main
-    stored = isinstance(call.key, Column)
+    stored = isinstance(call.key, Unread)
     out: list[Array | None] = [dq, *(() if stored else (dk, dv)), *parameters]
     out += [None] * len(tree.leaves(call.fw, call.rule))
     out += [] if call.bias is None else [dbias]

@@ -33,7 +33,7 @@ from qkv.types import Array, Shape
 Config = dict[str, Any]
 
 
-class Layer(keras.Layer):  # type: ignore[misc]
+class AttentionLayer(keras.Layer):  # type: ignore[misc]
     """What the layers share: a score and a weighting, their weights, and the call of `attend`."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Layer(keras.Layer):  # type: ignore[misc]
 
 
 @keras.saving.register_keras_serializable("qkv")
-class Attention(Layer):
+class Attention(AttentionLayer):
     """Σᵢ α(q, kᵢ) vᵢ, called as keras.layers.Attention: on [query, value] or [query, value, key].
 
     query (…, n, d_q), value (…, m, d_v), key (…, m, d_k) → (…, n, d_v), and with

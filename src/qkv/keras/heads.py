@@ -10,7 +10,7 @@ from keras import ops
 
 from qkv import masks
 from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
-from qkv.keras.attention import Attention, Config, Layer, spec
+from qkv.keras.attention import Attention, AttentionLayer, Config, spec
 from qkv.keras.axes import SEQUENCE, Axes
 from qkv.keras.masks import merged
 from qkv.keras.scores import ScoreConfig, WeightingConfig
@@ -85,7 +85,7 @@ class SelfAttention(Attention):
 
 
 @keras.saving.register_keras_serializable("qkv")
-class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignore[misc]
+class MultiHeadAttention(AttentionLayer, keras.layers.MultiHeadAttention):  # type: ignore[misc]
     """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾: many heads at once.
 
     query (batch, n, d), value and key (batch, m, ·) → (batch, n, d), and with
@@ -208,7 +208,7 @@ class MultiHeadAttention(Layer, keras.layers.MultiHeadAttention):  # type: ignor
 
 
 @keras.saving.register_keras_serializable("qkv")
-class GroupedQueryAttention(Layer, keras.layers.GroupQueryAttention):  # type: ignore[misc]
+class GroupedQueryAttention(AttentionLayer, keras.layers.GroupQueryAttention):  # type: ignore[misc]
     """`MultiHeadAttention` whose keys and values have fewer heads, each shared by a group of the
     query's.
 

@@ -9,7 +9,7 @@ from qkv.types import At, Shape, Span
 
 
 @dataclass(frozen=True)
-class Seen(Mask):
+class Within(Mask):
     """What a rule says of blocks of a call that lies at `at` of a larger one.
 
     `allowed` is the rule's own: a block knows the positions that it lies at.
@@ -53,4 +53,4 @@ def seen(rule: Mask, at: At | None) -> Mask:
         return rule
     if isinstance(rule, Compound):
         return type(rule)(*(seen(part, at) for part in rule.parts))
-    return Seen(rule, at)
+    return Within(rule, at)

@@ -22,7 +22,7 @@ Caches = list[tuple[Cache, Cache]]
 """For each block, the cache of its self-attention and that of its cross-attention."""
 
 
-class Heads(TypedDict, total=False):
+class HeadOptions(TypedDict, total=False):
     """What a block says to its attention."""
 
     score: LayerScore
@@ -31,7 +31,7 @@ class Heads(TypedDict, total=False):
     rotary: bool | Rotary
 
 
-class Block(Heads, total=False):
+class BlockOptions(HeadOptions, total=False):
     """What a stack says to its blocks."""
 
     dim_feedforward: int
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
         dtype: Any = None,
         *,
         cross: bool = False,
-        **heads: Unpack[Heads],
+        **heads: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
@@ -193,7 +193,7 @@ class TransformerEncoder(_Stack):
         nhead: int,
         *,
         norm: bool = False,
-        **block: Unpack[Block],
+        **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__(num_layers, d_model, nhead, norm, False, block)
 
@@ -233,7 +233,7 @@ class TransformerDecoder(_Stack):
         *,
         norm: bool = False,
         cross: bool = True,
-        **block: Unpack[Block],
+        **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__(num_layers, d_model, nhead, norm, cross, block)
 
@@ -284,7 +284,7 @@ class Transformer(nn.Module):
         nhead: int = 8,
         num_encoder_layers: int = 6,
         num_decoder_layers: int = 6,
-        **block: Unpack[Block],
+        **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__()
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)

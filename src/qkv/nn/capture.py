@@ -13,12 +13,12 @@ from qkv.errors import ArgumentError, ShapeError
 from qkv.nn.attention import Attention, SelfAttention
 from qkv.nn.heads import MultiHeadAttention
 from qkv.plot import heatmaps
-from qkv.shown import Headed, Heads
+from qkv.shown import Headed, HeadWeights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Layer = (Attention, SelfAttention, MultiHeadAttention)
+LAYERS = (Attention, SelfAttention, MultiHeadAttention)
 
 
 class Seen(dict[str, torch.Tensor], Headed):
@@ -51,8 +51,8 @@ class Seen(dict[str, torch.Tensor], Headed):
             raise ShapeError(f"a grid takes layers of one shape (batch, heads, n, m), not {shapes}")
         return torch.stack([x[item] for x in self.values()])
 
-    def heads(self, most: int) -> Heads:
-        return Heads(self.grid().numpy(), list(self))
+    def heads(self, most: int) -> HeadWeights:
+        return HeadWeights(self.grid().numpy(), list(self))
 
     def one(self, item: int) -> Seen:
         """One sequence of the batch alone: `seen.one(1).show()`."""
@@ -78,7 +78,7 @@ def capture(module: nn.Module) -> Iterator[Seen]:
     seen = Seen()
     hooks = []
     for name, layer in module.named_modules():
-        if isinstance(layer, Layer):
+        if isinstance(layer, LAYERS):
             hook = _recorder(seen, name or "(itself)")
             hooks.append(layer.register_forward_hook(hook, with_kwargs=True))
     if not hooks:

@@ -19,7 +19,7 @@ from qkv.nn.scores import built, told
 
 
 @dataclass(frozen=True)
-class Layer:
+class Described:
     """One line: where it is in the model, what it is, its shapes, and how it will run."""
 
     name: str
@@ -34,7 +34,7 @@ class Layer:
 class Description:
     """What `describe` found; `str()` of it is meant to be read."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Described, ...]
     parameters: int
     length: int
 
@@ -86,12 +86,12 @@ def describe(module: nn.Module, length: int = 1024, batch: int = 1) -> Descripti
             )
             layers.append(_attending(name, layer, calls, count))
         elif own:
-            layers.append(Layer(name, type(layer).__name__, _shapes(layer), own, ""))
+            layers.append(Described(name, type(layer).__name__, _shapes(layer), own, ""))
     total = sum(x.numel() for x in module.parameters())
     return Description(tuple(layers), total, length)
 
 
-def _attending(name: str, layer: Any, calls: Any, count: int) -> Layer:
+def _attending(name: str, layer: Any, calls: Any, count: int) -> Described:
     query, key, value = calls
     with torch.no_grad():
         score = built(layer.score, query.dtype)
@@ -102,7 +102,7 @@ def _attending(name: str, layer: Any, calls: Any, count: int) -> Layer:
     heads = f"{query.shape[-3]} heads of {widths}" if query.dim() == 4 else widths
     if query.dim() == 4 and key.shape[-3] != query.shape[-3]:
         heads += f", {key.shape[-3]} of keys"
-    return Layer(name, kind, heads, count, found.engine, found.detail)
+    return Described(name, kind, heads, count, found.engine, found.detail)
 
 
 def _calls(layer: Any, length: int, batch: int) -> Any:

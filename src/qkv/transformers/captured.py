@@ -12,7 +12,7 @@ import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
 from qkv.plot import heatmaps
-from qkv.shown import Headed, Heads
+from qkv.shown import Headed, HeadWeights
 from qkv.transformers.words import token_ids, words_of
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ class Captured(Headed):
         alone a picture of at most so many rows and columns."""
         return np.concatenate([x.dense(min(x.n, most), min(x.m, most)) for x in self._one()])
 
-    def heads(self, most: int) -> Heads:
+    def heads(self, most: int) -> HeadWeights:
         grid, first = self.grid(most), self.layers[0]
         whole = all(layer.whole for layer in self.layers)
         names = [layer.name for layer in self.layers]
-        return Heads(grid, names, (first.n, first.m), self.labels, whole)
+        return HeadWeights(grid, names, (first.n, first.m), self.labels, whole)
 
     def plot(self, layer: int | None = None, head: int | None = None, **options: Any) -> Figure:
         """A heatmap for each head: layers from the top down, heads from left to right.

@@ -34,7 +34,7 @@ def test_mined_negatives_are_hard_and_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     keys = ["cat", "cats", "cat s", "dog", "dogs", "xyz"]
     pairs = [("cat", "cat"), ("cat", "cats"), ("dog", "dog")]
     task = make(Characters(64), keys, pairs, 0, 0)
-    how = descent.How(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
+    how = descent.Training(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
     run = descent.Descent(task, how, gradients.by_hand, Learned.begin(Characters(64), 6), 0.0)
     run.mine(np.random.default_rng(0))
     assert run.hard is not None

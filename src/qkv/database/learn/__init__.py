@@ -12,7 +12,7 @@ from qkv.database.encoders.base import Encoder
 from qkv.database.encoders.learned import Learned
 from qkv.database.learn import gradients
 from qkv.database.learn.checkpoint import CheckpointError
-from qkv.database.learn.descent import Descent, How
+from qkv.database.learn.descent import Descent, Training
 from qkv.database.learn.task import make
 from qkv.types import Progress
 
@@ -103,7 +103,7 @@ def learn(
     >>> (encoder.query(["meow"]) @ encoder.encode(keys).T).argmax(), report.after[1]
     (np.int64(1), 1.0)
     """
-    how = How(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
+    how = Training(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
     name, descend = gradients.by(framework)
     began = time.perf_counter()
     task = make(encoder, keys, pairs, held_out, seed)

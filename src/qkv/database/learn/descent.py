@@ -46,7 +46,7 @@ HARDEST = 8
 
 
 @dataclass(frozen=True)
-class How:
+class Training:
     """What was asked of learning, checked."""
 
     epochs: int
@@ -79,7 +79,7 @@ class Descent:
     """One descent on a task: the parameters now and at their best, and Adam's two means of each."""
 
     task: Task
-    how: How
+    how: Training
     gradients: Gradients
     start: Learned
     began: float
