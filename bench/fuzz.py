@@ -1,19 +1,23 @@
 """Random legal calls of the CUDA kernels against the equation in float64.
 
-python -m bench.fuzz --cuda SECONDS SEED
+python -m bench.fuzz --cuda SECONDS SEED [LOG]
 
 Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
 further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
+LOG has every call before it runs and what came of it after: a crash leaves the call behind.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -32,7 +36,10 @@ FLOOR = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 ALIKE = 10
 """Calls of one kind in a row, which differ in lengths and numbers: a kind must be compiled."""
 CHOOSY = (weightings.TopK, weightings.Hard)
-"""Weightings that another rounding may have choose another key."""
+"""Weightings that another rounding may have choose another key; of sparsemax the slope does so."""
+ROUNDS = 32
+"""Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
+single error says nothing of the usual one."""
 
 
 class Drawn(NamedTuple):
@@ -128,15 +135,18 @@ def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, T
         given["query"], given["key"], given["value"], **drawn.how(given), engine=engine
     )
     make = torch.Generator(device=out.device).manual_seed(3)
-    along = torch.randn(out.shape, generator=make, device=out.device).to(
-        drawn.arrays["query"].dtype
-    )
-    grads = torch.autograd.grad(
-        (out * along.to(out.dtype)).sum(), tuple(given.values()), allow_unused=True
-    )
+    found: list[tuple[Tensor | None, ...]] = []
+    for _ in range(ROUNDS if out.is_cuda else 1):
+        along = torch.randn(out.shape, generator=make, device=out.device)
+        along = along.to(drawn.arrays["query"].dtype).to(out.dtype)
+        found.append(
+            torch.autograd.grad(
+                out, tuple(given.values()), along, retain_graph=True, allow_unused=True
+            )
+        )
     return {"out": out.detach()} | {
-        name: torch.zeros_like(x) if g is None else g
-        for (name, x), g in zip(given.items(), grads, strict=True)
+        name: torch.stack([torch.zeros_like(x) if g is None else g for g in grads])
+        for (name, x), grads in zip(given.items(), zip(*found, strict=True), strict=True)
     }
 
 
@@ -169,18 +179,23 @@ def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, float]]:
 
 def complaint(drawn: Drawn, engine: Any = None) -> str | None:
     """What is wrong with a call; None if nothing is."""
-    choosy = isinstance(weightings.resolve(drawn.how(drawn.arrays)["weighting"]), CHOOSY)
-    floor = FLOOR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
+    weighting = weightings.resolve(drawn.how(drawn.arrays)["weighting"])
     for name, (off, usual) in errors(drawn, engine).items():
+        choosy = isinstance(weighting, CHOOSY if name == "out" else (*CHOOSY, weightings.Sparsemax))
+        floor = FLOOR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
         if not off <= max(2 * usual, floor):
             return f"{name} is off by {off:.1e}, eager by {usual:.1e}"
     return None
 
 
 def run(
-    random: Random, device: str, small: bool, engine: Any = None
+    random: Random,
+    device: str,
+    small: bool,
+    engine: Any = None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> Iterator[tuple[str, str | None]]:
-    """Calls without end: the engine that ran, and the complaint."""
+    """Calls without end: the engine that ran, and the complaint. `note` hears of each before."""
     kind, count = random.random(), 0
     while True:
         count += 1
@@ -192,29 +207,40 @@ def run(
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
         except QkvError:
             continue  # two things that mean nothing together, or an engine that says why it cannot
+        note(f"call {count} on {told.engine}: {drawn.told}")
         try:
             wrong = complaint(drawn, engine)
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
+            note(traceback.format_exc())
         if wrong is None and told.engine == "dense" and query.shape[-2] * key.shape[-2] > LEAST:
             wrong = "ran on dense: " + dict(told.refusals).get("triton", "")
         yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
 
 
-def main(seconds: float, seed: int) -> None:
+def main(seconds: float, seed: int, log: str | None = None) -> None:
     started, engines, wrongs = time.monotonic(), Counter[str](), 0
-    for engine, wrong in run(Random(seed), "cuda", False):
-        engines[engine] += 1
-        if wrong is not None:
-            wrongs += 1
-            print(f"call {sum(engines.values())} on {engine}: {wrong}", flush=True)
-        if time.monotonic() - started > seconds:
-            break
-    print(f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}")
+    with nullcontext() if log is None else Path(log).open("w", buffering=1) as file:
+
+        def note(line: str) -> None:
+            if file is not None:
+                print(line, file=file)
+
+        for engine, wrong in run(Random(seed), "cuda", False, note=note):
+            engines[engine] += 1
+            note(f"  {wrong or 'right'}, after {time.monotonic() - started:.1f} s")
+            if wrong is not None:
+                wrongs += 1
+                print(f"call {sum(engines.values())} on {engine}: {wrong}", flush=True)
+            if time.monotonic() - started > seconds:
+                break
+        told = f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}"
+        note(told)
+    print(told)
     sys.exit(bool(wrongs))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4 or sys.argv[1] != "--cuda":
+    if len(sys.argv) not in (4, 5) or sys.argv[1] != "--cuda":
         sys.exit(__doc__)
-    main(float(sys.argv[2]), int(sys.argv[3]))
+    main(float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
