@@ -142,6 +142,16 @@ def test_keys_that_no_query_sees_are_not_read(mask, spoiled):
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
+def test_a_row_that_all_keys_share_is_whole_on_a_device():
+    torch = pytest.importorskip("torch")
+    from qkv.engines.native.kernel import whole_rows
+
+    thin = torch.arange(3.0)[:, None]
+    whole = whole_rows(thin, 4)
+    assert whole.is_contiguous() and whole.tolist() == [[i] * 4 for i in (0.0, 1.0, 2.0)]
+    assert whole_rows(whole, 4) is whole
+
+
 REFUSALS = {
     "Gaussian": {"score": "gaussian"},
     "softcap": {"score": scores.ScaledDot(softcap=3.0)},

@@ -32,6 +32,8 @@ def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) 
     if key.shape[-3:-2] != value.shape[-3:-2]:
         key, value = (calls.share_heads(call, x) for x in (key, value))
     parts = [four_axes(x, call.lead) for x in (query, key, value)]
+    if mask is not None and not mask.is_cpu:
+        mask = whole_rows(mask, key.shape[-2])
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
     out = fused(parts, mask, plain, native.scale_of(call), call.dropout)
@@ -117,6 +119,11 @@ def four_axes(x: Array, lead: tuple[int, ...]) -> Array:
         x = x.expand(*lead[:-1], heads, *x.shape[-2:])
         x = x.reshape(math.prod(lead[:-1]), *x.shape[-3:])
     return x if fits(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def whole_rows(mask: Array, m: int) -> Array:
+    """(…, 1 or m) as (…, m): of a row that all keys share cuDNN would read what lies behind it."""
+    return mask.expand(*mask.shape[:-1], m).contiguous() if mask.shape[-1] != m else mask
 
 
 def fits(x: Array) -> bool:
