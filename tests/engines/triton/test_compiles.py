@@ -54,7 +54,9 @@ def compiled() -> list[int]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from qkv.engines.triton import ahead, backward, forward, mend, weights
+    from qkv.engines import triton as engine
+    from qkv.engines.request import request
+    from qkv.engines.triton import ahead, backward, forward, launch, mend, weights
     from qkv.engines.triton.records import facts_of
 
     class Driver:
@@ -79,11 +81,17 @@ def compiled() -> list[int]:
 
     with torch.autograd.set_multithreading_enabled(False):
         jobs = ahead.missing(run, True)
+    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "weigh_queries", "weigh_keys"}
+    launch.OVERRIDE["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
+    wide = torch.zeros(1, 1, 32, 160, dtype=half)
+    mask = torch.zeros(32, 32, requires_grad=True)  # of another dtype than the values
+    found = engine.missing(request(wide, wide, wide, "dot", "softmax", mask, 0.0, None, None))
+    jobs |= {key: job for key, job in found.items() if key.name == "to_pairs"}
     made = []
     for kernel, grid, given, named, _ in (job.args for job in jobs.values()):
         arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
         made.append(kernel.warmup(arrays, *given[1:], grid=grid, **named))
-    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "weigh_queries", "weigh_keys"}
+    assert len(made) == 5
     return [len(x.asm["cubin"]) for x in (inner, merge, *made)]
 
 

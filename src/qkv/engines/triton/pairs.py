@@ -96,9 +96,9 @@ def to_pairs(
         top, share, middle = kept_of(back, spot.line, F)
         x, _ = product(rows, keys, at_j, here_j, F)
         if F.WIDE:
-            there = keys.value + at_j * keys.v_m
+            values = keys.value + at_j * keys.v_m
             dp = products(
-                along, spot.line * F.D, there, here_j * keys.v_m,
+                along, spot.line * F.D, values, here_j * keys.v_m,
                 F.ROWS, F.COLS, F.D, F.BLOCK_W, F.PRECISION,
             )  # fmt: skip
         else:
