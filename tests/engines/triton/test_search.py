@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(search, "_tile", lambda query: launch.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(search, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
     monkeypatch.setattr(launch, "HELD", 32)
 
 
@@ -208,16 +210,17 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(search, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(search, "_tile", lambda query: launch.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(search, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 
 
 def test_tiles_of_every_width():
     for dtype in (torch.float32, torch.bfloat16):
-        for w in (64, 256):
-            tile = TILE(torch.empty(1, 1, 1, w, dtype=dtype))
-            assert tile.rows * tile.cols <= 128 * 128
+        for w, banded in product((64, 256), (False, True)):
+            for kernel in (search.entmax_kernel, search.topk_kernel):
+                tile = TILE(torch.empty(1, 1, 1, w, dtype=dtype), kernel, banded)
+                assert tile.rows * tile.cols <= 128 * 128
 
 
 def test_the_operators_keep_their_promises():

@@ -336,11 +336,14 @@ def topk_kernel(
     tl.store(position + spot.line, found)
 
 
-def _tile(query: Tensor) -> Tile:
+def _tile(query: Tensor, kernel: Any, banded: bool) -> Tile:
     w = query.shape[-1]
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
-    return Tile(64, 64, 64, 4, 3) if w <= 128 else Tile(128, 64, 64, 8, 2)
+    entmax = kernel is entmax_kernel
+    if w > 128 or (entmax and not banded):
+        return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
+    return Tile(64, 64, 64, 4, 2 if entmax and w <= 64 else 3)
 
 
 def _run(
@@ -375,7 +378,8 @@ def _run(
         )
 
     need = (kernel, *facts.values())
-    made = launch.fitting(_tile(call.query), call.query.device, need, run)
+    tile = _tile(call.query, kernel, facts["LOWER"] or facts["UPPER"])
+    made = launch.fitting(tile, call.query.device, need, run)
     launch.keep(about, None if call.copied else made)
 
 
