@@ -14,6 +14,7 @@ import qkv
 from bench import fuzz
 from qkv import masks, scores, weightings
 from qkv.engines import triton
+from qkv.engines.triton import launch
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="small sizes, in the interpreter")
 
@@ -56,6 +57,14 @@ CASES = {
     },
     "a temperature": {"temperature": torch.tensor(0.7), "mask": normal(N, M)},
     "a temperature for each head": {"temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5},
+    "a temperature for each head, and a mask": {
+        "temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5,
+        "mask": holed(N, M),
+    },
+    "a temperature for each head, of a Gaussian whose keys are shared": {
+        "temperature": torch.rand((4, 1, 1), generator=MADE) + 0.5,
+        "score": "gaussian",
+    },
     "a temperature for each query": {"temperature": torch.rand((2, 4, N, 1), generator=MADE) + 0.5},
 }
 
@@ -91,6 +100,30 @@ def test_values_and_gradients(name):
     want = results(arrays, CASES[name], "dense", torch.float64)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("width", [8, 20])
+def test_a_temperature_learns_in_16_bits_as_exactly_as_eager_code_does(width, monkeypatch):
+    """Its gradient is Σ ∂L/∂s · s, where rounding what a row's ∂L/∂s add up to would show."""
+    monkeypatch.setattr(launch, "HELD_BACK", 16)
+    make = torch.Generator().manual_seed(4)
+    shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
+    arrays = [torch.randn(x, generator=make).half() for x in shapes]
+    how = {"temperature": torch.tensor([0.5, 0.7, 1.0, 1.4]).reshape(4, 1, 1), "score": "dot"}
+    got = results(arrays, how, "triton", torch.float16)
+    want = results([x.double() for x in arrays], how, "dense", torch.float64)
+    for x, y in zip(got, want, strict=True):
+        assert (x.double() - y).norm() < 2e-3 * y.norm()
+
+
+def test_a_temperature_that_has_changed_is_read_again():
+    make = torch.Generator().manual_seed(6)
+    x = torch.randn((1, 2, N, 8), generator=make)
+    for warm in (1.0, 3.0):  # the second call of a kind has a plan
+        weighting = weightings.Softmax(torch.tensor(warm))
+        got = qkv.attend(x, x, x, weighting=weighting, engine="triton")
+        want = qkv.attend(x, x, x, weighting=weightings.Softmax(warm), engine="dense")
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 def test_values_wider_than_a_tile_come_in_parts(monkeypatch):

@@ -123,13 +123,6 @@ def test_what_it_refuses_it_explains(monkeypatch):
             },
             "each query",
         ),
-        (
-            {
-                "weighting": weightings.Softmax(torch.ones(4, 1, 1, device=DEVICE)),
-                "mask": torch.zeros(6, 6, device=DEVICE),
-            },
-            "several temperatures",
-        ),
         ({"score": "gaussian", "weighting": "raw"}, "whole row"),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
@@ -139,6 +132,10 @@ def test_what_it_refuses_it_explains(monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="as an array"):
         patched.setattr(engine, "WIDEST_RULE", 5)
         qkv.attend(x, x, x, mask=masks.strided(2), engine="triton")
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="each temperature"):
+        patched.setattr(engine, "WIDEST_RULE", 36)
+        warm = weightings.Softmax(torch.ones(4, 1, 1, device=DEVICE))
+        qkv.attend(x, x, x, weighting=warm, mask=torch.zeros(6, 6, device=DEVICE), engine="triton")
     with pytest.raises(EngineError, match="float32"):
         qkv.attend(x.double(), x.double(), x.double(), engine="triton")
     with pytest.raises(EngineError, match="torch tensors"):

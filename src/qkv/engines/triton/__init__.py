@@ -17,7 +17,7 @@ from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
-from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, pairs_of
+from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, cooled, pairs_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
@@ -78,8 +78,7 @@ def cannot(call: Call) -> str | None:
         return "the kernels have no gradient of other weights than those that pool"
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
-    bounds = bounds_of(call)
-    reason = _unread(call, bounds)
+    reason = _unread(call, bounds_of(call))
     if reason:
         return reason
     if _is_plain_additive(call):
@@ -123,11 +122,8 @@ def _untempered(call: Call, temperature: Array, score: Score) -> str | None:
     each = shape[-2:-1] not in ((), (1,))
     if each and not isinstance(score, Dot | ScaledDot | Cosine | Multiplicative):
         return "a temperature of each query cannot be divided out of what is added for each key"
-    shared = key_heads(call) < batch_and_heads(call)[1]
-    if shared and math.prod(shape[-3:]) > 1 and isinstance(score, Expanded):
-        return "a temperature of each head cannot be divided out of what heads share"
-    if call.bias is not None and math.prod(shape) > 1:
-        return "a float mask would be divided by each of several temperatures"
+    if call.bias is not None and math.prod(shape) * math.prod(call.bias.shape) > WIDEST_RULE:
+        return f"a float mask for each temperature is an array of more than {WIDEST_RULE} pairs"
     return None
 
 
@@ -153,6 +149,10 @@ def describe(call: Call) -> str:
         if call.fw.dtype(call.query) == "float32":
             return "tanh itself, tile by tile"
         return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
+    from qkv.engines.triton import columns
+
+    if columns.bound(call) is not None:
+        return "its squares as columns beside the keys, by torch's own kernel"
     return "dot products tile by tile, no n × m matrix"
 
 
@@ -165,12 +165,15 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
-    from qkv.engines.triton import ops
+    from qkv.engines.triton import columns, ops
     from qkv.engines.triton.arguments import Numbers
     from qkv.engines.triton.records import Arrays
 
     if _is_plain_additive(call):
         return _together(_additive)
+    whole = columns.bound(call)
+    if whole is not None:
+        return _together(lambda call: (whole(call.query, call.key, call.value), None, None))
     weighting = WEIGHTINGS[type(call.weighting)]
     searched = type(call.weighting) in SEARCHED
     found = lowering(call)
@@ -186,15 +189,19 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             form = form_of(call, found[0])
         temperature: Any = getattr(call.weighting, "temperature", 1.0)
         share = 1.0 if is_array(temperature) else 1 / temperature
-        if is_array(temperature):
-            form = form._replace(query=_over(form.query, temperature))
+        if is_array(temperature):  # in float32, whose gradient is that of the temperature
+            form = form._replace(query=_over(form.query.float(), temperature))
         if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
             held: Any = form
             form = Form(*(x.detach() if is_array(x) else x for x in held))
-        (_, heads), few = batch_and_heads(call), key_heads(call)
+        (_, heads), few, bias = batch_and_heads(call), key_heads(call), form.bias
+        if bias is not None:
+            if is_array(temperature) and math.prod(temperature.shape) > 1:  # heads share no more
+                few, bias = heads, calls.share_heads(call, bias)
+            bias = _over(bias, temperature)
         query, key = four_axes(call, form.query, heads), four_axes(call, form.key, few)
         parts = (
-            rows_of(call, form.bias if form.bias is None else _over(form.bias, temperature), few),
+            rows_of(call, bias, few),
             rows_of(call, form.gate_query, heads),
             rows_of(call, form.gate_key, few),
         )
@@ -202,7 +209,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
         pairs = pairs_of(call, bounds)
         if pairs is not None and is_array(temperature) and pairs.is_floating_point():
-            pairs = pairs / temperature.reshape(())
+            pairs = cooled(call, pairs, temperature)
         if searched:
             band = (scale, *parts, lower, upper, lengths, pairs, times)
             alpha, rows = _searched(call, query, key, band)
@@ -283,15 +290,18 @@ def waits(call: Call) -> str:
 
 def direct(call: Call) -> Callable[..., Array] | None:
     """What makes the launches of calls without a gradient again, where φ and ψ are q and k."""
+    from qkv.engines.triton import columns
     from qkv.engines.triton.operators import PLAIN
 
+    whole = columns.bound(call)
+    if whole is not None:
+        return whole
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
     if call.fw.needs_gradient(arrays) or any(type(x) not in PLAIN for x in arrays):
         return None
-    if len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
-        return None
-    if call.value.shape[-1] > WIDEST_VALUE:  # type: ignore[union-attr]
+    wide = arrays[2].shape[-1] > WIDEST_VALUE
+    if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
         return None
     (_, heads), few = batch_and_heads(call), key_heads(call)
     if any(
@@ -305,15 +315,15 @@ def direct(call: Call) -> Callable[..., Array] | None:
     if type(score) not in (Dot, ScaledDot, Expanded):
         return None
     form = score.form(call.query, call.key)  # type: ignore[union-attr]
-    if form.query is not call.query or form.key is not call.key:
+    learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
+    if learned or form.query is not call.query or form.key is not call.key:
         return None
     from qkv.engines.triton.repeat import Repeat
 
     scale = form.scale / getattr(call.weighting, "temperature", 1.0)
     factor = None if form.bias is None else -scale / 2
-    number = getattr(call.weighting, "k", 1)
-    if isinstance(call.weighting, Entmax):
-        number = float(call.weighting.alpha)
+    alpha = isinstance(call.weighting, Entmax)
+    number = float(call.weighting.alpha) if alpha else getattr(call.weighting, "k", 1)  # type: ignore[attr-defined]
     return Repeat(weighting, number, scale, factor, partial(band_of, rule))
 
 
@@ -335,15 +345,12 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
     )
     if not dot or type(call.weighting) is not Softmax or len(call.lead) < 2:
         return None
-    if is_array(call.weighting.temperature):
-        return None
     told = Bounds(upper=bounds.upper, rules=bounds.rules)
-    if bounds != told or call.dropout or cannot(call):
+    if is_array(call.weighting.temperature) or bounds != told or call.dropout or cannot(call):
         return None
-    if call.bias is not None and call.fw.needs_gradient([call.bias]):
-        return None
+    learned = call.bias is not None and call.fw.needs_gradient([call.bias])
     widest = max(call.fw.shape(x)[-1] for x in (call.query, call.value))
-    if call.fw.tracing(call.query) or widest > WIDEST_VALUE:
+    if learned or call.fw.tracing(call.query) or widest > WIDEST_VALUE:
         return None
     from qkv.engines.triton import ops, weights
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,6 +37,13 @@ class Numbers(NamedTuple):
         base = LOG2E if self.weighting == "softmax" else 1.0
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         return Scales(float(self.scale) * base, self.alpha, self.times * base, share)
+
+
+def rounded(given: Sequence[Any]) -> Sequence[Any]:
+    """Arguments whose query, where it is float32 beside 16-bit keys, has their dtype: rounded here,
+    its gradient need not be."""
+    query, key = given[:2]
+    return given if query.dtype == key.dtype else (query.to(key.dtype), *given[1:])
 
 
 class Arguments:

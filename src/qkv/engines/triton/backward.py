@@ -195,10 +195,10 @@ def keys_tiles(
             if F.BIAS:
                 dbias += tl.sum(ds, 1)
             if F.WIDE:
-                columns = tl.cast(z.group, tl.int64) * z.n
-                spot = own.line[:, None] * columns + (head.member * z.n + start + near)[None, :]
+                spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
+                spot += (head.member * steps.o_n + start + near)[None, :]
                 ds = (ds * left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
-                tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < z.n))
+                tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
             else:
                 if RULED:
                     q = tl.where(finite(q), q, 0.0)
@@ -214,8 +214,8 @@ def to_keys(
 ):  # fmt: skip
     """The gradients of one tile of keys and its values, from every query of the group.
 
-    `heads` are the key's. With WIDE the gradient of φ·ψ is written to `ds` (pairs, keys,
-    group · n) for a matrix product, and `dkey` is left alone. With SPLIT the queries are shared
+    `heads` are the key's. With WIDE the gradient of φ·ψ is written to `ds` (pairs, keys, group,
+    n and room) for a matrix product, and `dkey` is left alone. With SPLIT the queries are shared
     out, and each part is written by itself, as float32.
     """
     z = Sizes(

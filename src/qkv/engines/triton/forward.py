@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, Numbers
+from qkv.engines.triton.arguments import Arguments, Numbers, rounded
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.place import product, rows_program, scored, tile_of
 from qkv.engines.triton.records import ARRAYS, Sizes
@@ -220,6 +220,7 @@ def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     What is given is that of `Arguments`.
     """
+    given = tuple(rounded(given))
     arrays, numbers = given[:ARRAYS], Numbers(*given[ARRAYS:])
     query, value, scale, weighting = arrays[0], arrays[2], numbers.scale, numbers.weighting
     rows = query.shape[:3]

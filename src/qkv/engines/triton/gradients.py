@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import backward, launch, pairs
-from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.arguments import Arguments, rounded
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
 
@@ -48,7 +48,7 @@ def attend_backward(
     gradient, the array is empty.
     """
     *given, for_queries, for_keys, for_pairs = rest
-    call = Arguments(*given)
+    call = Arguments(*rounded(given))
     grads = _places(given, for_queries, for_keys, for_pairs)
     if out.numel() == 0 or call.m == 0:
         for x in grads:
@@ -61,8 +61,13 @@ def attend_backward(
     call.described = call.described and not wide
     fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
+    # That of softmax is taken from the rounded output, which is near enough where what a row's
+    # gradients add up to does not count. It does for a temperature, and for a gate of few rows.
+    few = call.gate_query is not None and call.n <= launch.FEW
+    whole = call.weighting == "entmax" or few or grads.query.dtype != call.query.dtype
+    near = fused or not whole
     way = Way(call, along, None, kept, grads, wide and call.weighting != "average")
-    way = way._replace(centre=_centre(way, along_lse, out, fused))
+    way = way._replace(centre=_centre(way, along_lse, out, near))
     if fused:
         way = way._replace(centre=_to_queries(way, fused)[0])
     if for_pairs and call.weighting != "average":
@@ -105,17 +110,18 @@ def fake(
 
 def _centre(way: Way, along_lse: Tensor | None, out: Tensor, near: bool) -> Tensor | None:
     """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none. Where a number
-    `near` it will do, that of softmax."""
+    `near` it will do, that of softmax from the output."""
     call = way.call
     if not call.facts["CENTRED"]:
         return None
     lines = call.b * call.h * call.n
-    if call.weighting == "entmax" and not near:
-        up, down = _to_queries(way._replace(grads=None))
-        return up / torch.where(down == 0, 1.0, down)
-    centre = call.new(lines)
     if call.weighting not in ("softmax", "topk"):
         along_lse = None
+    if call.weighting in ("softmax", "entmax") and not near:
+        up, down = _to_queries(way._replace(grads=None))
+        found = up / torch.where(down == 0, 1.0, down)
+        return found if along_lse is None else found - along_lse.reshape(-1)
+    centre = call.new(lines)
     facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
     arrays = (way.along, out, None if along_lse is None else along_lse.contiguous(), centre)
     launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
@@ -205,7 +211,7 @@ def _to_keys(
         facts = call.known(tile, wide, splits) | {"UNEVEN": call.n % tile.rows != 0}
         arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
         whole = (
-            call.steps(), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
+            call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
             *call.bounds(at_columns, splits, span),
             first_pair, first_key, keys_n, lines,
         )  # fmt: skip
@@ -229,14 +235,14 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     call, grads = way.call, way.grads
     assert grads is not None
     pairs, wide_n = call.b * call.hk, call.group * call.n
-    dtype, device = call.query.dtype, call.query.device
-    room = SCRATCH // call.query.element_size()
-    keys_n = call.m
-    if wide_n * call.m > room:
-        keys_n = max(room // wide_n // 256, 1) * 256
-    count = max(min(room // (wide_n * min(keys_n, call.m)), pairs), 1)
-    phi = call.query.reshape(pairs, wide_n, call.w)
-    psi = call.key.reshape(pairs, call.m, call.w)
+    dtype, device = grads.query.dtype, call.query.device
+    # Lines of one head that begin evenly are written 16 bytes at once, whatever their length.
+    line = -(-call.n // 16) * 16 if call.group == 1 else call.n
+    room = SCRATCH // (dtype.itemsize * call.group * line)
+    keys_n = call.m if call.m <= room else max(room // 256, 1) * 256
+    count = max(min(room // min(keys_n, call.m), pairs), 1)
+    phi = call.query.reshape(pairs, wide_n, call.w).to(dtype)
+    psi = call.key.reshape(pairs, call.m, call.w).to(dtype)
     whole = keys_n >= call.m
     if not for_keys:
         way = way._replace(grads=_places(call.inputs, False, True, False))
@@ -250,11 +256,12 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             span = slice(first, min(first + keys_n, call.m))
             width = span.stop - first
             make = torch.zeros if call.masked else torch.empty
-            ds = make((size, width, wide_n), dtype=dtype, device=device)
+            ds = make((size, width, call.group, line), dtype=dtype, device=device)
             _to_keys(way, (pair, size), (first, width), ds)
+            ds = ds[..., : call.n].flatten(2)
             if for_keys:
                 place = grads.key.view(pairs, call.m, call.w)[some, span]
-                if whole:
+                if whole and place.dtype == dtype:
                     torch.matmul(ds, _clean(call, phi[some]), out=place)
                 else:
                     place.copy_(torch.matmul(ds, _clean(call, phi[some])))

@@ -77,6 +77,13 @@ def pairs_of(call: Call, bounds: Bounds) -> Array | None:
     return _own_axes(call, bias if allowed is None else bias.where(allowed, -math.inf))
 
 
+def cooled(call: Call, pairs: Any, temperature: Any) -> Any:
+    """pairs / temperature, in float32; −∞ stays, and has no part in the temperature's gradient."""
+    pairs, temperature = pairs.float(), _own_axes(call, temperature.float())
+    counts = pairs > -math.inf
+    return (pairs.where(counts, 0.0) / temperature).where(counts, -math.inf)
+
+
 def _own_axes(call: Call, x: Any) -> Any:
     """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
     x = x[(None,) * (len(call.lead) + 2 - x.ndim)]
