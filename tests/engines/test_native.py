@@ -152,6 +152,15 @@ def test_a_row_that_all_keys_share_is_whole_on_a_device():
     assert whole_rows(whole, 4) is whole
 
 
+def test_rows_that_see_nothing_are_told():
+    torch = pytest.importorskip("torch")
+    from qkv.engines.native.kernel import seeing
+
+    live = torch.tensor([[True, False], [False, False]])
+    for mask in (live, torch.zeros(2, 2).masked_fill(~live, -torch.inf)):
+        assert seeing(mask).tolist() == [[True], [False]]
+
+
 REFUSALS = {
     "Gaussian": {"score": "gaussian"},
     "softcap": {"score": scores.ScaledDot(softcap=3.0)},

@@ -37,6 +37,8 @@ def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) 
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
     out = fused(parts, mask, plain, native.scale_of(call), call.dropout)
+    if mask is not None and not mask.is_cpu:
+        out = out.where(seeing(mask), 0.0)
     if width != out.shape[-1]:
         out = out[..., :width]
     return out if len(call.lead) == 2 else out.reshape(*call.lead, *out.shape[-2:])
@@ -124,6 +126,12 @@ def four_axes(x: Array, lead: tuple[int, ...]) -> Array:
 def whole_rows(mask: Array, m: int) -> Array:
     """(…, 1 or m) as (…, m): of a row that all keys share cuDNN would read what lies behind it."""
     return mask.expand(*mask.shape[:-1], m).contiguous() if mask.shape[-1] != m else mask
+
+
+def seeing(mask: Array) -> Array:
+    """Which rows (…, n, 1) have a key that counts: to those that have none cuDNN gives a mean."""
+    counts = mask if mask.dtype == torch.bool else mask > -math.inf
+    return counts.any(-1, keepdim=True)
 
 
 def fits(x: Array) -> bool:
