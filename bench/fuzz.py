@@ -82,7 +82,7 @@ def draw(random: Random, size: Random, device: str, small: bool) -> Drawn:
     score = random.choice(
         ("scaled_dot", "dot", "cosine", "gaussian", "learned", "gated", "additive")
     )
-    shapes = {"learned": ((w, w),), "gated": ((w,), (w,)), "additive": ((w, 8), (w, 8), (8,))}
+    shapes = {"learned": ((w, w),), "gated": ((w,), (w,)), "additive": ((8, w), (8, w), (8,))}
     for i, shape in enumerate(shapes.get(score, ())):
         arrays[f"of the score {i}"] = normal(*shape) / w**0.5
     weighting = random.choice(
