@@ -1,6 +1,10 @@
 /** Weights of one query: the heaviest keys, a bar and a number each. */
 
 import { fixed, h, put } from "./dom";
+import { clamp } from "./numbers";
+
+/** How long a weight's bar is, in every view the same: all of it is 1. */
+export const long = (weight: number) => `${100 * clamp(Math.abs(weight) || 0, 0, 1)}%`;
 
 export interface Bar {
   name: string;
@@ -14,7 +18,6 @@ export function bars(most: number, test: string): { element: HTMLElement; show(o
     element,
     show(of) {
       const heaviest = [...of].sort((a, b) => b.weight - a.weight).slice(0, most);
-      const top = Math.max(heaviest[0]?.weight ?? 0, 1e-9);
       const sum = (some: Bar[]) => some.reduce((total, bar) => total + bar.weight, 0);
       const rest = sum(of) - sum(heaviest);
       const others = of.length - heaviest.length;
@@ -23,7 +26,7 @@ export function bars(most: number, test: string): { element: HTMLElement; show(o
           "li",
           { class: at === "rest" ? "weights-rest" : undefined },
           h("span", { class: "weights-name", title: name }, name),
-          h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.min(weight, top)) / top}%` } })),
+          h("span", { class: "bar" }, h("i", { style: { width: long(weight) } })),
           h("span", { class: "number", test: `${test}-${at}` }, fixed(weight)),
         );
       put(

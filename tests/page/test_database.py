@@ -168,6 +168,15 @@ def test_every_control_has_a_name(view: Any) -> None:
     assert nameless == []
 
 
+def test_a_weight_and_its_bar_are_on_one_line(view: Any) -> None:
+    cell = view.locator("td.weight.first").first
+    for width in (360, 670, 720, 770, 820, 1280):
+        view.set_viewport_size({"width": width, "height": 800})
+        number, bar = (cell.locator(part).bounding_box() for part in (".number", ".bar"))
+        assert bar["width"] > 20 and bar["x"] >= number["x"] + number["width"], width
+        assert number["y"] < bar["y"] + bar["height"] / 2 < number["y"] + number["height"], width
+
+
 @pytest.mark.parametrize("width", [360, 768, 1920])
 def test_it_fits_the_window(view: Any, width: int) -> None:
     view.set_viewport_size({"width": width, "height": 800})

@@ -53,6 +53,23 @@ def settled(page: Any) -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
+def test_what_is_said_of_the_query_touches_no_point(page: Any, tmp_path: Path) -> None:
+    to_html({"view": "regression"}, tmp_path / "r.html")
+    page.goto((tmp_path / "r.html").as_uri())
+    for query in (1.2, 2, 3.4):
+        typed(page, "regression-query", query)
+        settled(page)
+        label = page.get_by_test_id("regression-label").bounding_box()
+        label |= {"y": label["y"] + 5, "height": label["height"] - 10}  # its letters, not its line
+        for dot in page.locator("svg.points .dot").all():
+            box = dot.bounding_box()
+            apart = [
+                label[axis] >= box[axis] + box[size] or box[axis] >= label[axis] + label[size]
+                for axis, size in (("x", "width"), ("y", "height"))
+            ]
+            assert any(apart), (query, label, box)
+
+
 def points(page: Any) -> tuple[np.ndarray, np.ndarray]:
     settled(page)
     read = "(all) => all.map((input) => Number(input.value))"

@@ -33,6 +33,12 @@ def weights(page: Any, count: int) -> np.ndarray:
     return np.array([float(page.get_by_test_id(f"weight-{j}").inner_text()) for j in range(count)])
 
 
+def bars(page: Any) -> np.ndarray:
+    """Of their whole length."""
+    read = "(all) => all.map((bar) => parseFloat(bar.style.width) / 100)"
+    return np.array(page.locator(".links-key .bar i").evaluate_all(read))
+
+
 def shown(page: Any, path: Path, view: dict[str, Any]) -> None:
     to_html(view, path)
     page.goto(path.as_uri())
@@ -69,6 +75,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     assert page.get_by_test_id("links-title").inner_text() == "“Language” looks at"
     row = weights(page, 9)
     assert row.argmax() == 2 and row[2] > 0.5
+    assert np.allclose(bars(page), row, atol=1e-3)  # the whole length is 1, as in every view
     page.keyboard.press("ArrowDown")
     assert page.get_by_test_id("links-title").inner_text() == "“Processing” looks at"
     assert weights(page, 9).argmax() == 3
@@ -83,6 +90,7 @@ def test_heads_words_and_the_other_way_round(page: Any, tmp_path: Path) -> None:
     assert page.get_by_test_id("links-title").inner_text() == "“Language” + “Processing” look at"
     assert page.get_by_test_id("links-sum").inner_text() == "Sum of 2 rows: 2.000 in all."
     both = weights(page, 9)
+    assert np.allclose(bars(page), both / 2, atol=1e-3)
     page.get_by_test_id("word-4").focus()
     assert np.allclose(both, row + weights(page, 9), atol=1.5e-3)
 

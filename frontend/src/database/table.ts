@@ -1,5 +1,6 @@
 /** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
 
+import { long } from "../bars";
 import { fixed, h, put, unique } from "../dom";
 import { told } from "../numbers";
 import { isTensor } from "../wire";
@@ -38,7 +39,7 @@ function meter(name: string, kind: string): Meter {
     set(weight) {
       number.textContent = weight === null ? "" : fixed(weight);
       number.dataset.value = weight === null ? "" : String(weight);
-      part.style.width = `${100 * Math.min(Math.abs(weight ?? 0), 1)}%`;
+      part.style.width = long(weight ?? 0);
     },
   };
 }

@@ -38,8 +38,8 @@ export interface Drawn {
 
 /** Pixels of a letter of the text beside the mark. */
 const LETTER = 8.5;
-/** Half of a point that counts. */
-const DOT = 9;
+/** Half of the point that counts most, its outline and a little. */
+const DOT = 13;
 const ARROWS: Record<string, [number, number]> = {
   ArrowLeft: [-1, 0],
   ArrowRight: [1, 0],
@@ -58,7 +58,7 @@ export class Scatter {
   private readonly curve = s("path", { class: "curve", test: "regression-curve" });
   private readonly dots = s("g");
   private readonly mark = s("circle", { class: "mark", r: 5 });
-  private readonly text = s("text", { class: "value" });
+  private readonly text = s("text", { class: "value", test: "regression-label" });
   private view: Frame | null = null;
   private drawn: Drawn | null = null;
 

@@ -1,5 +1,6 @@
 /** Words on the left, words on the right: lines and numbers between those chosen and all. */
 
+import { long } from "../bars";
 import { fixed, h, put, s } from "../dom";
 import { clamp } from "../numbers";
 import type { Given } from "../view";
@@ -139,9 +140,9 @@ export class Links {
     this.sum.textContent = many
       ? `Sum of ${current.length} ${of}s: ${fixed(total)} in all.`
       : `One ${of}: ${fixed(total)} in all.`;
-    const top = Math.max(...each, 1e-9);
+    // Of several words a bar is their mean, so that it is never longer than its place.
     each.forEach((weight, j) => {
-      this.keys[j].bar.style.setProperty("width", `${(100 * weight) / top}%`);
+      this.keys[j].bar.style.setProperty("width", long(weight / current.length));
       this.keys[j].number.textContent = fixed(weight);
     });
     const roving = current.includes(this.words.findIndex((word) => word.tabIndex === 0)) ? -1 : current[0];

@@ -1,5 +1,6 @@
 /** A table of one's own: upload it, or open one that is served, choose its columns, ask it. */
 
+import { long } from "../bars";
 import { type About, type Found, type Row, local, remote } from "../data/source";
 import { fixed, h, labelled, put, select } from "../dom";
 import { counted, percent, told } from "../numbers";
@@ -134,7 +135,6 @@ export const view: View = {
       });
 
     const draw = (found: Found, of: About) => {
-      const top = Math.max(...found.rows.map((row) => row.weight), 1e-9);
       put(
         answer,
         h("p", { class: "value", test: "data-value-found" }, found.rows.length ? told(found.value) : "nothing"),
@@ -155,7 +155,7 @@ export const view: View = {
                 "tr",
                 {},
                 h("td", { class: "number", test: `data-row-${i}-weight`, "data-value": row.weight }, fixed(row.weight)),
-                h("td", {}, h("span", { class: "bar" }, h("i", { style: { width: `${(100 * Math.max(row.weight, 0)) / top}%` } }))),
+                h("td", {}, h("span", { class: "bar" }, h("i", { style: { width: long(row.weight) } }))),
                 h("td", { class: "wide", test: `data-row-${i}-key` }, told(row.key)),
                 h("td", { class: "wide", test: `data-row-${i}-value` }, told(row.value)),
               ),

@@ -61,15 +61,14 @@ const STYLE = `
 .database .rows td.cell input:hover { border-color: var(--line); }
 .database .rows td.cell input:focus { border-color: var(--accent); background: var(--paper); }
 .database .rows .best td.cell:first-child input { font-weight: 650; }
+.database .rows td.weight { white-space: nowrap; }
 .database .rows td.weight > * { display: inline-block; vertical-align: middle; }
 .database .rows td.weight .number { width: 3.2rem; text-align: start; }
 .database .rows td.weight .bar { width: calc(100% - 4rem); margin-inline-start: 0.4rem; }
-.database .rows th:nth-child(1) { width: 24%; }
-.database .rows th:nth-child(2) { width: 24%; }
+.database .rows th:is(:nth-child(1), :nth-child(2), .weight) { width: 20%; }
 .database .rows th:nth-child(3) { width: 6rem; }
 .database .rows td.score { padding-inline-end: 1.5rem; }
 .database .rows th.number { padding-inline-end: 1.5rem; }
-.database .rows th:nth-child(5) { width: 20%; }
 .database .rows th:nth-child(6) { width: 2.5rem; }
 .database .rows td.end { text-align: end; padding-inline-end: 0; }
 .database .rows td.end button { padding: 0 0.5rem; }

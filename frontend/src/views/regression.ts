@@ -1,6 +1,7 @@
 /** Nadaraya–Watson regression: points to drag, a kernel, a bandwidth, and the weights they make. */
 
 import { type Range, around } from "../axes";
+import { long } from "../bars";
 import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
 import * as equation from "../equation";
 import type { Point } from "../equation";
@@ -272,7 +273,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       if (typed !== x) x.value = String(points[i].x);
       if (typed !== y) y.value = String(points[i].y);
       weight.textContent = fixed(weights[i]);
-      (bar.firstChild as HTMLElement).style.setProperty("width", `${100 * clamp(weights[i] || 0, 0, 1)}%`);
+      (bar.firstChild as HTMLElement).style.setProperty("width", long(weights[i]));
     });
   }
 

@@ -2,6 +2,7 @@
 
 import { around, axes, frame, path, said } from "../axes";
 import { stems } from "../stems";
+import { long } from "../bars";
 import { fixed, h, labelled, onceAFrame, put, s, select } from "../dom";
 import * as equation from "../equation";
 import { Heatmap } from "../heatmap";
@@ -289,7 +290,7 @@ function mount(at: HTMLElement, given: Given): () => void {
       row.children[1].textContent = fixed(found[i]);
       row.children[2].textContent = fixed(weight);
       const bar = row.querySelector("i")!;
-      bar.style.setProperty("width", `${100 * clamp(weight || 0, 0, 1)}%`);
+      bar.style.setProperty("width", long(weight));
     });
   }
 
