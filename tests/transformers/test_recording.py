@@ -279,3 +279,17 @@ def test_models_that_cannot_be_captured() -> None:
             pass
     with pytest.raises(CombinationError, match="pass one"), ours.capture(model, top=1, pool=1):
         pass
+
+
+def linear() -> Any:
+    kinds = ["linear_attention", "full_attention"]
+    options = TINY | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    return hf.MiniMaxConfig(**options, layer_types=kinds, block_size=4), hf.MiniMaxModel
+
+
+def test_what_attends_in_a_way_of_its_own_is_named() -> None:
+    seen = passing(build(linear, "eager", torch.float32), tokens(5))
+    assert [layer.name for layer in seen.layers] == ["layers.1.self_attn"]
+    assert seen.unseen == seen.select("layers.1").unseen == ("layers.0.self_attn",)
+    assert repr(seen).endswith("; not layers.0.self_attn)")
+    assert not passing(build(llama, "eager"), tokens(5)).unseen

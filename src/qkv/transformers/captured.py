@@ -64,18 +64,21 @@ class Captured(Headed):
 
     `layers` holds them as they were kept. `captured[i]` is one sequence of the batch, and
     `captured.select("encoder")` the layers with that in their names. `captured.show()` and
-    `captured.to_html(path)` open all heads, then one of them large.
+    `captured.to_html(path)` open all heads, then one of them large. `unseen` names the parts of the
+    model that attend in a way of their own, so that they have no α here: deformable attention, say.
     """
 
     layers: list[Layer]
     labels: list[str] | None = None
     budget: int = BUDGET
+    unseen: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if not self.layers:
             return "Captured(nothing yet)"
         kept = Counter(f"{x.parts[0].shape} of {x.n} × {x.m}" for x in self.layers)
-        return f"Captured({', '.join(f'{count} × {shape}' for shape, count in kept.items())})"
+        told = ", ".join(f"{count} × {shape}" for shape, count in kept.items())
+        return f"Captured({told}{'; not ' * bool(self.unseen)}{', '.join(self.unseen)})"
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +194,7 @@ class Captured(Headed):
         return heatmaps(grid, **options)
 
     def _with(self, layers: list[Layer], labels: list[str] | None = None) -> Captured:
-        return Captured(layers, labels or self.labels, self.budget)
+        return replace(self, layers=layers, labels=labels or self.labels)
 
     def _alike(self) -> list[Layer]:
         """The layers, which must be of one shape."""

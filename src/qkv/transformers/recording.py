@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from qkv.errors import ArgumentError, CombinationError, DtypeError, sizes, sizes_or_none
 from qkv.transformers.captured import BUDGET, Captured, Layer
 from qkv.transformers.implementation import CAPTURE, WATCHERS, Implementation, Question, enter
-from qkv.transformers.models import asks, family, note
+from qkv.transformers.models import ATTENTION, asks, family, note
 
 WORKING = 2**26
 """Bytes of weights that are made at once, before they are thinned out."""
@@ -44,7 +44,9 @@ def capture(
     sizes_or_none(top=top, pool=pool)
     if top is not None and pool is not None:
         raise CombinationError("top keeps single weights and pool cells of many: pass one of them")
-    recorder = Recorder(_named_attention(model), Captured([], budget=budget), top, pool)
+    names = _named_attention(model)
+    captured = Captured([], budget=budget, unseen=_unseen(model, names))
+    recorder = Recorder(names, captured, top, pool)
     hooks = []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -82,9 +84,22 @@ def _named_attention(model: Any) -> dict[Any, str]:
             "transformers' own"
         )
     raise ArgumentError(
-        f"model: {models[0]} computes its attention by itself, not through transformers' "
+        f"model: {models[0]} has no attention, or computes it by itself, not through transformers' "
         "AttentionInterface, so there is nothing to capture"
     )
+
+
+def _unseen(model: Any, names: dict[Any, str]) -> tuple[str, ...]:
+    """The modules that are called an attention, and neither ask for it nor hold or lie in one that
+    does."""
+    seen, found = [f"{name}." for name in names.values()], list[str]()
+    for name, module in model.named_modules():
+        if not ATTENTION.search(type(module).__name__) or isinstance(module, PreTrainedModel):
+            continue
+        own = f"{name}."
+        if not any(own.startswith(x) or x.startswith(own) for x in (*seen, *found)):
+            found.append(own)
+    return tuple(name[:-1] for name in found)
 
 
 # A model's configs say how it attends. They may be shared by models, threads and nested captures:
