@@ -81,6 +81,11 @@ def _returned(**what: Any) -> Function:
     return call
 
 
+def _bent(query: Any, key: Any, value: Any, bend: Any, **more: Any) -> Any:
+    alpha = 1.5 + of(bend).xp.tanh(bend) / 4
+    return qkv.attend(query, key, value, weighting=weightings.Entmax(alpha), **more)
+
+
 def _masked(query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
     return qkv.attend(query, key, value, mask=mask, **more)
 
@@ -107,6 +112,7 @@ OPTIONS: dict[str, Option] = {
     "top 3": _with("weightings", weighting=weightings.TopK(3)),
     "sparsemax": _with("weightings", weighting="sparsemax"),
     "entmax15": _with("weightings", weighting="entmax15"),
+    "learned alpha": Option("weightings", _bent, lambda n: _drawn((n, 1))),
     "log-sum-exp": Option("lse", _returned(return_lse=True)),
     "weights": Option("weights", _returned(return_weights=True)),
     "dropout": _with("dropout", dropout_p=0.5, seed=7),

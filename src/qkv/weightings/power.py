@@ -58,8 +58,10 @@ def as_rows(number: Any, like: Array) -> Array:
     fw, axes = of(like), len(like.shape)
     if not is_array(number):
         return fw.full((1,) * axes, float(number), like)
-    shape = _row_shape(fw.shape(number))
-    return fw.xp.reshape(number, (1,) * (axes - len(shape)) + shape)
+    shape = fw.shape(number)
+    wide = len(_row_shape(shape))
+    # By new axes: a graph may not know the sizes.
+    return number[(None,) * (axes - wide) + (...,) + (None,) * (wide - len(shape))]
 
 
 def check_rows(what: str, number: Any, lead: Shape, n: int) -> None:
