@@ -18,6 +18,7 @@ from qkv.errors import (
     EngineError,
     FrameworkError,
     ShapeError,
+    printable,
 )
 
 Q, K, V = np.ones((4, 3)), np.ones((6, 3)), np.ones((6, 2))
@@ -677,3 +678,7 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
     for one, two in ((q, k), (q.numpy(), k.numpy())):
         for given in ((one, k.tolist()), (q.tolist(), two)):
             np.testing.assert_allclose(qkv.weights(*given), qkv.weights(one, two), 1e-12)
+
+
+def test_line_ends_of_windows_are_line_ends() -> None:
+    assert printable("one\r\ntwo\rthree") == "one\ntwo\\rthree"

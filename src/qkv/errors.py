@@ -106,4 +106,5 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
+    text = text.replace("\r\n", "\n")
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

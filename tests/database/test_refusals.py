@@ -42,6 +42,20 @@ def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
         made.ask(query)
 
 
+def test_the_nearest_keys_are_each_named_once():
+    made = qkv.Database([("Aloe", 1), ("Aloe", 2), ("Ficus", 3)])
+    with pytest.raises(AbsentKey, match=r"nearest are 'Aloe', 'Ficus'$") as caught:
+        made["aloe"]
+    assert caught.value.nearest == ["Aloe", "Ficus"]
+    assert qkv.Database({"Aloe": 1}).ask("Aloe").engine == "scan of 1 row in 1 piece"
+
+
+def test_a_table_of_one_column_is_told_what_to_do():
+    with pytest.raises(ArgumentError, match=r"no column beside the key t .*: .* value='t'$"):
+        qkv.Database.from_columns({"t": ["a", "b"]})
+    assert qkv.Database.from_columns({"t": ["a", "b"]}, value="t").ask("b").value == "b"
+
+
 def test_an_empty_question_is_asked_where_a_key_is_empty():
     made = qkv.Database({"": "nobody", "Li": "Mu"})
     assert made.ask("").value == made[""] == "nobody"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -92,7 +93,9 @@ def test_conditions(where, passes):
 
 
 def test_none_lets_all_pass():
-    assert condition(None, ["a"]) is None
+    made = qkv.Database({"a": 1, "b": 2})
+    assert made._view.where(None) is None
+    assert made.count(None) == made.ask("a", where=None).total == 2
 
 
 def test_a_column_may_have_any_name():
@@ -139,6 +142,15 @@ def test_an_error_names_columns_without_their_control_characters():
 def test_what_is_not_understood_is_said(where, error, says):
     with pytest.raises(error, match=says):
         condition(where, list(ROW))
+
+
+@pytest.mark.parametrize("where", ["Höhe (cm) > 30", "first name == 'Li'", "q-1 > 3 and x == 1"])
+def test_a_name_that_is_not_read_as_one_is_shown_in_backticks(where):
+    names = ["Höhe (cm)", "first name", "q-1", "q", "x"]
+    column = next(name for name in names if name in where)
+    with pytest.raises(ArgumentError, match=re.escape(f"stands in backticks: `{column}`")):
+        condition(where, names)
+    condition(where.replace(column, f"`{column}`"), names)
 
 
 @pytest.mark.parametrize(

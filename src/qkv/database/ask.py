@@ -104,7 +104,8 @@ class Asked:
         else:
             code = self._encoded(queries)
             pieces = f"{view.pieces} piece{'s' if view.pieces > 1 else ''}"
-            engine = f"scan of {self.asked:,} rows in {pieces}"
+            rows = f"{self.asked:,} row{'' if self.asked == 1 else 's'}"
+            engine = f"scan of {rows} in {pieces}"
         found = attention.weigh(
             view.vectors(self.live, value=value, asked=code.asked),
             code.code,

@@ -235,7 +235,8 @@ class Reading(Generic[K, V]):
 
     def _nearest(self, key: Any) -> list[Any]:
         answer = self.ask(key, top=3) if len(self) else []
-        return [] if isinstance(answer, list) else [row.key for row in answer.rows]
+        rows = [] if isinstance(answer, list) else answer.rows
+        return list({cells.shown(row.key): row.key for row in rows}.values())
 
     # Asking
 

@@ -60,6 +60,7 @@ class _Expression:
 
     def __init__(self, text: str, names: Sequence[str]):
         self.text, self.names = text, names
+        self.quoted: dict[str, str] = {}
 
     def compiled(self) -> Condition:
         source, self.quoted = self._plain()
@@ -81,8 +82,15 @@ class _Expression:
         equals = "== for =, in " if _ASSIGNS.search(self.text) else ""
         return ArgumentError(
             f"where: cannot read {_quoted(self.text)}{where}: write {equals}comparisons of "
-            "columns, such as \"year > 1950 and genre == 'fiction'\""
+            f"columns, such as \"year > 1950 and genre == 'fiction'\"{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        """What to write for a column whose name is not read as one."""
+        quoted = set(self.quoted.values())
+        odd = (x for x in self.names if x in self.text and not x.isidentifier() and x not in quoted)
+        longest = max(odd, key=len, default=None)
+        return "" if longest is None else f"; column {longest!r} stands in backticks: `{longest}`"
 
     def _plain(self) -> tuple[str, dict[str, str]]:
         """The text with `column names` in backticks made into names that no column has."""
@@ -167,7 +175,7 @@ class _Expression:
             told = told.replace(place, f"`{column}`")
         return ArgumentError(
             f"where: {_quoted(told)} in {_quoted(self.text)} is not understood: only "
-            "columns, constants, comparisons, in, and, or, not"
+            f"columns, constants, comparisons, in, and, or, not{self._advice()}"
         )
 
 

@@ -381,7 +381,11 @@ def others(columns: Cells, key: Sequence[str]) -> tuple[str, ...]:
     """The columns that are not the key."""
     rest = tuple(name for name in columns if name not in key)
     if not rest:
-        raise ArgumentError(f"there is no column beside the key {', '.join(key)} for a value")
+        told = ", ".join(key)
+        raise ArgumentError(
+            f"there is no column beside the key {told} for a value: name the key as the value too, "
+            f"value={told!r}"
+        )
     return rest
 
 
