@@ -59,10 +59,10 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     for i, one in enumerate(queries):
         if isinstance(one, str):
             cells.utf8(one)
-            if not one.strip() and not view.find(one) and view.encoder.kind != "custom":
+            if not one.strip() and not view.find(one) and not view.encoder.any_query:
                 told = "and every row would match it alike"
                 raise ArgumentError(f"query {i} is empty, {told}: say what to look for")
-        elif one is not None and kind == "text" and view.encoder.kind != "custom":
+        elif one is not None and kind == "text" and not view.encoder.any_query:
             told = f"not {cells.shown(one)} ({type(one).__name__})"
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")
     return queries, queries is not query

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qkv.errors import ShapeError, fraction, sizes
 from qkv.nn import weightings
 from qkv.nn.attention import attended, words
-from qkv.nn.scores import AdditiveScore, Beforehand, LayerScore, checked
+from qkv.nn.scores import LayerScore, LearnedScore, checked
 from qkv.nn.tensors import called_as, check_tensors
 from qkv.weightings import WeightingLike
 
@@ -70,9 +70,8 @@ class BahdanauDecoder(nn.Module):
         live = None if mask is None else ~mask[:, None, :]
         state = torch.tanh(self.start(memory[:, 0])) if state is None else state
         key, score = memory, self.score
-        if type(score) is AdditiveScore:
-            score = Beforehand(score)
-            key = score.keys(memory)
+        if isinstance(score, LearnedScore):
+            score, key = score.ahead(memory)
         found = []
         for word in self.embedding(tokens).unbind(1):
             logits, state, alpha = self._step(word, key, memory, score, live, state)

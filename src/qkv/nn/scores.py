@@ -39,6 +39,10 @@ class LearnedScore(nn.Module):
     def build(self, dtype: Any) -> Score:
         raise NotImplementedError("a learned score says which score its parameters make")
 
+    def ahead(self, memory: Tensor) -> tuple[Any, Tensor]:
+        """The score, and the keys as it has them, where all are known before the first query."""
+        return self, memory
+
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         return self.build(query.dtype)(query, key)
 
@@ -132,6 +136,9 @@ class AdditiveScore(LearnedScore):
         bias = None if self.bias is None else self.bias.to(dtype)
         return scores.Additive(self.w_query.to(dtype), self.w_key.to(dtype), self.v.to(dtype), bias)
 
+    def ahead(self, memory: Tensor) -> tuple[Any, Tensor]:
+        return Beforehand(self), linear(memory, self.build(memory.dtype).w_key)
+
     def extra_repr(self) -> str:
         hidden, d_q = self.w_query.shape
         return f"d_q={d_q}, d_k={self.w_key.shape[1]}, hidden={hidden}"
@@ -142,10 +149,6 @@ class Beforehand:
     """An additive score for keys that are W₂k already: for a memory that is asked step by step."""
 
     score: AdditiveScore
-
-    def keys(self, memory: Tensor) -> Tensor:
-        """W₂k of every key, (…, m, hidden)."""
-        return linear(memory, self.score.w_key)
 
     def build(self, dtype: Any) -> Score:
         return replace(self.score.build(dtype), w_key=None)

@@ -40,6 +40,9 @@ class Encoder(ABC):
     itself: ClassVar[bool] = False
     """Whether the keys are vectors, and these are they."""
 
+    any_query: ClassVar[bool] = False
+    """Whether only it knows what it may be asked: a query need not be text where the keys are."""
+
     parallel: bool = False
     """Whether several threads may encode with it at once, and gain by that."""
 

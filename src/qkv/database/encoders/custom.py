@@ -37,6 +37,7 @@ class Custom(Encoder):
     name: str | None = None
     kind: ClassVar[str] = "custom"
     cosine: ClassVar[bool] = True
+    any_query: ClassVar[bool] = True
 
     def __init__(
         self,
