@@ -425,6 +425,8 @@ def test_bounds_of_shards_count_from_one_unit(
         out = D.attend(query, **how)
     with cluster([place], 3) as c:
         near = c.ask(query, tolerance=0.01, **how)
+        rough = c.ask(query[0], score="laplace", tolerance=0.01)
+        assert rough.error_bound == 0 and "Laplace is no product with a key" in rough.engine
         monkeypatch.setattr("qkv.cluster.asking.AT_ONCE", 3 * 3000)  # 3 queries, then 1
         some = c.attend(torch.from_numpy(query), tolerance=0.01, **how)
         np.testing.assert_allclose(some[:, 0], [x.value for x in near], rtol=1e-3)

@@ -129,6 +129,7 @@ class Gathered(Asked):
         self.weighting, self.tolerance = weighting.among(len(view)), tolerance
         self.promise, self.library, self._but = promise, library, but
         self.live = self.places = None
+        self.refused = ""
         self.total = self.missing = 0
         self._rows_of: dict[int, dict[str, Any]] = {}
 
@@ -189,7 +190,8 @@ class Gathered(Asked):
             error = parts.merged([x.bound for x in found if x.bound is not None], Bound.merge).error
             if not (error <= tolerance).all():
                 return self._found(asked, top, None)
-            read = sum(x.read for x in found)
+            self.refused = found[0].refused if all(x.refused for x in found) else ""
+            read = None if self.refused else sum(x.read for x in found)
         known = Summed(parts.merged([x.lse for x in found], np.logaddexp), tolerance)
         return known, [x.heaviest.times(known.share(x.lse)) for x in found], error, read
 
@@ -220,6 +222,7 @@ class Gathered(Asked):
         if read is not None:
             kind = f"codes of {self.total:,} rows, {read:,} of them read in full,"
         told = f"{kind} by {shards} shard{'s' if shards > 1 else ''}"
+        told += f", exactly: {self.refused}" if self.refused else ""
         if not lost:
             return told
         rows = sum(slice.rows for shard, slice in slices if shard in lost)

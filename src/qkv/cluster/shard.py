@@ -115,12 +115,14 @@ class Heaviest(NamedTuple):
 
 class First(NamedTuple):
     """What one slice says of a softmax before others are known: its log-sum-exp (n,), how far its
-    weights may be off from there on, how many keys were read in full, and its heaviest rows."""
+    weights may be off from there on, how many keys were read in full, and its heaviest rows; and
+    why its codes were not asked, though a tolerance allowed it."""
 
     lse: np.ndarray
     bound: Bound | None
     read: int
     heaviest: Heaviest
+    refused: str = ""
 
 
 class Leaf:
@@ -187,7 +189,7 @@ class Leaf:
     def first(self, tolerance: float | None, top: int) -> First:
         """A softmax over these rows alone: others leave its weights in proportion, so that nobody
         need be asked twice."""
-        job, bound, read = self.job, None, 0
+        job, bound, read, refused = self.job, None, 0, ""
         if tolerance is None:
             part, best = self._scored
             known = parts.finished(part, job.weighting)[1]
@@ -199,11 +201,12 @@ class Leaf:
             found = attention.weigh(rows, job.query, **how, tolerance=tolerance)
             assert found.lse is not None
             lse, alpha, best, read = found.lse, found.weights, found.best, found.read
+            refused = found.refused
             told, none = np.array(parts.sums_of(alpha)), np.zeros(len(lse))
             bound = found.bound or Bound(none, none + 1, none, none)
             bound = Bound(lse, *(x / bound.total for x in bound[1:]))
         self._lse = lse
-        return First(lse, bound, read, self._heaviest(told, alpha, best, top))
+        return First(lse, bound, read, self._heaviest(told, alpha, best, top), refused)
 
     def heaviest(self, known: State, top: int) -> Heaviest:
         part, best = self._scored
