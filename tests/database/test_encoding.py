@@ -112,6 +112,12 @@ def test_codes_that_are_made_while_rows_are_written_are_theirs(tmp_path, small, 
         assert 0.5 * np.abs(near.weights - exact.weights).sum() <= near.error_bound <= 1e-3
 
 
+def test_vectors_that_are_the_keys_are_not_encoded_anew_when_they_have_doubled():
+    D = qkv.Database(VECTORS[:20], np.arange(20.0))
+    D.add(VECTORS[20:], np.arange(20.0, 300))
+    assert [version.what for version in D.versions()] == ["add", "add"]
+
+
 def test_rows_whose_codes_cannot_be_made_change_nothing(tmp_path, small, monkeypatch):
     def fails(vectors, first, keep=True, near=codes.near):
         if first > 100:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
+
+from qkv.types import T
 
 Make = Callable[[int, int], Mapping[str, np.ndarray]]
 """(start, stop) → arrays by name, each with those rows."""
@@ -31,6 +33,27 @@ class Made:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         array = self._make(self._start, self._stop)[self._name]
         return array if dtype is None else array.astype(dtype, copy=False)
+
+
+class Late(Collection[T], Generic[T]):
+    """So many things that are made together, each time that somebody goes through them.
+
+    >>> squares = Late(3, lambda: [i * i for i in range(3)])
+    >>> len(squares), list(squares), 4 in squares
+    (3, [0, 1, 4], True)
+    """
+
+    def __init__(self, count: int, make: Callable[[], Collection[T]]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._make())
+
+    def __contains__(self, thing: object) -> bool:
+        return thing in self._make()
 
 
 def later(make: Make, rows: int) -> dict[str, Made]:

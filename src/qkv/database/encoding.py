@@ -28,6 +28,7 @@ def fitted(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
     anew."""
     made = wish.fit(keys)
     learned = bool(made.arrays()) or made.settings() != wish.settings()
+    learned = learned and not made.itself  # of vectors their width alone, which stays
     return made, told(made, len(keys) if learned else wish.begins // 2)
 
 

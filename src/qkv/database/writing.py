@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from qkv.arrays import is_array, to_numpy
+from qkv.arrays.made import Late
 from qkv.database import cells, encoding
 from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
@@ -229,10 +230,15 @@ class Writing(Leaving, Reading[K, V]):
         columns = schema.fill(columns)
         schema.check(columns)
         keys = schema.keys_of(columns)
-        digests = _digests(keys, schema)
+        digests: Collection[bytes] = Late(len(keys), partial(_digests, keys, schema))
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
-        records = cells.records(kept) if kept else ["{}"] * len(digests)
+        records: Collection[str] = Late(len(keys), partial(cells.records, kept))
+        if not kept:
+            records = ["{}"] * len(keys)
+        if schema.key_kind != "vector" or len(keys) <= encoding.ENCODED:
+            # Of many vectors they are made while others write these.
+            digests, records = list(digests), list(records)
         if schema.key_kind == "vector":
             keys = vectors(keys, "key")
         first: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -192,8 +192,8 @@ class Store:
     def commit(
         self,
         *,
-        records: Sequence[str] = (),
-        digests: Sequence[bytes] = (),
+        records: Collection[str] = (),
+        digests: Collection[bytes] = (),
         tensors: Tensors = _NONE,
         remove: Iterable[int] = (),
         settings: Mapping[str, Any] | None = None,
@@ -207,7 +207,6 @@ class Store:
         until `recode`. `arrays` fixes a generation's arrays, once. `unique` refuses a digest that
         lives already or comes twice. A commit that changes nothing makes no version.
         """
-        records, digests = list(records), list(digests)
         gone = sorted({_id(row) for row in remove})
         if len(records) != len(digests):
             raise ArgumentError(
@@ -242,6 +241,7 @@ class Store:
                 resting = 0
 
             with draft.beside(layout, rows) as written, catalogue.transaction():
+                records, digests = list(records), list(digests)
                 ledger.bury(catalogue, gone, edition.number + 1)
                 if unique:
                     ledger.distinct(catalogue, digests, look=bool(edition.rows))
