@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import qkv
 from qkv import weightings
 
 
@@ -19,3 +20,27 @@ def test_the_temperature_s_gradient_does_not_meet_dead_scores():
         (alpha * along[: alpha.shape[1]]).sum().backward()
         found.append(float(t.grad))
     assert np.isfinite(found[0]) and abs(found[0] - found[1]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("framework", "engine"),
+    [
+        ("numpy", None),
+        ("numpy", "dense"),
+        ("numpy", "streaming"),
+        ("torch", None),
+        ("torch", "streaming"),
+    ],
+)
+def test_more_keys_than_there_are_take_no_room(framework, engine):
+    xp = pytest.importorskip(framework)
+    make = getattr(xp, "tensor", None) or xp.asarray
+    every = weightings.TopK(10**12)
+    for m in (9, 15):  # lengths of one plan
+        x = np.random.default_rng(m).normal(size=(m, 4)).astype("float32")
+        live = np.tri(m, dtype=bool)
+        for mask in (None, live):
+            how = {"engine": engine, "mask": None if mask is None else make(mask)}
+            found = qkv.attend(*3 * (make(x),), weighting=every, **how)
+            np.testing.assert_allclose(found, qkv.attend(x, x, x, mask=mask), 1e-5, 1e-6)
+    np.testing.assert_allclose(every(make(x)), weightings.Softmax()(x), 1e-5)

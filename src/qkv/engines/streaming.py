@@ -92,6 +92,8 @@ def footprint(call: Call) -> int:
 def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array | None, None]:
     """The output and, where wanted, the log-sum-exp; `size` sets the block by hand."""
     call = calls.seeded(call.precise())
+    fewer = call.weighting if call.m is None else call.weighting.among(call.m)
+    call = call if fewer is call.weighting else replace(call, weighting=fewer)
     if 0 in (*call.lead, call.n, call.m):
         return *dense.run(whole(call))[:2], None
     fw = call.fw

@@ -150,8 +150,11 @@ class TopK(Exponential):
         return Softmax().lse_of(scores, self.mask(scores, live, k), k)
 
     def mask(self, scores: Array, live: Live, k: Array) -> Array:
-        found = self.search(lambda lift, merge, init: lift(of(scores).detach(scores), live, k))
-        return self.chosen(scores, live, k, found)
+        fw, count, how = of(scores), scores.shape[-1], self
+        if count is not None and (fw.equal_spans or not fw.tracing(scores)):
+            how = self.among(count)  # there are no more to be held
+        found = how.search(lambda lift, merge, init: lift(fw.detach(scores), live, k))
+        return how.chosen(scores, live, k, found)
 
     def search(self, fold: Fold) -> State:
         """The largest score, the total of the k largest, the smallest of them, and its position."""
