@@ -101,5 +101,9 @@ def skip(fault: SkippedRows, stacklevel: int) -> None:
         told.append(fault)
 
 
+class MixedColumn(UserWarning):
+    """A column of a table is text because of a few words among its numbers."""
+
+
 class ChangedCells(UserWarning):
     """A file was written that cannot hold some cells as they are."""

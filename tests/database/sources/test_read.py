@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from qkv.database import sources
+from qkv.database.faults import MixedColumn
 from qkv.database.sources import SourceError, Table, from_frame, read
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.postgres import without_password
@@ -846,3 +847,19 @@ def test_an_interrupting_progress_is_heard(tmp_path):
 def test_public_names():
     names = ["read", "from_dataset", "from_frame", "Table", "SourceError", "MISSING"]
     assert sources.__all__ == names
+
+
+def test_a_few_words_among_numbers_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "ages.csv"
+
+    def read_with(*odd: str) -> Any:
+        path.write_text("\n".join(["age", *map(str, range(40)), *odd, ""]), encoding="utf-8")
+        return read(path).columns["age"]
+
+    with pytest.warns(MixedColumn, match=r"'age' is text for 3 of 43 cells .* 'two', '-\?'"):
+        assert read_with("two", "two", "-?")[0] == "0"
+    for quiet in (("NA",), ("007",), ("n/a", "41"), tuple("abcdef")):
+        read_with(*quiet)
+    with pytest.warns(MixedColumn, match="'two'"):
+        read_with("two")
+    assert read(path, missing=["two"]).columns["age"] == [*range(40), None]

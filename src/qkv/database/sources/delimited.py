@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from qkv.database.sources import files
-from qkv.database.sources.numbers import MISSING, numbers
+from qkv.database.sources.numbers import MISSING, typed
 from qkv.database.sources.table import (
     LONGEST,
     SourceError,
@@ -54,10 +54,8 @@ def read(
         progress(len(data), len(data))
     if not columns[0]:
         raise no_rows(file)
-    if missing is None:
-        return Table(name, dict(zip(names, columns, strict=True)))
-    found = [numbers(column, missing) for column in columns]
-    return Table(name, dict(zip(names, found, strict=True)))
+    found = dict(zip(names, columns, strict=True))
+    return Table(name, found if missing is None else typed(found, missing))
 
 
 def _parsed(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from qkv.database.faults import MixedColumn
 
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _NAN = {"nan", "NaN", "inf", "-inf"}
@@ -14,6 +18,9 @@ MISSING = (
     *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
 )
 """What a cell without anything in it is called in the tables of others, as pandas has it."""
+SOME, RARE, SAMPLE = 20, 0.1, 1000
+"""Cells that make a column, the share of words among them that is an accident, and how many are
+looked at first."""
 _DIGITS = 19
 """No usual way of printing a float has more; it also bounds the work on hostile digits."""
 
@@ -41,6 +48,37 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
         return present if parsed is None else parsed
     rest = iter(present if parsed is None else parsed)
     return [None if text in absent else next(rest) for text in cells]
+
+
+def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[Any]]:
+    """Every column as `numbers` has it; a warning of each that a few words keep from being one."""
+    found = {name: numbers(cells, missing) for name, cells in columns.items()}
+    for name, cells in found.items():
+        words = _words(cells)
+        if words:
+            told = f"column {name!r} is text for {sum(words.values()):,} of {len(cells):,} cells"
+            named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*words][:3]]
+            warnings.warn(
+                f"{told} that are no numbers, such as {', '.join(named)}: name such words as "
+                "missing, if that is what they mean",
+                MixedColumn,
+                stacklevel=2,
+            )
+    return found
+
+
+def _words(cells: list[Any]) -> dict[str, int]:
+    """The words among numbers, and how often each stands there, in a column of text; none where
+    they are many, or are digits themselves, as 007 is."""
+    texts = [cell for cell in cells[:SAMPLE] if cell is not None]
+    if len(texts) < SOME or type(texts[0]) is not str:
+        return {}
+    if sum(_PLAIN.fullmatch(text.strip()) is None for text in texts) > RARE * len(texts):
+        return {}
+    texts = [cell.strip() for cell in cells if cell is not None]
+    words = Counter(text for text in texts if not _PLAIN.fullmatch(text))
+    few = sum(words.values()) <= RARE * len(texts) and not any(map(str.isdigit, words))
+    return dict(words.most_common()) if few else {}
 
 
 def _ints(cells: list[str]) -> list[Any] | None:

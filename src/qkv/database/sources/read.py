@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite, workbook
-from qkv.database.sources.numbers import MISSING, numbers
+from qkv.database.sources.numbers import MISSING, typed
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
@@ -131,7 +131,7 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequenc
         if progress is not None:
             progress(done, len(paths))
     if text:
-        columns = {name: numbers(cells, words) for name, cells in columns.items()}
+        columns = typed(columns, words)
     return Table(Path(pattern).stem, columns)
 
 
