@@ -69,13 +69,13 @@ class Name(NamedTuple):
     column: str
 
 
-class Constant(NamedTuple):
+class Written(NamedTuple):
     """A cell that is given."""
 
     cell: Any
 
 
-Side = Name | Constant
+Side = Name | Written
 
 
 def quiet(passes: Condition) -> Condition:
@@ -127,20 +127,20 @@ def equal(left: Side, right: Side) -> Condition:
 
 def member(left: Side, members: Sequence[Side]) -> Condition:
     """left == member, for any of them. Of a constant and constants too."""
-    if isinstance(left, Constant):
+    if isinstance(left, Written):
         names = [side for side in members if isinstance(side, Name)]
-        if any(_same(left.cell, side.cell) for side in members if isinstance(side, Constant)):
+        if any(_same(left.cell, side.cell) for side in members if isinstance(side, Written)):
             return constantly(True)
         return joined([member(name, [left]) for name in names], all_of=False)
     name = left.column
 
     def passed(table: Piece) -> Passed:
         column, true = table.column(name), np.zeros(len(table), bool)
-        constants = [side.cell for side in members if isinstance(side, Constant)]
+        constants = [side.cell for side in members if isinstance(side, Written)]
         if constants and len(constants) == len(members):
             _comparable(table, name, constants)
         for side in members:
-            if isinstance(side, Constant):
+            if isinstance(side, Written):
                 true |= _equals(table, name, column, side.cell)
             else:
                 true |= _alike(table, name, column, side.column)
@@ -185,8 +185,8 @@ def _alike(table: Piece, name: str, column: Column, other: str) -> np.ndarray:
 
 def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
     """left < right, and the like."""
-    if isinstance(left, Constant):
-        if isinstance(right, Constant):
+    if isinstance(left, Written):
+        if isinstance(right, Written):
             if not isinstance(left.cell, str | int | float) or (
                 isinstance(left.cell, str) != isinstance(right.cell, str)
             ):
@@ -240,9 +240,9 @@ def _ordered_columns(
 
 def contains(right: Side, left: Side) -> Condition:
     """left in right: a part of a text."""
-    if isinstance(right, Constant) or not isinstance(left, Constant):
+    if isinstance(right, Written) or not isinstance(left, Written):
         wish = "a list of what a column may be, or a text in a column"
-        told = right.cell if isinstance(right, Constant) else right.column
+        told = right.cell if isinstance(right, Written) else right.column
         raise ArgumentError(f"where: in {cells.shown(told)} is not understood: in needs {wish}")
     part, name = left.cell, right.column
     if not isinstance(part, str):

@@ -9,9 +9,9 @@ from typing import Any
 
 from qkv.database.compare import (
     Condition,
-    Constant,
     Name,
     Side,
+    Written,
     constantly,
     contains,
     equal,
@@ -47,7 +47,7 @@ def condition(where: Any, names: Sequence[str]) -> Condition:
         for name, wish in where.items():
             _known(name, names)
             many = isinstance(wish, list | set | frozenset)
-            parts.append(member(Name(name), [Constant(x) for x in (wish if many else [wish])]))
+            parts.append(member(Name(name), [Written(x) for x in (wish if many else [wish])]))
         return quiet(joined(parts, all_of=True))
     raise DtypeError(
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
@@ -157,11 +157,11 @@ class _Expression:
             case ast.Name(name):
                 return Name(self._column(name))
             case ast.Constant(value) if not isinstance(value, complex | type(...)):
-                return Constant(value)
+                return Written(value)
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
-                return Constant(-number)
+                return Written(-number)
             case ast.UnaryOp(ast.UAdd(), ast.Constant(int() | float() as number)):
-                return Constant(number)
+                return Written(number)
         raise self._strange(node)
 
     def _column(self, name: str) -> str:

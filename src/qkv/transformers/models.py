@@ -34,7 +34,7 @@ _MEMBERS: dict[type, set[type]] = {}
 
 
 @dataclass(frozen=True)
-class Part:
+class Definition:
     """A class or function of a model's file."""
 
     names: frozenset[str]
@@ -198,9 +198,9 @@ def _is_model(x: Any) -> bool:
 
 
 @cache
-def _inside(kind: type) -> dict[str, Part]:
+def _inside(kind: type) -> dict[str, Definition]:
     """The parts of a kind of model, by name."""
-    found: dict[str, Part] = {}
+    found: dict[str, Definition] = {}
     # A class that builds nothing may name what others build.
     builders = [x for x in kind.__mro__ if _is_model(x) and "__init__" in vars(x)]
     waiting = [(x.__module__, x.__name__) for x in builders]
@@ -221,7 +221,7 @@ def _inside(kind: type) -> dict[str, Part]:
 
 
 @cache
-def _parts(module: str) -> dict[str, Part]:
+def _parts(module: str) -> dict[str, Definition]:
     if module.partition(".")[0] in ("builtins", "torch") or module == PreTrainedModel.__module__:
         return {}
     try:
@@ -233,7 +233,7 @@ def _parts(module: str) -> dict[str, Part]:
         text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
         names = frozenset(re.findall(r"\w+", text))
         if isinstance(node, ast.ClassDef):
-            found[node.name] = Part(
+            found[node.name] = Definition(
                 names,
                 asks="ALL_ATTENTION_FUNCTIONS" in names,
                 alone=bool(ATTENTION.search(node.name) and all(x.search(text) for x in FORMULA)),
@@ -241,7 +241,7 @@ def _parts(module: str) -> dict[str, Part]:
                 causal="is_causal" in names and "self.is_causal = False" not in text,
             )
         elif isinstance(node, ast.FunctionDef):
-            found[node.name] = Part(names)
+            found[node.name] = Definition(names)
         elif isinstance(node, ast.Assign):
-            found |= {x.id: Part(names) for x in node.targets if isinstance(x, ast.Name)}
+            found |= {x.id: Definition(names) for x in node.targets if isinstance(x, ast.Name)}
     return found
