@@ -306,6 +306,9 @@ def _check_rows(how, name, settings, scores, live):
         lse = np.log(np.exp(kept - largest[:, None]).sum(-1)) + largest
         np.testing.assert_allclose(how.lse(found)[:, 0], lse, atol=1e-8)
         np.testing.assert_allclose(how.lse_of(s, live, k)[:, 0], lse, atol=1e-8)
+        both = how.weights_and_lse(s, live, k)
+        np.testing.assert_allclose(both[1][:, 0], lse, atol=1e-8)
+        np.testing.assert_allclose(both[0], how.weights(s, live, k), atol=1e-8)
     if how.smooth and len(np.unique(scores)) == scores.size:
         _check_slope(how, s, live, k, alpha, found, centre)
 
