@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,21 @@ def test_what_it_refuses_it_explains(monkeypatch):
         qkv.attend(x.double(), x.double(), x.double(), engine="triton")
     with pytest.raises(EngineError, match="torch tensors"):
         qkv.attend(np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), engine="triton")
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_the_framework_knows_is_left_to_it(learned):
+    """A cosine, but not under a learned temperature, which the framework's kernel does not take."""
+    device = SimpleNamespace(type="cuda")
+    call: Any = SimpleNamespace(
+        query=SimpleNamespace(device=device),
+        n=100,
+        wants_lse=False,
+        rule=None,
+        score=scores.Cosine(),
+    )
+    call.weighting = weightings.Softmax(torch.tensor(2.0) if learned else 2.0)
+    assert (engine.declines(call) is None) == learned
 
 
 def test_a_short_causal_call_is_left_to_it(monkeypatch):

@@ -88,7 +88,7 @@ def tile_of(
         if wide > 128:
             return Tile(128, 64, 64, 8, 2)
         if wide > 64:
-            return Tile(64, 64, 64, 4, 3, described=True) if plain else Tile(128, 64, 64, 8, 3)
+            return Tile(64, 64, 64, 4, 3, described=plain)
         return Tile(128, 64, 64, 4, 3, described=ruled)
     if w > HELD_BACK or d > HELD_BACK:
         return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
