@@ -98,6 +98,35 @@ INPUTS: list[Case] = [
     ("explain: no value", lambda: qkv.explain(Q, K, None), DtypeError, r"value.*array.*NoneType"),
     ("weights: no key", lambda: qkv.weights(Q, None), DtypeError, r"key.*array.*NoneType"),
     ("weights: a word", lambda: qkv.weights(Q, "key"), DtypeError, r"key.*array.*str"),
+    ("onnx: no array", lambda: qkv.onnx.attention(None, K, V), DtypeError, r"Q.*NoneType"),
+    (
+        "onnx: a mask that is none",
+        lambda: qkv.onnx.attention(HEADS, HEADS, HEADS, True),
+        DtypeError,
+        r"attn_mask must be an array, not bool",
+    ),
+    ("on_empty is a list", lambda: weightings.Normalized([]), ArgumentError, r"on_empty \[\]"),
+    (
+        "a gate's bias is a word",
+        lambda: scores.Gated(one(3), one(3), "x"),
+        DtypeError,
+        r"Gated: bias must be a number or an array, not 'x'",
+    ),
+    ("a ragged mask", lambda: attend(mask=[[True], [True, False]]), DtypeError, r"mask.*length"),
+    (
+        "ragged lengths",
+        lambda: masks.lengths([[1], [2, 3]]),
+        DtypeError,
+        r"lengths.*whole numbers.*differ in length",
+    ),
+    ("client: no url", lambda: qkv.Client(5), DtypeError, r"url must be text, not int"),
+    ("client: a token", lambda: qkv.Client("http://a", 5), DtypeError, r"token must be text"),
+    (
+        "client: no timeout",
+        lambda: qkv.Client("http://a", timeout=None),
+        ArgumentError,
+        r"timeout must be a number of seconds",
+    ),
     ("a word", lambda: attend("query"), DtypeError, r"query.*array.*str"),
     ("a number", lambda: attend(value=3.0), DtypeError, r"value.*array.*float"),
     ("a ragged list", lambda: attend([[1.0, 2.0], [3.0]]), DtypeError, r"query.*rectangle"),
@@ -682,3 +711,17 @@ def test_lists_and_masks_are_read_in_the_precision_of_the_query() -> None:
 
 def test_line_ends_of_windows_are_line_ends() -> None:
     assert printable("one\r\ntwo\rthree") == "one\ntwo\\rthree"
+
+
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**31, 10**30])
+def test_a_bound_beyond_all_positions_is_none(far: int) -> None:
+    for make in (np.asarray, tensor):
+        q, k, v = make(Q), make(K), make(V)
+        every = qkv.attend(q, k, v)
+        rules = (masks.window(far), masks.dilated(far, 1), masks.blocks([[True]], far))
+        for mask in (*rules, masks.causal(offset=far), masks.window(far, far, offset=far)):
+            np.testing.assert_allclose(qkv.attend(q, k, v, mask=mask), every, 1e-12)
+        assert not qkv.weights(q, k, mask=masks.causal(offset=-far)).any()
+        alone = qkv.weights(q, k, mask=masks.window(0))
+        for mask in (masks.strided(far), masks.dilated(2, far), masks.window(0, offset=0)):
+            np.testing.assert_array_equal(qkv.weights(q, k, mask=mask), alone)

@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv import arrays, masks
 from qkv.attention import attend, weights
-from qkv.errors import ArgumentError, MissingExtra, ShapeError
+from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
 from qkv.scores import ScaledDot
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def attention(
     """
     given = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask, "past_key": past_key}
     given |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
+    for name, x in given.items():
+        if not arrays.is_array(x) and (x is not None or name in ("Q", "K", "V")):
+            raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
     fw = arrays.common(**{name: x for name, x in given.items() if x is not None})
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
     _check(qk_matmul_output_mode, windows, softmax_precision)

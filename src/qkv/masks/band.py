@@ -8,7 +8,7 @@ from typing import Any
 from qkv.arrays import of
 from qkv.errors import ArgumentError
 from qkv.masks.base import Mask, Verdict
-from qkv.masks.numbers import check_rows, on_host, per_row, whole_number, whole_numbers
+from qkv.masks.numbers import FARTHEST, check_rows, on_host, per_row, whole_number, whole_numbers
 from qkv.types import Array, Block, Shape, Span
 
 
@@ -24,7 +24,10 @@ class Band(Mask):
     def __post_init__(self) -> None:
         if self.align not in ("top_left", "bottom_right"):
             raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {self.align!r}")
-        if self.offset is not None and not isinstance(self.offset, int):
+        if isinstance(self.offset, int):
+            near = max(-FARTHEST, min(self.offset, FARTHEST))
+            object.__setattr__(self, "offset", near)
+        elif self.offset is not None:
             object.__setattr__(self, "offset", whole_numbers("offset", self.offset))
 
     @property
@@ -177,7 +180,8 @@ class Dilated(Strided):
 
     @property
     def reach(self) -> Band:
-        return Band(self.window * self.step, self.window * self.step)
+        far = min(self.window * self.step, FARTHEST)
+        return Band(far, far)
 
     def allowed(self, block: Block) -> Array | None:
         near = self.reach.allowed(block)

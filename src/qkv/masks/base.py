@@ -229,7 +229,10 @@ def array(values: Any) -> Mask:
                 "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
                 + ("a function: wrap it as masks.custom(f)" if callable(values) else told)
             )
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except ValueError:
+            raise DtypeError("mask is no rectangle: its rows differ in length") from None
     fw = of(values)
     kind = fw.dtype(values)
     if kind != "bool" and "float" not in kind:

@@ -10,17 +10,24 @@ from qkv.arrays import is_array, of, written
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.types import Array, Block, Shape, Span
 
+FARTHEST = 2**29
+"""No position lies beyond it, and the sum of three such is still a number of 32 bits."""
+
 
 def whole_number(owner: str, name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise DtypeError(f"masks.{owner}: {name} must be a whole number, not {value!r}")
     if value < least:
         raise ArgumentError(f"masks.{owner}: {name} must be at least {least}, not {value}")
-    return int(value)
+    return min(int(value), FARTHEST)
 
 
 def whole_numbers(what: str, values: Any) -> Any:
-    values = values if is_array(values) else written(values)
+    try:
+        values = values if is_array(values) else written(values)
+    except (TypeError, ValueError):
+        told = "rows that differ in length, or no numbers"
+        raise DtypeError(f"{what} must be whole numbers, not {told}") from None
     if "int" not in of(values).dtype(values):
         told = values if values.ndim == 0 else of(values).dtype(values)
         raise DtypeError(f"{what} must be whole numbers, not {told}")

@@ -77,9 +77,8 @@ def blocks(layout: Any, size: int | tuple[int, int]) -> Mask:
     pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
     if len(pair) != 2:
         raise ShapeError(f"masks.blocks: size is one number or a pair, not {size!r}")
-    for side in pair:
-        whole_number("blocks", "size", side, 1)
-    return Blocks(host.astype(bool), pair)
+    tall, wide = (whole_number("blocks", "size", side, 1) for side in pair)
+    return Blocks(host.astype(bool), (tall, wide))
 
 
 @dataclass(frozen=True, repr=False)

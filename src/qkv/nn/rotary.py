@@ -27,8 +27,8 @@ class Rotary(nn.Module):
         super().__init__()
         if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
             raise ArgumentError(f"rotary: the width must be an even number, not {width!r}")
-        if not base > 0:
-            raise ArgumentError(f"rotary: base must be above 0, not {base!r}")
+        if isinstance(base, bool) or not isinstance(base, int | float) or not base > 0:
+            raise ArgumentError(f"rotary: base must be a number above 0, not {base!r}")
         self.width, self.base, self.interleaved = width, base, interleaved
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:

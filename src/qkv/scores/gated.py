@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 from qkv.arrays import is_array, namespace, to_numpy
-from qkv.errors import ShapeError
+from qkv.errors import DtypeError, ShapeError
 from qkv.scores.base import Affine, Form, Score, array_of, inner_score, sigmoid
 from qkv.scores.product import Dot
 from qkv.types import Array, Shape
@@ -30,6 +31,8 @@ class Gated(Score):
         array_of(self, "w_query", "d_q")
         array_of(self, "w_key", "d_k")
         inner_score(self)
+        if not (self.bias is None or is_array(self.bias) or isinstance(self.bias, Real)):
+            raise DtypeError(f"Gated: bias must be a number or an array, not {self.bias!r}")
         if is_array(self.bias) and tuple(self.bias.shape) not in ((), (1,)):  # type: ignore[union-attr]
             raise ShapeError("Gated: bias is one number, not an array of many")
 

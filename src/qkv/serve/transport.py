@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkv import errors
-from qkv.errors import ArgumentError, CombinationError, QkvError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError
 from qkv.serve import wire
 from qkv.serve.wire import CELLS
 
@@ -41,6 +41,9 @@ class Transport:
     """
 
     def __init__(self, url: str, token: str | None, timeout: float):
+        if not isinstance(url, str) or not isinstance(token, str | None):
+            name, got = ("url", url) if not isinstance(url, str) else ("token", token)
+            raise DtypeError(f"{name} must be text, not {type(got).__name__}")
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -50,7 +53,7 @@ class Transport:
             raise ArgumentError(f"url must be that of a server, as http://host:8000, not {url!r}")
         if parts.username or parts.query or parts.fragment:
             raise ArgumentError("url is an address alone: give the token as token=…")
-        if not timeout > 0:
+        if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise ArgumentError(f"timeout must be a number of seconds above 0, not {timeout!r}")
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ArgumentError("token must be printable ASCII")

@@ -62,7 +62,7 @@ class Normalized(Weighting):
     sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.on_empty not in INSTEAD:
+        if not isinstance(self.on_empty, str) or self.on_empty not in INSTEAD:
             raise unknown("on_empty", self.on_empty, INSTEAD)
 
     @property
