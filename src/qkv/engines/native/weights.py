@@ -38,7 +38,7 @@ def at_once(call: Call) -> tuple[Array, Array] | None:
     bias = torch.where(live, query.new_zeros(()), -math.inf)
     s = torch.baddbmm(bias, query, key.mT, alpha=native.scale_of(call))
     alpha = torch.softmax(s, -1)
-    out = (alpha @ value).view(*lead, call.n, -1)
+    out = torch.bmm(alpha, value).view(*lead, call.n, -1)
     looked = (out, call.query, call.key) if out.requires_grad else (out,)
     if not all(call.fw.surely_finite(x) for x in looked):
         return None
