@@ -143,9 +143,9 @@ def test_what_it_refuses_it_explains(monkeypatch):
         qkv.attend(np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), engine="triton")
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_what_the_framework_knows_is_left_to_it(learned):
-    """A cosine, but not under a learned temperature, which the framework's kernel does not take."""
+@pytest.mark.parametrize(("learned", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.3)])
+def test_what_the_framework_knows_is_left_to_it(learned, dropout):
+    """A cosine, but not under a learned temperature or a seed, which its kernel does not take."""
     device = SimpleNamespace(type="cuda")
     call: Any = SimpleNamespace(
         query=SimpleNamespace(device=device),
@@ -155,7 +155,8 @@ def test_what_the_framework_knows_is_left_to_it(learned):
         score=scores.Cosine(),
     )
     call.weighting = weightings.Softmax(torch.tensor(2.0) if learned else 2.0)
-    assert (engine.declines(call) is None) == learned
+    call.dropout = dropout
+    assert (engine.declines(call) is None) == (learned or dropout > 0)
 
 
 def test_a_short_causal_call_is_left_to_it(monkeypatch):

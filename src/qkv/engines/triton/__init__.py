@@ -132,7 +132,7 @@ def declines(call: Call) -> str | None:
         return "Triton's interpreter is for tests"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
-    if plain and simple and (call.rule is None or is_causal(call.rule)):
+    if plain and simple and not call.dropout and (call.rule is None or is_causal(call.rule)):
         return "as a plain dot product it runs in the framework's own kernel, which is faster"
     return None
 
