@@ -18,7 +18,7 @@ from qkv.database.store.layout import DTYPES
 from qkv.errors import MissingExtra
 
 BLOCK = 4096
-FEW = 1024
+FEW = 8192
 """Tokens whose vectors are read by themselves."""
 LONG, TOGETHER = 64, 256
 """Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
