@@ -18,3 +18,21 @@ def test_the_opposite_of_everything_is_nothing(fw, engine):
     everything = masks.window(float("inf"))
     assert (to_numpy(qkv.attend(x, x, x, mask=everything, engine=engine)) == 1).all()
     assert (to_numpy(qkv.attend(x, x, x, mask=~everything, engine=engine)) == 0).all()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_numbers_that_32_bits_do_not_hold(framework):
+    xp = pytest.importorskip(framework)
+    make = getattr(xp, "tensor", None) or xp.asarray
+    x = make(np.ones((1, 1, 3, 2)))
+    ids, same = np.array([1, 2**32 + 1, 1]), np.array([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool)
+    want = qkv.weights(x, x, mask=make(same))
+    for given in (ids, make(ids), ids.tolist(), ids[None]):
+        np.testing.assert_array_equal(qkv.weights(x, x, mask=masks.documents(given)), want)
+    other = masks.documents(make(ids), make(ids.astype("int32")))
+    assert qkv.weights(x, x, mask=other)[0, 0, 1].sum() == 0
+    far, every = [2**31], qkv.weights(x, x)
+    for given in (far, np.array(far), make(np.array(far))):
+        for mask in (masks.lengths(given), masks.causal(offset=given)):
+            np.testing.assert_array_equal(qkv.weights(x, x, mask=mask), every)
+        assert not qkv.weights(x, x, mask=masks.causal(offset=-make(np.array(far)))).any()

@@ -40,11 +40,16 @@ def on_host(values: Any) -> np.ndarray[Any, Any] | None:
 
 
 def beside(values: Any, block: Block) -> Array:
-    """Whole numbers as an array of the call's own framework."""
-    fw = of(block.q)
-    if is_array(values) and of(values) is fw:
-        return fw.astype(values, fw.dtype(block.q))
-    return fw.constant(values, block.q, fw.dtype(block.q))
+    """Positions as an array of the call's own framework; what lies beyond all is the farthest."""
+    fw, kind = of(block.q), of(block.q).dtype(block.q)
+    if not is_array(values) or of(values) is not fw:
+        return fw.constant(np.clip(values, -FARTHEST, FARTHEST), block.q, kind)
+    near, xp = fw.astype(values, kind), fw.xp
+    if fw.dtype(values) != "int64" or kind == "int64":
+        return near
+    far = near * 0 + FARTHEST
+    near = xp.where(values > FARTHEST, far, near)
+    return xp.where(values < -FARTHEST, -far, near)
 
 
 def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) -> None:
@@ -67,7 +72,11 @@ def per_row(values: Any, block: Block) -> Array:
 
 
 def per_position(values: Any, span: Span, block: Block) -> Array:
-    x = of(block.q).cut(beside(values, block), span, -1)
+    """Ids of positions, (n,) or (B, n), which may need all their bits."""
+    fw = of(block.q)
+    if not is_array(values) or of(values) is not fw:
+        values = fw.constant(values, block.q, fw.dtype(block.q))
+    x = fw.cut(values, span, -1)
     return _under_lead(x, block) if len(x.shape) == 2 else x
 
 

@@ -134,6 +134,9 @@ class Documents(Mask):
     def allowed(self, block: Block) -> Array | None:
         q = per_position(self.query_ids, block.rows, block)
         k = per_position(self.key_ids, block.cols, block)
+        fw = of(block.q)
+        if fw.dtype(q) != fw.dtype(k):
+            q, k = (fw.astype(x, "int64") for x in (q, k))
         return q[..., :, None] == k[..., None, :]
 
     def verdict(self, rows: Span, cols: Span, n: int, m: int) -> Verdict:
@@ -161,4 +164,14 @@ def documents(ids: Any, key_ids: Any = None) -> Mask:
     """
     ids = whole_numbers("masks.documents: ids", ids)
     key_ids = ids if key_ids is None else whole_numbers("masks.documents: key_ids", key_ids)
-    return Documents(ids, key_ids)
+    return Documents(*_short(ids, key_ids))
+
+
+def _short(ids: Any, key_ids: Any) -> tuple[Any, Any]:
+    """Ids of NumPy's that 32 bits do not hold, numbered anew: other frameworks may have no more."""
+    if not (type(ids) is type(key_ids) is np.ndarray):
+        return ids, key_ids
+    known, at = np.unique(np.concatenate([ids.ravel(), key_ids.ravel()]), return_inverse=True)
+    if not known.size or -(2**31) <= known[0] <= known[-1] < 2**31:
+        return ids, key_ids
+    return at[: ids.size].reshape(ids.shape), at[ids.size :].reshape(key_ids.shape)
