@@ -349,7 +349,8 @@ def _keep(ctx: Any, inputs: Any, output: Array) -> None:
 def _back(ctx: Any, gradient: Array) -> Slopes:
     back, (x, output, array) = NODES[ctx.name].back, ctx.saved_tensors
     assert back is not None
-    first, second = back(x, ctx.number if array is None else array, output, gradient)
+    with torch.autocast(x.device.type, enabled=False):  # a graph is made under the caller's
+        first, second = back(x, ctx.number if array is None else array, output, gradient)
     return first, None, second, None, None
 
 
