@@ -1,4 +1,4 @@
-"""How long does the first call of a compiled block take, there and back, with nothing cached?
+"""How long does the first call of a compiled block take, with nothing cached, and its way back?
 
 Each side is a process of its own. `CPU s` is what it and its compilers worked: where others use the
 cores too, compare that. `kernels` is how many were compiled.
@@ -35,13 +35,17 @@ def worked():
     return sum(x.ru_utime + x.ru_stime for x in both)
 
 begin, before = time.perf_counter(), worked()
-torch.compile(block)(x).sum().backward()
+if sys.argv[2] == "forward":
+    with torch.no_grad():
+        torch.compile(block)(x)
+else:
+    torch.compile(block)(x).sum().backward()
 took = {"ms": 1e3 * (time.perf_counter() - begin), "CPU s": worked() - before}
 print(json.dumps({**took, "kernels": metrics.generated_kernel_count}))
 """
 
 
-def first(kind: str) -> dict[str, float]:
+def first(kind: str, ways: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         own = {
             "PYTHONPATH": str(SRC),
@@ -49,7 +53,7 @@ def first(kind: str) -> dict[str, float]:
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", FIRST, kind],
+            [sys.executable, "-W", "ignore", "-c", FIRST, kind, ways],
             check=True,
             capture_output=True,
             text=True,
@@ -60,15 +64,16 @@ def first(kind: str) -> dict[str, float]:
 
 
 def rows():
-    sides = {name: first(kind) for name, kind in KINDS.items()}
-    took = sides["qkv"]["ms"] / 1e3
-    row: Row = {
-        "work": "first call of a compiled block of entmax15 heads, there and back",
-        "sides": sides,
-        "goals": [{"goal": f"≤ {MOST:g} s", "found": took, "met": took <= MOST}],
-    }
-    show(row)
-    yield row
+    for ways in ("forward", "forward + backward"):
+        sides = {name: first(kind, ways) for name, kind in KINDS.items()}
+        took = sides["qkv"]["ms"] / 1e3
+        row: Row = {
+            "work": f"first call of a compiled block of entmax15 heads, {ways}",
+            "sides": sides,
+            "goals": [{"goal": f"≤ {MOST:g} s", "found": took, "met": took <= MOST}],
+        }
+        show(row)
+        yield row
 
 
 if __name__ == "__main__":
