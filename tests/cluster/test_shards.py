@@ -269,6 +269,20 @@ def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
     assert found == {f"key {i}": float(i) for i in range(1, 14)} | {"key 3": 33.0}
 
 
+@pytest.mark.parametrize("stores", [1, 2])
+def test_a_vector_is_one_key_and_rows_of_them_are_several(tmp_path: Path, stores: int) -> None:
+    keys = np.arange(12.0).reshape(6, 2)
+    with qkv.open(tmp_path / "all.qkv") as D:
+        D.add(keys, np.arange(6.0))
+    places = [str(tmp_path / f"{i}.qkv") for i in range(stores)]
+    split(tmp_path / "all.qkv", places)
+    with cluster(places, 2) as c:
+        assert c.update(keys[1], 10.0) == 0 and c.update(np.array([9.0, 9.0]), 9.0) == 1
+        assert (c[keys[1]], c[np.array([9.0, 9.0])]) == (10.0, 9.0)
+        assert c.remove(keys[2]) == 1 and c.remove(keys[3:5]) == 2
+        assert len(c) == 4 and keys[4] not in c
+
+
 class Dying:
     """A shard that ends once it has written, before it says so."""
 

@@ -17,7 +17,7 @@ from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
 from qkv.database.leaving import Leaving
 from qkv.database.reading import NOTHING, AbsentKey, Reading
-from qkv.database.writing import Writing
+from qkv.database.writing import several
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
 from qkv.scores import Score
 from qkv.types import Array
@@ -146,7 +146,7 @@ class Cluster(Leaving, Reading[Any, Any]):
             self._fleet.write(0, "add", keys, *(() if values is NOTHING else (values,)))
             return
         if values is not NOTHING:
-            many = Writing._many(self, keys)  # type: ignore[arg-type]
+            many = several(keys, self._schema)
             pairs = list(zip(keys, values, strict=True)) if many else [(keys, values)]
         else:
             pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
@@ -167,12 +167,14 @@ class Cluster(Leaving, Reading[Any, Any]):
         pairs = list(key.items()) if value is NOTHING else [(key, value)]
         absent = sum(key not in self for key, _ in pairs)
         for source, some in self._routed(pairs, lambda pair: pair[0]).items():
-            self._fleet.write(source, "update", dict(some))
+            self._fleet.write(
+                source, "update", *(some[0] if value is not NOTHING else [dict(some)])
+            )
         return absent
 
     def remove(self, keys: Any) -> int:
         """Take out every row of these keys (one, or a list); how many rows went."""
-        keys = list(keys) if isinstance(keys, list | set | frozenset) else [keys]
+        keys = list(keys) if several(keys, self._schema) else [keys]
         count = 0
         for key in keys:
             found = len(self._view.find(key))

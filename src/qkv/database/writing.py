@@ -31,6 +31,16 @@ REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
 
 
+def several(keys: Any, schema: Schema | None) -> bool:
+    """Whether these are several keys rather than one of a database whose rows are so."""
+    if is_array(keys):
+        vectors = schema is not None and schema.key_kind == "vector"
+        return len(keys.shape) > (1 if vectors else 0)
+    return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
+        isinstance(keys, Iterator) or hasattr(keys, "to_list")
+    )
+
+
 class Writing(Leaving, Reading[K, V]):
     """Rows that can be read and changed, unless a version is pinned."""
 
@@ -47,7 +57,7 @@ class Writing(Leaving, Reading[K, V]):
         if values is NOTHING:
             self._add_any(keys)
             return
-        many = self._many(keys)
+        many = several(keys, self._schema)
         if not many:
             keys, values = [keys], [values]
         elif isinstance(values, str | bytes) or not getattr(
@@ -140,7 +150,7 @@ class Writing(Leaving, Reading[K, V]):
         >>> D.remove(["Li", "Wu"]), list(D)
         (2, ['Hu'])
         """
-        keys = list(keys) if self._many(keys) else [keys]
+        keys = list(keys) if several(keys, self._schema) else [keys]
         with self._alone():
             view = self._view
             dead: dict[int, None] = {}
@@ -154,16 +164,6 @@ class Writing(Leaving, Reading[K, V]):
 
     def __delitem__(self, key: K) -> None:
         self.remove([key])
-
-    def _many(self, keys: Any) -> bool:
-        """Whether these are several keys rather than one."""
-        schema = self._schema
-        kind = None if schema is None else schema.key_kind
-        if is_array(keys):
-            return len(keys.shape) > (1 if kind == "vector" else 0)
-        return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
-            isinstance(keys, Iterator) or hasattr(keys, "to_list")
-        )
 
     def _named(self, keys: Any, values: Any) -> Cells:
         """Keys and values under the names of their columns."""
