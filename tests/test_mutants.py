@@ -142,6 +142,9 @@ def check_score(cls, name, settings):
         np.testing.assert_allclose(plain, QUERY @ KEY.T / np.sqrt(D), rtol=1e-9)
     if name in AFFINE:
         _check_affine(cls(**settings), AFFINE[name](want))
+    if name == "Gated":
+        plain = cls(**settings | {"bias": None})
+        _check_affine(plain, plain(QUERY, KEY))
     if name in ("Boxcar", "Triangular", "Epanechnikov"):
         edge = cls(2.0)(np.zeros((1, 1)), np.array([[2.0], [0.0], [np.nan]]))[0]
         np.testing.assert_array_equal(edge, [float(name == "Boxcar"), 1.0, np.nan])
@@ -161,7 +164,7 @@ def check_score(cls, name, settings):
 
 NEGATIVE_SQUARES = -((QUERY[:, None] - KEY) ** 2).sum(-1) / 2.0**2
 AFFINE = {
-    **dict.fromkeys(("Dot", "Cosine", "Multiplicative", "Gaussian"), lambda want: want),
+    **dict.fromkeys(("Dot", "Cosine", "Multiplicative", "Gaussian", "Gated"), lambda want: want),
     **dict.fromkeys(("Boxcar", "Triangular", "Epanechnikov"), lambda want: NEGATIVE_SQUARES),
 }
 
@@ -176,6 +179,11 @@ def _check_affine(score, want):
     found = found if form.factor is None else found * form.factor
     found = found if form.bias is None else found + form.bias
     found = found if form.offset is None else found + form.offset[:, None]
+    if form.gate is not None:
+        opens, w_key, most = form.gate
+        found = found / (1 + np.exp(-opens[:, None] - keys @ w_key))
+        sums = np.abs(QUERY * score.w_query).sum(-1) + abs(score.bias or 0)
+        np.testing.assert_allclose(most, sums, rtol=1e-9)
     np.testing.assert_allclose(found[:, :-1], want, rtol=1e-9, atol=1e-12)
 
 

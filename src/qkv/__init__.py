@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.attention import attend, explain, warm, weights
     from qkv.database import Database, open
-    from qkv.database.faults import SkippedRows
+    from qkv.database.faults import MixedColumn, SkippedRows
     from qkv.errors import QkvError
     from qkv.page import show
     from qkv.sdpa import scaled_dot_product_attention
@@ -27,6 +27,7 @@ __all__ = [
     "Answer",
     "Client",
     "Database",
+    "MixedColumn",
     "QkvError",
     "SkippedRows",
     "attend",
@@ -51,6 +52,7 @@ _HOMES = {
     "Client": "serve.client",
     "Database": "database",
     "QkvError": "errors",
+    "MixedColumn": "database.faults",
     "SkippedRows": "database.faults",
     "open": "database",
     "attend": "attention",

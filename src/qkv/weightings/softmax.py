@@ -82,7 +82,10 @@ class Softmax(Exponential):
         top = row_max(scores, live)
         return logarithm(top, row_sum(exponentials(scores, live, top)))
 
-    def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array]:
+    def weights_and_lse(self, scores: Array, live: Live, k: Array) -> tuple[Array, Array | None]:
+        own = type(self).weights is Softmax.weights and type(self).lse_of is Softmax.lse_of
+        if not own:  # of one that has others, they are what counts
+            return super().weights_and_lse(scores, live, k)
         fw, top = of(scores), finite(row_max(scores, live))
         e = fw.exp_below(scores, top, live)
         total = row_sum(e)
