@@ -39,7 +39,8 @@ def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -
         plain = x.dtype.kind in "biu" or (x.dtype.kind == "f" and bool(np.isfinite(x).all()))
         return numbers(x) if plain else jsonable(x.tolist())
     if isinstance(x, np.generic):
-        return jsonable(x.item())
+        item = x.item()
+        return str(item) if isinstance(item, np.generic) else jsonable(item)
     if isinstance(x, float) and not math.isfinite(x):
         return None if math.isnan(x) else str(x)
     if isinstance(x, dict | Mapping):  # the first without a look at the second

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import qkv
 from qkv.database import cells
 from qkv.errors import ArgumentError, DtypeError
+from qkv.told import jsonable
 
 leaf = (
     st.none()
@@ -206,3 +208,9 @@ def test_different_vectors_have_different_digests():
 def test_vectors_with_nan_are_refused(kind):
     with pytest.raises(ArgumentError, match="NaN"):
         cells.vector_digests(np.array([[1, math.nan]], kind))
+
+
+def test_a_long_double_is_refused_and_told_of():
+    with pytest.raises(DtypeError, match=r"cast it to float"):
+        qkv.Database({"a": np.longdouble(1.5)})
+    assert jsonable({"x": np.longdouble(1.5)}) == {"x": "1.5"}

@@ -142,6 +142,8 @@ def test_kernels_surfaces_and_regression_are_their_twins() -> None:
 
 
 def test_lines_are_their_twins() -> None:
+    words = np.array(WORDS)
+    assert len(plot.alignment(ALPHA[0, 0], words, words, least=2).axes[0].collections) == 0
     panel = plot.alignment(ALPHA[0, 0], least=0.1).axes[0]
     links = data.alignment(ALPHA[0, 0], least=0.1)
     (lines,) = panel.collections

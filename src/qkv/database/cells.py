@@ -153,7 +153,10 @@ def plain(cell: Any) -> Any:
     if isinstance(cell, float):
         return float(cell) if math.isfinite(cell) else {"$float": str(cell)}
     if isinstance(cell, np.bool_ | np.number):
-        return plain(cell.item())
+        number = cell.item()
+        if isinstance(number, np.number):  # a long double is its own
+            raise DtypeError(f"{cell!r} is wider than what is kept: cast it to float")
+        return plain(number)
     if isinstance(cell, Decimal):
         if cell.is_finite() and cell.adjusted() > DIGITS:
             raise _huge(cell)

@@ -39,8 +39,8 @@ def alignment(
     """
     matrix = data.grid(weights, "weights", {2: "(n, m)"})[0, 0]
     n, m = matrix.shape
-    left = style.words(queries or range(n), n, "queries", "query")
-    right = style.words(keys or range(m), m, "keys", "key")
+    left = style.words(range(n) if queries is None else queries, n, "queries", "query")
+    right = style.words(range(m) if keys is None else keys, m, "keys", "key")
     found = data.alignment(matrix, least)
     beside = style.reach(left) + style.reach(right)
     figure = style.blank((3.2 + beside, PITCH * max(n, m) + 0.55), "constrained")
@@ -76,7 +76,7 @@ def flow(weights: Any, words: Sequence[Any] | None = None, query: int = -1) -> F
     if not -n <= query < n:
         raise ArgumentError(f"query must be from {-n} to {n - 1}, not {query!r}")
     query %= n
-    names = style.words(words or range(n), n, "words", "token")
+    names = style.words(range(n) if words is None else words, n, "words", "token")
     width = 2 * max(1.9, 0.42 * layers) + style.reach(names) + 0.9
     figure = style.blank((width, PITCH * n + 1.2), "constrained")
     figure.suptitle(f"“{names[query]}”", fontsize=10, color=INK, parse_math=False)
@@ -118,6 +118,8 @@ def _steps(alpha: Matrix) -> tuple[list[Any], Matrix]:
 def _lines(panel: Axes, ends: Sequence[Any], weights: Matrix) -> None:
     from matplotlib.collections import LineCollection
 
+    if not len(ends):
+        return
     opacity = 0.15 + 0.7 * np.sqrt(np.clip(weights, 0, 1))
     widths = 0.3 + THICK * np.clip(weights, 0, None)
     panel.add_collection(
