@@ -25,6 +25,9 @@ in the cache; for more queries there are fewer."""
 PICKED = 8192
 """Keys that are scored in float64 at a time."""
 
+SHUT = 1e-290
+"""More than a gate lets through where float64 has it shut, beside what it rounds by."""
+
 UNIT = 2.0**-24
 """What a float32 is rounded by."""
 
@@ -92,6 +95,16 @@ class Coded:
         assert self.gate is not None
         opened = np.asarray(self.gate[0], logit.dtype)[:, None] + logit
         return np.asarray(s / (1 + np.exp(-opened)))
+
+    def _bent(self, logit: np.ndarray, norm: np.ndarray, lost: float) -> np.ndarray:
+        """How much of what a score and a logit have lost is lost behind the gate (n, c): little
+        where it is shut, and where it is open nothing of the logit's, for σ′ ≤ exp(−|x|), ¼."""
+        assert self.gate is not None
+        opened = np.asarray(self.gate[0])[:, None] + logit
+        reach = CAREFUL * (np.asarray(self.gate[2])[:, None] + 4 * self.bend * norm)
+        steep = np.minimum(np.exp(-np.maximum(np.abs(opened) - lost * reach, 0)), 0.25)
+        wide = np.exp(np.minimum(opened + lost * reach, 0))
+        return np.asarray((wide + steep * reach) * CAREFUL + SHUT)
 
     def _capped(self, s: np.ndarray) -> np.ndarray:
         """In place: what bends scores brings no two of them further apart."""
@@ -229,17 +242,16 @@ class Coded:
                 s = self.phi @ key.T
             if form.factor is not None:
                 s, norm = s * form.factor, norm * form.factor
+            lost = 4 * (width + 8) * 2.0**-53
+            told = np.outer(self.length, norm)
             if self.gate is not None:
-                s, norm = (
-                    self._gated(s, np.add.reduce(key * self.gate[1], 1)),
-                    norm * (1 + self.bend * norm),
-                )
+                logit = np.add.reduce(key * self.gate[1], 1)
+                s, told = self._gated(s, logit), told * self._bent(logit, norm, lost)
             bias = 0.0 if form.bias is None else np.asarray(form.bias)
             s = s + bias
             s = s if self.offset is None else s + self.offset[:, None]
-            lost = 4 * (width + 8) * 2.0**-53
             out[:, some], terms[:, some] = self._capped(s), self.terms(near)[2].stacked()
-            off[:, some] = lost * (np.outer(self.length * self.tilt, norm) + np.abs(bias))
+            off[:, some] = lost * (told + np.abs(bias))
             if steady:
                 off[:, some][(s == 0) & (np.abs(self.phi) @ np.abs(key).T == 0)] = 0
         self.read += len(at)
