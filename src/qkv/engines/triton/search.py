@@ -407,8 +407,7 @@ def entmax_threshold(
     """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
 
     query (B, H, n, w), key (B, Hₖ, m, w) and the rest as in `ops.attend`, whose `row_a` it is.
-    0 for a row with nothing to look at; NaN where a score is NaN or +∞. It has no gradient: that
-    of the weights does not need it.
+    0 for a row with nothing to look at; NaN where a score is NaN or +∞. No gradient.
     """
     out = _rows(query, torch.float32)
     if not (out.numel() and key.shape[2]):
