@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import threading
+from hashlib import sha256
 
 import numpy as np
 import pandas
@@ -16,7 +17,7 @@ import torch
 
 import qkv
 from qkv import scores, weightings
-from qkv.database import AbsentKey, Database
+from qkv.database import AbsentKey, Database, cells
 from qkv.database.faults import Damaged
 from qkv.database.store import sizes
 from qkv.errors import (
@@ -758,3 +759,28 @@ def test_a_custom_encoder_is_asked_for_again(tmp_path):
             D.ask("xxxx")
     with qkv.open(path, encoder=encoder) as D:
         assert D.ask("xxxx", weighting="hard").value == 2
+
+
+def test_a_vector_is_one_key_in_float64_and_as_it_is_kept(tmp_path):
+    keys = np.random.default_rng(0).standard_normal((3, 2))
+    with qkv.open(tmp_path / "wide.qkv") as D:
+        D.add(keys, ["a", "b", "c"])
+        assert [D[key] for key in keys] == [D[key] for key in D] == ["a", "b", "c"]
+        assert [D[key.tolist()] for key in keys] == ["a", "b", "c"]
+        assert D.update(next(iter(D)), "d") == 0 and D.update(keys[0], "e") == 0 and len(D) == 3
+        assert D.update(keys[1] + 1e-12, "f") == 0
+        assert D[keys[0]] == "e" and D[keys[1]] == "f"
+        assert D.remove(list(D)) == 3 and len(D) == 0
+
+
+def test_a_vector_that_an_older_row_was_known_by_is_found(tmp_path, monkeypatch):
+    keys = np.random.default_rng(1).standard_normal((3, 2))
+    old = [sha256(b"v" + key.tobytes()).digest()[: cells.DIGEST] for key in keys]
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "vector_digests", lambda _: old)
+        with qkv.open(tmp_path / "old.qkv") as D:
+            D.add(keys, ["a", "b", "c"])
+    with qkv.open(tmp_path / "old.qkv") as D:
+        assert [D[key] for key in keys] == ["a", "b", "c"] and keys[0] + 1 not in D
+        assert D.update(keys[0], "d") == 0 and len(D) == 3
+        assert D.remove(list(keys)) == 3

@@ -35,6 +35,7 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
         {},
     ),
     "keyed": ((RNG.standard_normal((30, 4)).astype(np.float32), RNG.standard_normal(30)), {}),
+    "wide": ((RNG.standard_normal((5, 2)), list("abcde")), {}),
     "gpa": ([(3.1, 70.0), (3.5, 82.0), (3.6, 86.0), (4.0, float("inf"))], {}),
     "places": ({("Li", 1): DAY, ("Hu", 2): datetime.date(2000, 1, 2)}, {"key": ("name", "number")}),
     "odd": ({"a": b"\xff\x00", "b": (1, "x"), "c": {"$d": [None, 1]}}, {}),
@@ -403,11 +404,12 @@ def test_rows_are_taken_elsewhere_as_those_that_are_here(
     )
 
 
-@pytest.mark.parametrize("kept", ["lines", "gpa", "keyed", "places"], indirect=True)
+@pytest.mark.parametrize("kept", ["lines", "gpa", "keyed", "wide", "places"], indirect=True)
 def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> None:
     assert kept.path is not None
     there = client[kept.path.stem]
-    for key in [*kept, 3.5, "3.5", None, "null", True, "a", ("Li", "1"), np.ones(4)]:
+    wide = MADE["wide"][0][0]
+    for key in [*kept, *wide, 3.5, "3.5", None, "null", True, "a", ("Li", "1"), np.ones(4)]:
         assert there.get(key) == kept.get(key), key
         assert (key in there) == (key in kept) and there.all(key) == kept.all(key), key
         if key not in kept:

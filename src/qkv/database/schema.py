@@ -107,6 +107,11 @@ class Schema:
             return cells.vector_digest(key)
         return cells.digest(key)
 
+    def digest_before(self, key: Any) -> bytes | None:
+        """What an older row of this key may be found by, if that is another."""
+        array = self.hash == "sha256" and is_array(key) and key.ndim == 1
+        return cells.wide_digest(key) if array else None
+
     def digests(self, keys: Any) -> list[bytes]:
         """One for each key of a sequence, or for each row of an array (m, d)."""
         if self.hash == "sha256":

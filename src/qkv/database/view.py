@@ -196,9 +196,11 @@ class View:
             except (TypeError, ValueError):
                 return None
         try:
-            return self.schema.digest(key)
+            found = self.schema.digest(key)
+            before = self.schema.digest_before(key)
         except (ArgumentError, DtypeError):
             return None  # what cannot be kept is nobody's key
+        return found if before is None or not self.snapshot.find(before) else before
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         short, fresh = self._short, {}

@@ -128,7 +128,7 @@ class Writing(Leaving, Reading[K, V]):
             changed: dict[bytes, dict[str, Any]] = {}
             dead: dict[bytes, int] = {}
             for k, v in pairs:
-                found, mark = view.find(k), cells.digest(k)
+                found, mark = view.find(k), view.schema.digest(k)
                 row = {name: column[0] for name, column in self._named([k], [v]).items()}
                 if found:
                     dead[mark] = found[-1]

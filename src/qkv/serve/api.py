@@ -134,18 +134,26 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def get(shelf: Shelf, given: Given) -> Any:
-    database, key = given.kept.at(given.at.get("at")), given.kept.cell(given.key, "the key")
+    database, key = given.kept.at(given.at.get("at")), _key(given)
     if given.at.get("all"):
         found = database.all(key) or [database[key]]
         return {"key": key, "values": list(found)}
     return {"key": key, "value": database[key]}
 
 
+def _key(given: Given) -> Any:
+    """The key that a path names; one of another kind is nobody's."""
+    try:
+        return given.kept.cell(given.key, "the key")
+    except ArgumentError as error:
+        raise Refused(404, str(error), kind="AbsentKey", key=given.key, nearest=[]) from None
+
+
 async def remove(shelf: Shelf, given: Given) -> Any:
     kept = _writable(given.kept)
 
     def removed() -> dict[str, Any]:
-        count = kept.database.remove([kept.cell(given.key, "the key")])
+        count = kept.database.remove([_key(given)])
         return {"removed": count, **_now(kept)}
 
     return await asyncio.wrap_future(kept.writing.submit(removed))

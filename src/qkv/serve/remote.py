@@ -152,16 +152,12 @@ class Remote(Leaving):
 
     def _found(self, key: Any, **more: Any) -> Any:
         """What the server has of a key, which it reads from text: 3.5 is not '3.5'."""
-        from qkv.database import AbsentKey, cells
+        from qkv.database import AbsentKey
 
-        try:
-            found = self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
-            if cells.digest(found["key"]) == cells.digest(key):
-                return found
-        except ArgumentError as error:
-            if "the key must" not in str(error) and "a key must" not in str(error):
-                raise
-        raise AbsentKey(key, list)
+        found = self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
+        if not _is(found["key"], key):
+            raise AbsentKey(key, list)
+        return found
 
     def _row(self, key: Any) -> str:
         """The path of a key: text as it is, other cells as the server reads them from text."""
@@ -345,3 +341,15 @@ def _condition(where: Any) -> str | None:
         f"`{str(name).replace('`', '``')}` {'is' if cell is None else '=='} {cell!r}"
         for name, cell in where.items()
     )
+
+
+def _is(found: Any, key: Any) -> bool:
+    """Whether a key that was found is the one that was asked for."""
+    from qkv.arrays import is_array
+    from qkv.database import cells
+
+    digest = cells.vector_digest if is_array(found) and is_array(key) else cells.digest
+    try:
+        return digest(found) == digest(key)
+    except (ArgumentError, DtypeError):  # what cannot be kept is nobody's key
+        return False
