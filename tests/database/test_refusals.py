@@ -160,8 +160,14 @@ def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
         ({"key": "title"}, "^key: .*a.qkv has name, not title: .*by\\("),
         ({"value": ["major", "year"]}, "^value: .*a.qkv has major, not major, year"),
         ({"unique": True}, "^unique: the keys of .*a.qkv may repeat"),
+        ({"encoder": "exact"}, "^encoder: the keys of .*a.qkv were encoded by text, not exact: "),
+        ({"precision": "float16"}, "^precision: the keys of .*a.qkv are kept in int8, not float16"),
     ):
         with pytest.raises(CombinationError, match=says):
             qkv.open(path, **how)
-    with qkv.open(path) as D, qkv.open(path, value=None) as same:
+    with qkv.open(path) as D, qkv.open(path, value=None, encoder="text") as same:
         assert len(D) == len(same) == 2
+    with qkv.open(tmp_path / "new.qkv", encoder="exact", precision="float16"):
+        pass
+    with qkv.open(tmp_path / "new.qkv", encoder="words") as D:  # which has no rows yet
+        D.add("Ann", "art")

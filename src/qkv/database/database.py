@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
@@ -238,8 +238,8 @@ def open(
     """The database in the folder `path`, made empty where there is none unless `create=False`.
 
     `key`, `value`, `encoder`, `unique` and `precision` are for a new one; its first rows fix them,
-    and another key or value, or `unique` where keys may repeat, is refused from then on. Close it,
-    or use it in a `with`.
+    and others, or `unique` where keys may repeat, are refused from then on. Close it, or use it in
+    a `with`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -257,9 +257,10 @@ def open(
     store = Store(path, create=create, skip_damaged=skip_damaged)
     wish = {"key": key, "value": value, "unique": unique, "precision": precision}
     made = Database._on(store, encoder=encoder, **wish)
-    if (key, value, unique) != ("key", "value", False):
+    if (key, value, unique, encoder, precision) != ("key", "value", False, None, None):
         try:
             _agrees(made, key, value, unique)
+            _kept(made, precision)
         except BaseException:
             made.close()
             raise
@@ -283,6 +284,32 @@ def _agrees(made: Database, key: Any, value: Any, unique: bool) -> None:
             f"unique: the keys of {made.path} may repeat, as its first rows were told: open it "
             "without unique=, and copy it into a new one"
         )
+
+
+def _kept(made: Database, precision: str | None) -> None:
+    """The same of the keys' vectors: of which encoder they are, in how many bits."""
+    view, given = made._view, made._encoder_wish
+    told = view.settings.get("encoder", {})
+    if view.begun and given is not None and given.kind not in _kinds(told):
+        raise CombinationError(
+            f"encoder: the keys of {made.path} were encoded by {told['kind']}, not {given.kind}: "
+            "open it without encoder=, and encode(encoder) turns them into other vectors"
+        )
+    have = view.snapshot.kind("code")
+    if precision is not None and have is not None and have[0].name != precision:
+        raise CombinationError(
+            f"precision: the keys of {made.path} are kept in {have[0].name}, not {precision}: open "
+            "it without precision=, and copy it into a new one"
+        )
+
+
+def _kinds(told: Any) -> Iterator[str]:
+    """The kind of an encoder, by its settings, and those of the encoders in it."""
+    if isinstance(told, dict):
+        yield from [told["kind"]] if "kind" in told else []
+    if isinstance(told, dict | list):
+        for part in told.values() if isinstance(told, dict) else told:
+            yield from _kinds(part)
 
 
 def _first_text(columns: Cells) -> str:
