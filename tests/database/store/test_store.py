@@ -32,7 +32,7 @@ from qkv.database.faults import (
     UnknownVersion,
     Unwritable,
 )
-from qkv.database.store import Commit, Store, check, lock, segments, shelf, sizes
+from qkv.database.store import Commit, Store, check, fork, lock, segments, shelf, sizes
 from qkv.database.store import store as store_module
 from qkv.database.store.catalogue import FORMAT
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
@@ -591,8 +591,6 @@ def test_threads(tmp_path, small):
     assert failures == []
 
 
-# JAX and newer Pythons warn of any fork while threads run.
-@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
 def test_closed_and_forked(tmp_path):
     s = Store(tmp_path)
     add(s, 1)
@@ -671,6 +669,21 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     s.close()
     here.close()
     there.close()
+
+
+def test_a_store_that_is_made_while_another_thread_forks_waits_for_it():
+    made = []
+    maker = threading.Thread(target=lambda: made.append(Store()))
+    fork._before()
+    try:
+        maker.start()
+        maker.join(0.05)
+        assert not made
+    finally:
+        fork._after()
+    maker.join()
+    assert made[0] in fork._KNOWN
+    made[0].close()
 
 
 def test_what_is_not_a_store(tmp_path):

@@ -25,7 +25,8 @@ _held: list[Any] = []
 
 def survive(thing: Forked) -> None:
     """Let it be used by a child, too."""
-    _KNOWN.add(thing)
+    with _ONE:  # one that is added while all are counted would end the counting
+        _KNOWN.add(thing)
 
 
 def _before() -> None:
