@@ -321,7 +321,7 @@ def test_json_not_a_number(tmp_path):
         ('{"a": 1}\n{"a": ' + "9" * 401 + "}", 2, 1, "401 digits"),
         ('{"a": ' + "[" * 100_000, 1, 1, "nested too deeply"),
         ('{"": 1}', None, None, "no name"),
-        ("[]", None, None, "no objects"),
+        ("\n []", 2, 2, "no objects"),
         ("[{}]", None, None, "no columns"),
         ('{"a": "\0"}', 1, 8, "NUL"),
     ],
