@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import qkv
 from qkv import scores, weightings
+from qkv.answer import Row
 from qkv.database.encoders import Custom
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 
@@ -142,6 +145,23 @@ def test_mislabelled_rows_are_the_worst(how: Any) -> None:
     assert set(wrong[found.worth[wrong] < 0].tolist()) <= near
     assert found.worth[found.best(1)[0].index] > 0
     assert (found.worth[wrong] <= 0).all()
+    for other in (pickle.loads(pickle.dumps(found)), deepcopy(found)):
+        np.testing.assert_array_equal(other.worth, found.worth)
+        assert told(other.worst(200)) == told(found.worst(200))
+
+
+def told(rows: list[Row]) -> list[tuple[int, float, Any]]:
+    return [(row.index, row.weight, row.value) for row in rows]
+
+
+def test_a_pickle_of_worth_has_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.database.influence.KEPT", 2)
+    found = qkv.Database(KEYS, NUMBERS).valuate([(QUERY, 3.0)])
+    other = pickle.loads(pickle.dumps(found))
+    assert told(other.best(2)) == told(found.best(2))
+    assert told(other.worst(2)) == told(found.worst(2))
+    with pytest.raises(CombinationError, match="valuate again"):
+        other.best(3)
 
 
 @pytest.mark.parametrize("values", [NUMBERS, VECTORS, WORDS], ids=["numbers", "vectors", "words"])

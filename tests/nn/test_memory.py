@@ -180,10 +180,11 @@ def test_copies_and_pickles_open_the_same_store(tmp_path):
         assert torch.equal(other(QUERY), want)
         assert str(path) in repr(other)
         other.database.close()
-    inside = Memory(facts())
+    inside = Memory(facts(), heads=2)
     assert copy.deepcopy(inside).database is inside.database
-    with pytest.raises(ValueError, match="keep it in a file"):
-        pickle.dumps(inside)
+    other = pickle.loads(pickle.dumps(inside))
+    assert torch.equal(other(QUERY), inside(QUERY))
+    assert other.forget(KEYS[0]) and len(other.database) + 1 == len(inside.database)
 
 
 def test_compiled_around():

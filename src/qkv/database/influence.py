@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from qkv.database.cells import shown
 from qkv.database.queries import listed, questions
 from qkv.database.schema import plain
 from qkv.database.view import CHUNK
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 
 AT_ONCE = 2**22
 """Numbers of answers without a row that are held together."""
+
+KEPT = 1000
+"""Rows at both ends that a pickle of what rows are worth holds."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class Valuation:
     def best(self, count: int = 10) -> list[Row]:
         """The rows that help most, the best first."""
         return self._rows(np.argsort(-self.worth, kind="stable")[:count])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it says, with the best and the worst rows; the database stays behind."""
+        kept = {row.index: row for row in (*self.best(KEPT), *self.worst(KEPT))}
+        return vars(self) | {"_rows": partial(_of_pickle, kept)}
+
+
+def _of_pickle(kept: dict[int, Row], places: np.ndarray) -> list[Row]:
+    if not all(place in kept for place in places.tolist()):
+        raise CombinationError(
+            f"a pickle holds the {KEPT:,} best and the {KEPT:,} worst rows: for more, valuate again"
+        )
+    return [kept[place] for place in places.tolist()]
 
 
 def influence(asked: Asked, query: Any, alpha: np.ndarray, value: Any) -> Any:

@@ -31,7 +31,8 @@ class Memory(nn.Module):
     Gradients reach the query and the score. With `learn` they also reach the values that were
     looked at, and the keys where those are vectors: `step` moves these rows, as a new version.
 
-    The rows are no part of `state_dict`. A copy, and what is pickled, opens the same store.
+    The rows are no part of `state_dict`. A copy has the same database; a pickle opens the same
+    store, or holds all rows of one in memory.
 
     >>> import torch, qkv
     >>> facts = qkv.Database(torch.eye(3), torch.tensor([[10.0], [20.0], [30.0]]))
@@ -177,10 +178,4 @@ class Lent:
         return self
 
     def __reduce__(self) -> Any:
-        path = self.database.path
-        if path is None:
-            raise CombinationError(
-                "a database in memory cannot be pickled with the layer: keep it in a file, "
-                "qkv.open(path)"
-            )
-        return Lent, (os.fspath(path),)
+        return Lent, (self.database,)
