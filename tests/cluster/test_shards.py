@@ -1,6 +1,7 @@
 """What shards say together is what the database says: for any cut, tree, death and loss."""
 
 import threading
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 import qkv
 from qkv import scores, weightings
 from qkv.cluster import LostShard, cached, split
+from qkv.database import cells
+from qkv.database.schema import Schema
 from qkv.errors import ArgumentError, CombinationError
 from qkv.page.views import views
 from tests.cluster.here import cluster
@@ -347,6 +350,32 @@ def test_stores_of_different_databases_are_refused(store: str, tmp_path: Path) -
         D.add(["a", "b"], ["c", "d"])
     with pytest.raises(CombinationError, match="differ in their schema"):
         cluster([store, other], 2).ask(np.zeros(4))
+
+
+def test_stores_that_find_vectors_by_other_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an older format beside a new one."""
+    keys, places = np.random.default_rng(0).normal(size=(6, 4)).astype("f4"), []
+    for i, name in enumerate(("old", "new")):
+        places.append(str(tmp_path / f"{name}.qkv"))
+        with monkeypatch.context() as patch, qkv.open(places[-1]) as D:
+            if name == "old":
+                patch.setattr(Schema, "digests", lambda _, keys: cells.digests(keys))
+                told = lambda x: {n: y for n, y in asdict(x).items() if n != "hash"}  # noqa: E731
+                patch.setattr(Schema, "to_dict", told)
+            D.add(keys[3 * i : 3 * i + 3], np.arange(3.0) + 3 * i)
+    for order in (places, places[::-1]):
+        with cluster(order, 2) as c:
+            assert [c[key] for key in keys] == list(range(6))
+            assert [c.all(key.tolist()) for key in keys] == [[i] for i in range(6)]
+            assert c.ask(keys[1], score="exact", weighting="normalized").value == 1
+            assert np.zeros(4) not in c and c.get(torch.zeros(4)) is None
+    with cluster(places, 2) as c:
+        assert all(c.update(key, value) == 0 for key, value in zip(keys, range(6), strict=True))
+        assert len(c) == 6
+        c.add(keys, np.arange(6.0) + 10)
+        assert c.remove(keys) == 12 and len(c) == 0
 
 
 def test_split_refuses(store: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv import parts
 from qkv.answer import Row, Source
+from qkv.arrays import is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
@@ -33,6 +34,13 @@ class Spread(View):
     @cached_property
     def _listed(self) -> tuple[np.ndarray, int]:
         return np.arange(len(self)), len(self.snapshot.slices)
+
+    def find(self, key: Any) -> list[int]:
+        return self.snapshot.find(to_numpy(key) if is_array(key) else key) if self.begun else []
+
+    def value(self, key: Any, default: Any) -> Any:
+        found = self.find(key)
+        return self.values(found[-1:])[0] if found else default
 
     def where(self, wish: Any) -> np.ndarray | None:
         return self._marked("where", wish)

@@ -197,22 +197,17 @@ class Cluster(Leaving, Reading[Any, Any]):
         count, found = len(self._fleet.sources), dict[int, list[Any]]()
         if count == 1:
             return {0: things} if things else {}
-        view = self._view
-        digest_of = view.schema.digest if view.begun else cells.digest
-        digests = [digest_of(key_of(thing)) for thing in things]
-        for thing, digest, own in zip(things, digests, self._owners(digests), strict=True):
-            new = int.from_bytes(digest[:8], "big") % count
-            found.setdefault(new if own is None else own, []).append(thing)
-        return found
-
-    def _owners(self, digests: list[bytes]) -> list[int | None]:
-        """The store that has each key, None where none has."""
-        many = self._view.snapshot
-        owners: list[int | None] = [None] * len(digests)
+        many, keys = self._view.snapshot, [key_of(thing) for thing in things]
+        digests = {schema.hash: list(map(schema.digest, keys)) for schema in many.schemas}
+        digests = digests or {"": list(map(cells.digest, keys))}
+        owners: list[int | None] = [None] * len(keys)
         for (_, slice), there in zip(many.slices, many.each("has", digests), strict=True):
             for i in there:
                 owners[i] = slice.source
-        return owners
+        for thing, digest, own in zip(things, next(iter(digests.values())), owners, strict=True):
+            new = int.from_bytes(digest[:8], "big") % count
+            found.setdefault(new if own is None else own, []).append(thing)
+        return found
 
     # What it is
 

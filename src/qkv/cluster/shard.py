@@ -272,12 +272,13 @@ class Leaf:
     def ball(self) -> parts.Ball:
         return parts.Ball.around(self.view.vectors())
 
-    def find(self, digest: bytes) -> list[int]:
-        return (self.slice.origin + self._at(self.view.snapshot.find(digest))).tolist()  # type: ignore[no-any-return]
+    def find(self, key: Any) -> list[int]:
+        return (self.slice.origin + self._at(self.view.find(key))).tolist()  # type: ignore[no-any-return]
 
-    def has(self, digests: list[bytes]) -> list[int]:
-        """Which of the keys are here."""
-        return [i for i, digest in enumerate(digests) if self.view.snapshot.find(digest)]
+    def has(self, digests: dict[str, list[bytes]]) -> list[int]:
+        """Which of the keys are here: of each, a digest for every way to find it."""
+        own = digests[self.view.schema.hash]
+        return [i for i, digest in enumerate(own) if self.view.snapshot.find(digest)]
 
     def _at(self, ids: Any) -> np.ndarray:
         return np.searchsorted(self.view.ids, np.asarray(ids, np.int64))
