@@ -25,7 +25,7 @@ from qkv.database import sources
 from qkv.database.faults import MixedColumn
 from qkv.database.sources import SourceError, Table, from_frame, read
 from qkv.database.sources.numbers import MISSING, numbers
-from qkv.database.sources.postgres import without_password
+from qkv.database.sources.sql import without_password
 from qkv.database.sources.table import cell
 from qkv.errors import CombinationError, DtypeError, MissingExtra, QkvError
 
@@ -667,6 +667,10 @@ def test_polars_and_pyarrow_frames():
     assert from_frame(pl.DataFrame(data)).columns == expected
     assert from_frame(pa.table(data)).columns == expected
     assert from_frame(pl.DataFrame({"a": []})) == Table("frame", {"a": []})
+
+
+def test_a_table_of_arrow_has_the_cells_of_its_file():
+    assert from_frame(arrow_table().drop(["float"])).columns == ARROW
 
 
 def test_frames_that_cannot_be_kept():

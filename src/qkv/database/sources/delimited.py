@@ -12,13 +12,7 @@ from itertools import islice
 
 from qkv.database.sources import files
 from qkv.database.sources.numbers import MISSING, typed
-from qkv.database.sources.table import (
-    LONGEST,
-    SourceError,
-    Table,
-    check_names,
-    no_rows,
-)
+from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
 from qkv.types import Progress
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -134,27 +128,30 @@ def _broken(text: str, delimiter: str, file: str) -> SourceError:
         return files.fault(what, text, at, file)
 
     name = "tab" if delimiter == "\t" else delimiter
-    stop = re.compile(f"[{re.escape(delimiter)}\r\n]")
-    start, width = _next(text, 0), 0
-    while start < len(text):
-        starts, end, closed = _record(text, start, delimiter, stop)
-        if end < 0:
-            return error("a quote opens here and never closes: close it, or double it", starts[-1])
-        ends = [*starts[1:], end + 1] if end - start > LONGEST else []
-        for cell, after in zip(starts, ends, strict=False):
-            if after - cell > LONGEST:
+    cell = re.compile(rf'"[^"]*+(?:""[^"]*+)*+"|(?!")[^{re.escape(delimiter)}\r\n]*')
+    end, width = 0, 0
+    while (at := _next(text, end)) < len(text):
+        starts: list[int] = []
+        while not starts or text[end : end + 1] == delimiter:
+            at = end + 1 if starts else at
+            starts.append(at)
+            found = cell.match(text, at)
+            if found is None:
+                return error("a quote opens here and never closes: close it, or double it", at)
+            end, quoted = found.end(), found[0].startswith('"')
+            if end - at - 2 * quoted > LONGEST:
                 return error(
                     f"a cell of more than {LONGEST:,} characters begins here: is a quote not "
                     "closed? Store a value this long in a file of its own",
-                    cell,
+                    at,
                 )
-        if not closed:
-            line, column = files.place(text[: starts[-1]])
-            return error(
-                f"{text[end]!r} follows a closing quote: a quote within the cell that opens at "
-                f"line {line}, column {column} must be doubled",
-                end,
-            )
+            if text[end : end + 1] not in ("", delimiter, "\r", "\n"):
+                line, column = files.place(text[:at])
+                return error(
+                    f"{text[end]!r} follows a closing quote: a quote within the cell that opens at "
+                    f"line {line}, column {column} must be doubled",
+                    end,
+                )
         width = width or len(starts)
         if len(starts) > width:
             return error(
@@ -164,16 +161,11 @@ def _broken(text: str, delimiter: str, file: str) -> SourceError:
             )
         if len(starts) < width:
             return error(
-                f"{_count(len(starts))} where the header has {width}: a delimiter ({name}) or a "
-                "closing quote is missing",
+                f"{len(starts)} cell{'s' * (len(starts) > 1)} where the header has {width}: a "
+                f"delimiter ({name}) or a closing quote is missing",
                 end,
             )
-        start = _next(text, end)
     raise AssertionError("csv refused what this parser accepts")
-
-
-def _count(cells: int) -> str:
-    return f"{cells} cell{'s' * (cells != 1)}"
 
 
 def _next(text: str, at: int) -> int:
@@ -181,29 +173,3 @@ def _next(text: str, at: int) -> int:
     while text[at : at + 1] in ("\r", "\n"):
         at += 1
     return at
-
-
-def _record(
-    text: str, at: int, delimiter: str, stop: re.Pattern[str]
-) -> tuple[list[int], int, bool]:
-    """Where each cell of one record begins and where the record ends (−1: in an open quote).
-
-    Not closed: it ends where something follows a closing quote. `stop` finds what ends a cell.
-    """
-    starts = [at]
-    while True:
-        if text[at : at + 1] == '"':
-            at = text.find('"', at + 1) + 1
-            while at and text[at : at + 1] == '"':
-                at = text.find('"', at + 1) + 1
-            if not at:
-                return starts, -1, False
-            if at < len(text) and not stop.match(text, at):
-                return starts, at, False
-        else:
-            found = stop.search(text, at)
-            at = found.start() if found else len(text)
-        if text[at : at + 1] != delimiter:
-            return starts, at, True
-        at += 1
-        starts.append(at)

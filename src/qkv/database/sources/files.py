@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import difflib
 import importlib
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -40,10 +39,11 @@ _BOMS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-def contents(path: Path) -> bytes:
-    """All bytes of the file; not empty."""
+def contents(path: Path, size: int = -1) -> bytes:
+    """All bytes of the file, or the first of them; not empty."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(size)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     return not_empty(data, str(path))
@@ -68,23 +68,6 @@ def unpacked(path: Path) -> bytes:
 def stdin() -> bytes:
     """All bytes of the standard input; not empty."""
     return not_empty(sys.stdin.buffer.read(), "stdin")
-
-
-def opening(path: Path, size: int = 64 * 1024) -> bytes:
-    """The first bytes of the file; not empty."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(size)
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
-    return not_empty(data, str(path))
-
-
-def ending(path: Path, size: int) -> bytes:
-    """The last bytes of the file."""
-    with path.open("rb") as file:
-        file.seek(-min(size, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        return file.read()
 
 
 def not_empty(data: bytes, file: str) -> bytes:

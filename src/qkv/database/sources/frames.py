@@ -1,16 +1,19 @@
-"""Data frames of pandas, polars and pyarrow, through narwhals; what DuckDB reads; data sets."""
+"""Data frames through narwhals, what DuckDB reads, data sets, and files of Parquet and Arrow."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qkv.database.sources.table import SourceError, Table, build
+from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import DtypeError, MissingExtra
+from qkv.types import Progress
 
-_FILE = "frame"
+PARQUET, FILE, STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_FRAME = "frame"
 
 
 def from_frame(frame: Any) -> Table:
@@ -34,25 +37,32 @@ def from_frame(frame: Any) -> Table:
     try:
         native = narwhals.from_native(frame, eager_only=True)
     except narwhals.exceptions.DuplicateError as error:
-        raise SourceError(f"{str(error).strip()}: rename all but one", file=_FILE) from None
+        raise SourceError(f"{str(error).strip()}: rename all but one", file=_FRAME) from None
     except TypeError:
         raise DtypeError(
             "frame must be a data frame of pandas, polars or pyarrow, or a query of DuckDB, not a "
             f"{type(frame).__name__}: a lazy frame is collected first (.collect())"
         ) from None
-    names = native.columns
-    columns = []
-    for place in range(len(names)):
-        series = native[:, place]
-        cells = series.to_list()
-        if isinstance(series.dtype, narwhals.Array) and series.dtype.inner.is_float():
-            kind = "f4" if series.dtype.inner == narwhals.Float32 else "f8"
-            cells = [None if x is None else np.asarray(x, kind) for x in cells]
-        elif not series.dtype.is_float():
-            cells = [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
-        _check_text(cells, names[place])
-        columns.append(cells)
-    return build(_FILE, names, columns, _FILE)
+    if native.implementation.is_pyarrow():
+        columns = [convert(column) for column in native.to_native().columns]
+    else:
+        columns = [_cells(native[:, place]) for place in range(len(native.columns))]
+    for name, cells in zip(native.columns, columns, strict=True):
+        _check_text(cells, name)
+    return build(_FRAME, native.columns, columns, _FRAME)
+
+
+def _cells(series: Any) -> list[Any]:
+    """A column of pandas or polars as cells."""
+    import narwhals
+
+    cells: list[Any] = series.to_list()
+    if isinstance(series.dtype, narwhals.Array) and series.dtype.inner.is_float():
+        kind = "f4" if series.dtype.inner == narwhals.Float32 else "f8"
+        return [None if x is None else np.asarray(x, kind) for x in cells]
+    if series.dtype.is_float():
+        return cells
+    return [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
 
 
 def from_dataset(dataset: Any) -> Table:
@@ -101,5 +111,88 @@ def _check_text(cells: list[Any], name: str) -> None:
         raise SourceError(
             f"column {name!r} holds text with a lone surrogate, which no file can keep: decode "
             "it with the right encoding first",
-            file=_FILE,
+            file=_FRAME,
         ) from None
+
+
+def from_file(path: Path, kind: str, progress: Progress | None = None) -> Table:
+    """The table of a file of Parquet or of Arrow (of Feather version 2 too); types as in
+    `convert`."""
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtra(f'reading {kind} needs pyarrow: pip install "qkv[tables]"') from None
+    file = str(path)
+    try:
+        read = _parquet(path) if kind == "Parquet" else _arrow(path)
+        check_names(read.column_names, file)
+        # Damaged offsets would be followed out of the file.
+        read.validate(full=True)
+        columns = []
+        for column in read.columns:
+            columns.append(convert(column))
+            if progress is not None:
+                progress(len(columns), read.num_columns)
+    except SourceError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+        told = f"damaged or not {kind} ({reason}): copy or write it again"
+        raise SourceError(told, file=file) from None
+    if not len(read):
+        raise no_rows(file)
+    return build(path.stem, read.column_names, columns, file)
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    # Not read_table: it would take a folder named "year=1988" for a column.
+    with pyarrow.parquet.ParquetFile(path) as opened:
+        return opened.read()
+
+
+def _arrow(path: Path) -> Any:
+    import pyarrow.ipc
+
+    # Not memory-mapped: whoever shortens the file meanwhile would end this process.
+    with pyarrow.OSFile(str(path)) as opened:
+        is_file = opened.read(len(FILE)) == FILE
+        opened.seek(0)
+        with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(opened) as reader:
+            return reader.read_all()
+
+
+def convert(column: Any) -> list[Any]:
+    """An Arrow column as cells: numbers as they are, NaN kept, null as None.
+
+    Lists of floats of one fixed length are vectors. Dates and times become ISO text, decimals
+    numbers where all of them are exact and else text.
+
+    >>> import pyarrow
+    >>> convert(pyarrow.chunked_array([[1.5, None]]))
+    [1.5, None]
+    """
+    import pyarrow
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    numbers = types.is_integer(kind) or types.is_floating(kind)
+    if types.is_string(kind) or types.is_large_string(kind) or (numbers and not column.null_count):
+        return column.to_numpy().tolist()  # type: ignore[no-any-return]
+    if types.is_fixed_size_list(kind) and types.is_floating(kind.value_type):
+        dtype = kind.value_type.to_pandas_dtype()
+        return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
+    if getattr(kind, "unit", None) == "ns":
+        # Python's times end at microseconds: finer ones that matter are written out.
+        moment = types.is_timestamp(kind)
+        other = pyarrow.time64 if types.is_time64(kind) else pyarrow.duration
+        try:
+            column = column.cast(pyarrow.timestamp("us", kind.tz) if moment else other("us"))
+        except pyarrow.ArrowInvalid:
+            text = column.cast(pyarrow.string()).to_pylist()
+            return [each and each.replace(" ", "T", 1) for each in text]
+    return column.to_pylist()  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from qkv.database.sources import arrow, delimited, files, json, postgres, sqlite, workbook
+from qkv.database.sources import delimited, files, frames, json, sql, workbook
 from qkv.database.sources.numbers import MISSING, typed
 from qkv.database.sources.sql import Wish, wish
 from qkv.database.sources.table import SourceError, Table
@@ -19,35 +19,27 @@ from qkv.log import listener
 from qkv.types import Progress
 
 ENDINGS = {
-    ".csv": "csv",
-    ".txt": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".db": "sqlite",
-    ".sqlite": "sqlite",
-    ".sqlite3": "sqlite",
-    ".xlsx": "workbook",
-    ".xlsm": "workbook",
-    ".xlsb": "workbook",
-    ".xls": "workbook",
-    ".ods": "workbook",
+    ending: kind
+    for kind, endings in {
+        "csv": ".csv .txt",
+        "tsv": ".tsv .tab",
+        "json": ".json .jsonl .ndjson",
+        "parquet": ".parquet .pq",
+        "arrow": ".arrow .arrows .feather .ipc",
+        "sqlite": ".db .sqlite .sqlite3",
+        "workbook": ".xlsx .xlsm .xlsb .xls .ods",
+    }.items()
+    for ending in endings.split()
 }
 
 _MAGIC = {
-    arrow.PARQUET: "parquet",
-    arrow.FILE: "arrow",
-    arrow.STREAM: "arrow",
-    sqlite.MAGIC: "sqlite",
+    frames.PARQUET: "parquet",
+    frames.FILE: "arrow",
+    frames.STREAM: "arrow",
+    sql.SQLITE: "sqlite",
 }
+_OPENING = 64 * 1024
+"""How many bytes tell what a file is."""
 _BINARY = {"parquet": "Parquet", "arrow": "Arrow", "sqlite": "SQLite", "workbook": "a workbook"}
 _KNOWN = (
     f"known are the endings {' '.join(ENDINGS)}, sqlite:///file?table=name, "
@@ -159,11 +151,11 @@ def _address(
             )
         rest, chosen = wish(url, table)
         path = Path(unquote(rest.partition("?")[0][len("sqlite:///") :]))
-        if files.opening(path)[: len(sqlite.MAGIC)] != sqlite.MAGIC:
+        if files.contents(path, len(sql.SQLITE)) != sql.SQLITE:
             raise _not_a(path, "sqlite")
-        return sqlite.read(path, chosen, progress)
+        return sql.sqlite(path, chosen, progress)
     if scheme in ("postgresql", "postgres"):
-        return postgres.read(*wish(url, table), progress)
+        return sql.postgres(*wish(url, table), progress)
     if scheme == "file":
         return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress, missing)
     step = "download the file first" if scheme in ("http", "https", "ftp", "s3", "gs") else _KNOWN
@@ -177,7 +169,7 @@ def _file(
     # A pipe can be read only once.
     regular = os.path.isfile(path) and not packed
     whole = files.unpacked if packed else files.contents
-    opening = files.opening(path) if regular else whole(path)
+    opening = files.contents(path, _OPENING) if regular else whole(path)
     inner = path.with_suffix("") if packed else path
     named = ENDINGS.get(inner.suffix.lower())
     kind = next((kind for magic, kind in _MAGIC.items() if opening.startswith(magic)), None)
@@ -192,14 +184,12 @@ def _file(
         how = "packed: unpack it" if packed else "from a pipe: save it to a file"
         raise SourceError(f"{_BINARY[kind]} {how} first", file=str(path))
     if kind == "sqlite":
-        return sqlite.read(path, chosen, progress)
+        return sql.sqlite(path, chosen, progress)
     if kind == "workbook":
         return workbook.read(path, chosen, progress, missing)
     _no_tables(chosen.table, str(path))
-    if kind == "parquet":
-        return arrow.parquet(path, progress)
-    if kind == "arrow":
-        return arrow.arrow(path, progress)
+    if kind in ("parquet", "arrow"):
+        return frames.from_file(path, _BINARY[kind], progress)
     data = files.contents(path) if regular else opening
     if kind == "json":
         return json.read(data, inner.stem, str(path), progress)

@@ -1,18 +1,34 @@
-"""What SQL databases share: which table of many, its quoted name, its rows as columns."""
+"""A table, view or query of an SQLite file or a PostgreSQL server, of which nothing is written."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
-from qkv.errors import CombinationError, unknown
+from qkv.errors import CombinationError, MissingExtra, unknown
 from qkv.types import Progress
 
+SQLITE = b"SQLite format 3\0"
+"""What a file of SQLite begins with."""
 _BATCH = 16_384
+_IN_SQLITE = r"""
+select name from sqlite_master
+where type in ('table', 'view') and name not like 'sqlite\_%' escape '\' order by name
+"""
+_IN_POSTGRES = """
+select table_schema, table_name, table_schema = current_schema()
+from information_schema.tables
+where table_schema not in ('pg_catalog', 'information_schema')
+order by table_schema <> current_schema(), table_schema, table_name
+"""
 
 
 @dataclass(frozen=True)
@@ -78,15 +94,85 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def fetch(
-    cursor: Any,
+def sqlite(path: Path, wish: Wish, progress: Progress | None = None) -> Table:
+    """The table that is wished for; cells are what SQLite has: int, float, text, bytes, None."""
+    file = str(path)
+    try:
+        # By its address: "?" or "#" in a name would else end it.
+        address = f"file:{quote(str(path.absolute()))}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            # The file may be a stranger's: its views shall call nothing that acts.
+            database.execute("pragma trusted_schema = off")
+            tables = {name: (name,) for (name,) in database.execute(_IN_SQLITE)}
+            execute = database.execute
+            return _read(execute, execute, tables, path.stem, wish, file, progress)
+    except SourceError:
+        raise
+    except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
+        raise SourceError(
+            f"SQLite cannot read it ({error or type(error).__name__}): check the query if you gave "
+            "one, else the file with PRAGMA integrity_check",
+            file=file,
+        ) from None
+
+
+def postgres(url: str, wish: Wish, progress: Progress | None = None) -> Table:
+    """The table that is wished for; one outside the current schema is named schema.table.
+
+    What Python has no plain type for is text: dates in ISO form, ranges and addresses as
+    PostgreSQL writes them; numeric becomes a number where all cells are exact and else text.
+    """
+    try:
+        import psycopg
+    except ImportError:
+        raise MissingExtra(
+            'reading PostgreSQL needs psycopg: pip install "qkv[postgres]"'
+        ) from None
+    file = without_password(url)
+    # How long to wait for a server that does not answer, unless the address says.
+    patience: dict[str, Any] = {} if "connect_timeout=" in url else {"connect_timeout": 10}
+    try:
+        with psycopg.connect(url, **patience) as connection:
+            connection.read_only = True
+            tables: dict[str, tuple[str, ...]] = {}
+            for schema, table, current in connection.execute(_IN_POSTGRES):
+                tables.setdefault(table if current else f"{schema}.{table}", (schema, table))
+                if current and wish.table == f"{schema}.{table}":
+                    tables[wish.table] = (schema, table)
+            # A named cursor stays on the server: what is not fetched yet is not held here.
+            with connection.cursor(name="qkv") as cursor:
+                count, ask = connection.execute, cursor.execute
+                return _read(count, ask, tables, "query", wish, file, progress)
+    except (psycopg.Error, UnicodeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SourceError(
+            f"PostgreSQL says: {reason}: check the address, the rights and the query", file=file
+        ) from None
+
+
+def _read(
+    count: Callable[[Any], Any],
+    ask: Callable[[Any], Any],
+    tables: Mapping[str, tuple[str, ...]],
     name: str,
-    names: list[str],
+    wish: Wish,
     file: str,
-    total: int | None,
     progress: Progress | None,
 ) -> Table:
-    """All rows of a cursor, turned into columns batch by batch."""
+    """The table or query that is wished for, turned into columns batch by batch.
+
+    `count` and `ask` run a statement and give a cursor; `name` is what a query's table is called.
+    """
+    query, total = wish.query, None
+    if query is None:
+        name = wish.choose(list(tables), file)
+        query = f"select * from {quoted(*tables[name])}"
+        if progress is not None:
+            (total,) = count(f"select count(*) from ({query}) t").fetchone()
+    cursor = ask(query)
+    if cursor.description is None:
+        raise SourceError("the query gives no table: begin it with select", file=file)
+    names = [column[0] for column in cursor.description]
     check_names(names, file)
     columns: list[list[Any]] = [[] for _ in names]
     while batch := cursor.fetchmany(_BATCH):
@@ -97,3 +183,13 @@ def fetch(
     if not columns[0]:
         raise no_rows(file)
     return build(name, names, columns, file)
+
+
+def without_password(url: str) -> str:
+    """The address as it may be shown.
+
+    >>> without_password("postgresql://li:secret@host/shop?password=secret")
+    'postgresql://li:…@host/shop?password=…'
+    """
+    url = re.sub(r"(://[^:/@]*):.*@", r"\1:…@", url)
+    return re.sub(r"(?i)\b((?:ssl)?password)=[^&]*", r"\1=…", url)

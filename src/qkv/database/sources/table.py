@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -148,10 +147,8 @@ def cell(value: Any) -> Any:
             return None if np.isnat(value) else str(value)
         case datetime.timedelta() | uuid.UUID():
             return str(value)
-        case ipaddress.IPv4Address() | ipaddress.IPv6Address():
-            return str(value)
-        case ipaddress.IPv4Network() | ipaddress.IPv6Network():
-            return str(value)
+        case _ if type(value).__module__.startswith(("ipaddress", "psycopg.types.")):
+            return str(value)  # addresses, networks and ranges of PostgreSQL
         case np.generic():
             item = value.item()
             # A long double is its own item.
