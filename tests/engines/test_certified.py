@@ -483,8 +483,8 @@ def test_each_kernel_tells_what_it_loses(monkeypatch, kernel):
     if kernel == "_simsimds":
         pytest.importorskip("simsimd")
     found = kernel and getattr(int8, kernel)
-    product = found() if kernel == "_simsimds" else found
-    monkeypatch.setattr(int8, "_product", lambda: product)
+    monkeypatch.setattr(int8, "_kernel", lambda n: found)
+    monkeypatch.setattr(int8, "PIECE", 300 * 48)
     rng = np.random.default_rng(9)
     query = rng.normal(size=(3, 48))
     code = rng.integers(-127, 128, (700, 48)).astype(np.int8)

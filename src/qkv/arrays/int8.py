@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,23 @@ LEVELS = 127
 FLOATS = 2**18
 """Numbers that NumPy makes floats at a time, so that they are multiplied in cache."""
 
+PIECE = 2**20
+"""Codes that torch multiplies at a time: it brings them into an order of its own first, which then
+is read from the cache."""
+
+THIN = 4
+"""Queries up to which simsimd, which takes them one by one, is quicker than floats."""
+
+Product = Callable[[np.ndarray], np.ndarray]
+
 
 class Queries:
     """Vectors (n, d), ready to be multiplied with 8-bit ones.
 
-    torch, where it is loaded, and simsimd, where it is installed, multiply integers: a query is
-    then two of them, of which the second holds what the first has lost. NumPy takes floats.
-    `rest` (n,) is the length of what is lost in the end; sums of floats lose `lost` roundings more.
+    torch, where it is loaded, and for few queries simsimd, where it is installed, multiply
+    integers: a query is then two of them, of which the second holds what the first has lost. NumPy
+    takes floats. `rest` (n,) is the length of what is lost in the end; sums of floats lose `lost`
+    roundings more.
 
     >>> queries = Queries(np.array([[0.5, 0.25]]))
     >>> bool(abs(queries.inner(np.array([[2, 4]], np.int8)) - 2.0).max() <= 5 * queries.rest[0])
@@ -29,30 +40,24 @@ class Queries:
     """
 
     def __init__(self, vectors: np.ndarray):
-        self._product = _product()
-        if self._product is None:
-            self._floats = np.ascontiguousarray(vectors, np.float32)
-            left, self.lost = vectors - self._floats, vectors.shape[1]
+        kernel = _kernel(len(vectors))
+        if kernel is None:
+            floats = np.ascontiguousarray(vectors, np.float32)
+            left, self.lost = vectors - floats, vectors.shape[1]
+            self._product = _floats(floats)
         else:
             large = _rounded(vectors)
             rest = vectors - large[0] * large[1][:, None]
             small = _rounded(rest)
             left, self.lost = rest - small[0] * small[1][:, None], 0
-            self._codes = np.ascontiguousarray(np.concatenate([large[0], small[0]]))
-            self._scales = np.concatenate([np.diag(x[1]) for x in (large, small)]).T
-            self._scales = np.ascontiguousarray(self._scales, np.float32)
+            scales = np.concatenate([np.diag(x[1]) for x in (large, small)]).T
+            scales = np.ascontiguousarray(scales, np.float32)
+            self._product = kernel(np.concatenate([large[0], small[0]]), scales)
         self.rest = np.sqrt(np.einsum("ij,ij->i", left, left)) * (1 + 1e-6)
 
     def inner(self, code: np.ndarray) -> np.ndarray:
         """The products with vectors (m, d) of int8, (n, m) float32."""
-        if self._product is not None:
-            return np.asarray(self._product(self._codes, code, self._scales))
-        n, step = len(self._floats), max(FLOATS // max(code.shape[1], 1), 256)
-        out = np.empty((n, len(code)), np.float32)
-        for at in range(0, len(code), step):
-            some = code[at : at + step].astype(np.float32)
-            np.matmul(self._floats, some.T, out=out[:, at : at + step])
-        return out
+        return self._product(code)
 
 
 def _rounded(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -63,36 +68,74 @@ def _rounded(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.rint(vectors / scale[:, None]), -LEVELS, LEVELS).astype(np.int8), scale
 
 
-def _product() -> Any:
+def _kernel(n: int) -> Callable[[np.ndarray, np.ndarray], Product] | None:
+    """What multiplies codes of n queries (2 n, d) with others (m, d): scales (n, 2 n) times the
+    products of integers. None: floats do."""
     if hasattr(sys.modules.get("torch"), "_int_mm"):
         return _torchs
-    return _simsimds() if importlib.util.find_spec("simsimd") else None
+    return _simsimds if n <= THIN and importlib.util.find_spec("simsimd") else None
+
+
+def _floats(query: np.ndarray) -> Product:
+    def product(code: np.ndarray) -> np.ndarray:
+        step = max(FLOATS // max(code.shape[1], 1), 256)
+        out = np.empty((len(query), len(code)), np.float32)
+        for at in range(0, len(code), step):
+            some = code[at : at + step].astype(np.float32)
+            np.matmul(query, some.T, out=out[:, at : at + step])
+        return out
+
+    return product
+
+
+def _simsimds(query: np.ndarray, scales: np.ndarray) -> Product:
+    cdist = importlib.import_module("simsimd").cdist
+
+    def product(code: np.ndarray) -> np.ndarray:
+        found = cdist(query, np.ascontiguousarray(code), metric="inner", out_dtype="float32")
+        return np.asarray(scales @ np.asarray(found))
+
+    return product
 
 
 _THREAD = threading.local()
 
 
-def _torchs(query: np.ndarray, code: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """scales (n, 2 n) times the products of integers, (n, m)."""
+def _torchs(query: np.ndarray, scales: np.ndarray) -> Product:
     torch = sys.modules["torch"]
-    if threading.current_thread() is not threading.main_thread():
-        _alone(torch)
-    left, right = (torch.from_numpy(_lent(np.ascontiguousarray(x))) for x in (code, query.T))
-    shape = len(code), len(query)
-    whole, floats = (_held(torch, dtype, shape) for dtype in (torch.int32, torch.float32))
-    floats.copy_(torch._int_mm(left, right, out=whole))
-    if len(scales) == 1:  # a product so thin takes torch six times as long
-        return np.asarray(scales @ floats.numpy().T)
-    return np.asarray((torch.from_numpy(scales) @ floats.T).numpy())
+    right, each = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query.T, scales))
+    step = max(PIECE // (len(right) + 8 * len(query)), 256)
+
+    def product(code: np.ndarray) -> np.ndarray:
+        if threading.current_thread() is not threading.main_thread():
+            _alone(torch)
+        left = torch.from_numpy(_lent(np.ascontiguousarray(code)))
+        thin = len(scales) == 1  # a product with that takes torch six times as long
+        whole, floats = _held(torch, (len(left) if thin else step, len(query)))
+        out = None if thin else torch.empty(len(scales), len(left))
+        for at in range(0, len(left), step):
+            some = left[at : at + step]
+            room = slice(at, at + step) if thin else slice(len(some))
+            torch._int_mm(some, right, out=whole[room])
+            if out is not None:
+                torch.mm(each, floats[room].copy_(whole[room]).T, out=out[:, at : at + step])
+        if out is None:
+            return np.asarray(scales @ floats.copy_(whole).numpy().T)
+        return np.asarray(out.numpy())
+
+    return product
 
 
-def _held(torch: Any, dtype: Any, shape: tuple[int, int]) -> Any:
-    """Room for numbers that this thread needs no longer than a call: new memory would take the
-    system as long as filling it."""
-    held, size = vars(_THREAD).setdefault("held", {}), shape[0] * shape[1]
-    if dtype not in held or len(held[dtype]) < size:
-        held[dtype] = torch.empty(size, dtype=dtype)
-    return held[dtype][:size].view(shape)
+def _held(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Room for integers and for floats that this thread needs no longer than a call: new memory
+    would take the system as long as filling it."""
+    if getattr(_THREAD, "shape", None) != shape:
+        size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
+        if held is None or len(held[0]) < size:
+            _THREAD.held = held = [torch.empty(size, dtype=x) for x in (torch.int32, torch.float32)]
+        _THREAD.shape, _THREAD.views = shape, tuple(x[:size].view(shape) for x in held)
+    views: tuple[Any, Any] = _THREAD.views
+    return views
 
 
 def _lent(x: np.ndarray) -> np.ndarray:
@@ -118,14 +161,3 @@ def _pools() -> list[Any]:
     from threadpoolctl import ThreadpoolController
 
     return list(ThreadpoolController().select(user_api="openmp").lib_controllers)
-
-
-@functools.cache
-def _simsimds() -> Any:
-    simsimd = importlib.import_module("simsimd")
-
-    def product(query: np.ndarray, code: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        found = simsimd.cdist(query, code, metric="inner", out_dtype="float32")
-        return np.asarray(scales @ np.asarray(found))
-
-    return product

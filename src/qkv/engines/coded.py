@@ -56,6 +56,10 @@ class Coded:
         self.shift = common if self.offset is None else np.zeros(len(query))
         self.gate = form.gate
         self.plain = all(x is None for x in (form.factor, form.bias, self.offset, form.gate))
+        self._columns: np.ndarray | None = None
+        if self.plain and not rows.apart and some.near.residual is not None:
+            room = np.empty((2, rows.shape[0]), np.float32)
+            self._columns = rows.bounds.setdefault((0, 0), room)  # no cut has 0 rows
         self.length = _lengths(self.phi)
         # A gate moves by a quarter of what its logit does, times a score of at most ‖φ‖ ‖k‖.
         gate = self.phi[:0] if form.gate is None else np.asarray(form.gate[1], float)[None]
@@ -80,9 +84,11 @@ class Coded:
         s = self.queries.inner(near.code)
         if live is not None:
             s, near = s[:, live], near.some(live)
-        # Columns of a table, which are gone through more than once.
-        near = near._replace(scale=np.ascontiguousarray(near.scale))
-        factor, bias, terms = self._plainly(cut, near) if self.plain else self.terms(near)
+        if self.plain:
+            scale, terms = self._plainly(cut, near)
+            s *= scale
+            return self._capped(s), terms
+        factor, bias, terms = self.terms(near)
         s *= near.scale if factor is None else (near.scale * factor).astype(np.float32)
         if bias is not None:
             s += bias
@@ -114,14 +120,24 @@ class Coded:
             s *= self.cap
         return s
 
-    def _plainly(self, cut: Cut, near: Near) -> tuple[None, None, Terms]:
-        """The same where no row has a factor or a bias: what no query has a part in is kept."""
-        at, kept, residual = (cut.start, cut.size), self.rows.bounds, near.residual
+    def _plainly(self, cut: Cut, near: Near) -> tuple[np.ndarray, Terms]:
+        """The scales and terms where no row has a factor or a bias: what no query has a part in is
+        kept, and columns of a table that memory can hold."""
+        at, kept, columns = (cut.start, cut.size), self.rows.bounds, self._columns
+        some = slice(cut.start, cut.start + cut.size)
         if at not in kept:
             terms = self.terms(near)[2]
-            kept[at] = terms._replace(residual=None, norm=terms.norm.max(keepdims=True))
-        residual = None if residual is None else np.ascontiguousarray(residual)
-        return None, None, kept[at]._replace(residual=residual)
+            if columns is not None:
+                columns[0, some], columns[1, some] = near.scale, terms.residual
+            norm = terms.norm.max(keepdims=True)
+            kept[at] = terms._replace(residual=None, norm=norm, known=terms.most)
+        if columns is not None:
+            scale, residual = columns[:, some]
+        else:
+            scale, residual = (
+                None if x is None else np.ascontiguousarray(x) for x in (near.scale, near.residual)
+            )
+        return scale, kept[at]._replace(residual=residual)
 
     def terms(self, near: Near) -> tuple[np.ndarray | None, np.ndarray | None, Terms]:
         """The factors and biases of rows (c,), if there are such, and what is to be known of them;

@@ -24,6 +24,9 @@ CAREFUL = 1.001
 FAINT = 1e-30
 """More than the weight of a row that float32 rounds to 0, beside one of 1."""
 
+LIGHT = 2.0**-20
+"""The share of the weight from which on a row is remembered while its block is in the cache."""
+
 DEEPER = 64
 """How much lighter rows are looked for than were asked for, so that asking for those reads no
 weights again."""
@@ -41,12 +44,14 @@ class Terms(NamedTuple):
     norm: np.ndarray
     bias: np.ndarray | None
     spread: float
+    known: tuple[float, ...] | None = None
 
     @property
-    def most(self) -> np.ndarray:
+    def most(self) -> tuple[float, ...]:
         """The largest of each kind, (3,)."""
-        found = (0.0 if x is None else float(x.max(initial=0.0)) for x in self[:3])
-        return np.array(tuple(found))
+        if self.known is not None:
+            return self.known
+        return tuple(0.0 if x is None else float(x.max(initial=0.0)) for x in self[:3])
 
     def stacked(self) -> np.ndarray:
         """(3, c)"""
@@ -74,20 +79,21 @@ class Slack(NamedTuple):
 
 class Block(NamedTuple):
     """Sums over `size` rows from `start` on, for n queries, of weights w = e^(score − top): Σ w,
-    Σ w ln w, Σ w δ of the residuals alone, Σ w²; what that meets where residuals count together;
-    what else δ has; the largest δ. Where that is `wide`, Σ w (e^δ − 1) stands for Σ w δ."""
+    Σ w ln w, Σ w δ of the residuals alone, Σ w². `most` are the largest terms and the spread. Where
+    the largest δ is `wide`, Σ w (e^δ − 1) stands for Σ w δ. At the places `seen` is every row whose
+    weight is not below `least`, a logarithm."""
 
     start: int
     size: int
+    wide: bool
+    seen: np.ndarray
     top: np.ndarray
     total: np.ndarray
     along: np.ndarray
     alone: np.ndarray
     square: np.ndarray
-    spread: np.ndarray
-    rest: np.ndarray
-    most: np.ndarray
-    wide: bool
+    least: np.ndarray
+    most: tuple[float, ...]
 
 
 class Pruned(NamedTuple):
@@ -111,48 +117,71 @@ class Scan:
         cuts: Iterable[list[Cut]],
     ):
         self._lift, self.slack = lift, slack
+        self._steepest = tuple(float(x.max(initial=0.0)) for x in slack[:3])
         self.weights = np.empty((len(slack.residual), m), np.float32)
         self._settled = np.zeros(m, bool)
+        self._mass = np.full(len(self.weights), -np.inf)  # ln Σ w of blocks so far, or less
         found: list[Block] = Reader(of(self.weights)).reduce(
             lambda cut: [self._block(cut)], lambda one, two: one + two, [], cuts
         )
         self.starts, self.sizes = (np.array([x[i] for x in found], np.int64) for i in (0, 1))
-        sums = [np.array([x[i] for x in found], float) for i in range(2, 10)]
-        self.top, self.total, self.along, self.alone, self.square = sums[:5]
-        self.spread, self.rest, self.most = sums[5:]
         self.wide = np.array([x.wide for x in found], bool)
-        peak = self.top.max(axis=0)
-        self.peak = np.where(np.isfinite(peak), peak, 0.0)
+        sums = (np.array([x[i] for x in found], float) for i in range(4, 9))
+        self.top, self.total, self.along, self.alone, self.square = sums
+        most = np.array([x.most for x in found])[:, :, None]
+        rest = slack.norm * most[:, 1] + slack.bias * most[:, 2] + slack.least(_unit(self.top))
+        self.most = slack.residual * most[:, 0] + rest  # the largest δ
+        self.rest = np.where(self.wide[:, None], 0.0, rest)  # what else than residuals it has
+        self.spread = slack.residual * most[:, 3] * CAREFUL
+        self.peak = _unit(self.top.max(axis=0))
         self.factor = np.exp(self.top - self.peak)
         self._high = np.ones_like(self.total)  # no weight of a block is larger
         self._forget()
+        seen = [x.seen for x in found]
+        if sum(map(len, seen)) * 16 < m:
+            least = np.max([x.least for x in found], axis=0)
+            self._seen, self._least = np.concatenate(seen), np.exp(least - self.peak) * CAREFUL
 
     def _block(self, cut: Cut) -> Block:
         s, terms = self._lift(cut)
         if cut.allowed is not None:
             s[:, ~cut.allowed] = -np.inf
         top = s.max(axis=1)
-        s -= np.where(np.isfinite(top), top, np.float32(0))[:, None]
+        unit = _unit(top)
+        s -= unit[:, None]
         w = np.exp(s, out=self.weights[:, cut.start : cut.start + cut.size])
         if cut.allowed is not None:
             np.maximum(s, -200, out=s)  # 0 of −∞ is left out
-        slack, most = self.slack, terms.most
-        least = slack.least(np.where(np.isfinite(top), top, 0.0).astype(float))
-        rest = slack.over(np.array([0.0, *most[1:]])[:, None])[:, 0] + least
-        above = slack.residual * most[0] + rest
+        slack, most = self.slack, (*terms.most, terms.spread)
         total, along = np.add.reduce(w, 1), _dot(w, s)
-        wide = not (above <= LINEAR).all()
+        above = sum(a * b for a, b in zip(self._steepest, most, strict=False))
+        wide = not above + slack.least(np.abs(unit).max(initial=0.0)) <= LINEAR
         if wide:
-            delta = slack.over(terms.stacked()) + least[:, None]
-            alone = (np.exp(s + delta) - w).sum(axis=1)
-            square = spread = rest = np.zeros(len(w))
+            delta = slack.over(terms.stacked()) + slack.least(unit.astype(float))[:, None]
+            alone, square = (np.exp(s + delta) - w).sum(axis=1), 0.0 * total
         elif terms.residual is None:
-            alone = square = spread = np.zeros(len(w))
+            alone = square = 0.0 * total
         else:
             alone, square = (w @ terms.residual) * slack.residual, _dot(w, w)
-            spread = slack.residual * terms.spread
-        sums = (alone * CAREFUL, square * CAREFUL, spread * CAREFUL)
-        return Block(cut.start, cut.size, top, total, along, *sums, rest, above, wide)
+        if wide or terms.residual is None:
+            most = (*most[:3], 0.0)
+        alone, square = alone * CAREFUL, square * CAREFUL
+        seen, least = self._light(cut.start, unit, w, total)
+        return Block(cut.start, cut.size, wide, seen, top, total, along, alone, square, least, most)
+
+    def _light(
+        self, start: int, unit: np.ndarray, w: np.ndarray, total: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Places of rows that may have a share worth remembering, and the logarithm (n,) of the
+        weight that no other has: what is known so far of the sum is no more than it will be."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Another core may write at the same time: one of both sums is then left out.
+            self._mass = np.logaddexp(self._mass, unit + np.log(total.astype(float)))
+            least = self._mass + np.log(LIGHT)
+            lowest = np.exp(np.minimum(least - unit, 80.0)).astype(np.float32)
+        if (lowest > 1).all():
+            return np.zeros(0, np.int64), least
+        return start + _any(w >= lowest[:, None]), least
 
     def bound(self) -> Bound:
         """How far the weights may be off."""
@@ -198,9 +227,7 @@ class Scan:
             lowest = np.minimum(self._least / self.factor[i], 3e38).astype(np.float32)
         if (lowest > self._high[i]).all():
             return np.zeros(0, np.int64)
-        found = self._at(i) >= lowest[:, None]
-        found = found[0] if len(found) == 1 else found.any(axis=0)
-        return np.asarray(self.starts[i] + np.flatnonzero(found))
+        return np.asarray(self.starts[i] + _any(self._at(i) >= lowest[:, None]))
 
     def heavy(self, share: float, tolerance: float) -> np.ndarray:
         """Places of rows not read yet that have at least this share of the weight of a query whose
@@ -314,6 +341,16 @@ class Scan:
             some = np.searchsorted(along, rng.random(times[block]) * along[-1], side="right")
             at.append(self.starts[block] + np.minimum(some, len(along) - 1))
         return np.concatenate(at), np.repeat(part, times), float(each.sum())
+
+
+def _unit(top: np.ndarray) -> np.ndarray:
+    """The largest scores, 0 where none is finite."""
+    return np.where(np.isfinite(top), top, top.dtype.type(0))
+
+
+def _any(found: np.ndarray) -> np.ndarray:
+    """Which columns have something that is true, ascending."""
+    return np.flatnonzero(found[0] if len(found) == 1 else found.any(axis=0))
 
 
 def _dot(one: np.ndarray, two: np.ndarray) -> np.ndarray:
