@@ -30,6 +30,7 @@ QUERY = KEYS[:5] * 2
 
 def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([QUICK, *sys.path]))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody asked for that one
     path = tmp_path / "numbers.qkv"
     with qkv.open(path) as D:
         D.add(KEYS, VALUES)

@@ -18,7 +18,7 @@ try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
-    from ray import exceptions
+    from ray import cloudpickle, exceptions
 except ImportError:
     raise MissingExtra("a cluster needs ray: pip install 'qkv[ray]'") from None
 
@@ -33,6 +33,25 @@ TRIES = 3
 
 STORE = 256 << 20
 """Bytes of shared memory for a Ray that is started here: queries and states are small."""
+
+
+class Actor(Shard):
+    """A shard that is asked, and answers, by one string of bytes: Ray wraps every argument, and
+    every array of a result, by itself, which takes as long as the way there."""
+
+    def call(self, packed: bytes, *put: Any) -> bytes:
+        method, args, late = cloudpickle.loads(packed)
+        for at, thing in zip(late, put, strict=True):
+            args[at] = thing
+        return cloudpickle.dumps(getattr(self, method)(*args))  # type: ignore[no-any-return]
+
+
+def packed(request: Request) -> tuple[Any, ...]:
+    """What `Actor.call` takes: the request as bytes, and beside it what was put aside."""
+    _, method, args = request
+    late = [at for at, thing in enumerate(args) if isinstance(thing, ray.ObjectRef)]
+    plain = [None if at in late else thing for at, thing in enumerate(args)]
+    return cloudpickle.dumps((method, plain, late)), *(args[at] for at in late)
 
 
 class Actors:
@@ -70,7 +89,7 @@ class Actors:
 
     def _made(self, shard: int) -> Any:
         options = {"num_cpus": self._cores, "max_restarts": -1, **self._options}
-        actor = ray.remote(Shard).options(**options)
+        actor = ray.remote(Actor).options(**options)
         return actor.remote(self._sources[shard], self._cache, self._cores)
 
     def put(self, job: Job) -> Any:
@@ -92,16 +111,17 @@ class Actors:
         waiting = [_Waiting(self, request, self._turn) for request in requests]
         if self.hedge is None:
             try:  # all at once, which is quickest
-                return list(ray.get([one.ref for one in waiting], timeout=self.timeout))
+                found = ray.get([one.ref for one in waiting], timeout=self.timeout)
+                return [cloudpickle.loads(some) for some in found]
             except exceptions.RayError:
                 pass  # each is then looked at by itself
         return [one.result() for one in waiting]
 
     def once(self, request: Request) -> Any:
         """The same of the first replica alone, which is not asked again."""
-        shard, method, args = request
+        shard = request[0]
         try:
-            return ray.get(getattr(self._actors[shard][0], method).remote(*args))
+            return cloudpickle.loads(ray.get(self._actors[shard][0].call.remote(*packed(request))))
         except exceptions.RayTaskError as fault:
             raise fault.cause from None
         except exceptions.RayActorError:
@@ -124,7 +144,7 @@ class _Waiting:
 
     def __init__(self, actors: Actors, request: Request, turn: int):
         self.actors, self.turn = actors, turn
-        self.shard, self.method, self.args = request
+        self.shard, self.asked = request[0], packed(request)
         self.end = time.monotonic() + actors.timeout
         self.sent: dict[Any, int] = {}
         """The replica that each reference was asked of."""
@@ -133,8 +153,7 @@ class _Waiting:
     def send(self) -> None:
         replicas = self.actors.of(self.shard)
         self.turn = (self.turn + 1) % len(replicas)
-        asked = getattr(replicas[self.turn], self.method)
-        self.sent[asked.remote(*self.args)] = self.turn
+        self.sent[replicas[self.turn].call.remote(*self.asked)] = self.turn
 
     @property
     def ref(self) -> Any:
@@ -153,7 +172,7 @@ class _Waiting:
                 continue
             replica = self.sent.pop(ready[0])
             try:
-                return ray.get(ready[0])
+                return cloudpickle.loads(ray.get(ready[0]))
             except exceptions.RayTaskError as fault:
                 if not isinstance(fault.cause, Unreadable):
                     raise fault.cause from None
@@ -179,6 +198,7 @@ def start(address: str | None, cores: int) -> None:
     # Ray puts its workers behind all else on the machine; here they are what people wait for.
     os.environ.setdefault("RAY_worker_niceness", "0")
     here: dict[str, Any] = {"include_dashboard": False, "object_store_memory": STORE, **quiet}
+    here["address"] = "local"  # and not one that runs here for others, or that RAY_ADDRESS names
     for left in reversed(range(TRIES)):
         try:
             ray.init(num_cpus=max(cores, os.cpu_count() or 1), **here)
