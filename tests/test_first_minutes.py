@@ -56,6 +56,25 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a class, not an object", lambda: attend(score=qkv.scores.Gaussian), "build it, Gaussian(…)"),
     ("a learned score", lambda: attend(score="additive"), "scores.Additive(w_query, w_key, v)"),
     ("a width below 0", lambda: qkv.scores.Gaussian(-1), "bandwidth must be above 0"),
+    (
+        "widths of other columns",
+        lambda: attend(score=qkv.scores.Gaussian(np.ones(4))),
+        "bandwidth has shape (4,); .* each of the 3 columns",
+    ),
+    (
+        "no widths",
+        lambda: attend(score=qkv.scores.Gaussian(np.ones((2, 0)))),
+        "bandwidth has shape (2, 0)",
+    ),
+    # Pictures and pages.
+    ("a page nowhere", lambda: NAMES.ask("Li").to_html(True), "path .* file, not a bool"),
+    ("a page's folder", lambda: NAMES.to_html("no/where.html"), "no folder no; make it first"),
+    ("a page's title", lambda: qkv.page.to_html(NAMES, title=5), "title must be text, not a int"),
+    ("a picture nowhere", lambda: NAMES.ask("Li").plot(True), "path .* file, not a bool"),
+    ("a picture's folder", lambda: NAMES.plot("Li", "no/a.png"), "no folder no; make it first"),
+    ("a picture's ending", lambda: NAMES.plot("Li", "a.doc"), "a.doc: the name must end in .*.png"),
+    ("a threshold", lambda: qkv.plot.alignment(X, least="x"), "least must be a number, not 'x'"),
+    ("a version's name", lambda: NAMES.encode(what=5), "what must be the name of the version"),
     # Making a database.
     ("a file as data", lambda: qkv.Database("books.csv"), "Database.from_source(path)"),
     ("a path as data", lambda: qkv.Database(Path("books.csv")), "Database.from_source(path)"),

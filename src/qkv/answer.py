@@ -346,18 +346,18 @@ class Answer(Shown):
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The weights as a figure of matplotlib, also saved where `path` is given."""
-        from qkv import plot
+        from qkv.plot import bars, style
 
         if not self.rows:
             raise CombinationError("there is nothing to draw: every weight is 0")
-        figure = plot.bars(
+        figure = bars(
             [short(row.key, 44) for row in self.rows],
             [row.weight for row in self.rows],
             title=f"{short(self.query, 60)} → {short(self.value, 60)}",
             others=self.total - len(self.rows),
         )
         if path is not None:
-            figure.savefig(path, dpi=160, bbox_inches="tight")
+            style.keep(figure, path)
         return figure
 
     def __str__(self) -> str:

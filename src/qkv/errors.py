@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 
@@ -71,6 +73,13 @@ def fraction(name: str, value: Any) -> float:
     if not 0 <= float(value) <= 1:
         raise ArgumentError(f"{name} must lie between 0 and 1, not {value!r}")
     return float(value)
+
+
+def file_name(path: Any) -> Path:
+    """The path, if it can be one of a file."""
+    if isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str):
+        return Path(path)
+    raise DtypeError(f"path must be the name of a file, not a {type(path).__name__}")
 
 
 def count(number: int) -> str:

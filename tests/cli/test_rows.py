@@ -36,7 +36,10 @@ def test_export_is_imported_again(store: Path, ending: str) -> None:
     out = store.with_name(f"out{ending}")
     assert data("export", store, out) == {"written": str(out), "rows": 8}
     assert data("rows", out) == data("rows", store)
-    assert data("export", store, out, "--where", "genre=romance")["rows"] == 2
+    told = data("export", store, out, code=2)["error"]
+    assert told == f"{out} exists: replace it with --overwrite, or choose another name"
+    again = data("export", store, out, "--overwrite", "--where", "genre=romance")
+    assert again["rows"] == 2
     assert [row["title"] for row in data("rows", out)["rows"]] == ["Emma", "Persuasion"]
 
 

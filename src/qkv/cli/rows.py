@@ -14,6 +14,7 @@ import typer
 from qkv.cli import options, screen, values
 from qkv.cli.command import NOTHING, OK, Result
 from qkv.cli.source import is_store, opened
+from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -69,6 +70,9 @@ def export(
             show_default=False,
         ),
     ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Take the place of a FILE that is there.")
+    ] = False,
     where: options.Where = None,
     at: options.At = None,
     table: options.Table = None,
@@ -82,6 +86,9 @@ def export(
     """
     from qkv.database import export as out
 
+    if output.is_file() and not overwrite:
+        step = "replace it with --overwrite, or choose another name"
+        raise ArgumentError(f"{output} exists: {step}")
     with _looked_at(source, at, table, missing, skip, token) as database:
         wish = values.where(where)
         found = database.rows(where=wish)

@@ -22,7 +22,7 @@ from qkv.database.cells import is_missing
 from qkv.database.faults import ChangedCells
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
-from qkv.errors import ArgumentError, DtypeError, MissingExtra
+from qkv.errors import ArgumentError, MissingExtra, file_name
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
 
@@ -42,7 +42,7 @@ def write(
     path: str | os.PathLike[str], columns: Sequence[str], rows: Rows, ending: str | None = None
 ) -> int:
     """The rows in a file, in the form of an ending, by default its own; how many there were."""
-    place = _named(path)
+    place = file_name(path)
     form = FORMS.get(ending or place.suffix.lower())
     if form is None:
         raise ArgumentError(f"{place}: the name must end in {', '.join(FORMS)}")
@@ -146,13 +146,6 @@ def _is_missing(cell: Any) -> bool:
     if isinstance(cell, np.ndarray):
         return cell.dtype.kind == "f" and bool(np.isnan(cell).any())
     return is_missing(cell)
-
-
-def _named(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path)
-    except TypeError:
-        raise DtypeError(f"path must be the name of a file, not a {type(path).__name__}") from None
 
 
 def _batches(rows: Rows) -> Iterator[list[Mapping[str, Any]]]:

@@ -100,7 +100,7 @@ class Leaving(Shown):
         >>> figure.axes[0].images[0].get_array().tolist()
         [[1.0, 0.0]]
         """
-        from qkv.plot import heatmaps
+        from qkv.plot import heatmaps, style
         from qkv.told import short
 
         answers = self.ask(query, **how)
@@ -112,7 +112,7 @@ class Leaving(Shown):
         alpha = [answer.weights for answer in answers]
         figure = heatmaps(alpha, figsize=(wide, high), annotate=True, **words)
         if path is not None:
-            figure.savefig(path, dpi=160, bbox_inches="tight")
+            style.keep(figure, path)
         return figure
 
     def _repr_html_(self: Any) -> str:

@@ -310,6 +310,8 @@ class Writing(Leaving, Reading[K, V]):
         the keys that are there now."""
         from qkv.database import encoders
 
+        if not isinstance(what, str):
+            raise DtypeError(f"what must be the name of the version, not {what!r}")
         with self._alone():
             view = self._view
             if not len(view):

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError, file_name
 
 __all__ = ["points", "show", "to_html"]
 
@@ -46,15 +46,20 @@ def to_html(shown: Any, path: str | Path | None = None, title: str | None = None
     >>> page.startswith("<!doctype html>")
     True
     """
+    from qkv.database.export import whole
     from qkv.page.file import page
     from qkv.page.views import views
 
+    place = None if path is None else file_name(path)
+    if not isinstance(title, str | None):
+        raise DtypeError(f"title must be text, not a {type(title).__name__}")
     found = views(shown)
     if not found:
         raise ArgumentError("to_html was given nothing to show")
     glance = getattr(shown, "_repr_html_", None)
     still = glance() if glance is not None else "This page needs JavaScript."
     text = page(found, title or found[0]["title"] or "qkv", still)
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+    if place is not None:
+        with whole(place) as file:
+            file.write(text.encode())
     return text

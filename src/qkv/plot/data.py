@@ -6,6 +6,7 @@ A twin takes what its picture takes, less the looks, and needs no matplotlib.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -206,6 +207,8 @@ def alignment(weights: Any, least: float = 0.02) -> list[Link]:
     >>> alignment([[0.75, 0.25], [0.0, 1.0]])[:2]
     [Link(query=1, key=1, weight=1.0), Link(query=0, key=0, weight=0.75)]
     """
+    if isinstance(least, bool) or not isinstance(least, Real):
+        raise DtypeError(f"least must be a number, not {least!r}")
     matrix = grid(weights, "weights", {2: "(n, m)"})[0, 0]
     found = [Link(int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix >= least)]
     return sorted(found, key=lambda link: -link.weight)

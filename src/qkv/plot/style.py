@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qkv.errors import ArgumentError, MissingExtra, ShapeError
+from qkv.errors import ArgumentError, MissingExtra, ShapeError, file_name
 from qkv.plot.data import Matrix, Pool
 
 if TYPE_CHECKING:
@@ -56,6 +56,16 @@ def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
     except ValueError as error:
         raise ArgumentError(f"cmap: {error}") from None
     return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING)
+
+
+def keep(figure: Figure, path: Any) -> None:
+    """Save the figure, in the format that the path's ending names."""
+    place, known = file_name(path), figure.canvas.get_supported_filetypes()
+    if place.suffix.lower().removeprefix(".") not in known:
+        raise ArgumentError(f"{place}: the name must end in .{', .'.join(sorted(known))}")
+    if not place.parent.is_dir():
+        raise ArgumentError(f"{place}: there is no folder {place.parent}; make it first")
+    figure.savefig(place, dpi=160, bbox_inches="tight")
 
 
 def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of, over
-from qkv.errors import positive
+from qkv.errors import ShapeError, positive
 from qkv.scores.base import Affine, Form, Score, largest, pairs
-from qkv.types import Array
+from qkv.types import Array, Shape
 
 
 def squared_distance(query: Array, key: Array) -> Array:
@@ -37,6 +37,19 @@ class Gaussian(Score):
     def __call__(self, query: Array, key: Array) -> Array:
         # Scaled before it is squared: a narrow bandwidth must not underflow.
         return squared_distance(*(over(x, self.bandwidth) for x in (query, key))) * -0.5
+
+    def check(self, query: Shape, key: Shape) -> None:
+        super().check(query, key)
+        shape = tuple(getattr(self.bandwidth, "shape", ()))
+        for place, axis in enumerate(reversed(shape), start=1):
+            wide = query[-1] if place == 1 else 1
+            if place > 2:
+                wide = max((x[-place] for x in (query, key) if len(x) >= place), default=axis)
+            if axis not in (1, wide):
+                raise ShapeError(
+                    f"Gaussian: bandwidth has shape {shape}; expected a number, or one for each of "
+                    f"the {query[-1]} columns, ({query[-1]},), or of each batch, (…, 1, 1)"
+                )
 
     def footprint(self, width: int) -> int:
         return max(width, 1)
