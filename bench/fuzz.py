@@ -6,17 +6,21 @@ Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and o
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
 further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
-LOG has every call before it runs and what came of it after: a crash leaves the call behind.
+Processes draw side by side. LOG has every call before it runs and what came of it after; of a
+process that ends, the call it was at is complained of.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -37,6 +41,8 @@ ALIKE = 10
 """Calls of one kind in a row, which differ in lengths and numbers: a kind must be compiled."""
 CHOOSY = (weightings.TopK, weightings.Hard)
 """Weightings that another rounding may have choose another key; of sparsemax the slope does so."""
+WORKERS = max((os.cpu_count() or 1) - 2, 1)
+"""Processes: nearly all of the time is that of the compiler, which has a core for each."""
 ROUNDS = 32
 """Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
 single error says nothing of the usual one."""
@@ -218,22 +224,62 @@ def run(
         yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
 
 
+def work(seed: str, seconds: float, pipe: Connection) -> None:
+    """One process of the run. It sends a line before each call, and a pair, the engine and the
+    complaint, after."""
+    ends = time.monotonic() + seconds
+    for found in run(Random(seed), "cuda", False, note=pipe.send):
+        pipe.send(found)
+        if time.monotonic() > ends:
+            break
+
+
+def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | None] | None]]:
+    """Each call of all processes, twice: before with None, and with what came of it after."""
+    start = get_context("spawn")
+    workers: dict[Any, Any] = {}
+    for each in range(WORKERS):
+        ours, theirs = start.Pipe(duplex=False)
+        workers[ours] = start.Process(target=work, args=(f"{seed} {each}", seconds, theirs))
+        workers[ours].start()
+        theirs.close()
+    at = dict.fromkeys(workers, "before the first call")
+    while workers:
+        ready: list[Any] = wait(list(workers))
+        for pipe in ready:
+            try:
+                found = pipe.recv()
+            except EOFError:
+                process = workers.pop(pipe)
+                process.join()
+                if process.exitcode:
+                    yield at[pipe], ("none", f"ended with {process.exitcode} | {at[pipe]}")
+                continue
+            if isinstance(found, str):
+                at[pipe] = found
+                yield found, None
+            else:
+                yield at[pipe], found
+
+
 def main(seconds: float, seed: int, log: str | None = None) -> None:
     started, engines, wrongs = time.monotonic(), Counter[str](), 0
     with nullcontext() if log is None else Path(log).open("w", buffering=1) as file:
 
         def note(line: str) -> None:
             if file is not None:
-                print(line, file=file)
+                print(f"{time.monotonic() - started:6.1f} s {line}", file=file)
 
-        for engine, wrong in run(Random(seed), "cuda", False, note=note):
+        for call, found in heard(seconds, seed):
+            if found is None:
+                note(call)
+                continue
+            engine, wrong = found
             engines[engine] += 1
-            note(f"  {wrong or 'right'}, after {time.monotonic() - started:.1f} s")
+            note(f"{wrong or 'right'}: {call}")
             if wrong is not None:
                 wrongs += 1
-                print(f"call {sum(engines.values())} on {engine}: {wrong}", flush=True)
-            if time.monotonic() - started > seconds:
-                break
+                print(f"on {engine}: {wrong}", flush=True)
         told = f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}"
         note(told)
     print(told)

@@ -39,3 +39,18 @@ def test_gradients_reach_the_projection():
 def test_keys_of_another_width_are_refused():
     with pytest.raises(ShapeError, match="without w_key"):
         qkv.attend(QUERY, KEY, VALUE, score=Additive(W1, None, V))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_have_the_slope_of_tanh_as_near_as_the_dtype_rounds(dtype):
+    torch = pytest.importorskip("torch")
+    one = torch.ones(1, 1, dtype=torch.float64)
+    tanh = Additive(one, one, one[0])
+    a, b = (torch.linspace(-3, 3, n, dtype=torch.float64)[:, None] for n in (201, 41))
+    found = tanh.lowered(a, b, None, dtype)[0]
+    a.requires_grad_()
+    for key in b:  # the slope in a of each pair
+        got, want = (
+            torch.autograd.grad(score(a, key[None]).sum(), a)[0] for score in (found, tanh)
+        )
+        assert (got - want).abs().max() <= torch.finfo(getattr(torch, dtype)).eps / 2

@@ -12,8 +12,9 @@ from dataclasses import replace
 from types import ModuleType
 
 from qkv.arrays import is_array
-from qkv.engines import dense, native, streaming, triton
+from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
+from qkv.engines.triton.form import form_of
 from qkv.errors import count
 from qkv.scores import Additive, Dot, Gated, Gaussian, ScaledDot, Score
 from qkv.scores.additive import Separable
@@ -129,7 +130,7 @@ def rewrite(call: Call) -> Call:
     assert not isinstance(found, str)
     score = found[0]
     if native.has_kernels(call):
-        form = triton.form_of(call, score) if call.fw.name == "torch" else _narrow(call, score)
+        form = form_of(call, score) if call.fw.name == "torch" else _narrow(call, score)
         if form.bias is None and form.gate_query is None:
             query, key = form.query, form.key
             return replace(call, query=query, key=key, score=ScaledDot(form.scale))

@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-MOST = {"gaussian": 2, "entmax15": 2, "topk": 2, "additive": 2}
-"""Keys of one pass, over forty lengths."""
+MOST = {"gaussian": 2, "entmax15": 2, "topk": 2, "additive": 2, "additive entmax15": 6}
+"""Keys of one pass, over forty lengths; of products in place of tanh, over those of their widths
+too."""
 
 
 def keys_of(kind: str, lengths: list[int]) -> list[str]:
@@ -35,6 +36,7 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
         "entmax15": lambda x: ("scaled_dot", "entmax15"),
         "topk": lambda x: ("scaled_dot", weightings.TopK(8)),
         "additive": lambda x: (scores.Additive(x(64, 64), x(64, 64), x(64)), "softmax"),
+        "additive entmax15": lambda x: (scores.Additive(x(8, 64), x(8, 64), x(8)), "entmax15"),
     }
 
     def normal(*shape):
@@ -42,7 +44,7 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
 
     jobs: dict = {}
     for n in lengths:
-        arrays = [torch.empty(2, 2, n, 64, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+        arrays = [(normal(2, 2, n, 64) / 32).requires_grad_() for _ in "qkv"]
         call = request(*arrays, *hows[kind](normal), None, 0.0, None, None)
         jobs |= triton.missing(call)
     return [f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''}" for key in jobs]

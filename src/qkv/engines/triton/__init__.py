@@ -17,33 +17,19 @@ from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
+from qkv.engines.triton.form import WEIGHTINGS, expanded_form, form_of, is_narrow, lowering
 from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, cooled, pairs_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
 from qkv.scores import Additive, Cosine, Dot, Multiplicative, ScaledDot, Score
-from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
-from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+from qkv.weightings import Entmax, Hard, Softmax
 from qkv.weightings.sparse import Tsallis
 
 NAME = "triton"
-
-WEIGHTINGS = {
-    Softmax: "softmax",
-    Average: "average",
-    Normalized: "normalized",
-    Raw: "raw",
-    Sigmoid: "sigmoid",
-    Entmax: "entmax",
-    Sparsemax: "entmax",
-    TopK: "topk",
-    Hard: "topk",
-}
-UNMOVED = ("softmax", "average", "entmax", "topk")
-"""The weightings that a shift of the whole row does not move."""
 
 WIDEST = 4096
 WIDEST_RULE = 2**28
@@ -177,12 +163,12 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     weighting = WEIGHTINGS[type(call.weighting)]
     searched = type(call.weighting) in SEARCHED
     found = lowering(call)
-    expanded = _is_narrow(call) and isinstance(found[0], Expanded)
+    expanded = is_narrow(call) and isinstance(found[0], Expanded)
 
     def bound(call: Call) -> tuple[Array, Array | None, None]:
         bounds = bounds_of(call)
         if expanded and not is_array(call.score.bandwidth):  # type: ignore[attr-defined]
-            form = _expanded(call, call.score.bandwidth)  # type: ignore[attr-defined]
+            form = expanded_form(call, call.score.bandwidth)  # type: ignore[attr-defined]
         else:
             found = lowering(call)
             assert not isinstance(found, str)
@@ -284,7 +270,7 @@ def waits(call: Call) -> str:
     if not count:
         return "ready"
     # Seen beside an H200. In float32 a product is written out term by term.
-    seconds = (1.5 + 0.2 * count) * (1 if _is_narrow(call) else 4)
+    seconds = (1.5 + 0.2 * count) * (1 if is_narrow(call) else 4)
     return f"compiles {count} kernels now, about {math.ceil(seconds)} s"
 
 
@@ -368,54 +354,6 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on any device."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def lowering(call: Call) -> tuple[Any, float] | str:
-    """The score as one with a form. For 16 bits nothing is looked at, so nothing waits, but for the
-    range of an additive score."""
-    dtype = call.fw.dtype(call.query)
-    if dtype == "float32" or isinstance(call.score, Additive):
-        found = call.lowering
-    else:
-        found = call.score.lowered(call.query, call.key, call.tolerance, dtype)
-    if isinstance(found, str):
-        return found
-    inner = getattr(found[0], "score", found[0])
-    if type(inner) is Additive:
-        return "the kernels know no gate on an additive score"
-    moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
-    if moved and isinstance(inner, Expanded):
-        return "the kernels add no number to the score of a whole row"
-    return found
-
-
-def form_of(call: Call, score: Score) -> Form:
-    """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
-    if _is_narrow(call) and isinstance(score, Separable):
-        wide = score.form(call.query.float(), call.key.float())
-        return wide._replace(**{x: getattr(wide, x).to(call.query.dtype) for x in ("query", "key")})
-    if _is_narrow(call):
-        from qkv.engines.triton import norms
-
-        if isinstance(score, Cosine) and not is_array(score.temperature):
-            scale = 1 / score.temperature
-            return Form(norms.unit(call.query), norms.unit(call.key), scale=scale)
-        if isinstance(score, Expanded) and not is_array(score.bandwidth):
-            return _expanded(call, score.bandwidth)
-    return score.form(call.query, call.key)
-
-
-def _expanded(call: Call, bandwidth: float) -> Form:
-    """The form of `Expanded` without a centre: its squares are exact enough in float32."""
-    from qkv.engines.triton import norms
-
-    scale = 1 / bandwidth**2
-    offset = norms.square(call.query, -scale / 2) if call.wants_lse else None
-    return Form(call.query, call.key, norms.square(call.key, -scale / 2), offset, scale=scale)
-
-
-def _is_narrow(call: Call) -> bool:
-    return call.fw.dtype(call.query) != "float32"
 
 
 def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:

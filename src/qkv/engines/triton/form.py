@@ -1,0 +1,86 @@
+"""A call's score as the kernels know it: which there are, and φ, ψ and what is added to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.arrays import is_array
+from qkv.engines.call import Call
+from qkv.scores import Additive, Cosine, Score
+from qkv.scores.additive import Separable
+from qkv.scores.base import Form
+from qkv.scores.distance import Expanded
+from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
+
+WEIGHTINGS = {
+    Softmax: "softmax",
+    Average: "average",
+    Normalized: "normalized",
+    Raw: "raw",
+    Sigmoid: "sigmoid",
+    Entmax: "entmax",
+    Sparsemax: "entmax",
+    TopK: "topk",
+    Hard: "topk",
+}
+UNMOVED = ("softmax", "average", "entmax", "topk")
+"""The weightings that a shift of the whole row does not move."""
+
+
+def lowering(call: Call) -> tuple[Any, float] | str:
+    """The score as one with a form. For 16 bits nothing is looked at, so nothing waits, but for the
+    range of an additive score."""
+    dtype = call.fw.dtype(call.query)
+    if dtype == "float32" or isinstance(call.score, Additive):
+        found = call.lowering
+    else:
+        found = call.score.lowered(call.query, call.key, call.tolerance, dtype)
+    if isinstance(found, str):
+        return found
+    inner = getattr(found[0], "score", found[0])
+    if type(inner) is Additive:
+        return "the kernels know no gate on an additive score"
+    moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
+    if moved and isinstance(inner, Expanded):
+        return "the kernels add no number to the score of a whole row"
+    return found
+
+
+def form_of(call: Call, score: Score) -> Form:
+    """`score.form`, with what it computes of each row in one pass over 16-bit rows."""
+    if isinstance(score, Separable):
+        rows = (call.query, call.key)
+        wide = score.form(*[x.float() if is_narrow(call) else x for x in rows])
+        return Form(*[_widened(x).to(call.query.dtype) for x in wide[:2]])
+    if is_narrow(call):
+        from qkv.engines.triton import norms
+
+        if isinstance(score, Cosine) and not is_array(score.temperature):
+            scale = 1 / score.temperature
+            return Form(norms.unit(call.query), norms.unit(call.key), scale=scale)
+        if isinstance(score, Expanded) and not is_array(score.bandwidth):
+            return expanded_form(call, score.bandwidth)
+    return score.form(call.query, call.key)
+
+
+def _widened(x: Any) -> Any:
+    """Rows with zeros up to one of eight widths an octave: how many products an additive score has
+    is a matter of its numbers, and each width is compiled for."""
+    import torch
+
+    width = x.shape[-1]
+    step = max(2 ** (width.bit_length() - 4), 64 if width > 64 else 16)
+    return torch.nn.functional.pad(x, (0, -width % step))
+
+
+def expanded_form(call: Call, bandwidth: float) -> Form:
+    """The form of `Expanded` without a centre: its squares are exact enough in float32."""
+    from qkv.engines.triton import norms
+
+    scale = 1 / bandwidth**2
+    offset = norms.square(call.query, -scale / 2) if call.wants_lse else None
+    return Form(call.query, call.key, norms.square(call.key, -scale / 2), offset, scale=scale)
+
+
+def is_narrow(call: Call) -> bool:
+    return call.fw.dtype(call.query) in ("float16", "bfloat16")
