@@ -19,8 +19,8 @@ from qkv.scores.base import Affine
 from qkv.weightings import Weighting
 
 AT_ONCE = 65536
-"""Rows whose codes a core takes at a time for one query or two, so that what it makes of them stays
-in the cache; for more queries there are fewer."""
+"""Rows whose codes a core takes at a time for up to four queries. For more there are fewer, so that
+what it makes of them stays near, but not so few that the steps between take as long."""
 
 PICKED = 8192
 """Keys that are scored in float64 at a time."""
@@ -45,7 +45,7 @@ class Coded:
         self.lost = some.scale is not None and some.near.residual is not None
         self.read, self.most = 0, np.zeros(len(query))
         self._cuts: list[list[Cut]] | None = None
-        self.size = max(2 * AT_ONCE // max(len(query), 2), 1)
+        self.size = max(int(2 * AT_ONCE / max(len(query), 4) ** 0.5), 1)
         self.profile: Callable[..., Any] | None = getattr(score, "profile", None)
         form = self.form(np.ones(1))
         self.phi, self.cap = np.asarray(form.query), form.cap
