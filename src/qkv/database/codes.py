@@ -14,6 +14,9 @@ from qkv.errors import unknown
 BLOCK = 4096
 """Vectors whose residuals are bounded together."""
 
+STRIP = 256
+"""Vectors that are rounded together: few enough to stay in a core's cache."""
+
 NARROW = 32
 """Numbers in a vector from which codes are kept beside it: fewer are read as fast as they are."""
 
@@ -52,13 +55,14 @@ def in_8_bits(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return code.astype(np.int8), scale
 
 
-def _whole(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _whole(vectors: np.ndarray, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The codes, as numbers of the vectors' type, and the scales."""
     top = np.maximum(vectors.max(axis=1, initial=0.0), -vectors.min(axis=1, initial=0.0))
     scale = (top / 127).astype(np.float32)
     sound = np.isfinite(scale) & (scale > LEAST)
-    code = vectors * (1 / np.where(sound, scale, 1))[:, None]
-    code[~sound] = 0
+    code = np.multiply(vectors, (1 / np.where(sound, scale, 1))[:, None], out=out)
+    if not sound.all():
+        code[~sound] = 0
     return np.rint(code, out=code), scale
 
 
@@ -78,19 +82,24 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
 
     def some(start: int) -> None:
         at = slice(start, start + BLOCK)
-        key = vectors[at].astype(kind, copy=False)
+        left = np.empty(vectors[at].shape, kind)
+        norm, residual = np.empty(len(left)), np.empty(len(left))
         with np.errstate(all="ignore"):
-            left, scale = _whole(key)
-            code[at] = left
-            left *= scale[:, None]
-            np.subtract(key, left, out=left)
-            # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
-            wide = key.astype(float, copy=False)
-            norm, residual = np.sqrt(np.einsum("ij,ij->i", wide, wide)), _lengths(left)
+            for begin in range(0, len(left), STRIP):
+                strip = slice(begin, begin + STRIP)
+                here = slice(start + begin, min(start + begin + STRIP, start + len(left)))
+                key, some = vectors[here].astype(kind, copy=False), left[strip]
+                code[here], bounds[here, 0] = _whole(key, some)
+                some *= bounds[here, :1]
+                np.subtract(key, some, out=some)
+                # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
+                wide = key.astype(float, copy=False)
+                norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+                residual[strip] = _lengths(some)
             # The product with the scale and the difference are rounded.
             lost = 2 * np.finfo(kind).eps * norm
             spread = _spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
-            bounds[at, 0], bounds[at, 1], bounds[at, 2] = scale, _up(residual + lost), norm
+            bounds[at, 1], bounds[at, 2] = _up(residual + lost), norm
             bounds[at, 3] = _up(np.asarray(spread, np.float32))
         block[at] = (first + start) % 2**32
 
@@ -131,16 +140,18 @@ def _lengths(x: np.ndarray) -> np.ndarray:
 
 def _spread(left: np.ndarray, size: float) -> float:
     """√λ, or a few hundredths more, of the largest λ of G = Σ r rᵀ over residuals (m, d), the
-    longest of this `size`.
+    longest of this `size`. They are overwritten.
 
     λ ≤ ‖G³²‖ᶠ to the power 1/32, which five products give in less time than eigenvalues take.
     """
     rows, width = left.shape
     if not size or not np.isfinite(size):
         return float(size)
-    left = left / left.dtype.type(size)
+    left /= left.dtype.type(size)
     gram = left.T @ left if rows > width else left @ left.T
     unit, whole = float(np.finfo(left.dtype).eps), float(np.trace(gram))
+    if not whole:  # of vectors that are their codes
+        return float(size)
     power, most = 1, 1.0
     for _ in range(5):
         trace = float(np.trace(gram))
