@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
+from threading import Event
 from typing import Any, Generic
 
 import numpy as np
 
 from qkv.types import T
+
+SOME = 8192
+"""Things that are made together."""
+
+PATIENCE = 1.0
+"""Seconds that they wait at most: a fork may have left the threads behind that make arrays."""
+
+_IDLE = Event()
+"""That no thread makes arrays: one that works in the interpreter meanwhile would let each of their
+many short operations wait for its lock."""
+_IDLE.set()
 
 Make = Callable[[int, int], Mapping[str, np.ndarray]]
 """(start, stop) → arrays by name, each with those rows."""
@@ -31,29 +43,36 @@ class Made:
         return Made(self._make, self._name, self._like, first + start, first + max(start, stop))
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        array = self._make(self._start, self._stop)[self._name]
+        _IDLE.clear()
+        try:
+            array = self._make(self._start, self._stop)[self._name]
+        finally:
+            _IDLE.set()
         return array if dtype is None else array.astype(dtype, copy=False)
 
 
 class Late(Collection[T], Generic[T]):
-    """So many things that are made together, each time that somebody goes through them.
+    """So many things that are made, some at a time, when somebody goes through them, and while no
+    arrays are made.
 
-    >>> squares = Late(3, lambda: [i * i for i in range(3)])
+    >>> squares = Late(3, lambda start, stop: [i * i for i in range(start, stop)])
     >>> len(squares), list(squares), 4 in squares
     (3, [0, 1, 4], True)
     """
 
-    def __init__(self, count: int, make: Callable[[], Collection[T]]) -> None:
+    def __init__(self, count: int, make: Callable[[int, int], Collection[T]]) -> None:
         self._count, self._make = count, make
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._make())
+        for start in range(0, self._count, SOME):
+            _IDLE.wait(PATIENCE)
+            yield from self._make(start, min(start + SOME, self._count))
 
     def __contains__(self, thing: object) -> bool:
-        return thing in self._make()
+        return any(thing == one for one in self)
 
 
 def later(make: Make, rows: int) -> dict[str, Made]:

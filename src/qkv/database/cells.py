@@ -280,7 +280,7 @@ def vector_digests(keys: Any) -> list[bytes]:
             block = rows[start : start + 4096].astype("<f4") + _ZERO
         if np.isnan(block).any():
             raise ArgumentError(_NAN)
-        text = block.tobytes()
+        text = block.reshape(-1).view(np.uint8).data
         parts = (text[i * size : (i + 1) * size] for i in range(len(block)))
         found += [sha256(part).digest()[:DIGEST] for part in parts]
     return found

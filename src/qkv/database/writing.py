@@ -233,7 +233,7 @@ class Writing(Leaving, Reading[K, V]):
         digests: Collection[bytes] = Late(len(keys), partial(_digests, keys, schema))
         apart = schema.vectors
         kept = {name: _listed(column) for name, column in columns.items() if name not in apart}
-        records: Collection[str] = Late(len(keys), partial(cells.records, kept))
+        records: Collection[str] = Late(len(keys), partial(_records, kept))
         if not kept:
             records = ["{}"] * len(keys)
         if schema.key_kind != "vector" or len(keys) <= encoding.ENCODED:
@@ -405,11 +405,15 @@ def _as_kept(view: Any, keys: Any, pair: Any) -> Any:
     return (pair[0], keys[int(view.ids.searchsorted(ids[-1]))], *pair[2:]) if ids else pair
 
 
-def _digests(keys: Any, schema: Schema) -> list[bytes]:
+def _records(columns: Cells, start: int, stop: int) -> list[str]:
+    return cells.records({name: column[start:stop] for name, column in columns.items()})
+
+
+def _digests(keys: Any, schema: Schema, start: int, stop: int) -> list[bytes]:
     try:
-        return schema.digests(keys)
+        return schema.digests(keys[start:stop])
     except ArgumentError:
-        for i, key in enumerate(keys):
+        for i, key in enumerate(keys[start:stop], start):
             try:
                 cells.digest(key)
             except ArgumentError as error:
