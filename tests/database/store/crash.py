@@ -27,8 +27,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def tighten() -> None:
-    """Limits so low that every few rows make a segment, and every few segments are joined."""
+    """Limits so low that every few rows make a segment and a bundle, and every few segments are
+    joined."""
     sizes.RESTING_ROWS = 12
+    sizes.BUNDLE_ROWS = 6
     sizes.SEGMENT_BYTES = 8192
     sizes.FEW = 8
 

@@ -20,7 +20,7 @@ FULL = os.environ.get("QKV_FULL") == "1"
 
 @pytest.fixture
 def tight(monkeypatch):
-    for name in ("RESTING_ROWS", "SEGMENT_BYTES", "FEW"):
+    for name in ("RESTING_ROWS", "BUNDLE_ROWS", "SEGMENT_BYTES", "FEW"):
         monkeypatch.setattr(sizes, name, getattr(sizes, name))
     crash.tighten()
 

@@ -1,36 +1,28 @@
-"""Rows that are written by a thread beside the transaction, and indexed when all are there."""
+"""Rows that are written by a thread beside the transaction."""
 
 from __future__ import annotations
 
-import sqlite3
 import threading
-from contextlib import closing
 
 import numpy as np
 import pytest
 
 from qkv.database.faults import DuplicateKey
-from qkv.database.store import Store, check, draft, ledger, sizes
+from qkv.database.store import Store, check, draft, sizes
 from tests.database.store.test_store import add, expected, keys, whole
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Limits so low that every commit has its thread, and its index late."""
+    """Limits so low that every commit has its thread and its bundle."""
     monkeypatch.setattr(sizes, "RESTING_ROWS", 4)
     monkeypatch.setattr(draft, "LARGE", 1)
-    monkeypatch.setattr(ledger, "MANY", 2)
+    monkeypatch.setattr(sizes, "BUNDLE_ROWS", 2)
     return tmp_path / "books.qkv"
 
 
 def files(path):
     return sorted(file.name for file in path.iterdir() if file.name.startswith("segment"))
-
-
-def is_indexed(path):
-    with closing(sqlite3.connect(next(path.glob("*.sqlite")))) as catalogue:
-        found = catalogue.execute("SELECT 1 FROM sqlite_master WHERE name = 'rows_digest'")
-        return bool(found.fetchall())
 
 
 def test_what_a_thread_writes_is_there(path, monkeypatch):
@@ -49,7 +41,7 @@ def test_what_a_thread_writes_is_there(path, monkeypatch):
         assert whole(store.at()) == expected(range(43))
         assert store.at().find(b"digest 7") == [7]
     with Store(path) as store:
-        assert whole(store.at()) == expected(range(43)) and is_indexed(path)
+        assert whole(store.at()) == expected(range(43))
     assert not check(path)
 
 
@@ -76,9 +68,9 @@ def test_a_key_that_is_there_takes_the_thread_s_files_back(path):
                 tensors={"key": keys(range(6)), "value": np.arange(6)},
                 unique=True,
             )
-        assert len(store.at()) == 0 and is_indexed(path)
+        assert len(store.at()) == 0
         add(store, 6, unique=True)
-        assert whole(store.at()) == expected(range(6)) and is_indexed(path)
+        assert whole(store.at()) == expected(range(6))
         assert len(files(path)) == 1
     assert not check(path)
 

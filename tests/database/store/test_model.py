@@ -31,7 +31,7 @@ class Model(RuleBasedStateMachine):
 
     @initialize(memory=st.booleans())
     def start(self, memory):
-        limits = {"RESTING_ROWS": 5, "SEGMENT_BYTES": 600, "FEW": 3}
+        limits = {"RESTING_ROWS": 5, "BUNDLE_ROWS": 3, "SEGMENT_BYTES": 600, "FEW": 3}
         self.patches = [mock.patch.object(sizes, name, limit) for name, limit in limits.items()]
         self.patches.append(mock.patch.object(sizes, "PAGE", 4))
         for patch in self.patches:

@@ -719,7 +719,7 @@ def test_a_newer_format(tmp_path):
     connection = sqlite3.connect(tmp_path / "catalogue.sqlite")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(NotAStore, match="format 99, and this qkv reads up to 3: install a newer"):
+    with pytest.raises(NotAStore, match="format 99, and this qkv reads up to 4: install a newer"):
         Store(tmp_path)
 
 

@@ -17,14 +17,13 @@ from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
 
 FILE = "catalogue.sqlite"
-FORMAT = 3
+FORMAT = 4
 APPLICATION = 0x716B7601  # "qkv" and 1
 
-BY_DIGEST = "CREATE INDEX rows_digest ON rows (digest)"
-TABLES = f"""
+TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, digest BLOB NOT NULL, record TEXT NOT NULL,
     crc INTEGER NOT NULL, died INTEGER);
-{BY_DIGEST};
+CREATE INDEX rows_digest ON rows (digest);
 CREATE INDEX rows_died ON rows (died) WHERE died IS NOT NULL;
 CREATE TABLE settings (number INTEGER PRIMARY KEY, text TEXT NOT NULL, crc INTEGER NOT NULL);
 CREATE TABLE generations (number INTEGER PRIMARY KEY, layout TEXT, arrays TEXT, bytes INTEGER,
@@ -241,7 +240,10 @@ class Catalogue:
         return Edition.of(found[0]) if found else None
 
     def newest(self) -> Edition:
-        """The newest version, read again only where it can be another one."""
+        """The newest version, read again only where it can be another one: then it is another
+        object, too."""
+        if self.path is None and (known := self._edition) is not None:
+            return known
         self._owned()
         with self.lock:
             # SQLite counts what other connections change; what this one changes it forgets.

@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv.database.faults import Locked, Unwritable
 from qkv.database.store import ledger, sizes
+from qkv.database.store.bundles import GENERATION, LAYOUT, merged
 from qkv.database.store.catalogue import Catalogue, Edition
 from qkv.database.store.draft import Draft
 from qkv.database.store.layout import Layout
@@ -64,7 +65,8 @@ def compact(
     generations = sorted({one.generation for one in kept})
     needs = _Needs(catalogue, kept)
     before = ledger.segments(catalogue)
-    replaced = [entry for entry in before if entry.generation not in generations]
+    replaced = [e for e in before if e.generation not in (*generations, GENERATION)]
+    unwanted = needs.unwanted()
 
     draft = Draft(shelf, edition.generation, files, catalogue.settings(edition.settings))
     work = {}
@@ -93,6 +95,13 @@ def compact(
 
             draft.segments(layout, kept_rows(run, layout, generation))
             replaced += run
+    for entry in before:
+        if entry.generation == GENERATION:
+            keep = np.isin(shelf.get(entry, LAYOUT).ids, unwanted, invert=True)
+            if not keep.all():
+                replaced.append(entry)
+                if keep.any():
+                    draft.bundle(merged([copied(shelf, entry, LAYOUT)[keep]]))
     draft.settle()
 
     marks = ",".join("?" * len(generations))
@@ -100,16 +109,17 @@ def compact(
         f"SELECT arrays FROM generations WHERE arrays IS NOT NULL AND number NOT IN ({marks})",
         *generations,
     )
-    unwanted = needs.unwanted()
     with catalogue.transaction():
         catalogue.many("DELETE FROM versions WHERE number = ?", [(number,) for number in gone])
         catalogue.many("DELETE FROM rows WHERE id = ?", ((row,) for row in unwanted.tolist()))
-        catalogue.run(f"DELETE FROM resting WHERE generation NOT IN ({marks})", *generations)
+        statement = f"DELETE FROM resting WHERE generation NOT IN ({marks}, {GENERATION})"
+        catalogue.run(statement, *generations)
         catalogue.run(f"DELETE FROM generations WHERE number NOT IN ({marks})", *generations)
-        for generation in generations:
+        over = [(generation, needs.dead(generation)) for generation in generations]
+        for generation, dead in (*over, (GENERATION, unwanted)):
             catalogue.many(
                 "DELETE FROM resting WHERE generation = ? AND id = ?",
-                ((generation, row) for row in needs.dead(generation).tolist()),
+                ((generation, row) for row in dead.tolist()),
             )
         catalogue.run("DELETE FROM settings WHERE number NOT IN (SELECT settings FROM versions)")
         ledger.discard(catalogue, replaced)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 
 import numpy as np
 
 from qkv.database.store import sizes
+from qkv.database.store.bundles import GENERATION, LAYOUT
 from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
@@ -33,6 +35,7 @@ class Draft:
         self._entries: list[Entry] = []
         self._arrays: tuple[str, int, bytes] | None = None
         self._given_up = False
+        self._naming = Lock()
 
     def segments(self, layout: Layout, rows: Iterable[Segment]) -> None:
         """Write rows, cut into segments."""
@@ -40,12 +43,18 @@ class Draft:
         for group in cut(rows, most):
             if self._given_up:
                 return
-            file = self._name("segment")
-            size, checksum = self._shelf.put(file, layout, group, self._notes())
-            first, last = int(group[0].ids[0]), int(group[-1].ids[-1])
-            count = sum(len(part.ids) for part in group)
-            entry = Entry(file, self.generation, first, last, count, size, checksum)
-            self._entries.append(entry)
+            self._put("segment", self.generation, layout, group)
+
+    def bundle(self, rows: Segment) -> None:
+        """Write the digests and records of many rows."""
+        self._put("rows", GENERATION, LAYOUT, [rows])
+
+    def _put(self, kind: str, generation: int, layout: Layout, parts: list[Segment]) -> None:
+        file = self._name(kind)
+        size, checksum = self._shelf.put(file, layout, parts, self._notes(generation))
+        first, last = int(parts[0].ids[0]), int(parts[-1].ids[-1])
+        count = sum(len(part.ids) for part in parts)
+        self._entries.append(Entry(file, generation, first, last, count, size, checksum))
 
     @contextmanager
     def beside(self, layout: Layout | None, rows: list[Segment]) -> Iterator[Callable[[], None]]:
@@ -67,7 +76,7 @@ class Draft:
         """Write the arrays of the generation."""
         file = self._name("arrays")
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        self._arrays = (file, *self._shelf.put_arrays(file, arrays, self._notes()))
+        self._arrays = (file, *self._shelf.put_arrays(file, arrays, self._notes(self.generation)))
 
     def settle(self) -> None:
         """Make all of it durable: before this, the catalogue must not speak of it."""
@@ -88,10 +97,10 @@ class Draft:
                 self.generation,
             )
 
-    def _notes(self) -> dict[str, str]:
-        return {"generation": str(self.generation), "settings": self._settings}
+    def _notes(self, generation: int) -> dict[str, str]:
+        return {"generation": str(generation), "settings": self._settings}
 
     def _name(self, kind: str) -> str:
-        name = f"{kind}-{self.files:08d}{SUFFIX}"
-        self.files += 1
-        return name
+        with self._naming:
+            self.files += 1
+            return f"{kind}-{self.files - 1:08d}{SUFFIX}"

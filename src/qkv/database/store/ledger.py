@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from zlib import crc32
 
-from qkv.database.faults import DuplicateKey, UnknownRow
-from qkv.database.store.catalogue import BY_DIGEST, FORMAT, SEGMENT, Catalogue, row_crc
+from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
 from qkv.database.store.layout import Layout
 from qkv.database.store.segments import Entry
-from qkv.errors import ArgumentError, DtypeError
-
-MANY = 2**14
-"""First rows from which they are indexed when all are there."""
 
 
 def layout(catalogue: Catalogue, generation: int) -> Layout | None:
@@ -32,68 +27,6 @@ def segments(catalogue: Catalogue, generation: int | None = None) -> list[Entry]
         f"SELECT {SEGMENT} FROM segments {where} ORDER BY generation, first", *values
     )
     return [Entry(*line) for line in found]
-
-
-def bury(catalogue: Catalogue, gone: Sequence[int], version: int) -> None:
-    """Rows die in a version."""
-    if not gone:
-        return
-    statement = "UPDATE rows SET died = ? WHERE id = ? AND died IS NULL"
-    if catalogue.many(statement, [(version, row) for row in gone]) == len(gone):
-        return
-    for row in gone:
-        if not catalogue.one("SELECT 1 FROM rows WHERE id = ? AND died = ?", row, version):
-            raise UnknownRow(f"row {row} cannot be removed: it is not in the newest version")
-
-
-def distinct(catalogue: Catalogue, digests: Sequence[bytes], look: bool) -> None:
-    """Refuse a digest that comes twice or, if there is anything to `look` at, lives already."""
-    seen: dict[bytes, int] = {}
-    statement = "SELECT id FROM rows WHERE digest = ? AND died IS NULL"
-    for position, digest in enumerate(digests):
-        if digest in seen:
-            raise DuplicateKey(
-                f"the key at position {position} is the one at position {seen[digest]} again, "
-                "and keys are unique here: give it once",
-                position,
-            )
-        seen[digest] = position
-        found = catalogue.one(statement, digest) if look else None
-        if found is not None:
-            raise DuplicateKey(
-                f"the key at position {position} is there already, as row {found[0]}, and keys "
-                "are unique here: remove or update it",
-                position,
-            )
-
-
-def bear(
-    catalogue: Catalogue, ids: range, digests: Sequence[bytes], records: Sequence[str]
-) -> None:
-    """New rows."""
-
-    def lines() -> Iterator[tuple[int, bytes, str, int]]:
-        for row, digest, record in zip(ids, digests, records, strict=True):
-            if not isinstance(record, str) or not isinstance(digest, bytes):
-                raise DtypeError(
-                    f"records[{row - ids.start}] must be text and its digest bytes, not "
-                    f"{type(record).__name__} and {type(digest).__name__}"
-                )
-            try:
-                crc = row_crc(row, digest, record)
-            except UnicodeEncodeError as error:
-                raise ArgumentError(
-                    f"records[{row - ids.start}] is not valid Unicode: {error.reason}"
-                ) from error
-            yield row, digest, record, crc
-
-    # An index is made in less time than it grows.
-    first = not ids.start and len(ids) >= MANY
-    if first:
-        catalogue.run("DROP INDEX rows_digest")
-    catalogue.many("INSERT INTO rows (id, digest, record, crc) VALUES (?, ?, ?, ?)", lines())
-    if first:
-        catalogue.run(BY_DIGEST)
 
 
 def rest(

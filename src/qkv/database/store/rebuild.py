@@ -18,6 +18,7 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
+from qkv.database.store.bundles import GENERATION, LAYOUT
 from qkv.database.store.catalogue import (
     FILE,
     SEGMENT,
@@ -97,7 +98,11 @@ class _Found:
         if self.newest is not None:
             return self.newest.generation
         known = [entry.generation for entry in self.entries] + [some for some, _ in self.resting]
-        return max(known, default=0)
+        return max([0, *known])
+
+    @property
+    def bundles(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.generation == GENERATION]
 
 
 def _write(
@@ -117,8 +122,18 @@ def _write(
     for entry in entries:
         with contextlib.suppress(Damaged):
             with_tensors.update(disk.get(entry, Layout.parse(layout or "[]")).ids.tolist())
+    bundled: set[int] = set()
+    for entry in found.bundles:
+        with contextlib.suppress(Damaged):
+            disk.verify(entry.file, entry.size, entry.checksum)
+            bundled.update(disk.get(entry, LAYOUT).ids.tolist())
+            entries.append(entry)
+    for row in bundled - set(found.rows):
+        if (GENERATION, row) in found.resting:  # where the line that tells when is lost
+            found.rows[row] = b"", "", 0
     live = sum(died is None for _, _, died in found.rows.values())
-    last = max([-1, *found.rows, *with_tensors, *(entry.last for entry in entries)])
+    live += len(bundled - set(found.rows))
+    last = max([-1, *found.rows, *with_tensors, *(entry.last for entry in found.entries)])
     # Above any version in which a row died.
     version = 1 + max((died or 0 for _, _, died in found.rows.values()), default=0)
     told = []
@@ -132,7 +147,9 @@ def _write(
         if known is not None and known.version > found.newest.number:
             told.append(f"the versions from {found.newest.number + 1} to {known.version} are lost")
             version = max(version, known.version + 1)
-        if live != found.newest.rows:
+        if live > found.newest.rows:
+            told.append(f"{live - found.newest.rows:,} rows that were removed are back")
+        if live < found.newest.rows:
             told.append(f"of {found.newest.rows:,} rows {live:,} could be read")
     if text is None:
         told.append("the settings are lost")
@@ -145,7 +162,7 @@ def _write(
                 catalogue.run(f"DELETE FROM {table}")
             rows = dict(found.rows)
             # Rows that have tensors and no record are dead from the beginning.
-            rows.update((row, (b"", "", 0)) for row in with_tensors - set(rows))
+            rows.update((row, (b"", "", 0)) for row in with_tensors - bundled - set(rows))
             catalogue.many(
                 "INSERT INTO rows VALUES (?, ?, ?, ?, ?)",
                 (
@@ -191,10 +208,11 @@ def _salvaged(folder: Path, place: Path, known: Mark | None) -> _Found | None:
         found = _read(copy)
         if found.wealth > best.wealth:
             best = found
-        if best.newest is not None and len(best.rows) >= best.newest.rows and best.whole:
+        rows = len(best.rows) + sum(entry.rows for entry in best.bundles)
+        if best.newest is not None and rows >= best.newest.rows and best.whole:
             break
     _add_files(best, folder, known)
-    return best if best.rows or best.newest is not None else None
+    return best if best.rows or best.bundles or best.newest is not None else None
 
 
 def _read(path: Path) -> _Found:
@@ -267,7 +285,7 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
 
     rows = "SELECT id, digest, record, crc, died FROM rows WHERE id"
     found.whole &= _spans(connection, rows, bound, keep)
-    generations = set(found.layouts) | {found.generation}
+    generations = set(found.layouts) | {found.generation, GENERATION}
     for generation in generations:
 
         def rest(line: Any, generation: int = generation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,22 @@ from zlib import crc32
 
 import numpy as np
 
-from qkv.database.faults import Damaged, Locked, NoStore, NotAStore, Unreadable, Unwritable
+from qkv.database.faults import (
+    Damaged,
+    Locked,
+    NoStore,
+    NotAStore,
+    SkippedRows,
+    Unreadable,
+    Unwritable,
+)
 from qkv.database.store import ledger, mark, rebuild, sizes
+from qkv.database.store.bundles import GENERATION, LAYOUT
 from qkv.database.store.catalogue import APPLICATION, FILE, Catalogue, row_crc
 from qkv.database.store.desk import Desk
 from qkv.database.store.folder import listed
 from qkv.database.store.layout import Layout
+from qkv.database.store.lines import ALWAYS, Lines
 from qkv.database.store.lock import READERS, WriteLock
 from qkv.database.store.mark import WRITER, Mark
 from qkv.database.store.segments import SUFFIX, number, read_notes
@@ -234,6 +245,7 @@ def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Itera
         with catalogue.view():
             lines = ledger.segments(catalogue)
             layouts = dict(catalogue.all("SELECT number, layout FROM generations"))
+            layouts[GENERATION] = LAYOUT.text()
             arrays = catalogue.all(
                 "SELECT arrays, bytes, checksum FROM generations WHERE arrays IS NOT NULL"
             )
@@ -275,8 +287,9 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
             yield _reason(fault)
             return
         version, last, rows, generation, settings = edition
-        found = catalogue.all("SELECT id FROM rows WHERE died IS NULL")
-        live = np.fromiter((row for (row,) in found), np.int64, len(found))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SkippedRows)  # those of files that are told of already
+            live = Lines(catalogue, disk, skip_damaged=True).ids(ALWAYS)
         entries = ledger.segments(catalogue, generation)
         layout = ledger.layout(catalogue, generation) or Layout()
         resting = catalogue.all("SELECT id FROM resting WHERE generation = ?", generation)

@@ -29,10 +29,11 @@ STARTS = ".starts"
 """After the name of a ragged tensor: where each of its rows begins, and the last one ends."""
 SCALE = "scale"
 """The tensor of which one number that is not finite would spoil every answer."""
-CHUNK = 8 << 20
+CHUNK = 32 << 20
+"""Bytes that are summed and written together, without the interpreter's lock."""
 SHA = b"s"
 """After the 32 bytes of a checksum: they are SHA-256, and BLAKE2b without it."""
-_NAME = re.compile(rf"(?:segment|arrays)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
+_NAME = re.compile(rf"(?:segment|arrays|rows)-([0-9]{{8,16}}){re.escape(SUFFIX)}")
 
 Column = tuple[str, np.dtype[Any], tuple[int, ...], list[np.ndarray]]
 """A tensor of a file: its name, type and shape, and its rows in pieces."""

@@ -6,6 +6,12 @@ RESTING_ROWS = 4096
 RESTING_BYTES = 8 << 20
 """New rows rest in the catalogue until there are so many, or so many bytes of them."""
 
+BUNDLE_ROWS = 2**14
+"""Rows of one commit from which their records make a bundle."""
+
+BUNDLE_BYTES = 1 << 30
+"""A bundle that is larger is not joined with others."""
+
 SEGMENT_BYTES = 256 << 20
 """A segment is cut at this size."""
 

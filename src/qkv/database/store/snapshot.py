@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -15,44 +14,12 @@ import numpy as np
 from qkv.arrays.ragged import Ragged, joined
 from qkv.database.faults import Damaged, SkippedRows, UnknownRow
 from qkv.database.store import ledger, sizes
-from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition, row_crc
+from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition
 from qkv.database.store.layout import ANY, Layout
+from qkv.database.store.lines import ALWAYS, Lines
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment, in_advance
-from qkv.database.store.shelf import Shelf
 from qkv.errors import ArgumentError
-
-ROW = "SELECT id, digest, record, crc FROM rows"
-LIVE = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"
-"""Rows of a version: between its first id and its last, and not dead by then."""
-
-NEWEST = f"{ROW} WHERE digest = ? AND {LIVE} ORDER BY id DESC LIMIT 1"
-LATEST = f"{ROW} WHERE digest = ? AND died IS NULL ORDER BY id DESC LIMIT 1"
-
-
-class Graves:
-    """The ids that are dead, ascending, remembered from one version to the next."""
-
-    def __init__(self) -> None:
-        self._version = 0
-        self._dead = np.zeros(0, np.int64)
-
-    def at(self, catalogue: Catalogue, version: int) -> np.ndarray:
-        with catalogue.lock:
-            newer = version >= self._version
-            since, dead = (self._version, self._dead) if newer else (0, self._dead[:0])
-            found = catalogue.all(
-                # Lost rows that a repair listed have died in version 0.
-                "SELECT id FROM rows WHERE died > ? AND died <= ?",
-                since or -1,
-                version,
-            )
-            if found:
-                more = np.fromiter((row for (row,) in found), np.int64, len(found))
-                dead = np.sort(np.concatenate([dead, more]))
-            if newer:
-                self._version, self._dead = version, dead
-            return dead
 
 
 class _Listing(NamedTuple):
@@ -82,17 +49,13 @@ class Snapshot:
     def __init__(
         self,
         owner: object,
-        catalogue: Catalogue,
-        shelf: Shelf,
+        lines: Lines,
         pins: Pins,
-        graves: Graves,
         edition: Edition,
         skip_damaged: bool,
     ) -> None:
         self._owner = owner  # a store that nobody holds closes itself
-        self._catalogue = catalogue
-        self._shelf = shelf
-        self._graves = graves
+        self._lines, self._catalogue, self._shelf = lines, lines.catalogue, lines.shelf
         self._edition = edition
         self._first = 0
         self._skip_damaged = skip_damaged
@@ -156,72 +119,53 @@ class Snapshot:
 
     def find(self, digest: bytes) -> list[int]:
         """The ids of the live rows with this digest, oldest first."""
-        statement = f"SELECT id FROM rows WHERE digest = ? AND {LIVE} ORDER BY id"
-        return [row for (row,) in self._catalogue.all(statement, digest, *self._live)]
+        return self._lines.find(digest, self._live)
 
     def newest(self, digest: bytes) -> tuple[int, str] | None:
         """The id and the record of the last live row with this digest; None where there is none."""
-        found = self._catalogue.one(NEWEST, digest, *self._live)
-        return None if found is None else self._checked(*found)
+        found = self._lines.newest(digest, self._live)
+        return None if found is None else self._lines.checked(found)
 
     def latest(self, digest: bytes) -> tuple[int, str] | None:
         """The same in the newest version of the store, whichever this one is."""
-        found = self._catalogue.one(LATEST, digest)
-        return None if found is None else self._checked(*found)
-
-    def _checked(self, row: int, digest: bytes, record: str, crc: int) -> tuple[int, str]:
-        if row_crc(row, digest, record) != crc:
-            raise self._catalogue.damaged(f"row {row} is not what was written")
-        return row, record
+        found = self._lines.newest(digest, ALWAYS)
+        return None if found is None else self._lines.checked(found)
 
     def records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """The records of live rows, in the order of the ids."""
-        return [record for _, record in self._lines(ids)]
+        return [record for _, record in self._read(ids)]
 
     def digests(self, ids: Sequence[int] | np.ndarray) -> list[bytes]:
         """What they are found by, likewise."""
-        return [digest for digest, _ in self._lines(ids)]
+        return [digest for digest, _ in self._read(ids)]
 
-    def _lines(self, ids: Sequence[int] | np.ndarray) -> list[tuple[bytes, str]]:
-        wanted = [int(row) for row in ids]
-        found: dict[int, tuple[bytes, str]] = {}
-        statement = f"{ROW} WHERE id IN (SELECT value FROM json_each(?)) AND {LIVE}"
-        for start in range(0, len(wanted), sizes.PAGE):
-            some = json.dumps(wanted[start : start + sizes.PAGE])
-            lines = self._catalogue.all(statement, some, *self._live)
-            for line in lines:
-                row, record = self._checked(*line)
-                found[row] = line[1], record
+    def _read(self, ids: Sequence[int] | np.ndarray) -> list[tuple[bytes, str]]:
+        lines = self._lines.of(ids, self._live)
+        found = {row: (line[1], self._lines.checked(line)[1]) for row, line in lines.items()}
         try:
-            return [found[row] for row in wanted]
+            return [found[int(row)] for row in ids]
         except KeyError as error:
             raise self._unknown(error.args[0]) from None
 
     def rows(self) -> Iterator[tuple[int, str]]:
         """The live rows by id, (id, record), some at a time."""
-        after = -1
-        while True:
-            statement = f"{ROW} WHERE id > ? AND {LIVE} ORDER BY id LIMIT ?"
-            page = self._catalogue.all(statement, after, *self._live, sizes.PAGE)
-            for line in page:
+        ids = self.ids()
+        for start in range(0, len(ids), sizes.PAGE):
+            page = self._lines.of(ids[start : start + sizes.PAGE], self._live)
+            for row in sorted(page):
                 try:
-                    yield self._checked(*line)
+                    yield self._lines.checked(page[row])
                 except Damaged as fault:
                     if not self._skip_damaged:
                         raise
                     warnings.warn(f"1 row was left out: {fault}", SkippedRows, stacklevel=2)
-            if len(page) < sizes.PAGE:
-                return
-            after = page[-1][0]
 
     def ids(self) -> np.ndarray:
         """The ids of the live rows (m,), ascending."""
         if self._ids is None:
             self._ids = self._ids_of_segments()
             if self._ids is None:
-                statement = f"SELECT id FROM rows WHERE {LIVE} ORDER BY id"
-                found = self._catalogue.all(statement, *self._live)
-                self._ids = np.fromiter((row for (row,) in found), np.int64, len(found))
+                self._ids = self._lines.ids(self._live)
             self._ids.flags.writeable = False
         return self._ids
 
@@ -354,7 +298,7 @@ class Snapshot:
                         edition.generation,
                         edition.last,
                     )
-                    dead = self._graves.at(self._catalogue, edition.number)
+                    dead = self._lines.dead(edition.number)
                 self._found = _Listing(
                     [Entry(*entry) for entry in entries],
                     rested(self._catalogue, layout, resting, self._skip_damaged),

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 
 from qkv.database.faults import Closed, UnknownVersion
-from qkv.database.store import compaction, fork, ledger, mark, sizes, sweep
+from qkv.database.store import births, compaction, fork, ledger, mark, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
 from qkv.database.store.desk import Desk, gather, rests
 from qkv.database.store.draft import Draft
 from qkv.database.store.folder import named, prepare
 from qkv.database.store.layout import Layout, Tensors
+from qkv.database.store.lines import Lines
 from qkv.database.store.lock import Pins, WriteLock
 from qkv.database.store.segments import Entry, Segment, follow
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
-from qkv.database.store.snapshot import Graves, Snapshot
+from qkv.database.store.snapshot import Snapshot
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.types import Progress
 
@@ -90,9 +91,8 @@ class Store:
         self.path = None if path is None else named(path)
         self._pins = Pins(self.path)
         self.begin_anew()
-        self._skip_damaged = skip_damaged
+        self._skip_damaged, self._closed = skip_damaged, False
         self._writer: Catalogue | None = None
-        self._closed = False
         self._write_lock: WriteLock | None = None
         self._shelf: Shelf
         if self.path is None:
@@ -106,7 +106,7 @@ class Store:
             known = mark.of(self.path)
             self._reader = Catalogue(self.path / FILE, write=False)
             self._write_lock = WriteLock(self.path)
-        self._graves = Graves()
+        self._lines = Lines(self._reader, self._shelf, skip_damaged)
         try:
             if self.path is not None:
                 sweep.refuse_older(self._reader, known)
@@ -139,7 +139,7 @@ class Store:
         Store.__init__(self, path, create=False, skip_damaged=skip_damaged)
         if path is None:
             self._reader.fill(content)
-            self._shelf = shelf
+            self._shelf = self._lines.shelf = shelf
 
     def __enter__(self) -> Store:
         return self
@@ -178,8 +178,7 @@ class Store:
                 if edition is not None and self._pins.hold(edition.number):
                     # A compaction may have dropped it before the hold.
                     if reader.value("SELECT 1 FROM versions WHERE number = ?", edition.number):
-                        parts = (reader, self._shelf, self._pins, self._graves)
-                        return Snapshot(self, *parts, edition, self._skip_damaged)
+                        return Snapshot(self, self._lines, self._pins, edition, self._skip_damaged)
                     self._pins.release(edition.number)
             if version is not None:
                 raise self._unknown(version)
@@ -242,10 +241,11 @@ class Store:
 
             with draft.beside(layout, rows) as written, catalogue.transaction():
                 records, digests = list(records), list(digests)
-                ledger.bury(catalogue, gone, edition.number + 1)
+                lines = Lines(catalogue, self._shelf)
+                births.bury(lines, gone, edition.number + 1)
                 if unique:
-                    ledger.distinct(catalogue, digests, look=bool(edition.rows))
-                ledger.bear(catalogue, ids, digests, records)
+                    births.distinct(lines, digests, look=bool(edition.rows))
+                absorbed += births.bear(lines, draft, ids, digests, records)
                 if layout is not None and desk.layout is None:
                     ledger.shape(catalogue, edition.generation, layout)
                 if full:

@@ -1,0 +1,133 @@
+"""Bundles: the digests and records of many rows in one file, found by digest in a sorted array.
+
+A bundle is a segment of no generation. Its rows are in no table of the catalogue but for those that
+have died since: what the catalogue says of a row counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from qkv.arrays.ragged import Ragged, joined
+from qkv.database.store.layout import ANY, Layout
+from qkv.database.store.segments import Segment
+
+GENERATION = -1
+"""What the catalogue lists bundles under."""
+
+LAYOUT = Layout(
+    (
+        ("prefix", np.dtype("<u8"), ()),
+        ("crc", np.dtype("<u4"), ()),
+        ("place", np.dtype("<u4"), ()),
+        ("line", np.dtype("u1"), ANY),
+        ("size", np.dtype("u1"), ()),
+    )
+)
+"""`line` is the digest, of so many bytes, and the record; `prefix` are the first 8 bytes of the
+digests, ascending, and `place` is where each of them is."""
+
+LONGEST = 255
+"""Bytes of a digest that a bundle has."""
+
+Line = tuple[int, bytes, str, int]
+"""A row: its id, digest, record, and the checksum of these."""
+
+
+class Bundle:
+    """The rows of a file, by id and by digest.
+
+    >>> bundle = Bundle(bound(np.array([4, 7]), [b"Li", b"Hu"], ["Li, Mu", "Hu, Rachel"]))
+    >>> bundle.find(b"Hu"), list(bundle.lines(np.array([4])))[0][:3]
+    ([7], (4, b'Li', 'Li, Mu'))
+    """
+
+    def __init__(self, segment: Segment):
+        self.ids, self._segment = segment.ids, segment
+        tensors: dict[str, Any] = dict(segment.tensors)
+        line: Ragged = tensors["line"]
+        self._rows, self._text, self._starts = map(_bytes, (self.ids, line.flat, line.starts))
+        self._prefix, self._place, self._size, self._crc = (
+            _bytes(tensors[name]) for name in ("prefix", "place", "size", "crc")
+        )
+
+    def find(self, digest: bytes) -> list[int]:
+        """The ids of the rows with this digest, ascending."""
+        found, last = list[int](), 2**63
+        while (line := self.last(digest, 0, last - 1)) is not None:
+            last = line[0]
+            found.append(last)
+        return found[::-1]
+
+    def last(self, digest: bytes, first: int, last: int) -> Line | None:
+        """The youngest row with this digest of those between two ids."""
+        self._segment.check()
+        wanted, prefix = int.from_bytes(digest[:8], "little"), self._prefix
+        at = bisect_right(prefix, wanted) - 1
+        while at >= 0 and prefix[at] == wanted:
+            line = self._read(self._place[at])
+            if line[1] == digest and first <= line[0] <= last:
+                return line
+            at -= 1
+        return None
+
+    def lines(self, ids: np.ndarray) -> Iterator[Line]:
+        """The rows of these ids, as far as they are here."""
+        self._segment.check()
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return map(self._read, at[self.ids[at] == ids].tolist())
+
+    def _read(self, place: int) -> Line:
+        """A row; its record is "" where it is not UTF-8, which no checksum is that of."""
+        if place >= len(self._rows):
+            return -1, b"", "", -1
+        starts, size = self._starts, self._size[place]
+        line = bytes(self._text[starts[place] : starts[place + 1]])
+        try:
+            record = str(line[size:], "utf-8")
+        except UnicodeDecodeError:
+            record = ""
+        return self._rows[place], line[:size], record, self._crc[place]
+
+
+def bound(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[str]) -> Segment:
+    """Rows as a bundle."""
+    lines = [digest + record.encode() for digest, record in zip(digests, records, strict=True)]
+    begin = (ids & 0xFFFFFFFF).tolist()
+    crc = np.fromiter(map(crc32, lines, begin), np.uint32, len(lines))
+    size = np.fromiter(map(len, digests), np.uint8, len(lines))
+    starts = np.zeros(len(lines) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)), out=starts[1:])
+    line = Ragged(np.frombuffer(b"".join(lines), np.uint8), starts)
+    prefix = np.frombuffer(b"".join([x[:8].ljust(8, b"\0") for x in digests]), "<u8")
+    return _sorted(ids, prefix, {"line": line, "crc": crc, "size": size})
+
+
+def merged(parts: Sequence[Segment]) -> Segment:
+    """The rows of several bundles, or some of theirs, as one."""
+    whole: dict[str, Any] = {
+        name: (joined if name == "line" else np.concatenate)([x.tensors[name] for x in parts])
+        for name in ("line", "crc", "size")
+    }
+    line, size = whole["line"], whole["size"]
+    starts = line.starts[:-1]
+    at = starts[:, None] + np.arange(8)
+    text = np.append(line.flat, np.zeros(8, np.uint8))[at]
+    text[np.arange(8) >= size[:, None]] = 0
+    prefix = text.reshape(-1).view("<u8")
+    return _sorted(np.concatenate([x.ids for x in parts]), prefix, whole)
+
+
+def _sorted(ids: np.ndarray, prefix: np.ndarray, tensors: dict[str, Any]) -> Segment:
+    order = np.argsort(prefix, kind="stable")  # so that rows of one digest stay in their order
+    return Segment(ids, {**tensors, "prefix": prefix[order], "place": order.astype(np.uint32)})
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """An array as numbers that cost no NumPy scalar each."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("=")).data

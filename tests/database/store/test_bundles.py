@@ -1,0 +1,185 @@
+"""Records of many rows in a file of their own, found by digest."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from qkv.database.faults import Damaged, DuplicateKey, SkippedRows
+from qkv.database.store import Store, bundles, check, sizes
+from qkv.database.store.catalogue import FILE
+from qkv.errors import ArgumentError, DtypeError
+from tests.database.store.test_store import add, expected, flip, whole
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Limits that let ten rows be many."""
+    monkeypatch.setattr(sizes, "BUNDLE_ROWS", 10)
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 10)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    with Store(None if request.param == "memory" else tmp_path / "books.qkv") as made:
+        yield made
+
+
+def files(path):
+    return sorted(path.glob("rows-*"))
+
+
+def loose(store):
+    return store._reader.value("SELECT count(*) FROM rows")
+
+
+def test_rows_of_a_bundle_live_and_die_as_others_do(store):
+    add(store, 20)
+    assert loose(store) == 0
+    add(store, 2)  # too few for a bundle
+    add(store, 12)
+    before = store.at()
+    store.commit(remove=[3, 21, 25])
+    left = [i for i in range(34) if i not in (3, 21, 25)]
+    for snap, ids in ((before, range(34)), (store.at(), left), (store.at(3), range(34))):
+        assert whole(snap) == expected(ids)
+        for i in (3, 7, 20, 21, 25, 33):
+            assert snap.find(b"digest %d" % i) == ([i] if i in ids else [])
+            assert snap.newest(b"digest %d" % i) == ((i, f"record {i}") if i in ids else None)
+    assert before.latest(b"digest 3") is None  # in the newest version, whichever this one is
+    assert before.latest(b"digest 4") == (4, "record 4")
+    assert store.at(1).find(b"digest 30") == [] and store.at(1).newest(b"digest 30") is None
+
+
+def test_a_compaction_forgets_the_dead_of_a_bundle(store):
+    add(store, 20)
+    store.commit(remove=[0, 5])
+    # One that was read before the compaction does not bring them back.
+    with store.at() as old:
+        store.compact()
+        assert loose(store) == 0
+        with store.at() as new:
+            for some in (old, new):
+                assert some.find(b"digest 5") == [] and some.newest(b"digest 5") is None
+                assert whole(some) == expected([i for i in range(20) if i not in (0, 5)])
+    store.commit(remove=[i for i in range(20) if i not in (0, 5)])
+    store.compact()
+    assert len(store.at()) == 0 and not [f for f in store._shelf.files() if f.startswith("rows")]
+
+
+def test_bundles_stay_few(tmp_path):
+    with Store(tmp_path) as store:
+        for _ in range(8):
+            add(store, 10)
+        assert len(files(tmp_path)) == 1
+        add(store, 10)
+        assert len(files(tmp_path)) == 2
+        assert whole(store.at()) == expected(range(90)) and store.at().find(b"digest 4") == [4]
+        assert whole(store.at(3)) == expected(range(30))
+    assert check(tmp_path) == []
+
+
+def test_keys_that_repeat_and_keys_that_must_not(store):
+    digests = [b"%d" % (i % 4) for i in range(12)]
+    tensors = {"key": np.zeros((12, 2), np.float32)}
+    store.commit(records=list("abcdefghijkl"), digests=digests, tensors=tensors)
+    assert store.at().find(b"1") == [1, 5, 9] and store.at().newest(b"1") == (9, "j")
+    store.commit(remove=[9])
+    assert store.at().find(b"1") == [1, 5] and store.at().newest(b"1") == (5, "f")
+    with pytest.raises(DuplicateKey, match="position 0 is there already, as row 10"):
+        store.commit(
+            records=["m"], digests=[b"2"], tensors={"key": tensors["key"][:1]}, unique=True
+        )
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 255, 300])
+def test_digests_of_any_length(tmp_path, width):
+    digests = [bytes([i]) * width for i in range(12)]
+    with Store(tmp_path) as store:
+        for _ in range(2):  # one after the other, so that they are merged
+            store.commit(records=["é"] * 12, digests=digests)
+        found = [store.at().find(digest) for digest in digests]
+    assert found == [[i, i + 12] for i in range(12)]
+    assert check(tmp_path) == [] and len(files(tmp_path)) == (width <= bundles.LONGEST)
+
+
+def test_what_is_no_row_is_told(store):
+    with pytest.raises(DtypeError, match=r"records\[7\] must be text"):
+        store.commit(records=["a"] * 7 + [5] + ["a"] * 9, digests=[b"d"] * 17)
+    with pytest.raises(ArgumentError, match=r"records\[7\] is not valid Unicode"):
+        store.commit(records=["a"] * 7 + ["\ud800"] + ["a"] * 9, digests=[b"d"] * 17)
+    assert store.version == 0
+
+
+def test_a_damaged_bundle(tmp_path):
+    with Store(tmp_path) as store:
+        add(store, 20)
+        add(store, 10)
+    file = files(tmp_path)[0]
+    sound = file.read_bytes()
+    flip(file, sound.index(b"record 17") + 2)
+    [problem] = check(tmp_path)
+    assert problem.file == file.name and "checksum differs" in problem.what
+    with Store(tmp_path) as store:
+        assert store.at().newest(b"digest 4") == (4, "record 4")
+        with pytest.raises(Damaged, match="row 17 is not what was written"):
+            store.at().newest(b"digest 17")
+    file.write_bytes(sound[:-9])
+    assert any("bytes, and" in problem.what for problem in check(tmp_path))
+    with Store(tmp_path) as store, pytest.raises(Damaged, match=r"rows-.*bytes, and"):
+        store.at().newest(b"digest 25")
+    with Store(tmp_path, skip_damaged=True) as store, pytest.warns(SkippedRows, match="20 rows"):
+        snap = store.at()
+        assert dict(snap.rows()) == {i: f"record {i}" for i in range(20, 30)}
+        assert [part.ids[part.live].tolist() for part in snap.parts() if part.live is not None]
+    file.write_bytes(sound)
+    assert check(tmp_path) == []
+
+
+@pytest.mark.parametrize("harm", ["rows", "catalogue"])
+def test_a_repair_brings_bundles_back(tmp_path, harm):
+    with Store(tmp_path) as store:
+        add(store, 20, settings={"key": "title"})
+        store.commit(remove=[5])
+    path = tmp_path / FILE
+    if harm == "rows":
+        with closing(sqlite3.connect(path)) as catalogue:
+            catalogue.execute("UPDATE rows SET crc = 0")
+            catalogue.commit()
+    else:
+        path.write_bytes(b"")
+    told = [problem.what for problem in check(tmp_path, repair=True)]
+    assert check(tmp_path) == []
+    with Store(tmp_path) as store:
+        # What has died is told twice, so that one lost line does not bring it back.
+        left = [i for i in range(20) if i != 5 or harm == "catalogue"]
+        assert whole(store.at()) == expected(left) and store.settings == {"key": "title"}
+        add(store, 3)
+        assert store.at().find(b"digest 7") == [7]
+    assert any("list of versions is lost" in what for what in told) == (harm == "catalogue")
+
+
+def test_a_store_of_format_3_takes_bundles_and_keeps_its_rows(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sizes, "BUNDLE_ROWS", 1000)
+        with Store(tmp_path) as store:
+            add(store, 20)
+            add(store, 3)
+    with closing(sqlite3.connect(tmp_path / FILE)) as catalogue:
+        catalogue.execute("PRAGMA user_version = 3")
+    with Store(tmp_path) as store:
+        assert whole(store.at()) == expected(range(23))
+        assert store._reader.value("PRAGMA user_version") == 3
+        add(store, 15)
+        assert store._reader.value("PRAGMA user_version") == 4
+        assert loose(store) == 23 and whole(store.at()) == expected(range(38))
+        assert [store.at().find(b"digest %d" % i) for i in (2, 22, 23, 37)] == [
+            [2],
+            [22],
+            [23],
+            [37],
+        ]
+    assert check(tmp_path) == []
