@@ -104,6 +104,16 @@ def test_other_separators_of_lines_are_text(tmp_path):
     assert columns(tmp_path, "t.csv", text) == {"a": ["x\x0by", "z\u2028w"], "b": [1, 2]}
 
 
+def test_columns_without_a_name_that_say_nothing_are_left_out(tmp_path):
+    by_pandas = ",a,b\n0,x,1\n1,y,2\n"
+    assert columns(tmp_path, "t.csv", by_pandas) == {"a": ["x", "y"], "b": [1, 2]}
+    assert columns(tmp_path, "t.csv", "a, ,b,\nx,,1,\ny, ,2,\n") == {"a": ["x", "y"], "b": [1, 2]}
+    assert "column 1 of 2 has no name" in str(refused(write(tmp_path, "t.csv", ",a\n0,x\n2,y\n")))
+    assert "column 2 of 2 has no name" in str(refused(write(tmp_path, "t.csv", "a,\nx,0\ny,1\n")))
+    assert "no columns" in str(refused(write(tmp_path, "t.csv", ",\n,\n")))
+    assert "no rows" in str(refused(write(tmp_path, "t.csv", "a,\n")))
+
+
 def test_tsv_keeps_commas(tmp_path):
     assert columns(tmp_path, "t.tsv", "a,x\tb\n1,2\t3\n") == {"a,x": ["1,2"], "b": [3]}
 

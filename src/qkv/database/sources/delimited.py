@@ -33,8 +33,9 @@ def read(
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
     `missing` None leaves every cell the text that it is.
 
-    UTF-8 with or without byte order mark; blank lines are passed over. Which columns become
-    numbers, and which cells are missing: see `numbers`. Words such as true and false stay text.
+    UTF-8 with or without byte order mark. Blank lines are passed over, and columns without a name
+    that hold nothing or, the first, count the rows from 0 as pandas writes its index. Which columns
+    become numbers, and which cells are missing: see `numbers`. Words such as true stay text.
 
     >>> read(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
@@ -42,14 +43,20 @@ def read(
     text = files.text(data, file)
     if delimiter is None:
         delimiter, _ = sniff(text)
-    names, columns = _parsed(data, text, delimiter, file, progress)
-    check_names(names, file, line=files.place(text[: _next(text, 0)])[0])
+    parsed = zip(*_parsed(data, text, delimiter, file, progress), strict=True)
+    columns = [pair for place, pair in enumerate(parsed) if _says(place, *pair)]
+    check_names([name for name, _ in columns], file, files.place(text[: _next(text, 0)])[0])
     if progress is not None:
         progress(len(data), len(data))
-    if not columns[0]:
+    if not columns[0][1]:
         raise no_rows(file)
-    found = dict(zip(names, columns, strict=True))
-    return Table(name, found if missing is None else typed(found, missing))
+    return Table(name, dict(columns) if missing is None else typed(dict(columns), missing))
+
+
+def _says(place: int, name: str, cells: list[str]) -> bool:
+    """Whether a column has a name, or cells that lack one."""
+    index = [] if place else [*map(str, range(len(cells)))]
+    return bool(name.strip()) or (any(map(str.strip, cells)) and cells != index)
 
 
 def _parsed(
