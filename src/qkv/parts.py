@@ -26,7 +26,7 @@ Part = stored.Part
 Sums = stored.Sums
 resolved, finished = request.resolved, passes.finished
 sums, both, averaged, entropy_of = stored.sums, stored.both, stored.averaged, stored.entropy_of
-sums_of = stored.sums_of
+sums_by = stored.sums_by
 
 TOGETHER = 1024
 """Queries that are asked together."""

@@ -39,6 +39,9 @@ PAIRS: list[tuple[Any, Any]] = [
     ("dot", "raw"),
     (scores.Laplace(0.7), "softmax"),
     ("exact", "raw"),
+    ("exact", "softmax"),
+    (scores.Gaussian(1e-25), "sparsemax"),  # narrower than float32 holds
+    ("dot", weightings.Softmax(1e-39)),
 ]
 QUIET = {
     "deadline": None,
@@ -106,6 +109,16 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
             del how["top"]
             out, want = (x.attend(case["query"], **how) for x in (c, D))
             np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "sparsemax", weightings.TopK(3)])
+def test_scores_that_float32_does_not_hold(store: str, weighting: Any) -> None:
+    query = np.full(4, 0.1)
+    for how in ({"score": scores.Gaussian(1e-25)}, {"weighting": weightings.Softmax(1e-39)}):
+        with qkv.open(store) as D, cluster([store], 2) as c:
+            one, other = (x.ask(query, **{"weighting": weighting, **how}) for x in (D, c))
+            np.testing.assert_allclose(other.value, one.value, rtol=1e-6)
+            assert other.entropy == one.entropy == 0 and other.rows[0].index == one.rows[0].index
 
 
 @settings(max_examples=25, **QUIET)

@@ -301,9 +301,9 @@ def test_a_value_that_does_not_count_cannot_spoil_the_sum():
     value = np.array([[1.0], [np.nan], [3.0]])
     rows = Rows(lambda: [Stored(np.zeros((3, 1)), value)], (3, 1), 1)
     np.testing.assert_array_equal(
-        engine.pooled(rows, np.array([[0.5, 0.0, 0.5]]), mean=False), [[2.0]]
+        engine.sums(rows, np.array([[0.5, 0.0, 0.5]]), mean=False)[0], [[2.0]]
     )
-    assert np.isnan(engine.pooled(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)).all()
+    assert np.isnan(engine.sums(rows, np.array([[0.5, 0.1, 0.4]]), mean=False)[0]).all()
     for door in (attention.over, lambda *a, **how: attention.weigh(*a, **how).out):
         rows = Rows(rows.read, (3, 1), 1, np.array([True, False, True]))
         out = door(rows, np.zeros((1, 1)), score="dot", weighting="softmax")

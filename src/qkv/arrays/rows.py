@@ -186,7 +186,8 @@ class Weighed(NamedTuple):
     `error` (n,) is how far α may lie from the exact weights (½ Σ |difference|), 0 where it is as
     exact as the dtype, `statistical` where rows were drawn for it; `read` is how many keys were
     read in full; `bound` is the same as a monoid, where codes were read first; `refused` says why
-    none were, though a tolerance allowed it.
+    none were, though a tolerance allowed it; `sums` are what the output was made of, which those
+    of other rows can be added to.
     """
 
     out: np.ndarray
@@ -199,6 +200,7 @@ class Weighed(NamedTuple):
     bound: Any = None
     statistical: bool = False
     refused: str = ""
+    sums: Any = None
 
 
 class Unread(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkv import parts
 from qkv.answer import Row, Source
-from qkv.arrays import is_array, to_numpy
+from qkv.arrays import framework, is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
 from qkv.cluster.faults import LostShard
@@ -149,17 +149,21 @@ class Gathered(Asked):
         many, lost = self.view.snapshot, dict[int, LostShard]()
         while True:
             try:
-                return self._gathered(queries, lost)
+                with framework("numpy").quiet():
+                    return self._gathered(queries, lost)
             except LostShard as fault:
                 held = {shard for shard, _ in many.slices}
                 if not many.fleet.partial or held <= {*lost, fault.shard}:
                     raise
                 lost[fault.shard] = fault
 
-    def _gathered(self, queries: Any, lost: dict[int, LostShard]) -> tuple[Weighed, str]:
+    def _gathered(
+        self, queries: Any, lost: dict[int, LostShard], wide: bool = False
+    ) -> tuple[Weighed, str]:
         view, weighting = self.view, self.weighting
         keyed = self.score.compares_keys
         code = Query(None) if keyed else self._encoded(queries)
+        code = code._replace(code=code.code.astype(float)) if wide else code
         keys = queries if keyed else None
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
         asked = Sent(view.snapshot, job, lost)
@@ -180,6 +184,9 @@ class Gathered(Asked):
             bound,
             self.total if read is None else read,
         )
+        told = weighed.best if weighed.lse is None else weighed.best + weighed.lse
+        if self.total and not (keyed or wide or np.isfinite(told).all()):
+            return self._gathered(queries, lost, wide=True)  # float32 does not hold the scores
         return weighed, self._engine(lost, read)
 
     def _found(

@@ -13,6 +13,7 @@ import numpy as np
 
 from qkv import attention, parts
 from qkv.arrays import threads
+from qkv.arrays.rows import Rows
 from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
@@ -154,15 +155,14 @@ class Leaf:
 
     @cached_property
     def _scored(self) -> tuple[parts.Part, np.ndarray]:
-        job, asked = self.job, self.asked
-        matches = asked.matches(job.keys) if job.score.compares_keys else None
+        job = self.job
         return parts.scored(
-            self.view.vectors(asked.live, asked=job.words),
+            self.view.vectors(self.asked.live, asked=job.words),
             job.query,
             score=job.score,
             weighting=job.weighting,
             origin=self.slice.origin,
-            matches=matches,
+            matches=self._matches,
         )
 
     @cached_property
@@ -189,38 +189,42 @@ class Leaf:
     def first(self, tolerance: float | None, top: int) -> First:
         """A softmax over these rows alone: others leave its weights in proportion, so that nobody
         need be asked twice."""
-        job, bound, read, refused = self.job, None, 0, ""
-        if tolerance is None:
-            part, best = self._scored
-            known = parts.finished(part, job.weighting)[1]
-            told, alpha, lse = part.weigh(known), part.s, job.weighting.lse(known)[:, 0]
-            del self._scored  # they are weights now
-        else:
-            rows = self.view.vectors(self.asked.live, value=job.pools, asked=job.words)
-            how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
-            found = attention.weigh(rows, job.query, **how, tolerance=tolerance)
-            assert found.lse is not None
-            lse, alpha, best, read = found.lse, found.weights, found.best, found.read
-            refused = found.refused
-            told, none = np.array(parts.sums_of(alpha)), np.zeros(len(lse))
+        job, bound = self.job, None
+        how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
+        how |= {"tolerance": tolerance, "matches": self._matches}
+        found = attention.weigh(self._rows, job.query, **how)
+        assert found.lse is not None
+        if tolerance is not None:
+            none = np.zeros(len(found.lse))
             bound = found.bound or Bound(none, none + 1, none, none)
-            bound = Bound(lse, *(x / bound.total for x in bound[1:]))
-        self._lse = lse
-        return First(lse, bound, read, self._heaviest(told, alpha, best, top), refused)
+            bound = Bound(found.lse, *(x / bound.total for x in bound[1:]))
+        self._lse = found.lse
+        told = parts.sums_by(found.weights.sum(axis=1), found.entropy)
+        heaviest = self._heaviest(told, found.sums, found.weights, found.best, top)
+        return First(found.lse, bound, found.read, heaviest, found.refused)
 
     def heaviest(self, known: State, top: int) -> Heaviest:
         part, best = self._scored
-        told = part.weigh(known)
+        told, alpha = part.weigh(known), part.s
         del self._scored  # they are weights now
-        return self._heaviest(told, part.s, best, top)
+        sums = parts.sums(self._rows, alpha, mean=self.job.weighting.convex)
+        return self._heaviest(told, sums, alpha, best, top)
+
+    @property
+    def _rows(self) -> Rows:
+        job = self.job
+        return self.view.vectors(self.asked.live, value=job.pools, asked=job.words)
+
+    @property
+    def _matches(self) -> np.ndarray | None:
+        """The scores, where no vectors are compared."""
+        return self.asked.matches(self.job.keys) if self.job.score.compares_keys else None
 
     def _heaviest(
-        self, told: np.ndarray, alpha: np.ndarray, best: np.ndarray, top: int
+        self, told: np.ndarray, sums: parts.Sums, alpha: np.ndarray, best: np.ndarray, top: int
     ) -> Heaviest:
-        job, asked, origin = self.job, self.asked, self.slice.origin
+        asked, origin = self.asked, self.slice.origin
         self._alpha = alpha
-        rows = self.view.vectors(asked.live, value=job.pools, asked=job.words)
-        sums = parts.sums(rows, alpha, mean=job.weighting.convex)
         orders = [asked.order(some, top) for some in alpha]
         places = [
             origin + (order if asked.places is None else asked.places[order]) for order in orders

@@ -304,6 +304,6 @@ def _told(
     if asked.profile is not None:
         best = asked.profile(np.maximum(-asked.most, 0))
     lse = None if lse is None else lse + asked.shift
-    out = stored.pooled(asked.rows, alpha if few is None else few, mean=True)
-    read = min(asked.read, alpha.shape[1])
-    return Weighed(out, alpha, entropy, lse, best, error, read, bound)
+    sums = stored.sums(asked.rows, alpha if few is None else few, mean=True)
+    read, out = min(asked.read, alpha.shape[1]), stored.averaged(sums)
+    return Weighed(out, alpha, entropy, lse, best, error, read, bound, sums=sums)

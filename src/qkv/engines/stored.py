@@ -62,9 +62,9 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
         for all_rows, found in zip(alpha, some, strict=True):
             all_rows.fill(0)
             all_rows[at] = found
-    out = pooled(rows, alpha, mean=weighting.convex)
+    found = sums(rows, alpha, mean=weighting.convex)
     lse = None if lse is None else lse[:, 0]
-    return Weighed(out, alpha, spread, lse, best, read=rows.shape[0])
+    return Weighed(averaged(found), alpha, spread, lse, best, read=rows.shape[0], sums=found)
 
 
 def _weights(
@@ -211,6 +211,11 @@ def entropy_of(total: np.ndarray, along: np.ndarray) -> np.ndarray:
     return np.asarray(np.fmax(np.log(some) - along / some, 0))
 
 
+def sums_by(total: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+    """Σ |α| and Σ |α| ln |α|, (2, n), of an entropy: `entropy_of` backwards."""
+    return np.array([total, (np.log(of(total).nonzero(total)) - entropy) * total])
+
+
 class Few(NamedTuple):
     """Weights (n, k) of the rows at some places (k,), ascending: all others have none."""
 
@@ -218,17 +223,9 @@ class Few(NamedTuple):
     weights: np.ndarray
 
 
-def pooled(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> np.ndarray:
-    """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions; a row without weight is not read.
-
-    A `mean` is divided by the sum of its weights, which rounding keeps from 1; that of equal values
-    is theirs.
-    """
-    return averaged(sums(rows, alpha, mean))
-
-
 def sums(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> Sums:
-    """Σᵢ αᵢ vᵢ and, of a `mean`, Σᵢ αᵢ and what all values have in common; `both` merges them."""
+    """Σᵢ αᵢ vᵢ (n, d_v), in the wider of the two precisions, and of a `mean` Σᵢ αᵢ and what all
+    values have in common; `both` merges them. A row without weight is not read."""
     width, few = rows.width, alpha if isinstance(alpha, Few) else None
     alpha = alpha.weights if isinstance(alpha, Few) else alpha
     start = np.zeros((len(alpha), width), alpha.dtype)
@@ -265,7 +262,8 @@ def both(one: Sums, two: Sums) -> Sums:
 
 
 def averaged(sums: Sums) -> np.ndarray:
-    """The output of sums over all rows."""
+    """The output of sums over all rows. A mean is divided by the sum of its weights, which rounding
+    keeps from 1; that of equal values is theirs."""
     out, *more = sums
     if more and more[1] is not None:
         (mass, common), out = more, np.array(out)
