@@ -67,12 +67,14 @@ class Late(Collection[T], Generic[T]):
         return self._count
 
     def __iter__(self) -> Iterator[T]:
+        found: list[T] = []
         for start in range(0, self._count, SOME):
             _IDLE.wait(PATIENCE)
-            yield from self._make(start, min(start + SOME, self._count))
+            found += self._make(start, min(start + SOME, self._count))
+        return iter(found)
 
     def __contains__(self, thing: object) -> bool:
-        return any(thing == one for one in self)
+        return thing in list(self)
 
 
 def later(make: Make, rows: int) -> dict[str, Made]:

@@ -104,8 +104,7 @@ def bound(ids: np.ndarray, digests: Sequence[bytes], records: Sequence[str]) -> 
     starts = np.zeros(len(lines) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)), out=starts[1:])
     line = Ragged(np.frombuffer(b"".join(lines), np.uint8), starts)
-    prefix = np.frombuffer(b"".join([x[:8].ljust(8, b"\0") for x in digests]), "<u8")
-    return _sorted(ids, prefix, {"line": line, "crc": crc, "size": size})
+    return _sorted(ids, {"line": line, "crc": crc, "size": size})
 
 
 def merged(parts: Sequence[Segment]) -> Segment:
@@ -114,16 +113,15 @@ def merged(parts: Sequence[Segment]) -> Segment:
         name: (joined if name == "line" else np.concatenate)([x.tensors[name] for x in parts])
         for name in ("line", "crc", "size")
     }
-    line, size = whole["line"], whole["size"]
-    starts = line.starts[:-1]
-    at = starts[:, None] + np.arange(8)
-    text = np.append(line.flat, np.zeros(8, np.uint8))[at]
-    text[np.arange(8) >= size[:, None]] = 0
+    return _sorted(np.concatenate([x.ids for x in parts]), whole)
+
+
+def _sorted(ids: np.ndarray, tensors: dict[str, Any]) -> Segment:
+    line, size, eight = tensors["line"], tensors["size"], np.arange(8)
+    text = np.append(line.flat, np.zeros(8, np.uint8))[line.starts[:-1, None] + eight]
+    if size.min(initial=8) < 8:
+        text[eight >= size[:, None]] = 0
     prefix = text.reshape(-1).view("<u8")
-    return _sorted(np.concatenate([x.ids for x in parts]), prefix, whole)
-
-
-def _sorted(ids: np.ndarray, prefix: np.ndarray, tensors: dict[str, Any]) -> Segment:
     order = np.argsort(prefix, kind="stable")  # so that rows of one digest stay in their order
     return Segment(ids, {**tensors, "prefix": prefix[order], "place": order.astype(np.uint32)})
 
