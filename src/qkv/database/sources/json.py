@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qkv.database.sources import files
-from qkv.database.sources.table import Table, bounded, check_names
+from qkv.database.sources.table import LONGEST, Table, bounded, check_names
 from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -48,7 +48,10 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
         progress(len(data), len(data))
     check_names(list(columns), file)
     # What JSON has are plain cells as they stand.
-    return Table(name, {n: bounded(_vectors(cells), n, file) for n, cells in columns.items()})
+    columns = {title: _vectors(cells) for title, cells in columns.items()}
+    if len(data) > LONGEST:
+        columns = {title: bounded(cells, title, file) for title, cells in columns.items()}
+    return Table(name, columns)
 
 
 def _columns(
