@@ -142,6 +142,18 @@ def test_keys_that_no_query_sees_are_not_read(mask, spoiled):
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
+@pytest.mark.parametrize("at", [1, 2], ids=["key", "value"])
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_one_number_behind_a_shared_mask_does_not_leak(number, at):
+    """An infinite key spoils those rows alone whose query has its sign there."""
+    torch = pytest.importorskip("torch")
+    given, mask = [torch.tensor(x) for x in (QUERY, KEY, VALUE)], masks.lengths([48, 45])
+    want = qkv.attend(*given, mask=mask)
+    given[at][1, 1, 47, 3] = float(number)
+    assert qkv.explain(*given, mask=mask).engine != "native"
+    torch.testing.assert_close(qkv.attend(*given, mask=mask), want)
+
+
 def test_a_row_that_all_keys_share_is_whole_on_a_device():
     torch = pytest.importorskip("torch")
     from qkv.engines.native.kernel import whole_rows

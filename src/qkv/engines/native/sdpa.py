@@ -113,8 +113,13 @@ def guarded(call: Call) -> Array | None:
         return out
     if out.requires_grad and not _finite(call.key, call.query):
         return None
-    sees = is_causal(call.rule) and call.n >= call.m  # the last query sees every key
-    return out if _finite(out[..., -1:, :] if sees else out) else None
+    if is_causal(call.rule) and call.n >= call.m:  # the last query sees every key
+        told = [out[..., -1:, :]]
+    elif call.rule.shared:  # a value that leaks is in every row, and a key in whole rows
+        told = [out[..., :1, :], out[..., :1]]
+    else:
+        told = [out]
+    return out if _finite(*told) else None
 
 
 def direct(call: Call) -> Callable[..., Array | None] | None:
