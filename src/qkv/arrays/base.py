@@ -225,6 +225,10 @@ class Framework:
         """QKᵀ"""
         return self.xp.matmul(query, self.xp.matrix_transpose(key))
 
+    def dot(self, x: Array, vector: Array) -> Array:
+        """Σⱼ x…ⱼ vⱼ: (…, d), (d,) → (…)"""
+        return self.inner(x, vector[None, :])[..., 0]
+
     def settle(self, x: Array) -> Array:
         """x rounded as it stands: a compiler must not fuse it with what reads it."""
         return x

@@ -21,6 +21,7 @@ _AS_IT_IS = nullcontext()
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], Any] = torch._C._get_tracing_state
+_records: Callable[[], bool] = torch.is_grad_enabled
 
 
 def _tracing() -> bool:
@@ -121,28 +122,19 @@ class Torch(Framework):
             return None
         last = key if value is None else value
         try:
-            records, learned = torch.is_grad_enabled(), False
-            if records:
-                learned = query.requires_grad or key.requires_grad or last.requires_grad
+            kind, dtype, records = type(query), query.dtype, _records()
+            if not type(key) is kind is type(last):
+                kind = (kind, type(key), type(last))
+            if not key.dtype is dtype is last.dtype:
+                dtype = (dtype, key.dtype, last.dtype)
+            learned = records and (query.requires_grad or key.requires_grad or last.requires_grad)
             place: Any = None
             if not query.is_cpu:
                 if query.is_meta:
                     return None
                 place = query.get_device() if query.is_cuda else query.device
-            return (
-                query.shape,
-                key.shape,
-                None if value is None else value.shape,
-                type(query),
-                type(key),
-                type(last),
-                query.dtype,
-                key.dtype,
-                last.dtype,
-                place,
-                records,
-                learned,
-            )
+            shape = None if value is None else value.shape
+            return query.shape, key.shape, shape, kind, dtype, place, records, learned
         except AttributeError:
             return None
 
@@ -170,6 +162,9 @@ class Torch(Framework):
 
     def inner(self, query: Array, key: Array) -> Array:
         return query @ key.mT
+
+    def dot(self, x: Array, vector: Array) -> Array:
+        return x @ vector
 
     def keep(self, x: Array, live: Live, other: float = 0.0) -> Array:
         if live is None:

@@ -132,8 +132,8 @@ def kind(fw: Framework, record: Any) -> Hashable:
         learned = getattr(record, "requires_grad", False)
         return ArrayKind(type(record), record.dtype, record.shape, learned)
     held = getattr(record, "__dict__", None)
-    if held is not None and _KIND in held:
-        return held[_KIND]  # type: ignore[no-any-return]
+    if held is not None and KIND in held:
+        return held[KIND]  # type: ignore[no-any-return]
     if is_array(record):
         if of(record).tracing(record):
             raise Unkind
@@ -143,7 +143,7 @@ def kind(fw: Framework, record: Any) -> Hashable:
     if names is not None and held is not None and len(held) == len(names):
         found = (type(record), *[kind(fw, held[name]) for name in names])
         if not (ArrayKind in map(type, found) or has_arrays(found)):
-            held[_KIND] = found
+            held[KIND] = found
         return found
     if type(record) is tuple:
         return tuple(kind(fw, item) for item in record)
@@ -197,7 +197,7 @@ def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
 
 _PLAIN = (int, float, str, type(None))
 _PLAIN_TYPES = frozenset((*_PLAIN, bool))
-_KIND = "_kind"
+KIND = "_kind_in_calls"
 """Where a record that holds no array keeps its kind."""
 
 # A plain dictionary, which torch.compile can read.

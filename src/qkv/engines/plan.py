@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from qkv import masks
 from qkv.arrays import framework_of, tree
+from qkv.arrays.tree import KIND
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice
 from qkv.engines.request import bias_of, resolved, seed_of
@@ -53,9 +54,9 @@ def find(
         return None, None
     try:
         if type(score) is not str:
-            score = tree.kind(fw, score)
+            score = getattr(score, KIND, None) or tree.kind(fw, score)
         if type(weighting) is not str:
-            weighting = tree.kind(fw, weighting)
+            weighting = getattr(weighting, KIND, None) or tree.kind(fw, weighting)
         if mask is not None:
             mask = tree.kind(fw, mask)
     except tree.Unkind:

@@ -52,7 +52,7 @@ class Additive(Score):
     def __call__(self, query: Array, key: Array) -> Array:
         fw = of(query)
         q, k = pairs(*self.hidden(query, key))
-        return fw.inner(fw.tanh(q + k, spend=True), self.v[..., None, :])[..., 0]
+        return fw.dot(fw.tanh(q + k, spend=True), self.v)
 
     def hidden(self, query: Array, key: Array) -> tuple[Array, Array]:
         """W₁q + b (…, n, h) and W₂k (…, m, h)"""

@@ -185,7 +185,7 @@ def largest(x: Array) -> float:
 
 def pairs(query: Array, key: Array) -> tuple[Array, Array]:
     """(…, n, 1, d) and (…, 1, m, d), ready to be compared number by number."""
-    return query[..., :, None, :], key[..., None, :, :]
+    return query[..., None, :], key[..., None, :, :]
 
 
 def inner_score(owner: Any) -> None:

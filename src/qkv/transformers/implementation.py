@@ -33,6 +33,8 @@ WATCHERS: ContextVar[tuple[Callable[[Any, Question], None], ...]] = ContextVar(
 )
 """Who is shown every attention that a capture's implementation computes in this thread."""
 
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 
 def register(
     name: str = "qkv",
@@ -144,9 +146,14 @@ class Implementation:
             # A learned scale is not to be kept alive, and dynamo passes a cache by.
             fresh = isinstance(scaling, torch.Tensor) or torch.compiler.is_compiling()
             score = (ScaledDot if fresh else _scaled_dot)(scaling, softcap)
+        casts = _autocasts() and torch.is_autocast_enabled(query.device.type)
+        if position_bias is s_aux is None and not (output_attentions or self.records or casts):
+            out = attend(query, key, value, score=score, weighting=self.weighting, mask=mask,
+                         dropout_p=float(dropout))  # fmt: skip
+            return out.transpose(1, 2).contiguous(), None
         question = Question(query, key, value, score, self.weighting, mask, position_bias, s_aux)
         how = module, float(dropout), bool(output_attentions)
-        if not torch.is_autocast_enabled(query.device.type):
+        if not casts:
             return self.answer(question, *how)
         # Norms in float32 leave some wider than others. And sums stay in float32 inside.
         fw = framework("torch")
