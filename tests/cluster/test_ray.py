@@ -20,7 +20,7 @@ from qkv.cluster import Cluster, LostShard
 from qkv.errors import ArgumentError
 from qkv.serve.app import app
 from qkv.serve.guard import Access
-from qkv.serve.shelf import opened
+from qkv.serve.served import opened
 
 QUICK = str(Path(__file__).parent / "quick")
 RNG = np.random.default_rng(0)
@@ -113,9 +113,9 @@ def replicas(D: qkv.Database, path: Path) -> None:
 
 
 def served(path: Path) -> None:
-    shelf = opened([path], shards=1)
+    served = opened([path], shards=1)
     try:
-        with TestClient(app(shelf, Access(None, None, True)), base_url="http://127.0.0.1") as web:
+        with TestClient(app(served, Access(None, None, True)), base_url="http://127.0.0.1") as web:
             query = QUERY[0].tolist()
             told = web.post("/v1/databases/numbers/ask", json={"query": query}).json()
             assert "by 1 shard" in told["engine"] and told["total"] == 602
@@ -123,7 +123,7 @@ def served(path: Path) -> None:
             web.post("/v1/databases/numbers/rows", json={"rows": [row]}).raise_for_status()
             assert web.get("/v1/databases/numbers/info").json()["rows"] == 603
     finally:
-        shelf.close()
+        served.close()
 
 
 def lost(path: Path, folder: Path) -> None:

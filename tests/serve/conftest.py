@@ -1,4 +1,4 @@
-"""One shelf of small databases, and the app over it."""
+"""One served of small databases, and the app over it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 import qkv
 from qkv.serve.app import app
 from qkv.serve.guard import Access
-from qkv.serve.shelf import Shelf, opened
+from qkv.serve.served import Served, opened
 
 BOOKS = {
     "title": ["Emma", "Ulysses", "Dubliners", "Persuasion", "Leaves of Grass"],
@@ -25,26 +25,26 @@ VALUES = np.random.default_rng(1).standard_normal((30, 2)).astype(np.float32)
 LOCAL = "http://localhost"
 
 
-def shelved(folder: Path) -> Shelf:
+def serving(folder: Path) -> Served:
     """Books and grades on disk; vectors, keys of two columns, and nothing yet in memory."""
     how: dict[str, Any] = {"key": "title", "value": "genre", "encoder": "characters"}
     qkv.Database.from_columns(BOOKS, **how, path=folder / "books.qkv").close()
     grades = {"gpa": [3.1, 3.5, 3.6, 4.0], "salary": [70.0, 82.0, 86.0, 95.0]}
     qkv.Database.from_columns(grades, key="gpa", path=folder / "grades.qkv").close()
-    shelf = opened([folder / "books.qkv", folder / "grades.qkv"])
-    shelf.put("vectors", qkv.Database(KEYS, VALUES))
+    served = opened([folder / "books.qkv", folder / "grades.qkv"])
+    served.put("vectors", qkv.Database(KEYS, VALUES))
     places = {("Li", 1): "Mu", ("Hu", 2): "Rachel"}
-    shelf.put("places", qkv.Database(places, key=("name", "number")))
-    return shelf
+    served.put("places", qkv.Database(places, key=("name", "number")))
+    return served
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return shelved(tmp_path_factory.mktemp("served"))
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return serving(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
-def client(shelf: Shelf) -> Iterator[TestClient]:
+def client(served: Served) -> Iterator[TestClient]:
     """Whoever reaches this app may write."""
-    with TestClient(app(shelf, Access(write=True)), base_url=LOCAL) as client:
+    with TestClient(app(served, Access(write=True)), base_url=LOCAL) as client:
         yield client

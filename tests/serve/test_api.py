@@ -13,7 +13,7 @@ import qkv
 from qkv.answer import Answer
 from qkv.scores import Gaussian
 from qkv.serve import limits
-from qkv.serve.shelf import Shelf
+from qkv.serve.served import Served
 from qkv.told import jsonable
 from qkv.weightings import TopK
 from tests.serve.conftest import BOOKS, KEYS
@@ -63,10 +63,10 @@ ASKS: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "query", "sent", "meant"), ASKS)
 def test_ask(
-    client: TestClient, shelf: Shelf, name: str, query: Any, sent: Any, meant: Any
+    client: TestClient, served: Served, name: str, query: Any, sent: Any, meant: Any
 ) -> None:
     found = post(client, f"/v1/databases/{name}/ask", query=query, **sent)
-    database = shelf.databases[name].database
+    database = served.databases[name].database
     asked = np.asarray(query) if name == "vectors" else query
     expected = database.ask(asked, **meant)
     if isinstance(expected, list):
@@ -77,8 +77,8 @@ def test_ask(
         alike(found, expected)
 
 
-def test_a_key_of_several_columns_is_a_list(client: TestClient, shelf: Shelf) -> None:
-    database = shelf.databases["places"].database
+def test_a_key_of_several_columns_is_a_list(client: TestClient, served: Served) -> None:
+    database = served.databases["places"].database
     found = post(client, "/v1/databases/places/ask", query=["Li", 1])
     alike(found, database.ask(("Li", 1)))
     many = post(client, "/v1/databases/places/ask", query=[["Li", 1], ["Hu", 2]])
@@ -90,8 +90,8 @@ def test_text_is_read_as_the_keys_are(client: TestClient) -> None:
     assert post(client, "/v1/databases/grades/ask", query="3.5")["query"] == 3.5
 
 
-def test_attend(client: TestClient, shelf: Shelf) -> None:
-    vectors, grades = (shelf.databases[name].database for name in ("vectors", "grades"))
+def test_attend(client: TestClient, served: Served) -> None:
+    vectors, grades = (served.databases[name].database for name in ("vectors", "grades"))
     found = post(
         client, "/v1/databases/vectors/attend", query=KEYS[:3].tolist(), score="gaussian:2"
     )
@@ -116,8 +116,8 @@ def test_weights(client: TestClient) -> None:
     np.testing.assert_allclose(found["weights"], qkv.weights(query, key, mask="causal"))
 
 
-def test_rows(client: TestClient, shelf: Shelf) -> None:
-    database = shelf.databases["books"].database
+def test_rows(client: TestClient, served: Served) -> None:
+    database = served.databases["books"].database
     assert client.get("/v1/databases/books/rows?at=1").json() == {
         "from": 0,
         "total": 5,
@@ -131,8 +131,8 @@ def test_rows(client: TestClient, shelf: Shelf) -> None:
     assert found == {"from": 1, "total": 4, "rows": expected}
 
 
-def test_write_update_remove_and_look_back(client: TestClient, shelf: Shelf) -> None:
-    database, path = shelf.databases["books"].database, "/v1/databases/books/rows"
+def test_write_update_remove_and_look_back(client: TestClient, served: Served) -> None:
+    database, path = served.databases["books"].database, "/v1/databases/books/rows"
     before = database.version
     row = {"title": "Middlemarch/1", "genre": "novel", "year": 1871}
     told = post(client, path, rows=[row])
@@ -166,24 +166,24 @@ def test_an_absent_key_names_the_nearest(client: TestClient) -> None:
         assert answer.json()["nearest"][0] == "Emma" and answer.json()["key"] == "Ema"
 
 
-def test_cells_are_read_as_the_columns_are(client: TestClient, shelf: Shelf) -> None:
+def test_cells_are_read_as_the_columns_are(client: TestClient, served: Served) -> None:
     path = "/v1/databases/grades/rows"
     post(client, path, rows=[{"gpa": "3.8", "salary": "90"}])
-    assert shelf.databases["grades"].database[3.8] == 90
+    assert served.databases["grades"].database[3.8] == 90
     assert client.get(f"{path}/3.8").json() == {"key": 3.8, "value": 90}
     assert client.delete(f"{path}/3.8").status_code == 200
 
 
-def test_rows_come_in_whole_or_not_at_all(client: TestClient, shelf: Shelf) -> None:
-    database = shelf.databases["grades"].database
+def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: Served) -> None:
+    database = served.databases["grades"].database
     rows = [{"gpa": 2.0, "salary": 50.0}, {"gpa": "much", "salary": 51.0}]
     answer = client.post("/v1/databases/grades/rows", json={"rows": rows})
     assert answer.status_code == 422 and "gpa" in answer.json()["error"]
     assert 2.0 not in database
 
 
-def test_info_and_databases(client: TestClient, shelf: Shelf) -> None:
-    database = shelf.databases["books"].database
+def test_info_and_databases(client: TestClient, served: Served) -> None:
+    database = served.databases["books"].database
     found = client.get("/v1/databases/books/info").json()
     about = dict(database.info())
     del about["path"]
@@ -225,7 +225,7 @@ def test_an_upload_is_asked_by_other_columns_and_forgotten(client: TestClient) -
     assert client.get("/v1/databases/students/info").status_code == 404
 
 
-def test_an_upload_takes_no_served_name_and_the_shelf_is_finite(
+def test_an_upload_takes_no_served_name_and_their_number_is_finite(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def upload(name: str, content: bytes = b"a,b\n1,2\n") -> Any:

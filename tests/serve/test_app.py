@@ -17,7 +17,7 @@ from qkv.errors import ArgumentError
 from qkv.serve import api, bodies, limits, wire
 from qkv.serve.answers import refused_by
 from qkv.serve.app import _parsed, app
-from qkv.serve.shelf import Shelf, opened
+from qkv.serve.served import Served, opened
 from tests.serve.conftest import LOCAL
 
 ASK = "/v1/databases/books/ask"
@@ -92,16 +92,16 @@ def test_bytes_that_are_none(client: TestClient) -> None:
 
 
 def test_all_bodies_together_are_limited(
-    client: TestClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HELD", 100)
     answer = client.post(ASK, json={"query": "x" * 101})
     assert answer.status_code == 503 and "100 bytes" in answer.json()["error"]
-    assert shelf.held == 0 and client.post(ASK, json={"query": "x"}).status_code == 200
+    assert served.held == 0 and client.post(ASK, json={"query": "x"}).status_code == 200
 
 
-def test_health_needs_no_thread(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shelf, "work", None)
+def test_health_needs_no_thread(client: TestClient, served: Served, monkeypatch: Any) -> None:
+    monkeypatch.setattr(served, "work", None)
     for path in ("/healthz", "/v2/health/live", "/v2/health/ready"):
         assert client.get(path).status_code == 200
 
@@ -187,14 +187,14 @@ def test_rows_and_weights_are_limited(client: TestClient) -> None:
     assert answer.status_code == 413 and "1,048,576" in answer.json()["error"]
 
 
-def test_a_row_without_a_key_is_refused(client: TestClient, shelf: Shelf) -> None:
-    before = shelf.databases["books"].database.version
+def test_a_row_without_a_key_is_refused(client: TestClient, served: Served) -> None:
+    before = served.databases["books"].database.version
     for row in ({}, {"genre": "novel"}, {"title": None, "genre": "novel"}):
         for update in (False, True):
             body = {"rows": [{"title": "Walden", "genre": "essay"}, row], "update": update}
             answer = client.post("/v1/databases/books/rows", json=body)
             assert answer.status_code == 422 and "rows[1] has no key" in answer.json()["error"]
-    assert shelf.databases["books"].database.version == before
+    assert served.databases["books"].database.version == before
 
 
 @pytest.mark.parametrize(
@@ -213,29 +213,29 @@ def test_other_paths_and_methods(client: TestClient) -> None:
 
 
 def test_what_takes_too_long(
-    client: TestClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SECONDS", 0.05)
-    kept = shelf.databases["grades"]
+    kept = served.databases["grades"]
     monkeypatch.setattr(kept.database, "ask", lambda *_, **__: time.sleep(0.3), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     assert answer.status_code == 503 and "0.05 seconds" in answer.json()["error"]
 
 
-def test_a_bug_tells_nothing(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
+def test_a_bug_tells_nothing(client: TestClient, served: Served, monkeypatch: Any) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("/secret/place")
 
-    monkeypatch.setattr(shelf.databases["grades"].database, "ask", broken, raising=False)
+    monkeypatch.setattr(served.databases["grades"].database, "ask", broken, raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     assert answer.status_code == 500 and "secret" not in answer.text
 
 
-def test_a_damaged_file_is_told(client: TestClient, shelf: Shelf, monkeypatch: Any) -> None:
+def test_a_damaged_file_is_told(client: TestClient, served: Served, monkeypatch: Any) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise Damaged("rows-1.safetensors is cut short")
 
-    monkeypatch.setattr(shelf.databases["grades"].database, "ask", broken, raising=False)
+    monkeypatch.setattr(served.databases["grades"].database, "ask", broken, raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
     assert answer.status_code == 500 and "cut short" in answer.json()["error"]
 
@@ -246,8 +246,8 @@ def test_a_folder_that_is_gone_is_not_read_on(tmp_path: Path, replaced: bool) ->
     for name in ("gone", "here"):
         with qkv.open(tmp_path / f"{name}.qkv", encoder="characters") as database:
             database.add("Li", "Mu")
-    shelf = opened([tmp_path / "gone.qkv", tmp_path / "here.qkv"])
-    with TestClient(app(shelf), base_url=LOCAL) as client:
+    served = opened([tmp_path / "gone.qkv", tmp_path / "here.qkv"])
+    with TestClient(app(served), base_url=LOCAL) as client:
         path, ask = "/v1/databases/gone", {"query": "Li"}
         assert client.get(f"{path}/rows/Li").json()["value"] == "Mu"
         (tmp_path / "gone.qkv").rename(tmp_path / "elsewhere.qkv")

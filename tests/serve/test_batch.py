@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from qkv.database.faults import Closed
 from qkv.serve import batch, limits
 from qkv.serve.batch import Batches
-from qkv.serve.shelf import Shelf
+from qkv.serve.served import Served
 from tests.serve.conftest import KEYS
 
 
@@ -109,9 +109,9 @@ def test_who_comes_late_is_told() -> None:
         batches.ask("x", "a")
 
 
-def test_many_at_a_time_get_each_its_own(client: TestClient, shelf: Shelf) -> None:
+def test_many_at_a_time_get_each_its_own(client: TestClient, served: Served) -> None:
     """48 asks from 16 threads, one in six of them wrong: the answers are those of one by one."""
-    database = shelf.databases["vectors"].database
+    database = served.databases["vectors"].database
 
     def ask(i: int) -> Any:
         query = KEYS[i % 30].tolist() if i % 6 else [1.0, 2.0]

@@ -15,8 +15,8 @@ from qkv.serve.app import app
 from qkv.serve.guard import Access, Guard
 from qkv.serve.metrics import Metrics
 from qkv.serve.run import check_address
-from qkv.serve.shelf import Shelf
-from tests.serve.conftest import LOCAL, shelved
+from qkv.serve.served import Served
+from tests.serve.conftest import LOCAL, serving
 
 ALL, READ = "a-token-that-writes", "a-token-that-reads"
 ROW = {"rows": [{"title": "Silas Marner", "genre": "novel"}]}
@@ -24,8 +24,8 @@ ROW = {"rows": [{"title": "Silas Marner", "genre": "novel"}]}
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    shelf = shelved(tmp_path_factory.mktemp("locked"))
-    with TestClient(app(shelf, Access(ALL, READ)), base_url=LOCAL) as client:
+    served = serving(tmp_path_factory.mktemp("locked"))
+    with TestClient(app(served, Access(ALL, READ)), base_url=LOCAL) as client:
         yield client
 
 
@@ -73,8 +73,8 @@ def test_without_a_token_nobody_learns_what_is_served(locked: TestClient) -> Non
 
 
 def test_without_tokens_it_reads_and_uploads(tmp_path: Path) -> None:
-    shelf = shelved(tmp_path)
-    with TestClient(app(shelf), base_url=LOCAL) as client:
+    served = serving(tmp_path)
+    with TestClient(app(served), base_url=LOCAL) as client:
         assert client.get("/v1/databases").status_code == 200
         for answer in (
             client.post("/v1/databases/books/rows", json=ROW),
@@ -84,7 +84,7 @@ def test_without_tokens_it_reads_and_uploads(tmp_path: Path) -> None:
         path = "/v1/databases?name=t&format=csv"
         head = {"content-type": "text/csv"}
         assert client.post(path, content=b"a,b\n1,2\n", headers=head).status_code == 200
-        assert "Emma" in shelf.databases["books"].database
+        assert "Emma" in served.databases["books"].database
 
 
 @pytest.mark.parametrize("token", ["", "short", "with a space in it", "ünsichtbar-und-lang-genug"])
@@ -123,8 +123,10 @@ def test_the_host_is_checked(client: TestClient, host: str, ours: bool) -> None:
 
 
 def test_its_own_name_is_a_host(tmp_path: Path) -> None:
-    shelf = Shelf()
-    with TestClient(app(shelf, hosts=["Books.example"]), base_url="http://books.example") as client:
+    served = Served()
+    with TestClient(
+        app(served, hosts=["Books.example"]), base_url="http://books.example"
+    ) as client:
         assert client.get("/healthz").status_code == 200
 
 

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from qkv.serve.app import app
 from qkv.serve.guard import Access
-from tests.serve.conftest import shelved
+from tests.serve.conftest import serving
 
 TOKEN = "a-token-that-writes"
 CASES = 2000
@@ -25,8 +25,8 @@ def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> Non
     """All checks of schemathesis on every route, in-process; two are told what statuses mean here:
     400 and 415 for what does not fit the description and nothing else, 422 for what fits it and
     has no meaning."""
-    shelf, seen = shelved(tmp_path), Counter[int]()
-    inner = app(shelf, Access(TOKEN, "a-token-that-reads"), hosts=["testserver"])
+    served, seen = serving(tmp_path), Counter[int]()
+    inner = app(served, Access(TOKEN, "a-token-that-reads"), hosts=["testserver"])
 
     async def lasting(scope: Any, receive: Any, send: Any) -> None:
         """The app, which schemathesis starts and ends for every case, as one that stays."""
@@ -58,7 +58,7 @@ def test_every_case_is_answered_as_described(tmp_path: Path, caplog: Any) -> Non
             expected_statuses=["400", "401", "404", "405", "415"]
         )
         faults = [fault for event in from_schema(schema).execute() for fault in _faults(event)]
-    shelf.close()
+    served.close()
     assert not faults, "\n\n".join(faults[:5])
     assert sum(seen.values()) >= CASES, seen
     assert {200, 400, 401, 404, 405, 409, 415, 422} <= set(seen)

@@ -18,9 +18,9 @@ from qkv.page import to_html
 from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.run import bound
-from qkv.serve.shelf import Shelf
+from qkv.serve.served import Served
 from tests.page import test_regression, test_scores, test_sentence
-from tests.serve.conftest import shelved
+from tests.serve.conftest import serving
 
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
 CSV = f"name,major,year\nAnn,art,1\nBo,law,2\nCy,{EVIL.replace(chr(34), chr(39))},3\n"
@@ -28,10 +28,10 @@ TOKEN = "a-token-that-writes"
 
 
 @contextmanager
-def at_work(shelf: Shelf, access: Access) -> Iterator[str]:
+def at_work(served: Served, access: Access) -> Iterator[str]:
     """A real server in a thread: its address."""
     with bound("127.0.0.1", 0) as place:
-        server = uvicorn.Server(uvicorn.Config(app(shelf, access), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app(served, access), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
         thread.start()
         while not server.started:
@@ -44,15 +44,15 @@ def at_work(shelf: Shelf, access: Access) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    shelf = shelved(tmp_path_factory.mktemp("page"))
-    database = shelf.databases["books"].database
+def own(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    served = serving(tmp_path_factory.mktemp("page"))
+    database = served.databases["books"].database
     database.extend([{"title": EVIL, "genre": EVIL, "year": 2000}])
-    return shelf
+    return served
 
 
 @pytest.fixture(scope="module")
-def url(own: Shelf) -> Iterator[str]:
+def url(own: Served) -> Iterator[str]:
     with at_work(own, Access()) as url:
         yield url
 
@@ -61,7 +61,7 @@ def number(page: Any, test: str) -> float:
     return float(page.get_by_test_id(test).get_attribute("data-value"))
 
 
-def test_the_served_databases_are_shown(page: Any, url: str, own: Shelf) -> None:
+def test_the_served_databases_are_shown(page: Any, url: str, own: Served) -> None:
     page.goto(url)
     page.get_by_test_id("answer-value").first.wait_for()
     tabs = page.get_by_role("tab").all_inner_texts()
@@ -70,7 +70,7 @@ def test_the_served_databases_are_shown(page: Any, url: str, own: Shelf) -> None
     assert page.get_by_test_id("answer-value").first.inner_text() == "novel"
 
 
-def test_a_served_database_is_asked(page: Any, url: str, own: Shelf) -> None:
+def test_a_served_database_is_asked(page: Any, url: str, own: Served) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     books = own.databases["books"].database
@@ -107,7 +107,7 @@ def test_a_served_database_is_asked(page: Any, url: str, own: Shelf) -> None:
     assert page.get_by_test_id("data-error").is_hidden()
 
 
-def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Shelf) -> None:
+def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Served) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
     page.get_by_test_id("data-file").set_input_files(
@@ -141,7 +141,7 @@ def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own:
     assert "empty" in page.get_by_test_id("data-error").inner_text()
 
 
-def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Shelf, tmp_path: Path) -> None:
+def test_a_folder_of_a_database_is_opened(page: Any, url: str, own: Served, tmp_path: Path) -> None:
     with qkv.open(tmp_path / "names.qkv", encoder="characters") as database:
         database.add("Li", "Mu")
         database.add("Hu", "Rachel")
@@ -209,7 +209,7 @@ def test_inline_script_is_refused_by_the_policy(page: Any, url: str) -> None:
 
 def test_the_page_asks_for_a_token(page: Any, tmp_path: Path) -> None:
     page.expected.append("401")
-    with at_work(shelved(tmp_path), Access(TOKEN)) as url:
+    with at_work(serving(tmp_path), Access(TOKEN)) as url:
         page.goto(url)
         page.get_by_label("Token").fill("not-the-right-token")
         page.get_by_role("button", name="Show the page").click()

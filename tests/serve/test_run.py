@@ -24,7 +24,7 @@ import qkv
 from qkv.serve import limits
 from qkv.serve.app import app
 from qkv.serve.run import bound, config
-from qkv.serve.shelf import Shelf
+from qkv.serve.served import Served
 from tests.cli.run import HERE, run
 from tests.serve.process import serving
 
@@ -73,7 +73,7 @@ def heard(connection: socket.socket) -> bytes:
 
 def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADER", 0.05)
-    with beside(app(Shelf())) as (_, place):
+    with beside(app(Served())) as (_, place):
         for head in (b"", b"GET /healthz HTTP/1.1\r\nhost: lo", WHOLE + WHOLE[:9]):
             with socket.create_connection(place, timeout=30) as connection:
                 connection.sendall(head)
@@ -83,7 +83,7 @@ def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_is_finite() -> None:
     with (
-        beside(app(Shelf())) as (server, place),
+        beside(app(Served())) as (server, place),
         socket.create_connection(place, timeout=30) as connection,
     ):
         connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: ")
@@ -126,7 +126,7 @@ def test_who_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_address_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "EACH", 2)
-    with beside(app(Shelf())) as (_, place):
+    with beside(app(Served())) as (_, place):
         first, second = (http.client.HTTPConnection(*place, timeout=30) for _ in range(2))
 
         def status(connection: http.client.HTTPConnection) -> int:

@@ -70,7 +70,7 @@ def serve(
         from qkv.serve.app import app
         from qkv.serve.guard import Access, is_loopback
         from qkv.serve.run import bound, check_address, run
-        from qkv.serve.shelf import opened
+        from qkv.serve.served import opened
     except ImportError as error:
         name = (error.name or "starlette").partition(".")[0]
         raise MissingExtra(f"serve needs {name}: pip install 'qkv[serve]'") from None
@@ -79,10 +79,10 @@ def serve(
     access = Access(token, read_token, write)
     check_address(host, access)
     with bound(host, port) as place:
-        shelf = opened(sources or [], cluster)
+        served = opened(sources or [], cluster)
         found = place.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
-        names = ", ".join(shelf.databases) or "no database"
+        names = ", ".join(served.databases) or "no database"
         # Who asks before the server listens to it waits in the socket's queue.
         screen.note(f"qkv: serving {names} at {url}; Ctrl-C ends it")
         if browse:
@@ -91,5 +91,5 @@ def serve(
             webbrowser.open(url)
         # By its own name it is reached from elsewhere; on loopback a name may be anyone's.
         hosts = [] if is_loopback(host) else [host, socket.gethostname()]
-        run(app(shelf, access, hosts), place)
+        run(app(served, access, hosts), place)
     return Result({"host": host, "port": found}, lambda: None)

@@ -31,10 +31,10 @@ from qkv.serve.bodies import (
     record,
 )
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import Kept, Shelf, few, options, short
+from qkv.serve.served import Kept, Served, few, options, short
 
 
-async def ask(shelf: Shelf, given: Given) -> Any:
+async def ask(served: Served, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query = how.pop("query")
     more = [name for name in ("weights", "spread") if how.pop(name, False)]
@@ -42,7 +42,7 @@ async def ask(shelf: Shelf, given: Given) -> Any:
     answers, single = await asyncio.wrap_future(kept.batches.ask(wire.dumps(how), query, size))
     told = [wire.told(answer, given.exactly) for answer in answers]
     if more:
-        await shelf.work(_more, answers, more, told)
+        await served.work(_more, answers, more, told)
     return told[0] if single else told
 
 
@@ -54,7 +54,7 @@ def _more(answers: list[Answer], names: list[str], told: list[dict[str, Any]]) -
         one |= {name: getattr(answer, name) for name in names}
 
 
-def attend(shelf: Shelf, given: Given) -> Any:
+def attend(served: Served, given: Given) -> Any:
     kept, how = given.kept, dict(given.body)
     query, version = how.pop("query"), how.pop("at", None)
     queries, single = kept.queries(query)
@@ -63,7 +63,7 @@ def attend(shelf: Shelf, given: Given) -> Any:
     return {"value": value[0] if single else value}
 
 
-def weights(shelf: Shelf, given: Given) -> Any:
+def weights(served: Served, given: Given) -> Any:
     import qkv
 
     how = dict(given.body)
@@ -85,7 +85,7 @@ def _array(name: str, given: Any) -> np.ndarray:
     return found
 
 
-def rows(shelf: Shelf, given: Given) -> Any:
+def rows(served: Served, given: Given) -> Any:
     at = given.at
     database, where = given.kept.at(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
@@ -93,7 +93,7 @@ def rows(shelf: Shelf, given: Given) -> Any:
     return {"from": start, "total": database.count(where), "rows": found}
 
 
-async def add(shelf: Shelf, given: Given) -> Any:
+async def add(served: Served, given: Given) -> Any:
     kept = _writable(given.kept)
     return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body))
 
@@ -133,7 +133,7 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
     return {**_now(kept), "inserted": inserted}
 
 
-def get(shelf: Shelf, given: Given) -> Any:
+def get(served: Served, given: Given) -> Any:
     database, key = given.kept.at(given.at.get("at")), _key(given)
     if given.at.get("all"):
         found = database.all(key) or [database[key]]
@@ -149,7 +149,7 @@ def _key(given: Given) -> Any:
         raise Refused(404, str(error), kind="AbsentKey", key=given.key, nearest=[]) from None
 
 
-async def remove(shelf: Shelf, given: Given) -> Any:
+async def remove(served: Served, given: Given) -> Any:
     kept = _writable(given.kept)
 
     def removed() -> dict[str, Any]:
@@ -169,12 +169,12 @@ def _now(kept: Kept) -> dict[str, Any]:
     return {"name": kept.name, "rows": len(kept.database), "version": kept.database.version}
 
 
-def versions(shelf: Shelf, given: Given) -> Any:
+def versions(served: Served, given: Given) -> Any:
     found = given.kept.database.versions()
     return {"name": given.kept.name, "versions": [asdict(version) for version in found]}
 
 
-def info(shelf: Shelf, given: Given) -> Any:
+def info(served: Served, given: Given) -> Any:
     database = given.kept.at(given.at.get("at"))
     about, described = dict(database.info()), database.describe()
     del about["path"]  # where it lies is the server's own
@@ -187,20 +187,20 @@ def info(shelf: Shelf, given: Given) -> Any:
     }
 
 
-def databases(shelf: Shelf, given: Given) -> Any:
-    return {"databases": [_short(kept) for kept in list(shelf.databases.values())]}
+def databases(served: Served, given: Given) -> Any:
+    return {"databases": [_short(kept) for kept in list(served.databases.values())]}
 
 
 def _short(kept: Kept) -> dict[str, Any]:
     return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
 
 
-async def health(shelf: Shelf, given: Given) -> Any:
-    return {"status": "ok", "databases": len(shelf.databases)}
+async def health(served: Served, given: Given) -> Any:
+    return {"status": "ok", "databases": len(served.databases)}
 
 
-def metrics(shelf: Shelf, given: Given) -> Any:
-    return Response(shelf.metrics.text(), media_type="text/plain; version=0.0.4")
+def metrics(served: Served, given: Given) -> Any:
+    return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 ONE = "/v1/databases/{name}"

@@ -28,7 +28,7 @@ from qkv.serve.guard import Access, Guard
 from qkv.serve.openapi import described
 from qkv.serve.reference import page as read
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import Shelf
+from qkv.serve.served import Served
 
 SMALL = 2**16
 """Bytes of JSON that are read at once; more are read in a thread, while others are answered."""
@@ -44,14 +44,14 @@ class Cell(PathConvertor):
 register_url_convertor("cell", Cell())
 
 
-def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -> Starlette:
-    """The databases of a shelf as an ASGI app, which closes them when it ends.
+def app(served: Served, access: Access | None = None, hosts: Iterable[str] = ()) -> Starlette:
+    """The databases that are served as an ASGI app, which closes them when it ends.
 
     >>> from qkv import Database
     >>> from starlette.testclient import TestClient
-    >>> shelf = Shelf()
-    >>> _ = shelf.put("names", Database({"Li": "Mu", "Smola": "Alex"}))
-    >>> with TestClient(app(shelf), base_url="http://localhost") as client:
+    >>> served = Served()
+    >>> _ = served.put("names", Database({"Li": "Mu", "Smola": "Alex"}))
+    >>> with TestClient(app(served), base_url="http://localhost") as client:
     ...     client.post("/v1/databases/names/ask", json={"query": "Li"}).json()["value"]
     'Mu'
     """
@@ -64,18 +64,18 @@ def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -
     @contextlib.asynccontextmanager
     async def life(_: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(shelf.close)
+        await asyncio.to_thread(served.close)
 
     return Starlette(
         routes=[
             Path(
                 path.replace("{key}", "{key:cell}"),
-                Endpoint(shelf, access, same),
+                Endpoint(served, access, same),
                 methods=[route.method for route in same],
             )
             for path, same in paths.items()
         ],
-        middleware=[Middleware(Guard, metrics=shelf.metrics, hosts=hosts)],
+        middleware=[Middleware(Guard, metrics=served.metrics, hosts=hosts)],
         exception_handlers={HTTPException: _unrouted},
         lifespan=life,
     )
@@ -84,14 +84,14 @@ def app(shelf: Shelf, access: Access | None = None, hosts: Iterable[str] = ()) -
 def table(access: Access) -> list[Route]:
     """Every route of the server, this description's own among them."""
 
-    def openapi(shelf: Shelf, given: Given) -> Any:
+    def openapi(served: Served, given: Given) -> Any:
         # Whoever may not read is told of every route, and of no database.
         reads = access.refuses(given.headers.get("authorization"), "read") is None
-        return described(routes, shelf.databases if reads else (), secured=not access.open)
+        return described(routes, served.databases if reads else (), secured=not access.open)
 
-    def reference(shelf: Shelf, given: Given) -> Any:
+    def reference(served: Served, given: Given) -> Any:
         url = f"http://{given.headers['host']}"
-        return Response(read(openapi(shelf, given), url), media_type="text/html")
+        return Response(read(openapi(served, given), url), media_type="text/html")
 
     own = [
         Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None),
@@ -106,8 +106,8 @@ def table(access: Access) -> list[Route]:
 class Endpoint:
     """One path as an ASGI app; Starlette would wrap a function into three more."""
 
-    def __init__(self, shelf: Shelf, access: Access, routes: Sequence[Route]):
-        self.shelf, self.access = shelf, access
+    def __init__(self, served: Served, access: Access, routes: Sequence[Route]):
+        self.served, self.access = served, access
         self.routes: dict[str, Route] = {route.method: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,7 @@ class Endpoint:
         try:
             answer = await self._answer(request)
         finally:
-            self.shelf.held -= scope.get("qkv.held", 0)
+            self.served.held -= scope.get("qkv.held", 0)
         await answer(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
@@ -128,27 +128,27 @@ class Endpoint:
                 if (refused := self.access.refuses(header, route.right)) is not None:
                     raise refused
             if route.right != "write":
-                return await _timed(_taken(self.shelf, route, request))  # type: ignore[no-any-return]
-            given = await _timed(_given(self.shelf, route, request))
-            return await _called(self.shelf, route, given)
+                return await _timed(_taken(self.served, route, request))  # type: ignore[no-any-return]
+            given = await _timed(_given(self.served, route, request))
+            return await _called(self.served, route, given)
         except Refused as error:
             return refusal(error, exactly=exactly)
         except Exception as error:
-            refused = await self.shelf.work(refused_by, error)
+            refused = await self.served.work(refused_by, error)
             if refused is None:
                 logging.getLogger("qkv").exception("a bug, in %s", route.path)
                 refused = Refused(500, "a bug in qkv: the server's log has where")
             return refusal(refused, exactly=exactly)
 
 
-async def _taken(shelf: Shelf, route: Route, request: Request) -> Response:
-    return await _called(shelf, route, await _given(shelf, route, request))
+async def _taken(served: Served, route: Route, request: Request) -> Response:
+    return await _called(served, route, await _given(served, route, request))
 
 
-async def _called(shelf: Shelf, route: Route, given: Given) -> Response:
+async def _called(served: Served, route: Route, given: Given) -> Response:
     if inspect.iscoroutinefunction(route.call):
-        return _response(await route.call(shelf, given), given)
-    return await shelf.work(lambda: _response(route.call(shelf, given), given))  # type: ignore[no-any-return]
+        return _response(await route.call(served, given), given)
+    return await served.work(lambda: _response(route.call(served, given), given))  # type: ignore[no-any-return]
 
 
 def _response(found: Any, given: Given) -> Response:
@@ -163,10 +163,10 @@ async def _timed(call: Any) -> Any:
         raise Refused(503, f"this took longer than {limits.SECONDS:g} seconds, the limit") from None
 
 
-async def _given(shelf: Shelf, route: Route, request: Request) -> Given:
+async def _given(served: Served, route: Route, request: Request) -> Given:
     at = _parameters(route, request)
-    kept = shelf.find(request.path_params["name"]) if route.named else None
-    body = await _body(shelf, route, request) if route.body is not None or route.raw else None
+    kept = served.find(request.path_params["name"]) if route.named else None
+    body = await _body(served, route, request) if route.body is not None or route.raw else None
     return Given(kept, request.path_params, at, body, request.headers)
 
 
@@ -187,7 +187,7 @@ def _parameters(route: Route, request: Request) -> dict[str, Any]:
     return at
 
 
-async def _body(shelf: Shelf, route: Route, request: Request) -> Any:
+async def _body(served: Served, route: Route, request: Request) -> Any:
     """The body as bytes where the route takes them raw, else as JSON that fits its schema."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     takes = [*route.raw, *(["application/json", wire.CELLS] if route.body is not None else [])]
@@ -201,9 +201,9 @@ async def _body(shelf: Shelf, route: Route, request: Request) -> Any:
     try:
         async for chunk in request.stream():
             raw += chunk
-            shelf.held += len(chunk)
+            served.held += len(chunk)
             request.scope["qkv.held"] = len(raw)
-            if shelf.held > limits.HELD:
+            if served.held > limits.HELD:
                 raise Refused(503, f"{limits.HELD:,} bytes of bodies at a time are the limit")
             if len(raw) > most:
                 raise Refused(413, f"the body may have at most {most:,} bytes")

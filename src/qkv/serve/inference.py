@@ -22,7 +22,7 @@ from qkv.serve import limits, tensors
 from qkv.serve.bodies import ASK, TEXT, TEXTS, body, record
 from qkv.serve.fit import deep, fault, whole
 from qkv.serve.route import Given, Route
-from qkv.serve.shelf import Kept, Shelf, few
+from qkv.serve.served import Kept, Served, few
 from qkv.serve.tensors import Tensor
 from qkv.told import jsonable
 
@@ -40,25 +40,25 @@ PARAMETERS = body(
 )
 
 
-def server(shelf: Shelf, given: Given) -> Any:
+def server(served: Served, given: Given) -> Any:
     import qkv
 
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
-async def live(shelf: Shelf, given: Given) -> Any:
+async def live(served: Served, given: Given) -> Any:
     return {}
 
 
-async def ready(shelf: Shelf, given: Given) -> Any:
+async def ready(served: Served, given: Given) -> Any:
     return {}
 
 
-def model_ready(shelf: Shelf, given: Given) -> Any:
+def model_ready(served: Served, given: Given) -> Any:
     return {}
 
 
-def model(shelf: Shelf, given: Given) -> Any:
+def model(served: Served, given: Given) -> Any:
     """What the model takes and gives; its version is the database's."""
     kept = given.kept
     return {
@@ -70,13 +70,13 @@ def model(shelf: Shelf, given: Given) -> Any:
     }
 
 
-async def infer(shelf: Shelf, given: Given) -> Any:
+async def infer(served: Served, given: Given) -> Any:
     """Answer a batch of queries, as one with those of other clients."""
     kept = given.kept
-    request, how, queries = await shelf.work(_read, kept, given)
+    request, how, queries = await served.work(_read, kept, given)
     same = json.dumps(how, sort_keys=True)
     answers, _ = await asyncio.wrap_future(kept.batches.ask(same, queries, len(queries)))
-    return await shelf.work(_written, kept, request, answers, how["top"])
+    return await served.work(_written, kept, request, answers, how["top"])
 
 
 def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any]:

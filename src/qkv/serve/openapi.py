@@ -8,7 +8,7 @@ from typing import Any
 import qkv
 from qkv.serve.fit import Schema
 from qkv.serve.route import Route
-from qkv.serve.shelf import NAME
+from qkv.serve.served import NAME
 
 WHY = {
     400: "Not of the form that is described here.",

@@ -17,7 +17,7 @@ from qkv.page.views import views
 from qkv.serve import limits
 from qkv.serve.bodies import COUNT, SHORT, TEXT, record
 from qkv.serve.route import Given, Refused, Route
-from qkv.serve.shelf import NAME, Shelf, options
+from qkv.serve.served import NAME, Served, options
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -43,44 +43,44 @@ HTML = """<!doctype html>
 
 
 class Databases(MutableMapping[str, "Database"]):
-    """A shelf as the page's calls see it; what they put there is an upload, and only those go."""
+    """What is served, for the page's calls: what they put there is an upload, and only those go."""
 
-    def __init__(self, shelf: Shelf):
-        self.shelf = shelf
+    def __init__(self, served: Served):
+        self.served = served
 
     def __getitem__(self, name: str) -> Database:
-        return self.shelf.databases[name].database
+        return self.served.databases[name].database
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self.shelf.databases))
+        return iter(list(self.served.databases))
 
     def __len__(self) -> int:
-        return len(self.shelf.databases)
+        return len(self.served.databases)
 
     def __setitem__(self, name: str, database: Database) -> None:
-        self.shelf.keep(name, database)
+        self.served.keep(name, database)
 
     def __delitem__(self, name: str) -> None:
-        self.shelf.drop(name)
+        self.served.drop(name)
 
 
-def index(shelf: Shelf, given: Given) -> Any:
+def index(served: Served, given: Given) -> Any:
     return Response(HTML, media_type="text/html")
 
 
-def script(shelf: Shelf, given: Given) -> Any:
+def script(served: Served, given: Given) -> Any:
     return Response(module(), media_type="text/javascript")
 
 
-def boot(shelf: Shelf, given: Given) -> Any:
+def boot(served: Served, given: Given) -> Any:
     return Response(_static("boot.js"), media_type="text/javascript")
 
 
-def style(shelf: Shelf, given: Given) -> Any:
+def style(served: Served, given: Given) -> Any:
     return Response(_static("page.css"), media_type="text/css")
 
 
-def reference_style(shelf: Shelf, given: Given) -> Any:
+def reference_style(served: Served, given: Given) -> Any:
     return Response(_static("reference.css"), media_type="text/css")
 
 
@@ -88,13 +88,13 @@ def _static(name: str) -> str:
     return resources.files("qkv.serve").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def call(shelf: Shelf, given: Given) -> Any:
+def call(served: Served, given: Given) -> Any:
     """A call of the page, answered as a notebook answers it."""
     name = given.path["call"]
     if name not in {"views", *calls.CALLS} - KEEPS:
         known = ", ".join(sorted({"views", *calls.CALLS} - KEEPS))
         raise Refused(404, f"a page calls {known}, not {name[:40]!r}")
-    return _packed(shown(shelf) if name == "views" else _answered(name, shelf, given.body))
+    return _packed(shown(served) if name == "views" else _answered(name, served, given.body))
 
 
 TABS = 6
@@ -104,17 +104,17 @@ KEEPS = {"upload", "columns"}
 """Calls that keep something, and so need more than to read."""
 
 
-def columns(shelf: Shelf, given: Given) -> Any:
-    return _packed(_answered("columns", shelf, given.body))
+def columns(served: Served, given: Given) -> Any:
+    return _packed(_answered("columns", served, given.body))
 
 
-def _answered(name: str, shelf: Shelf, args: dict[str, Any]) -> Any:
+def _answered(name: str, served: Served, args: dict[str, Any]) -> Any:
     try:
         if isinstance(args.get("weighting"), str):
             options({"weighting": args["weighting"]})
-        if args.get("database") in shelf.databases:
-            shelf.find(args["database"])
-        return calls.call(name, args, Databases(shelf))
+        if args.get("database") in served.databases:
+            served.find(args["database"])
+        return calls.call(name, args, Databases(served))
     except QkvError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -129,12 +129,12 @@ def _packed(found: Any) -> dict[str, Any]:
     return {"result": result, "buffers": texts}
 
 
-def shown(shelf: Shelf) -> list[dict[str, Any]]:
+def shown(served: Served) -> list[dict[str, Any]]:
     """The views of the page: the first databases by themselves, then those that need none."""
-    first = list(shelf.databases.values())[:TABS]
+    first = list(served.databases.values())[:TABS]
     found = [view for kept in first for view in _view(kept.name, kept.database)]
     rest = ["data", "sentence", "regression", "scores", "model"]
-    own = tables.databases({}, Databases(shelf))
+    own = tables.databases({}, Databases(served))
     return [
         *(found or views({"view": "database", "data": {"examples": True}})),
         *views(
@@ -148,15 +148,15 @@ def _view(name: str, database: Database) -> list[dict[str, Any]]:
     return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in found]
 
 
-def upload(shelf: Shelf, given: Given) -> Any:
+def upload(served: Served, given: Given) -> Any:
     at = given.at
     how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
     args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
-    return {**tables.upload(args, Databases(shelf)), "uploaded": True}
+    return {**tables.upload(args, Databases(served)), "uploaded": True}
 
 
-def forget(shelf: Shelf, given: Given) -> Any:
-    shelf.drop(given.kept.name)
+def forget(served: Served, given: Given) -> Any:
+    served.drop(given.kept.name)
     return {"name": given.kept.name}
 
 

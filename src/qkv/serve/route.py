@@ -10,7 +10,7 @@ from qkv.serve.fit import Schema
 from qkv.serve.wire import CELLS
 
 if TYPE_CHECKING:
-    from qkv.serve.shelf import Kept, Shelf
+    from qkv.serve.served import Kept, Served
 
 Right = Literal["read", "write", "upload"]
 
@@ -53,7 +53,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Route:
-    """`call(shelf, given)` answers what `answer` describes, or is an async function that does.
+    """`call(served, given)` answers what `answer` describes, or is an async function that does.
 
     What it returns is sent as JSON, unless it is a `Response`. A function that is not async runs in
     a thread. `body` is the schema of a JSON body; `raw` names the media types of one that is passed
@@ -63,7 +63,7 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    call: Callable[[Shelf, Given], Any]
+    call: Callable[[Served, Given], Any]
     tells: str
     answer: Schema
     right: Right | None = "read"

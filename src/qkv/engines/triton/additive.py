@@ -145,7 +145,7 @@ def _additive_backward(
                 features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
             )
             del dphi, dpsi, dsome, _
-        given = exact.Given(a, b, v, value, lower, upper, lengths, beyond)
+        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond)
         others, places = torch.cat(parts) if parts else None, (da, db, dv, dvalue)
         exact.backward(given, grad, grad_lse, out, lse, places, others)
     return da, db, dv, dvalue
@@ -202,6 +202,6 @@ def _additive(
         fit, beyond = features.fit_of(a, b, table, grid)
         phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
         out, lse, kept = forward.attend(phi, psi, value, *_settings(lengths, lower, upper))
-        given = exact.Given(a, b, v, value, lower, upper, lengths, beyond)
+        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond)
         exact.forward(given, out, lse)
     return out, lse, kept, fit, beyond

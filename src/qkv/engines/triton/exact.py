@@ -21,7 +21,7 @@ WAITING = 264
 """Programs, at most, of a kernel that may find nothing to do: two for each of 132 processors."""
 
 
-class Given(NamedTuple):
+class Asked(NamedTuple):
     """The arrays and the mask of a call; see `additive_exact`."""
 
     a: Tensor
@@ -37,7 +37,7 @@ class Given(NamedTuple):
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: Asked) -> None:
         a, b, v, value = (x.contiguous() for x in given[:4])
         lower, upper, lengths, when = given[4:]
         self.v, self.when = v, when
@@ -96,7 +96,7 @@ class _Call:
         launch.start(kernel, self.programs(jobs), arrays, (), whole, facts, PLAIN)
 
 
-def forward(given: Given, out: Tensor, lse: Tensor) -> None:
+def forward(given: Asked, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, n, d) and `lse` (B, H, n) as `additive_exact` says."""
     if lse.numel():
         call = _Call(given)
@@ -104,7 +104,7 @@ def forward(given: Given, out: Tensor, lse: Tensor) -> None:
 
 
 def backward(
-    given: Given,
+    given: Asked,
     grad: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -152,7 +152,7 @@ def additive_exact_backward(
     grad: Tensor, grad_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     """da, db, dv, dvalue, from what was given and the results."""
-    given, out, lse = Given(*rest[:8]), *rest[8:]
+    given, out, lse = Asked(*rest[:8]), *rest[8:]
     new = torch.empty_like if given.when is None else torch.zeros_like
     places = tuple(new(x, memory_format=torch.contiguous_format) for x in given[:4])
     with launch.on(given.a.device):
@@ -201,5 +201,5 @@ def additive_exact(
     out = new((*a.shape[:3], value.shape[3]), dtype=value.dtype, device=a.device)
     lse = new(a.shape[:3], dtype=torch.float32, device=a.device)
     with launch.on(a.device):
-        forward(Given(a, b, v, value, lower, upper, lengths, when), out, lse)
+        forward(Asked(a, b, v, value, lower, upper, lengths, when), out, lse)
     return out, lse

@@ -175,14 +175,14 @@ def options(how: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Shelf:
+class Served:
     """All databases by name, and the threads that work on them.
 
     >>> from qkv import Database
-    >>> shelf = Shelf()
-    >>> shelf.put("names", Database({"Li": "Mu"})).database["Li"]
+    >>> served = Served()
+    >>> served.put("names", Database({"Li": "Mu"})).database["Li"]
     'Mu'
-    >>> shelf.close()
+    >>> served.close()
     """
 
     def __init__(self) -> None:
@@ -251,13 +251,13 @@ class Shelf:
             kept.close()
 
 
-def opened(sources: Sequence[str | Path], shards: int | None = None) -> Shelf:
-    """A shelf of folders and tables, each under its name without the ending; folders, and stores
+def opened(sources: Sequence[str | Path], shards: int | None = None) -> Served:
+    """A served of folders and tables, each under its name without the ending; folders, and stores
     at URLs, in so many shards of a cluster where a number is given."""
     from qkv.database import Database
     from qkv.database import open as open_database
 
-    shelf = Shelf()
+    served = Served()
     try:
         for source in sources:
             path = Path(source)
@@ -271,11 +271,11 @@ def opened(sources: Sequence[str | Path], shards: int | None = None) -> Shelf:
             else:
                 database = Database.from_source(source)
             try:
-                shelf.put(path.name.removesuffix(path.suffix), database)
+                served.put(path.name.removesuffix(path.suffix), database)
             except QkvError as error:
                 database.close()
                 raise ArgumentError(f"{source}: {error}") from None
     except BaseException:
-        shelf.close()
+        served.close()
         raise
-    return shelf
+    return served
