@@ -126,7 +126,10 @@ def plot(
     """Ask, and draw the answer's weights into a file."""
     if query == ["-"]:
         raise ArgumentError("plot draws one query: - would be many")
-    files.check_name(output, (*files.PICTURES, ".html"))
+    kinds = (*files.PICTURES, ".html")
+    files.check_name(output, kinds)
+    if len(query) > 1 and query[-1].lower().endswith(kinds):
+        raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
     with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
         answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
