@@ -122,6 +122,57 @@ def test_the_native_kernel_has_two_derivatives(mask):
     assert torch.autograd.gradgradcheck(function, given)
 
 
+def shared(x, w, v, **how):
+    """Query, key and value of one array, and one matrix for both sides of the score."""
+    return qkv.attend(x, x, 2 * x, score=scores.Additive(w, w, v), weighting="entmax15", **how)
+
+
+def test_one_array_in_several_places(engine):
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(x).requires_grad_() for x in (KEY, rng_w(3, D), rng_w(3))]
+
+    def function(*given):
+        return shared(*given, engine=engine)
+
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+@pytest.mark.parametrize("way", ["native", "streaming"])
+def test_a_gradient_to_be_differentiated_is_the_gradient(way):
+    """Also where key and value are, or were made of, the query."""
+    torch = pytest.importorskip("torch")
+    x = torch.tensor(KEY[None, None]).requires_grad_()
+
+    def slope(make, **how):
+        out = qkv.attend(*make(x), engine=way)
+        return torch.autograd.grad(out.square().sum(), x, **how)[0]
+
+    for make in (lambda x: (x, x, x), lambda x: (x, 2 * x, x), lambda x: (2 * x, x, x)):
+        torch.testing.assert_close(slope(make, create_graph=True), slope(make))
+
+
+def test_one_array_in_several_places_on_tensorflow(monkeypatch):
+    tf = pytest.importorskip("tensorflow")
+    from qkv.engines import streaming
+
+    monkeypatch.setattr(streaming, "block_size", lambda call: (2, 2))
+    given = [tf.constant(x) for x in (KEY, rng_w(3, D), rng_w(3))]
+
+    def both(engine):
+        with tf.GradientTape() as outer:
+            outer.watch(given)
+            with tf.GradientTape() as inner:
+                inner.watch(given)
+                total = tf.reduce_sum(shared(*given, engine=engine) ** 2)
+            first = inner.gradient(total, given)
+            size = sum(tf.reduce_sum(x**2) for x in first)
+        return [*first, *outer.gradient(size, given)]
+
+    for found, want in zip(both("streaming"), both("dense"), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("score", "weighting"),
     [

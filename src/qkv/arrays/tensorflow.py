@@ -149,6 +149,7 @@ class TensorFlow(Framework):
     def vjp(
         self, function: Callable[..., Array], *args: Array
     ) -> tuple[Array, Callable[[Array], Slopes]]:
+        args = _apart(args)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(args)
             out = function(*args)
@@ -165,6 +166,11 @@ class TensorFlow(Framework):
 
         out = function(*leaves)
         return tuple(out) if isinstance(out, list | tuple) else (out,)
+
+
+def _apart(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays, none of which is another, so that each has a gradient of its own."""
+    return tuple(map(tf.identity, arrays))
 
 
 def _slopes(
@@ -186,20 +192,19 @@ def _slopes(
         found = [tf.zeros_like(leaves[i]) if found[i] is None else found[i] for i in smooth]
 
         def again(*along: Array) -> list[Array]:
+            own = _apart(arrays)
             with tf.GradientTape() as outer:
-                outer.watch(arrays)
+                outer.watch(own)
                 with tf.GradientTape() as inner:
-                    inner.watch(arrays)
-                    outputs = reference(*arrays[:count])
+                    inner.watch(own)
+                    outputs = reference(*own[:count])
                 first = inner.gradient(
                     outputs,
-                    [arrays[i] for i in smooth],
-                    list(arrays[count:]),
+                    [own[i] for i in smooth],
+                    list(own[count:]),
                     unconnected_gradients=unconnected,
                 )
-            return list(
-                outer.gradient(first, arrays, list(along), unconnected_gradients=unconnected)
-            )
+            return list(outer.gradient(first, own, list(along), unconnected_gradients=unconnected))
 
         return found, again
 

@@ -290,8 +290,12 @@ class Torch(Framework):
     ) -> tuple[Array, Callable[[Array], Slopes]]:
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
-            # itself; anything else is cut from its history.
-            args = tuple(x if _is_leaf(x) else x.detach().requires_grad_() for x in args)
+            # itself, in one place; anything else is cut from its history.
+            kept = {id(x): i for i, x in reversed([*enumerate(args)]) if _is_leaf(x)}
+            args = tuple(
+                x if kept.get(id(x)) == i else x.detach().requires_grad_()
+                for i, x in enumerate(args)
+            )
             out = function(*args)
 
         def pull(gradient: Array) -> Slopes:
@@ -377,7 +381,14 @@ class _Custom(torch.autograd.Function):
         return (None,) * 3 + tuple(ctx.pull(leaves, kept, gradients))
 
 
+def apart(arrays: Sequence[Array]) -> list[Array]:
+    """The arrays, none of which is another or was made of another: so each has a gradient of its
+    own, also where a caller passes one array as query and key."""
+    return [x.view_as(x) for x in arrays]
+
+
 def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) -> Any:
+    leaves = apart(leaves)
     outputs = reference(*leaves)
     pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
     return torch.autograd.grad(

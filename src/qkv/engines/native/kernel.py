@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from qkv import masks
 from qkv.arrays import framework
+from qkv.arrays.torch import apart
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
@@ -75,7 +76,7 @@ def smooth(
         if any(x is None for x in arrays):
             return tuple(x if x is None else _Once.apply(x) for x in inner)
         rule, bias = masks.resolve(masks.causal if plain else mask)
-        query, key, value = arrays
+        query, key, value = arrays = apart(arrays)
         call = Call(query, key, value, ScaledDot(scale), Softmax(), rule, bias)
         made = framework("torch").astype(dense.run(call)[0], call.fw.dtype(query))
         wanted = [x for x, slope in zip(arrays, inner, strict=False) if slope is not None]
