@@ -234,6 +234,36 @@ def check_ddp(group: Any, compiled: bool) -> None:
         _near(b.grad, a.grad, name)
 
 
+def check_compiled(group: Any) -> None:
+    """As one operator of a whole graph it gives what the eager call gives, and its gradients."""
+    for name in ("lse", "additive", "float mask", "documents", "learned alpha", "dropout"):
+        for queries in ("same", "sharded"):
+            given, loss = _compilable(CASES[name], queries, group)
+            torch._dynamo.reset()
+            totals = loss(*given), torch.compile(loss, backend="aot_eager", fullgraph=True)(*given)
+            want, found = (torch.autograd.grad(x, given, allow_unused=True) for x in totals)
+            _near(totals[1], totals[0], f"{name}, {queries}")
+            for i, (a, b) in enumerate(zip(found, want, strict=True)):
+                _near(a, b, f"{name}, {queries}: gradient {i}")
+
+
+def _compilable(case: Case, queries: Any, group: Any) -> tuple[list[Tensor], Any]:
+    """This process's arrays, and a loss of them."""
+    mine, own = _parts(cluster.Ranks(group))
+    query, key, value, *learned = (x.detach() for x in case.arrays())
+    rows = own if queries == "sharded" else slice(None)
+    fixed = {} if learned else case.how([], mine)
+
+    def loss(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
+        how = case.how(list(learned), mine) if learned else fixed
+        return (
+            _flat(cluster.attend(query, key, value, group, queries=queries, **how)).square().sum()
+        )
+
+    given = [query[..., rows, :], *(x[..., mine, :] for x in (key, value)), *learned]
+    return [x.clone().requires_grad_() for x in given], loss
+
+
 def check_refusals(group: Any) -> None:
     ranks = cluster.Ranks(group)
     x = torch.ones(2, 3, requires_grad=True)
@@ -269,6 +299,7 @@ def _names() -> dict[str, Callable[[Any], None]]:
             found[f"{name}, {queries}"] = lambda group, c=case, q=queries: check(c, q, group)
     found["DDP"] = lambda group: check_ddp(group, compiled=False)
     found[COMPILED] = lambda group: check_ddp(group, compiled=True)
+    found["compiled"] = check_compiled
     return found | {"16 bits": check_half, "refusals": check_refusals}
 
 
@@ -276,6 +307,8 @@ def _sizes(name: str) -> Iterable[int]:
     """All where gradcheck looks too, else two and three: with empty shards, and without."""
     if name == COMPILED:
         return (2,)
+    if name == "compiled":
+        return (1, 2)
     case = CASES.get(name.partition(",")[0])
     return (2, 3) if case is not None and case.how not in CHECKED else range(1, WORLD + 1)
 

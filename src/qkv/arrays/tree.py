@@ -49,7 +49,7 @@ def same(one: Any, other: Any) -> bool:
         return bool(np.array_equal(fw.to_numpy(one), fw.to_numpy(other)))
     if type(one) is not type(other) or is_array(one):
         return bool(not is_array(one) and not is_array(other) and one == other)
-    if _fields(one) is not None:
+    if fields_of(one) is not None:
         compared = [f.name for f in dataclasses.fields(one) if f.compare]
         return all(same(getattr(one, name), getattr(other, name)) for name in compared)
     if type(one) in (tuple, list):
@@ -139,7 +139,7 @@ def kind(fw: Framework, record: Any) -> Hashable:
             raise Unkind
         learned = getattr(record, "requires_grad", False)
         return ArrayKind(type(record), record.dtype, tuple(record.shape), learned)
-    names = _fields(record)
+    names = fields_of(record)
     if names is not None and held is not None and len(held) == len(names):
         found = (type(record), *[kind(fw, held[name]) for name in names])
         if not (ArrayKind in map(type, found) or has_arrays(found)):
@@ -156,7 +156,7 @@ def holds_others(fw: Framework, record: Any) -> bool:
         return of(record) is not fw
     if type(record) in (tuple, list):
         return any(holds_others(fw, item) for item in record)
-    return any(holds_others(fw, getattr(record, name)) for name in _fields(record) or ())
+    return any(holds_others(fw, getattr(record, name)) for name in fields_of(record) or ())
 
 
 def has_arrays(kind: Hashable) -> bool:
@@ -174,7 +174,7 @@ def arrays_of(kind: Hashable) -> list[ArrayKind]:
 def _map(fw: Framework, function: Callable[[Array], Array], record: Any) -> Any:
     if is_array(record):
         return function(record) if of(record) is fw else record
-    names = _fields(record)
+    names = fields_of(record)
     if names is not None:
         held = {name: getattr(record, name) for name in names}
         fresh = {
@@ -204,7 +204,8 @@ KIND = "_kind_in_calls"
 _NAMES: dict[type, tuple[str, ...] | None] = {type(None): None}
 
 
-def _fields(record: Any) -> tuple[str, ...] | None:
+def fields_of(record: Any) -> tuple[str, ...] | None:
+    """The names of a record's fields; None of what is no dataclass."""
     kind = type(record)
     if kind not in _NAMES:
         known = dataclasses.is_dataclass(record)

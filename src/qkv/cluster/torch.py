@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
-from itertools import accumulate
 from typing import Any, Literal, Unpack
 
-from qkv.errors import ArgumentError, FrameworkError, MissingExtra, ShapeError, unknown
+from qkv.errors import MissingExtra, unknown
 
 if importlib.util.find_spec("torch") is None:
     raise MissingExtra('qkv.cluster.torch needs PyTorch: pip install "qkv[torch]"')
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.nn.functional import pad
 
-from qkv import attention
 from qkv.attention import Meaning
+from qkv.cluster import compiled
+from qkv.cluster.ranks import Ranks, among
 from qkv.nn.tensors import check_tensors
-from qkv.types import At
-
-State = tuple[Tensor, ...]
 
 
-@torch.compiler.disable
 def attend(
     query: Tensor,
     key: Tensor,
@@ -54,7 +46,8 @@ def attend(
     sharded, they are those of the sum of the losses; arrays in score and weighting get the part of
     one's own keys, so that DDP averages them as it does all others.
 
-    torch.compile leaves it out of its graph: how many keys the others have is not known before.
+    To torch.compile it is one operator, which looks at the keys again on the way back. Functions
+    in score or mask cannot go with it; `torch.compiler.disable` leaves a call out of the graph.
 
     >>> import torch
     >>> from torch import distributed as dist
@@ -66,16 +59,9 @@ def attend(
     check_tensors(query=query, key=key, value=value)
     if queries not in ("same", "sharded"):
         raise unknown("queries", queries, ("same", "sharded"))
-    ranks = Ranks(group)
-    rows, cols = ranks.lengths(query, key)
-    at = At(0, sum(cols[: ranks.rank]), rows[0], sum(cols))
-    if queries == "sharded":
-        ranks.rows, at = rows, at._replace(row=sum(rows[: ranks.rank]), n=sum(rows))
-    elif len(set(rows)) > 1:
-        raise ShapeError(
-            f"query: the processes have {rows} queries: pass the same on all, or queries='sharded'"
-        )
-    return attention.among(ranks, at, query, key, value, return_lse=return_lse, **meaning)
+    if torch.compiler.is_compiling():
+        return compiled.attend(query, key, value, group, return_lse, queries=queries, **meaning)
+    return among(query, key, value, group, queries=queries, return_lse=return_lse, **meaning)
 
 
 def whole(x: Tensor, group: Any = None) -> Tensor:
@@ -98,101 +84,3 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         return Ranks(ctx.group).summed([gradient])[0], None
-
-
-class Ranks:
-    """The processes of a group, as `attention.among` asks for them."""
-
-    def __init__(self, group: Any):
-        if not dist.is_available() or not dist.is_initialized():
-            raise FrameworkError(
-                "there is no group of processes yet: call torch.distributed.init_process_group, or "
-                "start with torchrun"
-            )
-        self.group = group
-        self.rows: Sequence[int] = ()
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ArgumentError("group: this process is none of its members")
-
-    def lengths(self, *arrays: Tensor) -> list[list[int]]:
-        """How many rows each of the arrays has on each process."""
-        own = torch.tensor([x.shape[-2] for x in arrays], device=arrays[0].device)
-        return torch.stack(self._all(own)).T.tolist()  # type: ignore[no-any-return]
-
-    def merged(self, state: State, merge: Callable[[State, State], State]) -> State:
-        rows = state[0].shape[-2]
-        if self.size < 3 or rows < self.size:
-            return self._folded([state], merge)
-        # Each process merges its share of the rows: less travels than all states to all of them.
-        share = -(-rows // self.size)
-        padded = [pad(x, (0, 0, 0, share * self.size - rows)) for x in state]
-        mine = self._folded(zip(*(x.split(share, -2) for x in padded), strict=True), merge)
-        flat, unpack = packed(mine)
-        shares = map(unpack, zip(*map(self._all, flat), strict=True))
-        return tuple(torch.cat(x, -2)[..., :rows, :] for x in zip(*shares, strict=True))
-
-    def _folded(self, states: Iterable[State], merge: Callable[[State, State], State]) -> State:
-        """The states of all processes merged: of several, one for each process, this one's."""
-        sent = [packed(state) for state in states]
-        unpack, kinds = sent[0][1], zip(*(flat for flat, _ in sent), strict=True)
-        found = [self._all(x[0]) if len(x) == 1 else self._exchanged(x) for x in kinds]
-        return reduce(merge, map(unpack, zip(*found, strict=True)))
-
-    def _exchanged(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The parts that all processes have for this one, of one length."""
-        together = torch.cat(list(parts))
-        boxes = torch.empty_like(together)
-        dist.all_to_all_single(boxes, together, group=self.group)
-        return boxes.chunk(self.size)
-
-    def summed(self, arrays: Sequence[Tensor]) -> State:
-        flat, unpack = packed([x.contiguous() for x in arrays])
-        for x in flat:
-            dist.all_reduce(x, group=self.group)
-        return unpack(flat)
-
-    def gathered(self, array: Tensor) -> Tensor:
-        longest = max(self.rows)
-        shape = (*array.shape[:-2], longest - array.shape[-2], array.shape[-1])
-        parts = self._all(torch.cat([array, array.new_zeros(shape)], -2))
-        return torch.cat([x[..., :n, :] for x, n in zip(parts, self.rows, strict=True)], -2)
-
-    def passed(self, arrays: Sequence[Tensor], rows: int) -> State:
-        if self.size == 1:
-            return tuple(arrays)
-        flat, _ = packed(arrays)
-        due = [x.new_empty((*x.shape[:-2], rows, x.shape[-1])) for x in arrays]
-        boxes, unpack = packed(due)
-        after, before = ((self.rank + step) % self.size for step in (1, -1))
-        moves = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in flat]
-        moves += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in boxes]
-        for move in dist.batch_isend_irecv([op for op in moves if op.tensor.numel()]):
-            move.wait()
-        return unpack(boxes)
-
-    def _all(self, x: Tensor) -> list[Tensor]:
-        """x of every process, in the order of the ranks."""
-        boxes = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
-        ]
-        if x.numel():
-            dist.all_gather(boxes, x.contiguous(), group=self.group)
-        return boxes
-
-
-def packed(arrays: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], State]]:
-    """The numbers of all arrays, one vector for each dtype, and the way back from such vectors."""
-    kinds = list(dict.fromkeys(x.dtype for x in arrays))
-    flat = [torch.cat([x.reshape(-1) for x in arrays if x.dtype == kind]) for kind in kinds]
-
-    def unpack(flat: Sequence[Tensor]) -> State:
-        parts: dict[int, Tensor] = {}
-        for kind, numbers in zip(kinds, flat, strict=True):
-            of = [i for i, x in enumerate(arrays) if x.dtype == kind]
-            ends = list(accumulate(arrays[i].numel() for i in of))
-            cut = numbers.tensor_split(ends[:-1]) if len(of) > 1 else (numbers,)
-            parts |= {i: x.reshape(arrays[i].shape) for i, x in zip(of, cut, strict=True)}
-        return tuple(parts[i] for i in range(len(arrays)))
-
-    return flat, unpack

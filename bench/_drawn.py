@@ -1,0 +1,231 @@
+"""Random legal calls of `attend`, as arrays by name and the rest as a function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import qkv
+from qkv import masks, scores, weightings
+from qkv.arrays import of
+
+SCORES = (
+    *("scaled_dot", "dot", "cosine", "gaussian", "laplace", "softcap", "constant", "modified"),
+    *("epanechnikov", "triangular", "boxcar", "normalized"),  # the last with its own weighting
+    *("learned", "gated", "additive", "scale", "bandwidth", "function"),  # by arrays
+)
+WEIGHTINGS = (
+    *("softmax", "entmax15", "sparsemax", "entmax13", "topk", "hard", "straight"),
+    *("average", "sigmoid", "raw", "warm", "alpha"),
+)
+RULES = (
+    *("none", "none", "causal", "window", "lengths", "bool", "float", "documents", "not"),
+    *("blocks", "custom", "strided", "both"),
+)
+RETURNS = ("output", "output", "output", "lse", "weights", "weights alone")
+CHOOSY = ("hard", "topk", "straight")
+"""Weightings that another rounding may have choose another key."""
+STEEP = ("boxcar", "triangular", "epanechnikov", "normalized", "laplace")
+"""Scores with an edge that another rounding may lie across of."""
+
+
+class Drawn(NamedTuple):
+    """Arrays by name, the other arguments as a function of such arrays, and how it reads."""
+
+    arrays: dict[str, np.ndarray]
+    how: Callable[[dict[str, Any]], dict[str, Any]]
+    dtype: str
+    returns: str
+    score: str
+    weighting: str
+    told: str
+
+    def call(self, given: dict[str, Any], **more: Any) -> Any:
+        """One array of the call: its output, or what comes beside it."""
+        how = {**self.how(given), **more}
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if self.returns == "weights alone":
+            how.pop("engine", None)
+            return qkv.weights(query, key, **how)
+        if self.returns == "output":
+            return qkv.attend(query, key, value, **how)
+        how |= {"return_lse" if self.returns == "lse" else "return_weights": True}
+        out, beside = qkv.attend(query, key, value, **how)
+        fw = of(out)
+        beside = fw.astype(beside, fw.dtype(out))
+        beside = beside[..., None] if self.returns == "lse" else beside
+        return fw.xp.concat([out, beside], axis=-1)
+
+
+def draw(random: Random) -> Drawn:
+    make = np.random.default_rng(random.randrange(2**31))
+    dtype = random.choice(("float32", "float32", "float64", "bfloat16", "float16"))
+    few = random.choice((1, 2))
+    lead = random.choice(((), (2,), (2, 2 * few), (1, 2 * few)))
+    less = (lead[0], few) if len(lead) == 2 else lead
+    top = random.choice((5, 9, 9, 20, 300))
+    n, m = random.choice((1, random.randint(1, top))), random.randint(1, top)
+    w, d = random.choice((1, 3, 8)), random.choice((1, 4))
+    arrays: dict[str, np.ndarray] = {
+        "query": make.normal(size=(*lead, n, w)),
+        "key": make.normal(size=(*less, m, w)),
+        "value": make.normal(size=(*less, m, d)),
+    }
+    score = random.choice(SCORES)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "learned": ((w, w),),
+        "gated": ((w,), (w,)),
+        "additive": ((4, w), (4, w), (4,)),
+        "scale": ((),),
+        "bandwidth": ((),),
+        "function": ((w,),),
+    }
+    for i, shape in enumerate(shapes.get(score, ())):
+        x = make.normal(size=shape) / w**0.5
+        arrays[f"of the score {i}"] = np.abs(x) + 0.5 if score == "bandwidth" else x
+    weighting = "normalized" if score == "normalized" else random.choice(WEIGHTINGS)
+    if weighting == "warm":
+        arrays["temperature"] = np.abs(make.normal(size=())) + 0.5
+    if weighting == "alpha":
+        shape = random.choice(((), lead[1:], (n, 1)))
+        arrays["alpha"] = make.uniform(1.1, 1.9, size=shape)
+    rule = random.choice(RULES)
+    own = random.choice(((n, m), (1, m), (n, 1), (*lead, n, m)))
+    fixed: dict[str, Any] = {}
+    if rule == "float":
+        arrays["mask"] = make.normal(size=own)
+        if random.random() < 0.5:
+            arrays["mask"][make.random(own) < 0.3] = -np.inf
+    elif rule in ("bool", "both"):
+        arrays["mask"] = make.random(own) > 0.3
+    fixed |= _ruled(rule, random, make, lead, n, m)
+    if random.random() < 0.15:
+        fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
+    if random.random() < 0.2:
+        fixed["engine"] = random.choice(("streaming", "dense"))
+    poisoned = "lengths" in rule and "mask" in fixed and random.random() < 0.5
+    if poisoned:  # behind every sequence's end
+        arrays["key"][..., int(fixed["mask"].valid.max()) :, :] = np.nan
+        arrays["value"][..., int(fixed["mask"].valid.max()) :, :] = np.inf
+    returns = random.choice(RETURNS)
+    if returns == "weights alone":
+        arrays["value"] = np.zeros((*less, m, d))
+        fixed = {name: x for name, x in fixed.items() if name not in ("dropout_p", "seed")}
+
+    def how(given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "score": _score(score, given),
+            "weighting": _weighting(weighting, given),
+            **fixed,
+            **({"mask": given["mask"]} if "mask" in given else {}),
+            **({"mask": masks.causal & given["mask"]} if rule == "both" else {}),
+        }
+
+    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'both') else ''}, "
+    told += f"{dtype}, {returns} {[x.shape for x in arrays.values()]} {fixed}"
+    told += " poisoned" if poisoned else ""
+    return Drawn(arrays, how, dtype, returns, score, weighting, told)
+
+
+def _ruled(rule: str, random: Random, make: Any, lead: Any, n: int, m: int) -> dict[str, Any]:
+    """The mask of a rule that holds no array of a framework."""
+    if rule == "lengths" and lead:
+        return {"mask": masks.lengths(make.integers(0, m + 1, lead[0]))}
+    if rule == "documents" and n == m:
+        return {"mask": masks.documents(np.sort(make.integers(0, 3, n)))}
+    if rule == "causal":
+        return {"mask": masks.causal(random.choice(("top_left", "bottom_right")))}
+    if rule == "window":
+        return {"mask": masks.window(random.randrange(4), random.randrange(4))}
+    if rule == "not":
+        return {"mask": ~masks.dilated(2, 1) | masks.global_tokens(1)}
+    if rule == "blocks":
+        size = random.choice((2, 4))
+        return {"mask": masks.blocks(make.random((-(-n // size), -(-m // size))) > 0.3, size)}
+    if rule == "custom":
+        return {"mask": masks.custom(lambda b, h, i, j: (i + j + h) % 2 == 0)}
+    return {"mask": masks.strided(2)} if rule == "strided" else {}
+
+
+def _nearer(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    fw = of(s)
+    return s * 0.5 + fw.astype(i - j + h - b, fw.dtype(s)) * 0.125
+
+
+def _score(name: str, given: dict[str, Any]) -> Any:
+    held = [x for name, x in given.items() if name.startswith("of the score")]
+    kinds: dict[str, Callable[..., Any]] = {
+        "learned": scores.Multiplicative,
+        "gated": scores.Gated,
+        "additive": scores.Additive,
+        "scale": scores.ScaledDot,
+        "bandwidth": scores.Gaussian,
+        "function": lambda w: lambda query, key: scores.Dot()(query * w, key),
+        "modified": lambda: scores.Modified(scores.ScaledDot(), _nearer),
+        "softcap": lambda: scores.ScaledDot(softcap=2.0),
+        "epanechnikov": lambda: scores.Epanechnikov(2.0),
+        "triangular": lambda: scores.Triangular(2.0),
+        "boxcar": lambda: scores.Boxcar(2.0),
+        "normalized": lambda: scores.Epanechnikov(3.0),
+    }
+    return kinds[name](*held) if name in kinds else name
+
+
+def _weighting(name: str, given: dict[str, Any]) -> Any:
+    kinds: dict[str, Callable[[], Any]] = {
+        "topk": lambda: weightings.TopK(3),
+        "straight": lambda: weightings.Hard(straight_through=True),
+        "entmax13": lambda: weightings.Entmax(1.3),
+        "warm": lambda: weightings.Softmax(given["temperature"]),
+        "alpha": lambda: weightings.Entmax(given["alpha"]),
+    }
+    return kinds[name]() if name in kinds else name
+
+
+def rounded(drawn: Drawn) -> dict[str, np.ndarray]:
+    """What the call is given, in float64: numbers that its dtype has."""
+    kind = getattr(torch, drawn.dtype)
+    return {
+        name: x if x.dtype == bool else torch.tensor(x).to(kind).double().numpy()
+        for name, x in drawn.arrays.items()
+    }
+
+
+class Exact(NamedTuple):
+    """The equation in float64: the output, the gradients of Σ output · along, and how the first of
+    those changes along a way of the query."""
+
+    output: np.ndarray
+    slopes: list[np.ndarray]
+    bend: np.ndarray | None
+
+
+def output(drawn: Drawn) -> np.ndarray:
+    given = {name: torch.tensor(x) for name, x in rounded(drawn).items()}
+    found: np.ndarray = drawn.call(given, engine="dense").numpy()
+    return found
+
+
+def exact(drawn: Drawn, names: list[str], along: np.ndarray, way: np.ndarray | None) -> Exact:
+    given = {name: torch.tensor(x) for name, x in rounded(drawn).items()}
+    leaves = [given[name].requires_grad_() for name in names]
+    out = drawn.call(given, engine="dense")
+    total = (out * torch.tensor(along)).sum()
+    if not total.requires_grad:
+        zeros = [np.zeros(x.shape) for x in leaves]
+        return Exact(out.numpy(), zeros, None if way is None else zeros[0])
+    found = torch.autograd.grad(
+        total, leaves, allow_unused=True, materialize_grads=True, create_graph=way is not None
+    )
+    bend = None
+    if way is not None:
+        push = (found[0] * torch.tensor(way)).sum()
+        bend = np.zeros(leaves[0].shape)
+        if push.requires_grad:
+            (second,) = torch.autograd.grad(push, leaves[:1], allow_unused=True)
+            bend = bend if second is None else second.numpy()
+    return Exact(out.detach().numpy(), [x.detach().numpy() for x in found], bend)

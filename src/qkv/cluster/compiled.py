@@ -1,0 +1,151 @@
+"""`cluster.torch.attend` as one operator of a compiled graph, which does not look into it.
+
+How many keys the others have is told by the run alone, so the operator is the eager call. What it
+is given beside arrays is spelled as text, which a graph that was kept on disk still has.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from qkv.arrays import is_array, of
+from qkv.arrays.tree import fields_of
+from qkv.cluster.ranks import among
+from qkv.errors import CombinationError
+
+RECORDS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+]
+"""What autograd records by."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group: Any, return_lse: bool, **how: Any
+) -> Any:
+    """`ranks.among` of these arguments."""
+    query, key, value = (of(x).ambient(x) for x in (query, key, value))
+    held: list[Tensor] = []
+    told = spell({**how, "group": None if group is None else group.group_name}, held)
+    found = torch.ops.qkv.among([query, key, value, *held], told, return_lse)
+    return tuple(found) if return_lse else found[0]
+
+
+def spell(thing: Any, held: list[Tensor]) -> str:
+    """As JSON: records by the place of their class, arrays by their place in `held`."""
+    if thing is None or isinstance(thing, bool):
+        return {None: "null", True: "true", False: "false"}[thing]
+    if isinstance(thing, int):
+        return str(int(thing))
+    if isinstance(thing, float):
+        return f'{{"float": "{float(thing)!r}"}}'
+    if isinstance(thing, str):
+        return f'"{thing}"'
+    if is_array(thing):
+        numpy = of(thing).name == "numpy"
+        held.append(torch.as_tensor(thing) if numpy else thing)
+        return f'{{"array": {len(held) - 1}, "numpy": {"true" if numpy else "false"}}}'
+    if isinstance(thing, list | tuple):
+        return f"[{', '.join([spell(x, held) for x in thing])}]"
+    kind = type(thing)
+    if kind is dict:
+        items = thing.items()
+    else:
+        names = fields_of(thing)
+        if names is None:
+            raise CombinationError(
+                "keys that several processes hold cannot be compiled with a function inside of "
+                "score or mask: leave attend out of the graph, torch.compiler.disable(attend)"
+            )
+        items = [(name, getattr(thing, name)) for name in names]
+    inside = ", ".join([f'"{name}": {spell(x, held)}' for name, x in items])
+    where = "" if kind is dict else f"{kind.__module__}:{kind.__qualname__}"
+    return f'{{"kind": "{where}", "fields": {{{inside}}}}}'
+
+
+def read(told: Any, held: list[Tensor]) -> Any:
+    """What `spell` spelled, once it is JSON no more."""
+    if isinstance(told, list):
+        return tuple(read(x, held) for x in told)
+    if not isinstance(told, dict):
+        return told
+    if "float" in told:
+        return float(told["float"])
+    if "array" in told:
+        x = held[told["array"]]
+        return x.numpy() if told["numpy"] else x
+    inside = {name: read(x, held) for name, x in told["fields"].items()}
+    if not told["kind"]:
+        return inside
+    module, _, name = told["kind"].partition(":")
+    record = object.__new__(getattr(import_module(module), name))
+    for field, x in inside.items():
+        object.__setattr__(record, field, x)
+    return record
+
+
+def _called(arrays: list[Tensor], told: str, lse: bool) -> list[Tensor]:
+    query, key, value, *held = arrays
+    how = read(json.loads(told), held)
+    name = how.pop("group")
+    group = None if name is None else _resolve_process_group(name)
+    found = among(query, key, value, group, return_lse=lse, **how)
+    return [x.clone() for x in found] if lse else [found]  # no two of them from one storage
+
+
+@torch.library.custom_op("qkv::among", mutates_args=())
+def _among(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+    return _called(arrays, how, lse)
+
+
+@_among.register_fake
+def _(arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+    query, key, value = arrays[:3]
+    size = max(x.ndim for x in (query, key, value)) - 2
+    leads = [(1,) * (size + 2 - x.ndim) + tuple(x.shape[:-2]) for x in (query, key, value)]
+    # The last of the leading axes is the heads, of which a key may have fewer.
+    lead = [next((n for n in sizes if n != 1), 1) for sizes in zip(*leads, strict=True)]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = (*lead, query.shape[-2])
+    out = [query.new_empty((*rows, value.shape[-1]))]
+    return [*out, query.new_empty(rows, dtype=wide)] if lse else out
+
+
+@torch.library.custom_op("qkv::among_back", mutates_args=())
+def _among_back(gradients: list[Tensor], arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+    with ExitStack() as stack:
+        for kind in RECORDS:  # which stand aside inside of an operator
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(kind, False))
+        stack.enter_context(torch.enable_grad())
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
+        outputs = _called(leaves, how, lse)
+        smooth = [x for x in leaves if x.requires_grad]
+        zeros = {"allow_unused": True, "materialize_grads": True}
+        found = iter(torch.autograd.grad(outputs, smooth, gradients, **zeros))
+        # Those that were summed over the processes are parts of one vector.
+        return [next(found).clone() if x.requires_grad else torch.zeros_like(x) for x in leaves]
+
+
+@_among_back.register_fake
+def _(gradients: list[Tensor], arrays: list[Tensor], how: str, lse: bool) -> list[Tensor]:
+    return [torch.empty_like(x) for x in arrays]
+
+
+def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    arrays, ctx.how, ctx.lse = inputs
+    ctx.save_for_backward(*arrays)
+
+
+def _back(ctx: Any, gradients: list[Tensor]) -> Any:
+    found = torch.ops.qkv.among_back(list(gradients), list(ctx.saved_tensors), ctx.how, ctx.lse)
+    return found, None, None
+
+
+_among.register_autograd(_back, setup_context=_keep)
