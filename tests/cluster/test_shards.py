@@ -433,6 +433,29 @@ def test_a_store_by_its_url(store: str, tmp_path: Path, monkeypatch: pytest.Monk
             cluster([url], 1)
 
 
+def test_a_shard_that_begins_again_where_the_url_has_newer_rows(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("qkv.cluster.fleet.FRESH", 0)
+    place = str(tmp_path / "grows.qkv")
+    split(store, [place])
+    memory.put(place, "/shards/grows.qkv", recursive=True)
+    with cluster(["memory://shards/grows.qkv"], 2) as c:
+        assert len(c) == 50
+        with qkv.open(place) as D:
+            D.add(np.ones((7, 4), "f4"), np.zeros((7, 2), "f4"))
+            for file in Path(place).iterdir():
+                memory.put_file(str(file), f"/shards/grows.qkv/{file.name}")
+            again = c._fleet.workers
+            again.shards[1] = type(again.shards[1])(again.sources[1], None, 1)  # type: ignore[attr-defined]
+            assert len(c) == 57
+            np.testing.assert_allclose(
+                c.ask(np.ones(4)).value, D.ask(np.ones(4)).value, rtol=1e-5, atol=1e-6
+            )
+
+
 @settings(max_examples=8, **QUIET)
 @given(
     st.integers(0, 2**32),

@@ -18,8 +18,8 @@ from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
 from qkv.database.database import open as open_database
-from qkv.database.faults import Damaged, NoStore, NotAStore, Unreadable
-from qkv.database.store import Store
+from qkv.database.faults import Damaged, NoStore, NotAStore, UnknownVersion, Unreadable
+from qkv.database.store import Snapshot, Store
 from qkv.database.view import CHUNK, View
 from qkv.errors import QkvError
 from qkv.scores import Score
@@ -346,6 +346,15 @@ class Shard:
                 raise
         return self._stores[source]
 
+    def _at(self, source: int, version: int | None) -> Snapshot:
+        try:
+            return self._store(source).at(version)
+        except UnknownVersion:
+            if not cached.is_url(self._sources[source]):
+                raise
+            del self._stores[source]  # an actor that began later has copied a newer state
+            return self._store(source).at(version)
+
     def versions(self) -> dict[int, int]:
         """The newest version of each store."""
         return {source: self._store(source).version for source in self._sources}
@@ -358,7 +367,7 @@ class Shard:
         return self._store(source).versions()
 
     def about(self, source: int, version: int | None = None) -> Profile:
-        snapshot = self._store(source).at(version)
+        snapshot = self._at(source, version)
         kinds = {name: snapshot.kind(name) for name in snapshot.names}
         settings, arrays = snapshot.settings, snapshot.arrays()
         return Profile(
@@ -368,7 +377,7 @@ class Shard:
     def _view(self, slice: Slice) -> View:
         view = self._views.pop(slice, None)
         if view is None:
-            snapshot = self._store(slice.source).at(slice.version)
+            snapshot = self._at(slice.source, slice.version)
             view = View(snapshot.between(slice.start, slice.stop))
         self._views[slice] = view
         while len(self._views) > VIEWS * max(len(self._sources), 1):
