@@ -30,7 +30,7 @@ class Touched(NamedTuple):
 
 
 def asked(database: Database[Any, Any], query: Array) -> Array:
-    """Queries (n, d) as they are compared: numbers, (n, 1), are standardised as the keys were."""
+    """Queries (n, d) as they are compared: numbers, (n, 1), from the mean of the keys on."""
     view = database._filled()
     return differentiable(view, query)[0] if view.schema.key_kind == "number" else query
 
