@@ -29,7 +29,8 @@ def test_numbers_are_compared_as_the_keys_are_and_rows_without_value_are_passed_
     query = np.array([[2.2]])
     np.testing.assert_allclose(asked(database, query), query - 7 / 3, rtol=1e-6)
     found = touched(database, query, 3)
-    assert found.value[found.at].ravel().tolist() == [10.0, 30.0]
+    assert found.live.tolist() == [[True, True, False]]  # there are but two
+    assert found.value[found.at][found.live].ravel().tolist() == [10.0, 30.0]
 
 
 def test_words_are_not_pooled():
