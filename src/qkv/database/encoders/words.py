@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.database.encoders.spelling import Pieces
 from qkv.database.store.layout import DTYPES
 from qkv.errors import MissingExtra
 
@@ -24,6 +25,7 @@ LONG, TOGETHER = 64, 256
 """Tokens of a text that is summed by itself; the others a token of each at a time, so many texts
 together as stay in the cache."""
 MODEL = "l2_supercat_256"
+TOKENIZER = ("tokenizers", "l2_supercat_tokenizer_config.json")
 
 WORDS, LONGEST = 1 << 17, 32
 """Words whose tokens are remembered, and the letters of the longest."""
@@ -117,13 +119,19 @@ def _spelled(words: list[str]) -> list[bytes]:
     global _KNOWN
     known = _KNOWN
     new = list(set(words).difference(known))
-    found = _tokenizer().encode_batch_fast(new, add_special_tokens=False)
-    own = {word: np.array(x.ids, _ID).tobytes() for word, x in zip(new, found, strict=True)}
+    own = {word: np.array(x, _ID).tobytes() for word, x in zip(new, _numbers(new), strict=True)}
     spelled = [own[word] if word in own else known[word] for word in words]
     # Another dictionary and not this one emptied: other threads may be reading it.
     _KNOWN = {} if len(known) + len(own) > WORDS else known
     _KNOWN.update((word, ids) for word, ids in own.items() if len(word) <= LONGEST)
     return spelled
+
+
+def _numbers(words: list[str]) -> Iterable[list[int]]:
+    """The tokens of each word. For a few the tokenizer is not loaded, which takes longest."""
+    if not _tokenizer.cache_info().currsize and Pieces.fits(words):
+        return map(_pieces(), words)
+    return (x.ids for x in _tokenizer().encode_batch_fast(words, add_special_tokens=False))
 
 
 def sums(table: np.ndarray, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -169,10 +177,15 @@ def _file(*parts: str) -> Path:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Any:
-    path = _file("tokenizers", "l2_supercat_tokenizer_config.json")
+    path = _file(*TOKENIZER)
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
+
+
+@lru_cache(maxsize=1)
+def _pieces() -> Pieces:
+    return Pieces.read(_file(*TOKENIZER))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,50 @@
+"""The tokens of a few words are those of the tokenizer."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("wordllama")
+
+from qkv.database.encoders import words
+from qkv.database.encoders.spelling import LETTERS, Pieces
+from qkv.errors import ArgumentError
+
+LETTER = "abcdeeeiionrst'-.,!?(){}0123aé üßдж中日한😀\t\n\x00".replace(" ", "")
+
+
+def test_pieces_are_the_tokens():
+    rng = random.Random(0)
+    made = {"".join(rng.choices(LETTER, k=rng.randint(1, 14))) for _ in range(3000)}
+    made |= {"".join(rng.choices("abn", k=rng.randint(1, 30))) for _ in range(500)}
+    known = "", "the", "alchemist", "counterrevolutionaries", "ANNAANNA", "aaaaaaaaaaaaaaaa", "…"
+    texts = [*known, *made]
+    pieces = words._pieces()
+    found = words._tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    assert [pieces(text) for text in texts] == [x.ids for x in found]
+
+
+@pytest.mark.parametrize("odd", ["a  b", "<s>", "▁the", "x" * (LETTERS + 1)])
+def test_what_may_be_more_than_a_word_is_the_tokenizer_s(odd):
+    assert Pieces.fits(["a", "b"]) and not Pieces.fits(["a", odd])
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(ArgumentError, match="lone surrogate"):
+        words._pieces()("a\ud800")
+
+
+def test_both_ways_give_the_same_vectors(monkeypatch):
+    texts = ["the alchemist", "Über  uns", "a < b"]
+    encoder = words.Words()
+    expected = encoder.tokens(texts)
+    for few in (True, False):
+        monkeypatch.setattr(words, "_KNOWN", {})
+        words._tokenizer.cache_clear()
+        if not few:
+            words._tokenizer()
+        parts = [encoder.tokens([text])[0] for text in texts]
+        assert np.concatenate(parts).tolist() == expected[0].tolist()
