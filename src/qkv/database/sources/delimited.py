@@ -17,7 +17,8 @@ from qkv.types import Progress
 
 DELIMITERS = (",", ";", "\t", "|")
 
-_BATCH = 16_384
+# So few records that they stay in the processor's cache until they are columns.
+_BATCH = 1024
 _SAMPLE = 64 * 1024
 _LIMIT = threading.Lock()
 
@@ -43,11 +44,11 @@ def read(
     text = files.text(data, file)
     if delimiter is None:
         delimiter, _ = sniff(text)
-    parsed = zip(*_parsed(data, text, delimiter, file, progress), strict=True)
+    parsed = zip(*_parsed(text, delimiter, file, progress), strict=True)
     columns = [pair for place, pair in enumerate(parsed) if _says(place, *pair)]
     check_names([name for name, _ in columns], file, files.place(text[: _next(text, 0)])[0])
     if progress is not None:
-        progress(len(data), len(data))
+        progress(len(text), len(text))
     if not columns[0][1]:
         raise no_rows(file)
     return Table(name, dict(columns) if missing is None else typed(dict(columns), missing))
@@ -55,17 +56,18 @@ def read(
 
 def _says(place: int, name: str, cells: list[str]) -> bool:
     """Whether a column has a name, or cells that lack one."""
-    index = [] if place else [*map(str, range(len(cells)))]
-    return bool(name.strip()) or (any(map(str.strip, cells)) and cells != index)
+    if name.strip():
+        return True
+    return any(map(str.strip, cells)) and (place > 0 or cells != [*map(str, range(len(cells)))])
 
 
 def _parsed(
-    data: bytes, text: str, delimiter: str, file: str, progress: Progress | None
+    text: str, delimiter: str, file: str, progress: Progress | None
 ) -> tuple[list[str], list[list[str]]]:
     """Names and columns, record by record, or the error of the first that cannot be read."""
     names: list[str] = []
     columns: list[list[str]] = []
-    for batch, done in _batches(data, delimiter):
+    for batch, done in _batches(text, delimiter):
         if batch is None or len(set(map(len, batch)) | {len(names or batch[0])}) > 1:
             raise _broken(text, delimiter, file)
         if not names:
@@ -74,7 +76,7 @@ def _parsed(
         for column, cells in zip(columns, zip(*batch, strict=True), strict=False):
             column.extend(cells)
         if progress is not None:
-            progress(done, len(data))
+            progress(done, len(text))
     return names, columns
 
 
@@ -100,10 +102,9 @@ def sniff(text: str) -> tuple[str, bool]:
     return DELIMITERS[best], fits[best][0] and fits[best][1] == 1
 
 
-def _batches(data: bytes, delimiter: str) -> Iterator[tuple[list[list[str]] | None, int]]:
-    """Records, many at a time, and how many bytes they end at; None where one cannot be parsed."""
-    raw = io.BytesIO(data)
-    lines = io.TextIOWrapper(raw, "utf-8-sig", newline="")
+def _batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] | None, int]]:
+    """Records, many at a time, and where they end; None where one cannot be parsed."""
+    lines = io.StringIO(text, newline="")
     records = filter(None, csv.reader(lines, delimiter=delimiter, strict=True))
     batch: list[list[str]] | None = []
     while batch is not None:
@@ -114,7 +115,7 @@ def _batches(data: bytes, delimiter: str) -> Iterator[tuple[list[list[str]] | No
             batch = None
         if batch == []:
             return
-        yield batch, raw.tell()
+        yield batch, lines.tell()
 
 
 @contextmanager

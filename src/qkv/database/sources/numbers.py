@@ -12,6 +12,8 @@ from typing import Any
 from qkv.database.faults import MixedColumn
 
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+# Up to 17 digits and a point: a float keeps them.
+_SHORT = re.compile(r"-?(?=.{3,18}\Z)(?:0|[1-9]\d*)\.\d+", re.ASCII).fullmatch
 _NAN = {"nan", "NaN", "inf", "-inf"}
 MISSING = (
     *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
@@ -38,11 +40,13 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
     (['DE', None], ['DE', 'NA'])
     """
     words = {*missing, ""}
-    absent = {text for text in set(cells) if text.strip() in words}
+    absent: set[str] = set()
+    if not words.isdisjoint(map(str.strip, cells)):
+        absent = {text for text in set(cells) if text.strip() in words}
     present = [text for text in cells if text not in absent] if absent else cells
     parsed = _ints(present) or _floats(present)
-    if parsed is None and any(text[:1] == " " or text[-1:] == " " for text in present):
-        bare = [text.strip() for text in present]
+    if parsed is None and present and _keeps(present[0].strip()):
+        bare = [*map(str.strip, present)]
         parsed = _ints(bare) or _floats(bare)
     if not absent:
         return present if parsed is None else parsed
@@ -91,28 +95,25 @@ def _ints(cells: list[str]) -> list[Any] | None:
 
 
 def _floats(cells: list[str]) -> list[Any] | None:
-    floats = []
-    whole = True
-    for text in cells:
-        if text in _NAN:
-            floats.append(float(text))
-            continue
-        found = _PLAIN.fullmatch(text)
-        if not found or len(text) > _DIGITS + 8:
-            return None
-        number = float(text)
-        if math.isinf(number):
-            return None
-        if len(found[0]) == len(found[1]) + len(found[2]):  # an int: it must not be rounded
-            if abs(number) >= 2**53 or text == "-0":
-                return None
-        else:
-            whole = False
-            digits = (found[2] + (found[3] or "")).lstrip("0")
-            if len(digits) > (_DIGITS if "e" in text.lower() else 17):
-                return None
-        floats.append(number)
+    if not all(_SHORT(text) or _keeps(text) for text in cells):
+        return None
+    floats = [*map(float, cells)]
     # Ints alone that were refused above are no floats either; NaN alone is a word.
+    whole = all(text in _NAN or text.lstrip("-").isdigit() for text in cells)
     if not any(map(math.isfinite, floats)) or (whole and not _NAN & set(cells)):
         return None
     return floats
+
+
+def _keeps(text: str) -> bool:
+    """Whether a float keeps all that this number says."""
+    if text in _NAN:
+        return True
+    found = _PLAIN.fullmatch(text)
+    if not found or len(text) > _DIGITS + 8:
+        return False
+    number = float(text)
+    if len(found[0]) == len(found[1]) + len(found[2]):  # an int: it must not be rounded
+        return abs(number) < 2**53 and text != "-0"
+    digits = (found[2] + (found[3] or "")).lstrip("0")
+    return len(digits) <= (_DIGITS if "e" in text.lower() else 17) and not math.isinf(number)
