@@ -104,6 +104,14 @@ class TestProcess:
             assert child.wait(timeout=60) == 130
             assert child.stderr.read() == "qkv: stopped\n"
 
+    def test_ctrl_c_while_it_loads(self, tmp_path: Path) -> None:
+        (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+        code = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import qkv.__main__ as q; q.main()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, "qkv: stopped\n")
+
     def test_ctrl_c_while_python_runs_a_text(self, tmp_path: Path) -> None:
         """As it does for each dataclass; it would end by the signal, though that was caught."""
         (tmp_path / "slow.py").write_text(
