@@ -62,9 +62,9 @@ class TestProcess:
         made = tmp_path / "books.qkv"
         assert qkv("add", made, "Dune", "Frank Herbert").exit_code == 0
         code = (
-            "import sys, qkv.cli; sys.argv[1:] = ['get', sys.argv[1], 'Dune']\n"
-            "try: qkv.cli.main()\n"
-            "finally: print(*sys.modules)"
+            "import atexit, sys, qkv.cli; sys.argv[1:] = ['get', sys.argv[1], 'Dune']\n"
+            "atexit.register(lambda: print(*sys.modules))\n"
+            "qkv.cli.main()"
         )
         found = subprocess.run(
             [sys.executable, "-c", code, str(made)],
