@@ -36,3 +36,15 @@ def test_numbers_that_32_bits_do_not_hold(framework):
         for mask in (masks.lengths(given), masks.causal(offset=given)):
             np.testing.assert_array_equal(qkv.weights(x, x, mask=mask), every)
         assert not qkv.weights(x, x, mask=masks.causal(offset=-make(np.array(far)))).any()
+
+
+@pytest.mark.parametrize("engine", [None, "dense", "streaming"])
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_queries_without_a_batch_have_each_their_own_number(fw, engine):
+    x = np.random.default_rng(0).normal(size=(3, 2))
+    sees = np.array([[1, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
+    want = qkv.attend(x, x, x, mask=sees)
+    y = fw.make(x)
+    for mask in (masks.lengths([1, 3, 2]), masks.causal(offset=[0, 1, -1])):
+        got = to_numpy(qkv.attend(y, y, y, mask=mask, engine=engine))
+        np.testing.assert_allclose(got, want, atol=1e-6)

@@ -55,16 +55,17 @@ def beside(values: Any, block: Block) -> Array:
 def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) -> None:
     shape = tuple(values.shape)
     batch = lead[:1]
-    good = [(*batch, n)] + ([(n,)] if last is not None else [batch])
+    good = {(*batch, n): None, (n,) if last is not None else batch: None}
     if shape not in good and None not in (*lead, n, *shape):
-        told = " or ".join(str(x) for x in good)
+        told = " or ".join(map(str, good))
         raise ShapeError(f"{what} must have shape {told}, not {shape}")
 
 
 def per_row(values: Any, block: Block) -> Array:
-    """(B,) or (B, n) numbers as (B, 1, …, r or 1), beside the queries of the block."""
+    """(B,) or (B, n) numbers as (B, 1, …, r or 1), beside the queries of the block; (n,) as (r,)
+    where there is no batch."""
     x = beside(values, block)
-    if len(x.shape) == 2:
+    if len(x.shape) == 2 or len(x.shape) > block.axes:
         x = of(x).cut(x, block.rows, -1)
     elif len(x.shape) == 1:
         x = x[:, None]

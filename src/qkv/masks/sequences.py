@@ -114,7 +114,7 @@ class Lengths(Mask):
 def lengths(valid: Any) -> Mask:
     """The first valid[b] keys of each sequence b: valid (B,), or (B, n) for each query its own.
 
-    B is the first axis of the query.
+    B is the first axis of the query; without one, valid is a number, or (n,).
 
     >>> lengths([3, 5])
     lengths of shape (2,)

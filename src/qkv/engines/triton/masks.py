@@ -45,7 +45,7 @@ def _bounds(call: Call, rule: Mask) -> Bounds:
         return _both(one, two)
     if isinstance(rule, Band) and rule.relative:
         return Bounds(*band_of(rule, call.n, call.m))
-    if isinstance(rule, Lengths) and len(rule.valid.shape) == 1:
+    if isinstance(rule, Lengths) and call.lead and len(rule.valid.shape) == 1:
         valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
         batch, _ = batch_and_heads(call)
         return Bounds(lengths=valid.repeat_interleave(batch // call.lead[0]))
