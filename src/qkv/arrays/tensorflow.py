@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +26,23 @@ class _Namespace:
     any, all = tf.reduce_any, tf.reduce_all
     isnan = staticmethod(tf.math.is_nan)
     isfinite = staticmethod(tf.math.is_finite)
-    matmul, reshape, where = tf.matmul, tf.reshape, tf.where
+    reshape, where = tf.reshape, tf.where
     matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
     broadcast_to, expand_dims = tf.broadcast_to, tf.expand_dims
     logical_and, logical_or, logical_not = tf.logical_and, tf.logical_or, tf.logical_not
     bitwise_xor = staticmethod(tf.bitwise.bitwise_xor)
     bitwise_and = staticmethod(tf.bitwise.bitwise_and)
     floor_divide, remainder = tf.math.floordiv, tf.math.floormod
+
+    @staticmethod
+    def matmul(x: Array, y: Array) -> Array:
+        if not len(y.shape) <= len(x.shape) > 3 or any(size != 1 for size in y.shape[:-2]):
+            return tf.matmul(x, y)
+        # One matrix for all: oneDNN's product of (b, 1, n, d) with it writes beside its memory.
+        (*rows, d), width = FRAMEWORK.sizes(x), FRAMEWORK.length(y, -1)
+        count = functools.reduce(operator.mul, rows)
+        out = tf.matmul(tf.reshape(x, (count, d)), tf.reshape(y, (d, width)))
+        return tf.reshape(out, (*rows, width))
 
     @staticmethod
     def astype(x: Array, dtype: Any) -> Array:
@@ -70,6 +82,7 @@ class TensorFlow(Framework):
     name = "tensorflow"
     xp = _Namespace
     gradients = on_grid = True
+    product = staticmethod(_Namespace.matmul)
 
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)

@@ -121,7 +121,7 @@ class Weighting(tree.Record):
     def pool(self, weight: Array, value: Array, live: Live, keep: Keep) -> Array:
         """Σᵢ αᵢ vᵢ, once the weights are there."""
         if live is keep is None and not self.sparse:
-            return weight @ value
+            return of(weight).product(weight, value)
         return pool(weight, value, live, keep, self.sparse)
 
     def moving(self, weight: Array) -> Array:
