@@ -40,6 +40,9 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     "places": ({("Li", 1): DAY, ("Hu", 2): datetime.date(2000, 1, 2)}, {"key": ("name", "number")}),
     "odd": ({"a": b"\xff\x00", "b": (1, "x"), "c": {"$d": [None, 1]}}, {}),
     "unique": ({"a": 1}, {"unique": True}),
+    "raw": ({b"a": 1.0, b"\x00\xff": 2.0, b'{"$bytes": "YQ=="}': 3.0, b"": 4.0}, {}),
+    "truth": ([(True, "yes"), (False, "no")], {}),
+    "json": ([([1, 2], "list"), ({"a": [None]}, "mapping"), ([0.5], "other")], {}),
     "lines": ({"a\nb/\n": 1.0, "\n": 2.0, "3.5": 3.0, "null": 4.0}, {}),
 }
 
@@ -113,6 +116,7 @@ ASKED: list[tuple[str, Any, dict[str, Any]]] = [
     ("places", ("Hu", 2), {}),
     ("odd", "a", {}),
     ("odd", "c", {"top": 1}),
+    ("json", [1, 2], {}),
 ]
 
 
@@ -404,7 +408,9 @@ def test_rows_are_taken_elsewhere_as_those_that_are_here(
     )
 
 
-@pytest.mark.parametrize("kept", ["lines", "gpa", "keyed", "wide", "places"], indirect=True)
+@pytest.mark.parametrize(
+    "kept", ["lines", "raw", "truth", "json", "gpa", "keyed", "wide", "places"], indirect=True
+)
 def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> None:
     assert kept.path is not None
     there = client[kept.path.stem]

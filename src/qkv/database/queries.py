@@ -54,7 +54,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
         return array.reshape(-1).tolist(), array.ndim == 0
     if hasattr(query, "to_list"):  # a column of pandas or polars
         query = query.to_list()
-    plain = isinstance(query, list) and not (kind == "json" and _numbers(query))
+    plain = isinstance(query, list) and not (kind == "json" and is_numbers(query))
     queries = query if plain else [query]
     for i, one in enumerate(queries):
         if isinstance(one, str):
@@ -68,7 +68,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     return queries, queries is not query
 
 
-def _numbers(query: list[Any]) -> bool:
+def is_numbers(query: list[Any]) -> bool:
     """Whether a list is one key that is a list of numbers, not a list of queries."""
     return bool(query) and all(type(x) in (int, float) for x in query)
 

@@ -80,7 +80,7 @@ def like(text: str, example: Any, what: str = "the query") -> Any:
         case "date":
             return _date(text, example, what)
         case "bytes":
-            return text.encode()
+            return _bytes(text)
         case _:
             try:
                 return json.loads(text)
@@ -125,6 +125,21 @@ def _numbers(text: str, count: int, what: str) -> list[float]:
     if len(parts) != count or not all(isinstance(part, int | float) for part in parts):
         raise ArgumentError(f"{what} must be {count} numbers, as in 0.5,1.0,…, not {text[:60]!r}")
     return [float(part) for part in parts]  # type: ignore[arg-type]
+
+
+def _bytes(text: str) -> bytes:
+    """Those of the text, or of its base64 where it names them as a store does.
+
+    >>> _bytes("a"), _bytes('{"$bytes": "AP8="}')
+    (b'a', b'\\x00\\xff')
+    """
+    from qkv.database.cells import restored
+
+    try:
+        found = restored(json.loads(text))
+    except (TypeError, ValueError):
+        found = text
+    return found if isinstance(found, bytes) else text.encode()
 
 
 def _date(text: str, example: datetime.date | datetime.time, what: str) -> Any:

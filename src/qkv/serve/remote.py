@@ -161,9 +161,11 @@ class Remote(Leaving):
 
     def _row(self, key: Any) -> str:
         """The path of a key: text as it is, other cells as the server reads them from text."""
+        from qkv.database import cells
         from qkv.told import jsonable
 
-        told = jsonable(key)
+        raw = isinstance(key, bytes | bytearray | memoryview)
+        told = cells.plain(key) if raw else jsonable(key)
         text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
         return f"{self._base}/rows/{quote(text, safe='')}"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from qkv.database import spelled
+from qkv.database.queries import is_numbers
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
 from qkv.serve.batch import Batches
@@ -80,15 +81,15 @@ class Kept:
             held = self._about = About(version, self.database.info(), key, row)
         return held
 
-    def cell(self, text: Any, what: str = "the query") -> Any:
-        """Text of a path, or JSON, as the kind of key that the database has."""
-        return spelled.cell(text, self.about().key, what)
+    def cell(self, text: str, what: str = "the query") -> Any:
+        """Text of a path as the kind of key that the database has."""
+        return spelled.like(text, self.about().key, what)
 
     def queries(self, given: Any) -> tuple[Any, bool]:
         """What was asked as a list or an array of queries, and whether it is a single one.
 
-        A list is many, as for `Database.ask`; but a list of numbers is one where keys are vectors,
-        and a list that holds no lists is one where keys have several columns.
+        A list is many, as for `Database.ask`; but a list of numbers is one where keys are vectors
+        or JSON, and a list that holds no lists is one where keys have several columns.
         """
         about = self.about()
         if about.kind == "number" and isinstance(given, np.ndarray):
@@ -103,7 +104,7 @@ class Kept:
             if array.ndim not in (1, 2):
                 raise DtypeError(f"query must be a vector or a list of such, not {array.ndim} deep")
             return (array[None], True) if array.ndim == 1 else (array, False)
-        many = isinstance(given, list)
+        many = isinstance(given, list) and not (about.kind == "json" and is_numbers(given))
         if about.kind == "tuple":
             many = many and all(isinstance(one, list | tuple) for one in given)
         each = [short(one, "query") for one in (given if many else [given])]
