@@ -786,6 +786,9 @@ def test_a_pattern_is_all_files_that_fit(tmp_path):
     assert read(f"{tmp_path}/[ac].?sv").columns == {"id": [1, 2, 3], "y": [None] * 3}
     assert read(f"{tmp_path}/[ad].*").columns == {"id": [1, 2, 4]}
     assert "no file fits" in str(refused(f"{tmp_path}/*.parquet"))
+    for name in "ab":
+        write(tmp_path, f"{name}.csv.gz", gzip.compress((tmp_path / f"{name}.csv").read_bytes()))
+    assert read(f"{tmp_path}/*.gz").columns == found.columns
     write(tmp_path, "f.csv", "id,x\n1\n")
     assert str(refused(f"{tmp_path}/*.csv")).startswith(f"{tmp_path}/f.csv, line 2")
     assert read(write(tmp_path, "[a].csv", "id\n9\n")).columns == {"id": [9]}

@@ -111,13 +111,14 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequenc
     paths = [path for path in paths if not path.is_dir()]
     if not paths:
         raise SourceError("no file fits this pattern: check it and the folder", file=pattern)
-    text = {ENDINGS.get(path.suffix.lower()) for path in paths} <= {"csv", "tsv"}
+    text = {ENDINGS.get(_inner(path).suffix.lower()) for path in paths} <= {"csv", "tsv"}
     columns: dict[str, list[Any]] = {}
     for done, path in enumerate(paths, start=1):
         before = len(next(iter(columns.values()), []))
         found = _file(path, chosen, None, None if text else words)
         for name in found.columns:
-            columns.setdefault(name, ["" if text else None] * before)
+            if name not in columns:
+                columns[name] = ["" if text else None] * before
         for name, cells in columns.items():
             cells += found.columns.get(name) or ["" if text else None] * len(found)
         if progress is not None:
@@ -170,7 +171,7 @@ def _file(
     regular = os.path.isfile(path) and not packed
     whole = files.unpacked if packed else files.contents
     opening = files.contents(path, _OPENING) if regular else whole(path)
-    inner = path.with_suffix("") if packed else path
+    inner = _inner(path)
     named = ENDINGS.get(inner.suffix.lower())
     kind = next((kind for magic, kind in _MAGIC.items() if opening.startswith(magic)), None)
     if named == "workbook" and opening.startswith(workbook.MAGIC):
@@ -195,6 +196,11 @@ def _file(
         return json.read(data, inner.stem, str(path), progress)
     delimiter = "\t" if kind == "tsv" else None
     return delimited.read(data, inner.stem, str(path), delimiter, progress, missing)
+
+
+def _inner(path: Path) -> Path:
+    """What a file is named inside of what it is packed in."""
+    return path.with_suffix("") if path.suffix.lower() in files.PACKED else path
 
 
 def _sniff(opening: bytes, path: Path) -> str:
