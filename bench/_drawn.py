@@ -156,6 +156,10 @@ def _nearer(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s * 0.5 + fw.astype(i - j + h - b, fw.dtype(s)) * 0.125
 
 
+def _as(x: Any, like: Any) -> Any:
+    return of(like).astype(x, of(like).dtype(like))  # 16 bits are widened before a score is asked
+
+
 def _score(name: str, given: dict[str, Any]) -> Any:
     held = [x for name, x in given.items() if name.startswith("of the score")]
     kinds: dict[str, Callable[..., Any]] = {
@@ -164,7 +168,7 @@ def _score(name: str, given: dict[str, Any]) -> Any:
         "additive": scores.Additive,
         "scale": scores.ScaledDot,
         "bandwidth": scores.Gaussian,
-        "function": lambda w: lambda query, key: scores.Dot()(query * w, key),
+        "function": lambda w: lambda query, key: scores.Dot()(query * _as(w, query), key),
         "modified": lambda: scores.Modified(scores.ScaledDot(), _nearer),
         "softcap": lambda: scores.ScaledDot(softcap=2.0),
         "epanechnikov": lambda: scores.Epanechnikov(2.0),

@@ -68,11 +68,17 @@ class Jax:
         stack.enter_context(self.jax.numpy_dtype_promotion("strict"))
         return stack
 
+    def bends(self, transform: str) -> bool:
+        return True
+
     def serves(self, transform: str, dtype: str) -> bool:
         return not ("x64 off" in transform and dtype == "float64")
 
     def array(self, x: np.ndarray, dtype: str) -> Any:
         return self.np.asarray(x) if x.dtype == bool else self.np.asarray(x, dtype)
+
+    def numbers(self, x: Any) -> np.ndarray:
+        return np.asarray(x).astype(float)
 
     def mapped(self, function: Function) -> Function:
         """The function by vmap over three alike."""
@@ -167,8 +173,16 @@ class TensorFlow:
     def serves(self, transform: str, dtype: str) -> bool:
         return True
 
+    def bends(self, transform: str) -> bool:
+        """Whether TensorFlow itself has second derivatives, and those forwards, of `tf.cond` and
+        `tf.while_loop` there."""
+        return transform in ("plain", "tf.function")
+
     def array(self, x: np.ndarray, dtype: str) -> Any:
         return self.tf.constant(x) if x.dtype == bool else self.tf.cast(self.tf.constant(x), dtype)
+
+    def numbers(self, x: Any) -> np.ndarray:
+        return np.asarray(x.numpy()).astype(float)
 
     def unknown(self, function: Any, axis: int | None) -> Function:
         """In a graph that does not know an axis of queries, keys, values and masks; or none but
@@ -237,20 +251,22 @@ class TensorFlow:
     def found(self, transform: str, function: Function, given: list[Any], ask: Asked) -> Found:
         tf = self.tf
         zero = {"unconnected_gradients": "zero"}
-        with tf.GradientTape() as outer:
-            outer.watch(given[0])
+
+        def slopes() -> list[Any]:
             with tf.GradientTape() as tape:
                 tape.watch(given)
                 total = tf.reduce_sum(tf.cast(function(*given), "float64") * ask.along)
-            slopes = [tf.convert_to_tensor(x) for x in tape.gradient(total, given, **zero)]
-            if ask.way is not None:
-                turned = tf.reduce_sum(tf.cast(slopes[0], "float64") * ask.way)
+            return [tf.convert_to_tensor(x) for x in tape.gradient(total, given, **zero)]
+
         bend = push = None
         if ask.way is not None:
+            with tf.GradientTape() as outer:
+                outer.watch(given[0])
+                turned = tf.reduce_sum(tf.cast(slopes()[0], "float64") * ask.way)
             bend = tf.convert_to_tensor(outer.gradient(turned, given[0], **zero))
         if ask.ways:
             moved = [tf.cast(tf.constant(t), x.dtype) for t, x in zip(ask.ways, given, strict=True)]
             with tf.autodiff.ForwardAccumulator(given, moved) as forward:
                 out = function(*given)
             push = forward.jvp(out, **zero)
-        return Found(slopes, push, bend)
+        return Found(slopes(), push, bend)

@@ -46,8 +46,7 @@ def test_a_graph_that_knows_only_widths(names):
         return qkv.attend(now["query"], now["key"], now["value"], **how)
 
     def spec(name, x):
-        inside = name.startswith("score.")
-        shape = x.shape if inside else [None] * len(x.shape)
+        shape = [None] * len(x.shape)
         if name in ("query", "key", "value"):
             shape = (None, x.shape[1], None, x.shape[3])
         return tf.TensorSpec(shape, x.dtype)
@@ -55,3 +54,14 @@ def test_a_graph_that_knows_only_widths(names):
     both = slopes(function)
     graph = tf.function(both, input_signature=[spec(*item) for item in given.items()])
     close(graph(*given.values()), both(*given.values()))
+
+
+@pytest.mark.parametrize("option", ["multiplicative", "additive", "gated"])
+def test_a_graph_that_knows_no_shape_of_a_learned_score(option):
+    import tensorflow as tf
+
+    given = made(OPTIONS[option], tf.constant)(5)
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in given[:3]]
+    specs += [tf.TensorSpec([None] * len(x.shape), x.dtype) for x in given[3:]]
+    both = slopes(OPTIONS[option].call)
+    close(tf.function(both, input_signature=specs)(*given), both(*given))

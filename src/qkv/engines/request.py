@@ -15,6 +15,7 @@ from qkv.engines import dropout
 from qkv.engines.call import Call
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Score, ScoreLike
+from qkv.scores.base import differ
 from qkv.types import Array, At, Shape
 from qkv.weightings import Weighting, WeightingLike
 
@@ -134,7 +135,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
                 f"{name} must have at least two axes (…, rows, width), not shape {shape}; "
                 f"one row is {name}[None, :], one column {name}[:, None]"
             )
-    if value is not None and _differ(shapes["key"][-2], shapes["value"][-2]):
+    if value is not None and differ(shapes["key"][-2], shapes["value"][-2]):
         raise ShapeError(
             f"key and value must have one row each per pair, but key has {shapes['key'][-2]} "
             f"and value {shapes['value'][-2]}"
@@ -191,10 +192,6 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
         step = f"; {TEXT}" if isinstance(x, str) else ""
         raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}{step}")
     return arrays.of(x).plain(x)
-
-
-def _differ(one: int | None, two: int | None) -> bool:
-    return one is not None and two is not None and one != two
 
 
 def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape) -> Shape:

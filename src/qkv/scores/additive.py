@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.errors import ShapeError
-from qkv.scores.base import Form, Score, agree, array_of, pairs
+from qkv.scores.base import Form, Score, agree, array_of, differ, pairs
 from qkv.scores.features import features
 from qkv.scores.separable import Units, units
 from qkv.types import Array, Shape
@@ -85,20 +85,20 @@ class Additive(Score):
         return Separable(self.w_query, self.w_key, self.v, self.bias, found), error
 
     def check(self, query: Shape, key: Shape) -> None:
-        if self.w_key is None and key[-1] != self.v.shape[-1]:
+        if self.w_key is None and differ(key[-1], self.v.shape[-1]):
             raise ShapeError(
                 f"Additive: without w_key the keys must be (…, m, h) = (…, m, {self.v.shape[-1]}), "
                 f"not rows of {key[-1]} numbers"
             )
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
-            if w is not None and w.shape[-1] != width[-1]:
+            if w is not None and differ(w.shape[-1], width[-1]):
                 raise ShapeError(
                     f"Additive: {name} must be (h, {width[-1]}) for rows of {width[-1]} numbers, "
                     f"not {tuple(w.shape)}"
                 )
 
     def footprint(self, width: int) -> int:
-        return int(self.v.shape[-1])
+        return int(self.v.shape[-1] or width)  # a graph may not know it
 
 
 @dataclass(frozen=True)

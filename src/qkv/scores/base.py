@@ -163,10 +163,15 @@ def array_of(owner: Any, name: str, *axes: str) -> Shape:
     return shape
 
 
+def differ(one: int | None, two: int | None) -> bool:
+    """Whether two sizes are not the same; one that only a run will tell may be any."""
+    return one is not None and two is not None and one != two
+
+
 def agree(owner: Any, what: str, **sizes: int) -> None:
     """Refuse sizes that should be one size."""
     first, *others = sizes.values()
-    if any(size != first for size in others):  # a size that is traced has no hash
+    if any(differ(size, first) for size in others):  # a size that is traced has no hash
         told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ShapeError(f"{type(owner).__name__}: {what} must be one number, but {told}")
 

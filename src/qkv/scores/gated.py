@@ -7,7 +7,7 @@ from numbers import Real
 
 from qkv.arrays import is_array, namespace, to_numpy
 from qkv.errors import DtypeError, ShapeError
-from qkv.scores.base import Affine, Form, Score, array_of, inner_score, sigmoid
+from qkv.scores.base import Affine, Form, Score, array_of, differ, inner_score, sigmoid
 from qkv.scores.product import Dot
 from qkv.types import Array, Shape
 
@@ -80,7 +80,7 @@ class Gated(Score):
 
     def check(self, query: Shape, key: Shape) -> None:
         for name, w, width in (("w_query", self.w_query, query), ("w_key", self.w_key, key)):
-            if w.shape[-1] != width[-1]:
+            if differ(w.shape[-1], width[-1]):
                 raise ShapeError(
                     f"Gated: {name} must be ({width[-1]},) for rows of {width[-1]} numbers, "
                     f"not {tuple(w.shape)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from qkv.arrays import is_array, namespace, of, to_numpy
 from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
-from qkv.scores.base import Affine, Form, Score, array_of
+from qkv.scores.base import Affine, Form, Score, array_of, differ
 from qkv.types import Array, Shape
 
 
@@ -174,7 +174,7 @@ class Multiplicative(Score):
         return Affine(query @ to_numpy(self.w)) if plain else None
 
     def check(self, query: Shape, key: Shape) -> None:
-        if tuple(self.w.shape[-2:]) != (query[-1], key[-1]):
+        if any(map(differ, self.w.shape[-2:], (query[-1], key[-1]))):
             raise ShapeError(
                 f"Multiplicative: w must be (d_q, d_k) = ({query[-1]}, {key[-1]}), "
                 f"not {tuple(self.w.shape)}"
