@@ -278,5 +278,6 @@ class Ball(NamedTuple):
             nearest = away * (np.minimum(self.radius * (1 + slack) / np.maximum(far, 1e-300), 1))
             nearest += self.centre
             found = [score(q[None], k[None])[0, 0] for q, k in zip(query, nearest, strict=True)]
-            return np.asarray(found) + slack
+            rough = 8 * np.finfo(np.float32).eps * np.abs(found)  # as scores beside them may be
+            return np.asarray(found) + slack + rough
         return np.full(len(query), np.inf)

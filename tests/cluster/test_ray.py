@@ -58,6 +58,9 @@ def answers_and_gradients(D: qkv.Database, c: Cluster) -> None:
         ):
             np.testing.assert_allclose(other.value, one.value, rtol=1e-5, atol=1e-6)
             assert [row.index for row in other.rows] == [row.index for row in one.rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qkv.cluster.ray.INLINE", 0)  # as if queries were many: they are put aside
+        np.testing.assert_allclose(c.attend(QUERY), D.attend(QUERY), rtol=1e-5, atol=1e-6)
     query = torch.tensor(QUERY, requires_grad=True)
     slopes = [
         torch.autograd.grad(x.attend(query, weighting="sparsemax").square().sum(), query)[0]

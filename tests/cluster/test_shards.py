@@ -111,14 +111,43 @@ def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any])
             np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("weighting", ["softmax", "hard", "sparsemax", weightings.TopK(3)])
-def test_scores_that_float32_does_not_hold(store: str, weighting: Any) -> None:
-    query = np.full(4, 0.1)
-    for how in ({"score": scores.Gaussian(1e-25)}, {"weighting": weightings.Softmax(1e-39)}):
-        with qkv.open(store) as D, cluster([store], 2) as c:
-            one, other = (x.ask(query, **{"weighting": weighting, **how}) for x in (D, c))
-            np.testing.assert_allclose(other.value, one.value, rtol=1e-6)
-            assert other.entropy == one.entropy == 0 and other.rows[0].index == one.rows[0].index
+@pytest.mark.parametrize(
+    ("score", "weighting"),
+    [(scores.Gaussian(1e-25), how) for how in ("softmax", "hard", "sparsemax", weightings.TopK(3))]
+    + [(None, weightings.Softmax(1e-39))],
+)
+def test_scores_that_float32_does_not_hold(store: str, score: Any, weighting: Any) -> None:
+    with qkv.open(store) as D, cluster([store], 2) as c:
+        one, other = (x.ask(np.full(4, 0.1), score=score, weighting=weighting) for x in (D, c))
+        np.testing.assert_allclose(other.value, one.value, rtol=1e-6)
+        assert other.entropy == one.entropy == 0 and other.rows[0].index == one.rows[0].index
+
+
+def test_a_bound_counts_how_scores_are_rounded(tmp_path: Path) -> None:
+    place = str(tmp_path / "far.qkv")
+    with qkv.open(place) as D:
+        D.add(np.full((8, 2), 1000.3, "f4"), np.arange(8.0))
+    with cluster([place], 2, partial=True) as c:
+        c._fleet.workers.lost = {1}  # type: ignore[attr-defined]
+        for query in np.linspace(1500, 2500, 12):
+            for how in ({"score": "gaussian"}, {"score": "dot"}, {"score": scores.Laplace(0.01)}):
+                assert c.ask(np.full(2, query), **how).error_bound >= 0.5  # half of equal rows
+
+
+def test_shards_are_weighed_by_all_digits(tmp_path: Path) -> None:
+    """Where scores are so large that float32 holds no more than quarters of one."""
+    rng, place = np.random.default_rng(0), str(tmp_path / "far.qkv")
+    key = (1000 + rng.integers(0, 8, size=(60, 1)) / 4).astype("f4")  # whose squares float32 holds
+    with qkv.open(place) as D, cluster([place], 3) as c:
+        D.add(key, np.arange(60.0))
+        c._fleet.refresh()
+        for how in (
+            {"score": "dot", "weighting": weightings.Softmax(512.0)},
+            {"score": "gaussian"},
+        ):
+            one, other = (x.ask(np.array([2048.0]), **how) for x in (D, c))
+            np.testing.assert_allclose(other.weights, one.weights, atol=1e-6)
+            assert abs(one.lse) > 4000
 
 
 @settings(max_examples=25, **QUIET)

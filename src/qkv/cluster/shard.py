@@ -13,7 +13,7 @@ import numpy as np
 
 from qkv import attention, parts
 from qkv.arrays import threads
-from qkv.arrays.rows import Rows
+from qkv.arrays.rows import Rows, Weighed
 from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
@@ -193,15 +193,14 @@ class Leaf:
         how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
         how |= {"tolerance": tolerance, "matches": self._matches}
         found = attention.weigh(self._rows, job.query, **how)
-        assert found.lse is not None
+        self._lse = lse = _fine(found, job.weighting)
         if tolerance is not None:
-            none = np.zeros(len(found.lse))
+            none = np.zeros(len(lse))
             bound = found.bound or Bound(none, none + 1, none, none)
-            bound = Bound(found.lse, *(x / bound.total for x in bound[1:]))
-        self._lse = found.lse
+            bound = Bound(lse, *(x / bound.total for x in bound[1:]))
         told = parts.sums_by(found.weights.sum(axis=1), found.entropy)
         heaviest = self._heaviest(told, found.sums, found.weights, found.best, top)
-        return First(found.lse, bound, found.read, heaviest, found.refused)
+        return First(lse, bound, found.read, heaviest, found.refused)
 
     def heaviest(self, known: State, top: int) -> Heaviest:
         part, best = self._scored
@@ -308,6 +307,20 @@ class Leaf:
 
     def census(self, name: str) -> np.ndarray:
         return self.view.census(name)
+
+
+def _fine(found: Weighed, weighting: Weighting) -> np.ndarray:
+    """The log-sum-exp (n,) of a softmax in float64, since shards are weighed by differences of it:
+    that of scores in the thousands has lost its last digits. The best row's weight is e^(s − lse).
+    """
+    assert found.lse is not None
+    lse = found.lse.astype(float)
+    if found.bound is None:
+        top = weighting.scale(found.best[:, None])[:, 0].astype(float)
+        most = found.weights.max(axis=1, initial=0).astype(float)
+        known = (most > 0) & np.isfinite(lse)
+        lse[known] = top[known] - np.log(most[known])
+    return lse
 
 
 class Profile(NamedTuple):
