@@ -134,6 +134,10 @@ class Framework:
         host = np.asarray(data).tolist()
         return self.xp.asarray(host, dtype=getattr(self.xp, dtype), device=self.device(like))
 
+    def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        """The same of one block of many, which are read one after another."""
+        return self.constant(data, like, dtype)
+
     def device(self, x: Array) -> Any:
         return getattr(x, "device", None)
 

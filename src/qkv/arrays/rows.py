@@ -290,4 +290,4 @@ def taken(fw: Framework, x: np.ndarray | Wide, like: Array) -> Array:
     with warnings.catch_warnings():
         # Torch warns that the file must not be written to; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return fw.constant(np.asarray(x), like, fw.dtype(like))
+        return fw.read(np.asarray(x), like, fw.dtype(like))

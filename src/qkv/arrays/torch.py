@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from qkv.arrays import pinned
 from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
 from qkv.types import Array, Arrays, Live, Slopes
 
@@ -150,6 +151,11 @@ class Torch(Framework):
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:
         return torch.as_tensor(np.asarray(data), dtype=getattr(torch, dtype), device=like.device)
+
+    def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
+        if not like.is_cuda or data.nbytes < pinned.LEAST:
+            return self.constant(data, like, dtype)
+        return pinned.sent(np.ascontiguousarray(data), like.device).to(getattr(torch, dtype))
 
     def detach(self, x: Array) -> Array:
         return x.detach()

@@ -1,0 +1,84 @@
+"""Buffers on the way to a device, with a device that is late."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qkv import attention  # noqa: E402
+from qkv.arrays import of, pinned  # noqa: E402
+from qkv.arrays import torch as torchs  # noqa: E402
+from qkv.arrays.rows import Rows, Stored  # noqa: E402
+
+
+class Late(pinned.Pinned):
+    """A device that reads no buffer before it is waited for."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.waiting, self.most = {}, 0
+
+    def _room(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def sent(self, data):
+        self.now = (self._turn, data.shape)
+        self.out = super().sent(data)
+        self.out.fill_(-1)
+        self.waiting[self.now[0]] = (self.out, self._rooms[self.now[0]], data.nbytes)
+        self.most = max(self.most, len(self.waiting))
+        return self.out
+
+    def _mark(self):
+        return Event(self, self.now[0])
+
+    def arrive(self, turn):
+        if turn in self.waiting:
+            out, room, size = self.waiting.pop(turn)
+            out.copy_(room[:size].view(out.dtype).view(out.shape))
+
+
+class Event:
+    def __init__(self, device, turn):
+        self.device, self.turn = device, turn
+
+    def synchronize(self):
+        self.device.arrive(self.turn)
+
+
+def test_no_buffer_is_filled_before_the_device_has_read_it():
+    device, sent = Late(), []
+    for i in range(11):
+        data = np.full((5 + i % 3, 4), i, np.float32 if i % 2 else np.float16)
+        sent.append(device.sent(data))
+        data[:] = -2
+    for turn in range(pinned.ROOMS):
+        device.arrive(turn)
+    assert device.most == pinned.ROOMS
+    for i, out in enumerate(sent):
+        assert out.shape == (5 + i % 3, 4) and (out == i).all()
+
+
+def test_rows_that_are_sent_are_those_that_are_read(monkeypatch):
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, 1500, 8)).astype(np.float16)
+    rows = Rows(lambda: [Stored(keys, values)], keys.shape, 8)
+    query = torch.from_numpy(rng.normal(size=(3, 8)).astype(np.float32))
+    how, count = {"score": "dot", "weighting": "softmax"}, []
+    want = attention.over(rows, query, **how)
+
+    def read(self, data, like, dtype):
+        device = Late()
+        out = device.sent(np.ascontiguousarray(data))
+        device.arrive(0)
+        count.append(data.nbytes)
+        return out.to(getattr(torch, dtype))
+
+    monkeypatch.setattr(torchs.Torch, "read", read)
+    assert torch.equal(attention.over(rows, query, **how), want)
+    assert sum(count) == keys.nbytes + values.nbytes
+
+
+def test_what_stays_on_the_host_is_not_copied():
+    data, like = np.ones((pinned.LEAST // 4, 2), np.float32), torch.ones(1)
+    assert of(like).read(data, like, "float32").data_ptr() == data.ctypes.data
