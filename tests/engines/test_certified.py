@@ -156,6 +156,30 @@ def test_the_largest_rows_are_the_right_ones(seed, kind, score, k):
         assert kind == "near ties" or tied or found.error_bound <= 0.01
 
 
+def test_what_rounding_alone_takes_of_a_tolerance_leaves_no_row_out(monkeypatch):
+    """The search for lighter rows ends where blocks without any weight are never found."""
+    monkeypatch.setattr(coded, "AT_ONCE", 100)
+    keys = made(np.random.default_rng(1), "plain")
+    keys[100:] -= 50 * keys[3]
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    rows = Rows(lambda: [Stored(keys, keys[:, :2], near=near)], keys.shape, 2)
+    scan = coded.Coded(rows, keys[3:4], scores.Dot(), Softmax()).scanned()
+    assert (scan.factor == 0).any()
+    assert scan.prune(float(scan.bound().error[0]) + 1e-6, 300) is None
+
+
+def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
+    keys = made(np.random.default_rng(1), "plain", 60)
+    score, query = scores.Epanechnikov(8.0), np.stack([keys[0] * 100, keys[0]])
+    code, scale = codes.in_8_bits(keys)
+    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
+    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
+    found = weigh(rows, query, score=score, weighting=Normalized(), tolerance=0.2)
+    true = np.stack([exact(keys, q, score, Normalized()) for q in query])
+    error = 0.5 * np.abs(found.weights - true).sum(axis=1)
+    assert found.error[0] == error[0] == 0 < error[1] <= found.error[1] <= 0.2
+
+
 def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
     keys = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
     keys[2000] = keys[100]
@@ -163,6 +187,16 @@ def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
     found = D.ask(keys[100], weighting="hard", tolerance=0.01)
     assert (found.value, found.error_bound) == ("100", 0.0)
     assert found.rows_read < 100
+
+
+@pytest.mark.parametrize("how", [Softmax(), TopK(3), "hard", Normalized()], ids=str)
+def test_where_no_row_is_allowed_no_row_has_weight(how):
+    keys = made(np.random.default_rng(0), "plain", 60)
+    near, allowed = codes.found({"code": keys, **codes.near(keys, 0)}), np.zeros(60, bool)
+    rows = Rows(lambda: [Stored(keys, keys[:, :2], near=near)], keys.shape, 2, allowed)
+    score = WINDOWS[0] if isinstance(how, Normalized) else SCORES[0]
+    found = weigh(rows, keys[:2], score=score, weighting=how, tolerance=0.01)
+    assert not found.weights.any() and not found.out.any() and (found.error == 0).all()
 
 
 @pytest.mark.parametrize("score", WINDOWS, ids=lambda s: type(s).__name__)

@@ -1,4 +1,5 @@
-"""Host arrays on their way to a CUDA device, through memory that it reads by itself."""
+"""Host arrays on their way to a CUDA device, narrow as they are kept, through memory that it reads
+by itself."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ class Torch(Framework):
         return torch.as_tensor(np.asarray(data), dtype=getattr(torch, dtype), device=like.device)
 
     def read(self, data: np.ndarray[Any, Any], like: Array, dtype: str) -> Array:
-        if not like.is_cuda or data.nbytes < pinned.LEAST:
+        # What is wide already the driver copies as fast as we could.
+        if not like.is_cuda or data.nbytes < pinned.LEAST or data.dtype.name == dtype:
             return self.constant(data, like, dtype)
         return pinned.sent(np.ascontiguousarray(data), like.device).to(getattr(torch, dtype))
 

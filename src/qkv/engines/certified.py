@@ -190,6 +190,8 @@ def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
     rows, doubt = asked.rows, asked.coded()
     (n, m), fixed = doubt.scores.shape, asked.lost
     k = min(k, m if rows.allowed is None else int(np.count_nonzero(rows.allowed)))
+    if not k:
+        return _nothing(asked, np.zeros(n))
     at = doubt.rivals(k)
     if fixed:
         s, slack = doubt.scores[:, at].astype(float), doubt.deltas(at)
@@ -260,7 +262,7 @@ def _reached(error: np.ndarray, tolerance: float, lost: bool) -> None:
 def _shared(asked: Coded, scan: Scan, bound: Bound, error: np.ndarray) -> Weighed:
     """The answer of all rows."""
     if not (bound.total > 0).all():
-        return _nothing(asked)
+        return _nothing(asked, error)
     entropy = scan.share(bound.total)
     alpha = scan.weights.astype(np.result_type(asked.query, np.float32), copy=False)
     return _told(asked, alpha, entropy, bound.top + np.log(bound.total), error, bound)
@@ -277,7 +279,7 @@ def _few(asked: Coded, scan: Scan, kept: Pruned) -> Weighed:
 
 def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> Weighed:
     if not (bound.total > 0).all():
-        return _nothing(asked)
+        return _nothing(asked, error)
     # Scores in float64 were needed for digits that float32 would lose again.
     alpha = np.empty(doubt.scores.shape, np.result_type(asked.query, doubt.scores))
     entropy = doubt.weights(alpha)
@@ -285,10 +287,13 @@ def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> We
     return _told(asked, alpha, entropy, lse, error, bound)
 
 
-def _nothing(asked: Coded) -> Weighed:
-    """Nothing lies within the window, or no row is allowed: the weighting says what then."""
-    found = stored.weighed(asked.rows, asked.query, asked.score, asked.weighting)
-    return found._replace(error=np.zeros(len(found.weights)))
+def _nothing(asked: Coded, error: np.ndarray) -> Weighed:
+    """Nothing lies within the window of a query, or no row is allowed: the weighting says what
+    then, of keys that are exact or, where these are lost, of their codes."""
+    rows = asked.rows
+    found = stored.weighed(rows, asked.query, asked.score, asked.weighting)
+    known = not asked.lost or (rows.allowed is not None and not rows.allowed.any())
+    return found._replace(error=np.zeros_like(error) if known else error)
 
 
 def _told(

@@ -291,15 +291,15 @@ class Scan:
         """Leave out rows as far as the tolerance allows; None where more than so many are left."""
         bound, grown = self.bound(), np.exp(self.most.max(axis=0))
         spare = (tolerance - bound.error) * 0.95 * bound.total / grown
-        share = np.full(len(spare), 1e-3)
-        while (spare > 0).all():
+        share, lost = np.full(len(spare), 1e-3), bound.total * 1e-5
+        while (spare > lost).all() and (share > FAINT).all():
             at = self.above(bound.total * share)
             if len(at) > most:
                 return None
             w = self.of(at)
             kept = w.sum(axis=1, dtype=float)
             # What is left is the rest of a sum that is known but for its rounding.
-            left = np.maximum(bound.total * (1 + 1e-5) - kept, 0.0)
+            left = np.maximum(bound.total + lost - kept, 0.0)
             if (left <= spare).all():
                 return Pruned(at, w, bound._replace(total=kept, gain=bound.gain + left * grown))
             share[left > spare] /= 8
