@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+import qkv
 from qkv.arrays import framework
+from qkv.errors import DtypeError
 
 FORKED = """
 import os
@@ -66,3 +68,20 @@ def test_the_largest_of_a_long_row_are_those_of_a_sort(shape: tuple[int, ...], k
     order = np.argsort(np.where(np.isnan(x), -np.inf, -x), axis=-1, kind="stable")[..., :k]
     np.testing.assert_array_equal(at, order)
     np.testing.assert_array_equal(found, np.take_along_axis(x, order, axis=-1))
+
+
+def test_a_matrix_is_an_array_and_a_masked_one_is_refused():
+    x = np.random.default_rng(0).normal(size=(3, 3))
+    want = qkv.attend(x, x, x)
+    for kind in (lambda x: x.view(np.matrix), np.ma.masked_array):
+        for given in ((kind(x), x, x), (x, kind(x), x), (x, x, kind(x)), [kind(x)] * 3):
+            for _ in range(2):  # the second finds a plan
+                got = qkv.attend(*given)
+                assert type(got) is np.ndarray
+                np.testing.assert_allclose(got, want)
+    hidden = np.ma.masked_array(x, mask=x > 0)
+    for name in ("query", "key", "value"):
+        with pytest.raises(DtypeError, match=f"{name} is a masked array"):
+            qkv.attend(**{"query": x, "key": x, "value": x, name: hidden})
+    with pytest.raises(DtypeError, match="query is a masked array"):
+        qkv.weights(hidden, x)

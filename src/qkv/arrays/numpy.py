@@ -87,14 +87,17 @@ class NumPy(Framework):
     def astype(self, x: Array, dtype: str) -> Array:
         return x if self.dtype(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
 
+    def plain(self, x: Array) -> Array:
+        return x if type(x) is numpy.ndarray else numpy.asarray(x)  # a matrix multiplies otherwise
+
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        try:
-            if value is None:
-                return query.shape, key.shape, None, type(key), query.dtype, key.dtype
-            shapes = query.shape, key.shape, value.shape
-            return *shapes, type(key), type(value), query.dtype, key.dtype, value.dtype
-        except AttributeError:
+        if not type(query) is type(key) is numpy.ndarray:
             return None
+        if value is None:
+            return query.shape, key.shape, None, query.dtype, key.dtype
+        if type(value) is not numpy.ndarray:
+            return None
+        return query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype
 
     def outline(self, x: Array) -> Array:
         return numpy.empty(0, x.dtype)
