@@ -26,8 +26,15 @@ HIDES = 16
 """Keys below which the kernel on the CPU takes a row of NaN for an empty one."""
 
 
-def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) -> Array:
-    """SDPA of query, key and value (…, rows, width), with derivatives of both orders."""
+def kernel(
+    call: Call,
+    parts: Sequence[Array],
+    mask: Array | None,
+    plain: bool,
+    told: list[Array] | None = None,
+) -> Array:
+    """SDPA of query, key and value (…, rows, width), with derivatives of both orders. `told` gets
+    the log-sum-exp, where it is to be had."""
     parts, width = one_width(parts)
     query, key, value = parts
     if key.shape[-3:-2] != value.shape[-3:-2]:
@@ -37,7 +44,11 @@ def kernel(call: Call, parts: Sequence[Array], mask: Array | None, plain: bool) 
         mask = whole_rows(mask, key.shape[-2])
     if mask is not None and mask.ndim != 2 and (mask.ndim != 4 or len(call.lead) != 2):
         mask = four_axes(mask.expand(*call.lead, *mask.shape[-2:]), call.lead)
-    out = fused(parts, mask, plain, native.scale_of(call), call.dropout)
+    scale, out = native.scale_of(call), None
+    if told is not None and mask is not None and not call.dropout:
+        out = _flash(parts, mask, scale, told)
+    if out is None:
+        out = fused(parts, mask, plain, scale, call.dropout)
     if mask is not None and not mask.is_cpu:
         out = out.where(seeing(mask), 0.0)
     if width != out.shape[-1]:
@@ -51,6 +62,23 @@ def fused(
     """SDPA with derivatives of both orders."""
     out = sdpa(parts, mask, plain, scale, dropout)
     return out if framework("torch").tracing(out) else smooth(out, parts, mask, plain, scale)
+
+
+def _flash(parts: Sequence[Array], mask: Array, scale: float, told: list[Array]) -> Array | None:
+    """The kernel that SDPA would choose on a CPU, with its log-sum-exp; None where it would not."""
+    query, key, _ = parts
+    wide = query.dtype in (torch.float32, torch.float64) and mask.shape[-1] == key.shape[-2]
+    if not (wide and query.is_cpu and query.shape[1] == key.shape[1]):
+        return None
+    if not torch.backends.cuda.flash_sdp_enabled():  # of a CPU's too
+        return None
+    added = mask
+    if mask.dtype == torch.bool:
+        added = torch.where(mask, query.new_zeros(()), -math.inf)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*parts, attn_mask=added, scale=scale)
+    told.append(lse.detach())
+    return smooth(out, parts, mask, False, scale)
 
 
 def smooth(

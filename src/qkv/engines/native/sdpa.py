@@ -69,7 +69,8 @@ def on_device(call: Call) -> bool:
     return bool(call.query.device.type == "cuda")
 
 
-def run(call: Call) -> Array:
+def run(call: Call, told: list[Array] | None = None) -> Array:
+    """`told` is that of `kernel`."""
     if _splits(call):
         return _split(call)
     plain = is_causal(call.rule)
@@ -78,13 +79,13 @@ def run(call: Call) -> Array:
     parts, mask = (call.query, call.key, call.value), None
     if call.rule is not None and not plain:
         if spans.is_shared(call):
-            return kernel(call, *spans.seen(call), plain)
+            return kernel(call, *spans.seen(call), plain, told)
         by_rows = call.n > spans.ROWS and not call.dropout and not call.fw.tracing(call.query)
         tiling = spans.tiling_of(call) if by_rows else None
         if by_rows and spans.pays(call, tiling):
             return spans.run(call, tiling)
         mask = as_mask(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-    return kernel(call, parts, mask, plain)
+    return kernel(call, parts, mask, plain, told)
 
 
 # What depends on the numbers
@@ -108,7 +109,8 @@ def guarded(call: Call) -> Array | None:
     hides = call.m < HIDES or call.query.dtype in HALF
     if hides and not _finite(call.query, call.key, call.value):
         return None
-    out = run(call)
+    told: list[Array] = []
+    out = run(call, told)
     if call.rule is None:
         return out
     if out.requires_grad and not _finite(call.key, call.query):
@@ -116,7 +118,7 @@ def guarded(call: Call) -> Array | None:
     if is_causal(call.rule) and call.n >= call.m:  # the last query sees every key
         told = [out[..., -1:, :]]
     elif call.rule.shared:  # a value that leaks is in every row, and a key in whole rows
-        told = [out[..., :1, :], out[..., :1]]
+        told = [out[..., :1, :], *(told or [out[..., :1]])]
     else:
         told = [out]
     return out if _finite(*told) else None
