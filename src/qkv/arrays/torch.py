@@ -123,7 +123,8 @@ class Torch(Framework):
             return None
         last = key if value is None else value
         try:
-            kind, dtype, records = type(query), query.dtype, _records()
+            kind: Any = type(query)
+            dtype, records = query.dtype, _records()
             if not type(key) is kind is type(last):
                 kind = (kind, type(key), type(last))
             if not key.dtype is dtype is last.dtype:
