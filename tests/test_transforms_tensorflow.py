@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 import qkv
@@ -65,3 +66,15 @@ def test_a_graph_that_knows_no_shape_of_a_learned_score(option):
     specs += [tf.TensorSpec([None] * len(x.shape), x.dtype) for x in given[3:]]
     both = slopes(OPTIONS[option].call)
     close(tf.function(both, input_signature=specs)(*given), both(*given))
+
+
+def test_a_graph_that_knows_no_shape_of_a_bandwidth():
+    import tensorflow as tf
+
+    x, width = tf.constant(np.eye(4, 3)), tf.constant([0.5, 1.0, 2.0], tf.float64)
+    specs = [tf.TensorSpec([None] * len(a.shape), a.dtype) for a in (x, width)]
+
+    def call(x, width):
+        return qkv.attend(x, x, x, score=qkv.scores.Gaussian(width))
+
+    close(tf.function(call, input_signature=specs)(x, width), call(x, width))

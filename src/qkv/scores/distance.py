@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of, over
 from qkv.errors import ShapeError, positive
-from qkv.scores.base import Affine, Form, Score, largest, pairs
+from qkv.scores.base import Affine, Form, Score, differ, largest, pairs
 from qkv.types import Array, Shape
 
 
@@ -41,11 +41,8 @@ class Gaussian(Score):
     def check(self, query: Shape, key: Shape) -> None:
         super().check(query, key)
         shape = tuple(getattr(self.bandwidth, "shape", ()))
-        for place, axis in enumerate(reversed(shape), start=1):
-            wide = query[-1] if place == 1 else 1
-            if place > 2:
-                wide = max((x[-place] for x in (query, key) if len(x) >= place), default=axis)
-            if axis not in (1, wide):
+        for axis, size in zip(reversed(shape), (query[-1], 1), strict=False):
+            if differ(axis, 1) and differ(axis, size):
                 raise ShapeError(
                     f"Gaussian: bandwidth has shape {shape}; expected a number, or one for each of "
                     f"the {query[-1]} columns, ({query[-1]},), or of each batch, (…, 1, 1)"
