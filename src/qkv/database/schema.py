@@ -109,8 +109,9 @@ class Schema:
 
     def digest_before(self, key: Any) -> bytes | None:
         """What an older row of this key may be found by, if that is another."""
-        array = self.hash == "sha256" and is_array(key) and key.ndim == 1
-        return cells.wide_digest(key) if array else None
+        if self.hash != "sha256" or (type(key) is np.ndarray and key.dtype == np.float32):
+            return None
+        return cells.wide_digest(key) if is_array(key) and key.ndim == 1 else None
 
     def digests(self, keys: Any) -> list[bytes]:
         """One for each key of a sequence, or for each row of an array (m, d)."""

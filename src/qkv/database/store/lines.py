@@ -22,6 +22,7 @@ LIVE = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"
 
 FOUND = f"SELECT id FROM rows WHERE digest = ? AND {LIVE}"
 YOUNGEST = f"{ROW} WHERE digest = ? AND {LIVE} ORDER BY id DESC LIMIT 1"
+LATEST = f"{ROW} WHERE digest = ? AND died IS NULL ORDER BY id DESC LIMIT 1"
 AMONG = "id IN (SELECT value FROM json_each(?))"
 
 Span = tuple[int, int, int]
@@ -77,7 +78,10 @@ class Lines:
         """The last row with this digest that lives; None where there is none."""
         while True:
             state = self._now()
-            line = self.catalogue.one(YOUNGEST, digest, *span) if state.loose else None
+            line = None
+            if state.loose:
+                one = self.catalogue.one
+                line = one(LATEST, digest) if span is ALWAYS else one(YOUNGEST, digest, *span)
             if state.bundles:
                 line = self._younger(state, digest, span, line)
             if self._same(state):
