@@ -373,6 +373,20 @@ def test_what_float32_rounds_to_nothing_is_no_tie():
     assert (found.value, found.error_bound) == ("31", 0)
 
 
+def test_a_weight_of_almost_1_is_rounded_too():
+    rng = np.random.default_rng(4)
+    keys = made(rng, "plain")
+    keys[7] *= 3
+    code, scale = codes.in_8_bits(keys)
+    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
+    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
+    for size in np.linspace(0.1, 0.3, 40):
+        query = (size * keys[7:8]).astype(np.float32)
+        found = weigh(rows, query, score=scores.Dot(), weighting=Softmax(), tolerance=0.5)
+        true = exact(keys, query[0], scores.Dot(), Softmax())
+        assert 0.5 * np.abs(found.weights - true).sum() <= found.error[0]
+
+
 def test_few_rows_that_all_count():
     rng = np.random.default_rng(581532)
     keys = rng.normal(size=(900, WIDTH))[rng.integers(0, 7, 900)].astype(np.float32)

@@ -121,7 +121,7 @@ class Doubt:
                 w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
                 sums = w.sum(), (high - w).sum(), (w - low).sum()
                 out[i] = Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0]
-        return np.minimum(out + np.finfo(float).eps, 1.0)  # the quotients are rounded too
+        return np.minimum(out + 8 * self.unit, 1.0)  # the quotients are rounded too
 
     def weights(self, out: np.ndarray) -> np.ndarray:
         """Put α into `out` (n, m), and give its entropy (n,)."""
