@@ -51,6 +51,29 @@ Case = tuple[str, Callable[[], Any], type[Exception], str]
 # Each line: what is wrong, the call, the error, and what the message must say (a pattern).
 
 INPUTS: list[Case] = [
+    ("no float", lambda: scores.Gaussian(10**400), ArgumentError, r"Gaussian: bandwidth.*finite"),
+    ("no scale", lambda: scores.ScaledDot(10**400), ArgumentError, r"scale must be finite"),
+    ("no alpha", lambda: weightings.Entmax(10**400), ArgumentError, r"Entmax: alpha.*finite"),
+    ("no chance", lambda: attend(dropout_p=10**400), ArgumentError, r"dropout_p"),
+    (
+        "a temperature for each key",
+        lambda: attend(weighting=weightings.Softmax(one(6))),
+        ShapeError,
+        r"temperature.*each row \(4, 1\).*\(6,\)",
+    ),
+    (
+        "temperatures of other rows",
+        lambda: attend(weighting=weightings.Softmax(one(3, 1))),
+        ShapeError,
+        r"temperature.*each row \(4, 1\).*\(3, 1\)",
+    ),
+    (
+        "scores that are whole numbers",
+        lambda: weightings.Softmax()(np.array([[1, 2]])),
+        DtypeError,
+        r"scores must be floats.*int64",
+    ),
+    ("scores of one row", lambda: weightings.TopK(1)(one(3)), DtypeError, r"\(…, n, m\).*\(3,\)"),
     ("query is a vector", lambda: attend(one(3)), ShapeError, r"query.*two axes.*\(3,\)"),
     ("key is a vector", lambda: attend(key=one(3)), ShapeError, r"key.*two axes.*\(3,\)"),
     ("value is a vector", lambda: attend(value=one(6)), ShapeError, r"value.*two axes.*\(6,\)"),

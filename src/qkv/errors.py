@@ -42,14 +42,23 @@ class MissingExtra(QkvError, ImportError):
     """An optional dependency is not installed."""
 
 
+def as_float(value: Real) -> float:
+    """A number as a float; ∞ where none is as large."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
 def positive(owner: object, name: str) -> None:
     """Refuse a field that is not a number above zero; one that is learned is its owner's care."""
     value, kind = getattr(owner, name), type(owner).__name__
     if type(value) is float and 0 < value < float("inf"):
         return
     if isinstance(value, Real) and not isinstance(value, bool):
-        if not 0 < float(value) < float("inf"):
-            raise ArgumentError(f"{kind}: {name} must be above 0, not {value!r}")
+        if not 0 < as_float(value) < float("inf"):
+            told = "finite" if as_float(value) > 0 else "above 0"
+            raise ArgumentError(f"{kind}: {name} must be {told}, not {value!r:.40}")
     elif not hasattr(value, "dtype"):
         raise DtypeError(f"{kind}: {name} must be a number, not {value!r}")
 
@@ -70,8 +79,8 @@ def fraction(name: str, value: Any) -> float:
     """A number from 0 to 1, as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise DtypeError(f"{name} must be a number from 0 to 1, not {value!r}")
-    if not 0 <= float(value) <= 1:
-        raise ArgumentError(f"{name} must lie between 0 and 1, not {value!r}")
+    if not 0 <= as_float(value) <= 1:
+        raise ArgumentError(f"{name} must lie between 0 and 1, not {value!r:.40}")
     return float(value)
 
 

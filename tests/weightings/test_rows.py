@@ -37,3 +37,11 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(name, engine, m, make)
         np.testing.assert_allclose(
             np.delete(attend(spoiled), 2, 0), np.delete(want, 2, 0), atol=1e-12, err_msg=str(bad)
         )
+
+
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_scores_of_16_bits_are_summed_in_32(name):
+    s = np.abs(np.random.default_rng(0).normal(size=(3, 5))).astype("float16")
+    got, want = WEIGHTINGS[name](s), WEIGHTINGS[name](s.astype("float64"))
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got, want, atol=1e-3)

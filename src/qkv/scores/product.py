@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from qkv.arrays import is_array, namespace, of, to_numpy
-from qkv.errors import ArgumentError, DtypeError, ShapeError, positive
+from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, positive
 from qkv.scores.base import Affine, Form, Score, array_of, differ
 from qkv.types import Array, Shape
 
@@ -60,8 +60,8 @@ class ScaledDot(Score):
             return
         if not isinstance(self.scale, Real):
             raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
-        if not math.isfinite(self.scale):
-            raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r}")
+        if not math.isfinite(as_float(self.scale)):
+            raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r:.40}")
 
     def __call__(self, query: Array, key: Array) -> Array:
         s = of(query).inner(query * self.factor(query), key)

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 
 from qkv.arrays import of, tree
 from qkv.arrays.base import Framework
+from qkv.errors import DtypeError
 from qkv.scores import Score
 from qkv.types import Array, Keep, Live, Shape, Span
 
@@ -72,6 +73,14 @@ class Weighting(tree.Record):
     def __call__(self, scores: Array, live: Live = None) -> Array:
         """The weights of scores (…, n, m); `live` marks the keys that count."""
         fw = of(scores)
+        dtype = fw.dtype(scores)
+        if len(scores.shape) < 2 or "float" not in dtype:
+            told = f"{dtype} of shape {tuple(scores.shape)}"
+            raise DtypeError(
+                f"scores must be floats (…, n, m), not {told}; one row is scores[None]"
+            )
+        if dtype in ("float16", "bfloat16"):
+            return fw.astype(self(fw.astype(scores, "float32"), live), dtype)
         lent = fw.lend(scores) if self.searches and not self.bends else None
         if lent is not None:
             return fw.take_back(self(lent, None if live is None else fw.lend(live)))

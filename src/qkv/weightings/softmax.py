@@ -7,8 +7,8 @@ from numbers import Integral
 from typing import ClassVar
 
 from qkv.arrays import of, over
-from qkv.errors import ArgumentError, positive
-from qkv.types import Array, Keep, Live
+from qkv.errors import ArgumentError, ShapeError, positive
+from qkv.types import Array, Keep, Live, Shape
 from qkv.weightings.base import (
     INFINITY,
     NOWHERE,
@@ -67,6 +67,17 @@ class Softmax(Exponential):
 
     def __post_init__(self) -> None:
         positive(self, "temperature")
+
+    def fits(self, lead: Shape, n: int) -> None:
+        shape: Shape = tuple(getattr(self.temperature, "shape", ()))
+        wanted = (*lead, n, 1)
+        pairs = zip(shape[-2::-1], wanted[-2::-1], strict=False)
+        differ = any(x not in (1, y) for x, y in pairs if y not in (1, None))
+        if differ or shape[-1:] not in ((), (1,)):
+            raise ShapeError(
+                "Softmax: temperature must be one number, or broadcast to one for each row "
+                f"{wanted}, not of shape {shape}"
+            )
 
     def scale(self, scores: Array) -> Array:
         return over(scores, self.temperature)

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from qkv.arrays import is_array, of, tree
-from qkv.errors import positive
+from qkv.errors import as_float, positive
 from qkv.types import Array, Keep, Live, Shape
 from qkv.weightings.base import (
     INFINITY,
@@ -61,7 +61,7 @@ class Entmax(Weighting):
     sparse: ClassVar[bool] = True
 
     def __new__(cls, alpha: float | Array = 1.5) -> Entmax:
-        quick = isinstance(alpha, Real) and 1 < float(alpha) <= 2
+        quick = isinstance(alpha, Real) and 1 < as_float(alpha) <= 2
         return super().__new__(Tsallis if cls is Entmax and not quick else cls)
 
     def __post_init__(self) -> None:
