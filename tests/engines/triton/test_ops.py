@@ -623,7 +623,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                         rows = {"row_a": torch.zeros(arrays["query"].shape[:3])}
                     if rule.get("weighting") == "topk":
                         rows["row_b"] = torch.zeros(arrays["query"].shape[:3], dtype=torch.int32)
-                    out, lse = ops.attend(**given, scale=0.3, tf32=processors == 1, **rule, **rows)
+                    out, lse = ops.attend(**given, scale=0.3, whole=processors == 1, **rule, **rows)
                     loss = out.sum() + (lse.sum() if m == 48 else 0)
                     torch.autograd.grad(loss, tuple(given.values()), allow_unused=True)
                     lines = n if m == 48 else 1  # one for all queries is summed over them
@@ -631,7 +631,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
                     for rule["pairs"] in (pairs, pairs.detach().to(torch.uint8)):
                         drop = {"dropout": 0.3, "seed": torch.zeros(1, dtype=torch.int64)}
                         more = drop if processors == 1 else {}
-                        more["tf32"] = processors == 1
+                        more["whole"] = processors == 1
                         out, lse = ops.attend(**given, scale=0.3, **rule, **rows, **more)
                         moved = [x for x in (*given.values(), rule["pairs"]) if x.requires_grad]
                         torch.autograd.grad(out.sum() + lse.sum(), moved, allow_unused=True)
@@ -641,7 +641,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "WEIGHTING": set(ops.WEIGHTINGS),
         "POWER": {0, 1, 2},
         "CENTRE": {0, 1, 2},
-        "PRECISION": {"ieee", "tf32"},
+        "PRECISION": {"ieee"},  # likewise
         "FAST": {False},  # one instruction of the device, which the interpreter has not
         "BLOCK_S": {64},
         "BASE": {1.0, LOG2E},

@@ -202,7 +202,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         value = four_axes(call, call.value, few)
         rest = (*parts, *rows, lengths, layout, pairs, call.seed if call.dropout else None)
         numbers = Numbers(
-            scale, weighting, alpha, lower, upper, size, False, times, call.dropout,
+            scale, weighting, alpha, lower, upper, size, is_array(temperature), times, call.dropout,
             heads if len(call.lead) > 1 else math.prod(call.lead),
         )  # fmt: skip
         # Values wider than a tile come in parts, each with the weights found again.

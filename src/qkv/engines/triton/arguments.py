@@ -17,8 +17,8 @@ LOG2E = 1.4426950408889634
 
 
 class Numbers(NamedTuple):
-    """What follows `Arrays`. `times` multiplies `pairs`, and `hashed` heads make a batch of those
-    by which a dropout counts."""
+    """What follows `Arrays`. `whole` is for a learned temperature (see `ops.attend`), `times`
+    multiplies `pairs`, and `hashed` heads make a batch of those by which a dropout counts."""
 
     scale: float
     weighting: str = "softmax"
@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
     lower: int | None = None
     upper: int | None = None
     layout_size: int = 0
-    tf32: bool = False
+    whole: bool = False
     times: float = 1.0
     dropout: float = 0.0
     hashed: int = 1
@@ -54,7 +54,7 @@ class Arguments:
         query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, *_ = (
             arrays
         )
-        scale, weighting, alpha, lower, upper, layout_size, tf32, *_ = numbers
+        scale, weighting, alpha, lower, upper, layout_size, self.whole, *_ = numbers
         self.query, self.key, self.value = _row_major(query), _row_major(key), _row_major(value)
         self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
         self.gate_query = None if gate_query is None else gate_query.contiguous()
@@ -80,8 +80,8 @@ class Arguments:
         self.masked = any(x is not None for x in bounds)
         there = (key_bias, gate_key, layout, self.seed)
         self.facts = _facts(
-            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, tf32,
-            kind, *[x is not None for x in there],
+            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, kind,
+            *[x is not None for x in there],
         )  # fmt: skip
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
@@ -180,7 +180,6 @@ def _facts(
     alpha: float,
     from_start: bool,
     to_end: bool,
-    tf32: bool,
     pairs: int,
     bias: bool,
     gate: bool,
@@ -198,7 +197,7 @@ def _facts(
         "UPPER": not to_end,
         "APART": dtype == torch.float32,
         "FAST": dtype != torch.float32 and not launch.interpreted(),
-        "PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee",
+        "PRECISION": _precision(dtype, weighting),
         "PAIRS": pairs,
         "BIAS": bias,
         "GATE": gate,
@@ -208,6 +207,14 @@ def _facts(
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,
     }
+
+
+def _precision(dtype: torch.dtype, weighting: str) -> str:
+    """How products of float32 are made: of three by NVIDIA's matrix units, which keep its digits
+    in a fraction of the time, and of the code. Top-k must find the same scores to the last bit in
+    loops of any shape, so it multiplies number by number."""
+    split = not launch.interpreted() and torch.version.hip is None and weighting != "topk"
+    return "tf32x3" if split and dtype == torch.float32 else "ieee"
 
 
 def _row_major(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def attend(
     times: float = 1.0,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    tf32: bool = False,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Σⱼ α(s)ᵢⱼ vⱼ and the log-sum-exp of each row of s.
 
@@ -58,6 +58,8 @@ def attend(
     layout[i // layout_size, j // layout_size]; None sets no bound. `pairs` (B or 1, H or 1, n or 1,
     m or 1) is either uint8, 0 where a pair does not count, or floats that are added to the scores,
     multiplied by `times`; −∞ rules a pair out. Weights are dropped by a hash of `seed`, an int32.
+    `whole` has what each row's score gradients add up to at 0 to the last digit, as one that
+    multiplies whole rows needs.
 
     `entmax` takes its threshold t from row_a (B, H, n), as in α = max(0, (alpha − 1)s − t)^e with
     e = 1/(alpha − 1). `topk` takes the smallest chosen score from row_a and its position from
@@ -89,7 +91,7 @@ def attend(
         raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
     out, lse, _ = pooled(
         query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs,
-        seed, scale, weighting, alpha, lower, upper, layout_size, tf32, times, dropout,
+        seed, scale, weighting, alpha, lower, upper, layout_size, whole, times, dropout,
         query.shape[1],
     )  # fmt: skip
     return out, lse
@@ -163,7 +165,7 @@ _GIVEN = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
     "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, "
     "Tensor? pairs, Tensor? seed, float scale, str weighting, float alpha, SymInt? lower, "
-    "SymInt? upper, SymInt layout_size, bool tf32, float times, float dropout, SymInt hashed"
+    "SymInt? upper, SymInt layout_size, bool whole, float times, float dropout, SymInt hashed"
 )
 
 _backward = operator(

@@ -402,7 +402,6 @@ def entmax_threshold(
     lengths: Tensor | None = None,
     pairs: Tensor | None = None,
     times: float = 1.0,
-    tf32: bool = False,
 ) -> Tensor:
     """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
 
@@ -413,7 +412,7 @@ def entmax_threshold(
     if not (out.numel() and key.shape[2]):
         return out.zero_()
     given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, tf32, times)
+    numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, False, times)
     _run(entmax_kernel, given, numbers, (out,))
     return out
 
@@ -432,7 +431,6 @@ def topk_threshold(
     lengths: Tensor | None = None,
     pairs: Tensor | None = None,
     times: float = 1.0,
-    tf32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """least (B, H, n) and position (B, H, n) int32: the k largest scores of a row are those with
     s > least, or s = least at a key up to the position.
@@ -445,6 +443,6 @@ def topk_threshold(
     if not (least.numel() and key.shape[2]):
         return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
     given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, tf32, times)
+    numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, False, times)
     _run(topk_kernel, given, numbers, (least, position), (k,))
     return least, position
