@@ -180,6 +180,29 @@ def test_a_dropout_without_a_seed_is_drawn_once(monkeypatch):
     torch.testing.assert_close(*outs)
 
 
+@pytest.mark.parametrize("what", ["temperature", "mask"])
+def test_what_moves_whole_rows_has_a_gradient_as_near_as_eager_code(what):
+    """Scores of 20 and more: the terms of its sum are large, and the sum is small or 0."""
+    make = torch.Generator().manual_seed(0)
+    query, key, value, along = (
+        torch.randn(1, 1, rows, width, generator=make)
+        for rows, width in ((32, 128), (48, 128), (48, 32), (32, 32))
+    )
+    moves = torch.randn((32, 1) if what == "mask" else (), generator=make).abs() + 0.5
+
+    def slope(dtype, engine):
+        x = moves.to(dtype).requires_grad_()
+        how = {"mask": x} if what == "mask" else {"weighting": weightings.Softmax(x)}
+        arrays = [y.to(dtype) for y in (query, key, value)]
+        out = qkv.attend(*arrays, score="dot", engine=engine, **how)
+        parts = (out * along.to(dtype)).sum(-1).flatten()
+        return torch.stack([torch.autograd.grad(y, x, retain_graph=True)[0] for y in parts])
+
+    want = slope(torch.float64, "dense")
+    got, usual = (slope(torch.float32, x).double() for x in ("triton", "dense"))
+    assert (got - want).norm() <= 2 * (usual - want).norm()
+
+
 def test_some_random_calls():
     """`python -m bench.fuzz` has more of them, on a GPU."""
     calls = fuzz.run(Random(5), "cpu", True, "triton")

@@ -46,6 +46,9 @@ def cannot(call: Call) -> str | None:
 def declines(call: Call) -> str | None:
     parts = (call.query, call.key, call.value)
     short = call.n == call.m <= SHORT and math.prod(call.lead) * call.n <= 32 * SHORT
+    rows = call.bias is not None and call.bias.shape[-1] == 1 < call.m
+    if rows and on_device(call) and call.fw.needs_gradient((call.bias,)):
+        return "what is added to whole rows moves no weight, and its gradient here is rounding"
     if not (short and is_causal(call.rule) and on_device(call) and call.query.dtype in HALF):
         return None
     if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):

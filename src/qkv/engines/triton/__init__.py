@@ -17,8 +17,8 @@ from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
-from qkv.engines.triton.form import WEIGHTINGS, expanded_form, form_of, is_narrow, lowering
-from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, cooled, pairs_of
+from qkv.engines.triton.form import UNMOVED, WEIGHTINGS, expanded_form, form_of, is_narrow, lowering
+from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, cooled, pairs_of, unmoved
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
@@ -193,16 +193,20 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         )
         lower, upper, lengths, layout, size, _ = bounds
         scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
-        pairs = pairs_of(call, bounds)
-        if pairs is not None and is_array(temperature) and pairs.is_floating_point():
+        pairs: Any = pairs_of(call, bounds)
+        added = pairs is not None and pairs.is_floating_point()
+        if added and is_array(temperature):
             pairs = cooled(call, pairs, temperature)
+        if added and pairs.shape[-1] == 1 and weighting in UNMOVED and not call.wants_lse:
+            query, pairs = unmoved(query, pairs)
         if searched:
             band = (scale, *parts, lower, upper, lengths, pairs, times)
             alpha, rows = _searched(call, query, key, band)
         value = four_axes(call, call.value, few)
         rest = (*parts, *rows, lengths, layout, pairs, call.seed if call.dropout else None)
+        whole = is_array(temperature)
         numbers = Numbers(
-            scale, weighting, alpha, lower, upper, size, is_array(temperature), times, call.dropout,
+            scale, weighting, alpha, lower, upper, size, whole, times, call.dropout,
             heads if len(call.lead) > 1 else math.prod(call.lead),
         )  # fmt: skip
         # Values wider than a tile come in parts, each with the weights found again.

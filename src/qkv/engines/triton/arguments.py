@@ -186,7 +186,14 @@ def _facts(
     layout: bool,
     drop: bool,
 ) -> dict[str, Any]:
-    """What every kernel of a call is compiled for."""
+    """What every kernel of a call is compiled for.
+
+    Products of float32 are made of three by NVIDIA's matrix units: that keeps its digits, in a
+    fraction of the time and of the code. But top-k must find the same scores to the last bit in
+    loops of any shape, so those are made number by number.
+    """
+    whole = dtype != torch.float32 or launch.interpreted() or torch.version.hip is not None
+    precision = "ieee" if whole else "tf32x3"
     return {
         "W": w,
         "D": d,
@@ -197,7 +204,8 @@ def _facts(
         "UPPER": not to_end,
         "APART": dtype == torch.float32,
         "FAST": dtype != torch.float32 and not launch.interpreted(),
-        "PRECISION": _precision(dtype, weighting),
+        "PRECISION": precision,
+        "SCORES": "ieee" if weighting == "topk" else precision,
         "PAIRS": pairs,
         "BIAS": bias,
         "GATE": gate,
@@ -207,14 +215,6 @@ def _facts(
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,
     }
-
-
-def _precision(dtype: torch.dtype, weighting: str) -> str:
-    """How products of float32 are made: of three by NVIDIA's matrix units, which keep its digits
-    in a fraction of the time, and of the code. Top-k must find the same scores to the last bit in
-    loops of any shape, so it multiplies number by number."""
-    split = not launch.interpreted() and torch.version.hip is None and weighting != "topk"
-    return "tf32x3" if split and dtype == torch.float32 else "ieee"
 
 
 def _row_major(x: Tensor) -> Tensor:

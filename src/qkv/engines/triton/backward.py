@@ -168,11 +168,11 @@ def keys_tiles(
             if F.WIDE:
                 x = products(
                     own.key, own.offset, head.query + start * q_n, here * q_n,
-                    F.COLS, F.ROWS, F.W, F.BLOCK_W, F.PRECISION,
+                    F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
                 )  # fmt: skip
             else:
                 q = rows_at(head.query, start, q_n, here, F.W, F.BLOCK_W, F.TMA)  # (ROWS, w)
-                x = tl.dot(own.k, tl.trans(q), input_precision=F.PRECISION)
+                x = tl.dot(own.k, tl.trans(q), input_precision=F.SCORES)
             gated, steep = score(x, scales.scale, own.bias, a[None, :], own.b, F)
             s = gated
             if F.PAIRS == 2:

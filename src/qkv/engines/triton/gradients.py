@@ -57,15 +57,14 @@ def attend_backward(
     along = along.contiguous()
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
-    # Three products of rows this wide have no room in the registers.
-    precision = "ieee" if wide else call.facts["PRECISION"]
-    call.facts = call.facts | {"CENTRED": centred, "PRECISION": precision}
+    call.facts = call.facts | {"CENTRED": centred}
     call.described = call.described and not wide
     fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
     # That of softmax is taken from the rounded output, which is near enough where what a row's
-    # gradients add up to does not count. It does for a temperature, and for a gate of few rows.
-    few = call.gate_query is not None and call.n <= launch.FEW
+    # gradients add up to does not count. It does for a temperature, for a gate of few rows, and for
+    # what has one row alone.
+    few = call.n <= (launch.FEW if call.gate_query is not None else 1)
     whole = call.weighting == "entmax" or few or call.whole
     near = fused or not whole
     way = Way(call, along, None, kept, grads, wide and call.weighting != "average")

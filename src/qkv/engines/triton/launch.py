@@ -75,11 +75,15 @@ def tile_of(
             return Tile(block, 32, 64, 4, 3)
         return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
     if name == "to_pairs":
-        return Tile(64, 64, 32, 4, 2) if size == 4 else Tile(64, 64, 64, 4, 3)
+        if size == 4:
+            return Tile(64, 64 if wide > HELD_BACK else 32, 32, 4, 2)
+        return Tile(64, 64, 64, 4, 3)
     if size == 4:
         if name == "pool":
             return Tile(64, 64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 32, 4, 2)
-        return Tile(64, 32, 32, 4, 2) if wide <= 64 or w > HELD_BACK else Tile(32, 32, 32, 4, 1)
+        if wide > HELD_BACK:
+            return Tile(64, 32, 32, 8, 1)
+        return Tile(64, 32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 32, 4, 1)
     if name == "pool":
         if w > HELD:
             return Tile(128, 256 if d <= 64 else 128, 64, 8, 3, 1, described=d <= 128)

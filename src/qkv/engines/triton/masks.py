@@ -84,6 +84,14 @@ def cooled(call: Call, pairs: Any, temperature: Any) -> Any:
     return (pairs.where(counts, 0.0) / temperature).where(counts, -math.inf)
 
 
+def unmoved(query: Any, pairs: Any) -> tuple[Any, Any]:
+    """What is added to whole rows moves no weight: 0 instead, or −∞ where it rules them out. Its
+    gradient, 0, goes by the query: as a sum of what cancels it would be rounding alone."""
+    out = pairs == -math.inf
+    linked = 0 * pairs.masked_fill(out, 0.0)
+    return query + linked.to(query.dtype), (pairs - pairs).masked_fill(out, -math.inf).detach()
+
+
 def _own_axes(call: Call, x: Any) -> Any:
     """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
     x = x[(None,) * (len(call.lead) + 2 - x.ndim)]

@@ -26,7 +26,7 @@ from qkv.engines.triton.weigh import slope, weigh
 
 FACTS = (
     "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST",
-    "PRECISION", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "EXPONENTIAL", "BASE",
+    "PRECISION", "SCORES", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "EXPONENTIAL", "BASE",
 )  # fmt: skip
 """Those of a call that the kernel is compiled for."""
 
@@ -155,7 +155,9 @@ def fill(
         if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
             out = call.new(splits, *dpairs.shape)
         facts = {name: call.facts[name] for name in FACTS}
-        wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK or call.facts["APART"]
+        # Number by number a whole width is much code; else scores are as where the centre was.
+        much = call.facts["APART"] and call.weighting == "topk"
+        wide = max(call.w, call.d) > launch.HELD_BACK or much
         facts |= {"BLOCK_W": call.block_w(tile, wide), "ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"WIDE": wide, "ONCE": own == list(tiles), "TMA": False, "PACKED": False}
         arrays = (call.inputs, along, centre, kept, out)

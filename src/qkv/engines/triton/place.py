@@ -193,19 +193,19 @@ def product(rows, keys, start, here, F):
     """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole."""
     if F.WIDE and F.TMA:
         x = products_described(
-            rows.query, 0, keys.key, start, F.ROWS, F.COLS, F.W, F.BLOCK_W, F.PRECISION
+            rows.query, 0, keys.key, start, F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES
         )
         k = x
     elif F.WIDE:
         there = keys.key + start * keys.k_m
         x = products(
             rows.query, rows.offset, there, here * keys.k_m,
-            F.ROWS, F.COLS, F.W, F.BLOCK_W, F.PRECISION,
+            F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES,
         )  # fmt: skip
         k = x
     else:
         k = rows_at(keys.key, start, keys.k_m, here, F.W, F.BLOCK_W, F.TMA)
-        x = tl.dot(rows.q, tl.trans(k), input_precision=F.PRECISION)
+        x = tl.dot(rows.q, tl.trans(k), input_precision=F.SCORES)
     return x, k
 
 

@@ -38,7 +38,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 FACTS = (
-    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "PRECISION", "PAIRS",
+    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "SCORES", "PAIRS",
     "BIAS", "GATE", "LAYOUT", "DROP",
 )  # fmt: skip
 """Those of a call that both kernels are compiled for."""

@@ -209,7 +209,8 @@ def _start(
     facts = {name: call.facts[name] for name in FACTS} | more
     wide = max(triton.next_power_of_2(call.w), 16)
     facts |= {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide, "WIDE": False}
-    facts |= {"PRECISION": "ieee" if call.facts["APART"] else "tf32"}
+    precision = "ieee" if call.facts["APART"] else "tf32"
+    facts |= {"PRECISION": precision, "SCORES": precision}
     facts |= {"PACKED": False, "TMA": False}
     whole = (*strides, call.n, call.m, call.h, call.group, call.upper)
     with launch.on(call.query.device):
