@@ -6,6 +6,8 @@ Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and o
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
 further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
+One such call may be chance, of which eager code has its share: DRAWS more of the same shapes, with
+other numbers, are taken together with it.
 Processes draw side by side. LOG has every call before it runs and what came of it after; of a
 process that ends, the call it was at is complained of.
 """
@@ -43,6 +45,7 @@ CHOOSY = (weightings.TopK, weightings.Hard)
 """Weightings that another rounding may have choose another key; of sparsemax the slope does so."""
 WORKERS = max((os.cpu_count() or 1) - 2, 1)
 """Processes: nearly all of the time is that of the compiler, which has a core for each."""
+DRAWS = 4
 ROUNDS = 32
 """Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
 single error says nothing of the usual one."""
@@ -67,9 +70,10 @@ def amid_nan(x: Tensor, random: Random) -> Tensor:
     return inside.transpose(1, 2) if turned else inside
 
 
-def draw(random: Random, size: Random, device: str, small: bool) -> Drawn:
-    """One call, its kind by `random` and its lengths by `size`; what is refused is among them."""
-    make = torch.Generator(device=device).manual_seed(size.randrange(2**31))
+def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) -> Drawn:
+    """One call, its kind by `random`, its lengths by `size` and its numbers by `turn`; what is
+    refused is among them."""
+    make = torch.Generator(device=device).manual_seed(size.randrange(2**31) + turn)
     dtype = random.choice((torch.float32,) if small else tuple(FLOOR))
 
     def normal(*shape: int) -> Tensor:
@@ -171,11 +175,11 @@ def eagerly(drawn: Drawn) -> dict[str, Tensor]:
         return results(drawn, None, "dense")
 
 
-def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, float]]:
+def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, ...]]:
     """‖got − want‖ / ‖want‖ of the output and of each gradient: the engine's, and eager code's."""
     got, want = results(drawn, None, engine), results(drawn, torch.float64, "dense")
     eager = eagerly(drawn)
-    found = {}
+    found: dict[str, tuple[float, ...]] = {}
     for name, x in want.items():
         size = max(float(x.norm()), 0.1 * x.numel() ** 0.5)  # what is 0 but for rounding
         off, usual = (float((y[name].double() - x).norm()) / size for y in (got, eager))
@@ -183,10 +187,27 @@ def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, float]]:
     return found
 
 
-def complaint(drawn: Drawn, engine: Any = None) -> str | None:
-    """What is wrong with a call; None if nothing is."""
+def complaint(again: Callable[[int], Drawn], engine: Any = None) -> str | None:
+    """What is wrong with a call, of which `again` draws others; None if nothing is."""
+    drawn = again(0)
+    found = errors(drawn, engine)
+    if _worst(drawn, found) is None:
+        return None
+    more = [found, *[errors(again(turn), engine) for turn in range(1, DRAWS + 1)]]
+    return _worst(
+        drawn,
+        {
+            name: tuple(
+                (sum(x[name][side] ** 2 for x in more) / len(more)) ** 0.5 for side in (0, 1)
+            )
+            for name in found
+        },
+    )
+
+
+def _worst(drawn: Drawn, found: dict[str, tuple[float, ...]]) -> str | None:
     weighting = weightings.resolve(drawn.how(drawn.arrays)["weighting"])
-    for name, (off, usual) in errors(drawn, engine).items():
+    for name, (off, usual) in found.items():
         choosy = isinstance(weighting, CHOOSY if name == "out" else (*CHOOSY, weightings.Sparsemax))
         floor = FLOOR[drawn.arrays["query"].dtype] * (50 if choosy else 1)
         if not off <= max(2 * usual, floor):
@@ -207,7 +228,12 @@ def run(
         count += 1
         if small or count % ALIKE == 0:
             kind = random.random()
-        drawn = draw(Random(kind), random, device, small)
+        lengths = random.random()
+
+        def again(turn: int, kind: float = kind, lengths: float = lengths) -> Drawn:
+            return draw(Random(kind), Random(lengths), device, small, turn)
+
+        drawn = again(0)
         query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
         try:
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
@@ -215,7 +241,7 @@ def run(
             continue  # two things that mean nothing together, or an engine that says why it cannot
         note(f"call {count} on {told.engine}: {drawn.told}")
         try:
-            wrong = complaint(drawn, engine)
+            wrong = complaint(again, engine)
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
             note(traceback.format_exc())

@@ -642,6 +642,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "POWER": {0, 1, 2},
         "CENTRE": {0, 1, 2},
         "PRECISION": {"ieee"},  # likewise
+        "SCORES": {"ieee"},
         "FAST": {False},  # one instruction of the device, which the interpreter has not
         "BLOCK_S": {64},
         "BASE": {1.0, LOG2E},

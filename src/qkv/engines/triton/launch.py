@@ -82,7 +82,8 @@ def tile_of(
         if name == "pool":
             return Tile(64, 64, 32, 4, 2) if wide <= 128 else Tile(32, 32, 32, 4, 2)
         if wide > HELD_BACK:
-            return Tile(64, 32, 32, 8, 1)
+            # Eight warps read outside of memory where values are 16 wide (Triton 3.6).
+            return Tile(64, 32, 32, 8 if d > 32 else 4, 1)
         return Tile(64, 32, 32, 4, 2) if wide <= 64 else Tile(32, 32, 32, 4, 1)
     if name == "pool":
         if w > HELD:
