@@ -258,6 +258,8 @@ def work(seed: str, seconds: float, pipe: Connection) -> None:
         pipe.send(found)
         if time.monotonic() > ends:
             break
+    # Python that ends while threads of torch let go of the last gradients is aborted, as it seems.
+    time.sleep(0.5)
 
 
 def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | None] | None]]:

@@ -273,8 +273,9 @@ def waits(call: Call) -> str:
     count = len(missing(call))
     if not count:
         return "ready"
-    # Seen beside an H200. In float32 a product is written out term by term.
-    seconds = (1.5 + 0.2 * count) * (1 if is_narrow(call) else 4)
+    # Seen beside an H200. Top-k's scores of float32 are written out term by term.
+    long = not is_narrow(call) and WEIGHTINGS[type(call.weighting)] == "topk"
+    seconds = (1.5 + 0.2 * count) * (4 if long else 1)
     return f"compiles {count} kernels now, about {math.ceil(seconds)} s"
 
 
