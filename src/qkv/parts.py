@@ -239,7 +239,8 @@ def share(holders: Any, weighting: Weighting, count: int, most: np.ndarray) -> n
         # Sums of so many terms are rounded; the bound must not be.
         bound = np.minimum(out[:, 0] * (1 + 1e-5) + 1e-7, 1.0)
     bound[bound <= 1e-7] = 0 if weighting.sparse else 1e-7
-    return np.where(sure[:, 0], bound, 1.0)
+    # One that is NaN, of scores that their dtype does not hold, proves nothing.
+    return np.where(sure[:, 0] & (bound <= 1), bound, 1.0)
 
 
 class Ball(NamedTuple):

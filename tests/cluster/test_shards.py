@@ -130,7 +130,12 @@ def test_a_bound_counts_how_scores_are_rounded(tmp_path: Path) -> None:
     with cluster([place], 2, partial=True) as c:
         c._fleet.workers.lost = {1}  # type: ignore[attr-defined]
         for query in np.linspace(1500, 2500, 12):
-            for how in ({"score": "gaussian"}, {"score": "dot"}, {"score": scores.Laplace(0.01)}):
+            for how in (
+                {"score": "gaussian"},
+                {"score": "dot"},
+                {"score": scores.Laplace(0.01)},
+                {"score": "dot", "weighting": weightings.Softmax(1e-39)},
+            ):
                 assert c.ask(np.full(2, query), **how).error_bound >= 0.5  # half of equal rows
 
 
