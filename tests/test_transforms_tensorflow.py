@@ -78,3 +78,18 @@ def test_a_graph_that_knows_no_shape_of_a_bandwidth():
         return qkv.attend(x, x, x, score=qkv.scores.Gaussian(width))
 
     close(tf.function(call, input_signature=specs)(x, width), call(x, width))
+
+
+def test_gradients_of_blocks_that_are_mapped_over():
+    import tensorflow as tf
+
+    given = made(OPTIONS["sigmoid"], tf.constant)(5)
+
+    def call(*x):
+        return OPTIONS["sigmoid"].call(*x, engine="streaming")
+
+    def mapped(*x):
+        stacked = [tf.stack([y] * 2) for y in x]
+        return tf.vectorized_map(lambda y: call(*y), stacked)[1]
+
+    close(slopes(mapped)(*given), slopes(call)(*given))

@@ -171,6 +171,9 @@ class TensorFlow(Framework):
     def custom(
         self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
     ) -> Arrays:
+        if "loop_body" in tf.get_current_name_scope():  # vectorized_map loses a gradient of ours
+            return reference(*leaves)
+
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def function(*leaves: Array) -> Any:
             # A tape outside would record every block, and hold them all.
