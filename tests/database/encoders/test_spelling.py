@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("wordllama")
 
 from qkv.database.encoders import words
-from qkv.database.encoders.spelling import LETTERS, Pieces
+from qkv.database.encoders.spelling import LETTERS, LONGEST, Pieces
 from qkv.errors import ArgumentError
 
 LETTER = "abcdeeeiionrst'-.,!?(){}0123aé üßдж中日한😀\t\n\x00".replace(" ", "")
@@ -27,9 +27,15 @@ def test_pieces_are_the_tokens():
     assert [pieces(text) for text in texts] == [x.ids for x in found]
 
 
-@pytest.mark.parametrize("odd", ["a  b", "<s>", "▁the", "x" * (LETTERS + 1)])
+@pytest.mark.parametrize("odd", ["a  b", "<s>", "▁the", "x" * (LONGEST + 1)])
 def test_what_may_be_more_than_a_word_is_the_tokenizer_s(odd):
-    assert Pieces.fits(["a", "b"]) and not Pieces.fits(["a", odd])
+    assert Pieces.fits([]) and Pieces.fits(["a", "b"]) and not Pieces.fits(["a", odd])
+    assert not Pieces.fits(["ab"] * LETTERS)
+
+
+def test_one_piece_of_several_pairs_is_made_of_the_lowest():
+    pieces = Pieces({"▁": 9, "a": 7, "aa": 5, "aaa": 6, "▁a": 4, "▁aa": 8})
+    assert pieces("aaaaaa") == [4, 5, 6]
 
 
 def test_half_a_character_is_refused():

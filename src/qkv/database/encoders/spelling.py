@@ -1,18 +1,20 @@
-"""The tokens of a few words, in a tenth of the time that the tokenizer takes to be loaded."""
+"""The tokens of some words, in less time than the tokenizer takes to be loaded."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from qkv.database.cells import utf8
 
-LETTERS = 512
-"""Letters of words that are worth it."""
+LETTERS, LONGEST = 1 << 14, 256
+"""Letters that are worth it, together and in one word."""
 
 _ODD = " ▁<"
+_NONE = sys.maxsize
 _BEGIN, _END = b'"vocab":', b'"merges":'
 
 
@@ -40,9 +42,10 @@ class Pieces:
     def fits(words: Sequence[str]) -> bool:
         """Whether these words are few, and words: several spaces, or what is in angles, may be
         pieces of their own."""
-        return sum(map(len, words)) <= LETTERS and not any(
-            x in word for word in words for x in _ODD
-        )
+        if sum(map(len, words)) > LETTERS or max(map(len, words), default=0) > LONGEST:
+            return False
+        together = "".join(words)
+        return not any(x in together for x in _ODD)
 
     def __call__(self, word: str) -> list[int]:
         number, parts = self._number, list[str]()
@@ -51,13 +54,22 @@ class Pieces:
                 parts.append(letter)
             else:
                 parts += [f"<0x{byte:02X}>" for byte in utf8(letter)]
-        while True:
-            joined = [
-                (number[one + two], number[one], number[two], at)
-                for at, (one, two) in enumerate(pairwise(parts))
-                if one + two in number
-            ]
-            if not joined:
-                return [number[part] for part in parts]
-            at = min(joined)[-1]
+        get = number.get
+        union = [get(one + two, _NONE) for one, two in pairwise(parts)]
+        while union and (first := min(union)) < _NONE:
+            at = union.index(first) if union.count(first) == 1 else self._lowest(union, parts)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            del union[at]
+            if at:
+                union[at - 1] = get(parts[at - 1] + parts[at], _NONE)
+            if at < len(union):
+                union[at] = get(parts[at] + parts[at + 1], _NONE)
+        return [number[part] for part in parts]
+
+    def _lowest(self, union: list[int], parts: list[str]) -> int:
+        """Where to join first: one piece may be made of several pairs."""
+        number = self._number
+        return min(
+            (joined, number[parts[at]], number[parts[at + 1]], at)
+            for at, joined in enumerate(union)
+        )[-1]
