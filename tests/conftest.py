@@ -17,3 +17,4 @@ if find_spec("torch") is not None and find_spec("triton") is not None:
     if not torch.cuda.is_available():
         # Read when triton is imported, so before any test module.
         os.environ["TRITON_INTERPRET"] = "1"
+    import triton  # noqa: F401  which ends the process where TensorFlow was loaded before it

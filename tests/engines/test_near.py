@@ -251,7 +251,7 @@ def refusals():
         "mask": replace(call, rule=masks.causal),
         "keeps no weights": replace(call, wants_weights=True),
         "nothing to compute": request(query[:0], key, value, 0.3),
-        "one bandwidth": request(query, key, value, np.full((20, 1), 0.3)),
+        "one bandwidth": request(query, key, value, np.full((2, 1, 1), 0.3)),
         "not finite": replace(call, key=hole),
         "an argument is not finite": replace(call, value=peak),
         "too narrow": request(query, key, value, 1e-200),

@@ -16,7 +16,7 @@ from qkv.page.heads import heads
 from qkv.serve.guard import Access
 from tests.page.jupyter import Lab
 from tests.page.test_sentence import numbers, softmax
-from tests.serve.conftest import shelved
+from tests.serve.conftest import serving
 from tests.serve.test_page import at_work
 
 NAMES = {
@@ -152,7 +152,7 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
         for j, weight in enumerate(row):
             assert number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
 
-    with at_work(shelved(tmp_path), Access()) as url:
+    with at_work(serving(tmp_path), Access()) as url:
         page.goto(url)
         toured(page, database=names, sentence=read, model=minilm)
         page.goto("about:blank")
