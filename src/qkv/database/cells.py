@@ -116,7 +116,8 @@ def _texts(column: Sequence[Any]) -> Iterable[str]:
     """Each cell as JSON text: of plain columns by what the encoder of JSON calls itself."""
     kinds = set(map(type, column))
     if kinds == {str}:
-        all_utf8(column)
+        if not "".join(column).isascii():
+            all_utf8(column)
         return map(_quoted, column)
     if kinds == {float} and all(map(math.isfinite, column)):
         return map(float.__repr__, column)

@@ -241,6 +241,8 @@ def _missing(column: Any) -> np.ndarray:
         if array.dtype.kind != "f":
             return np.zeros(len(array), bool)
         return np.asarray(np.isnan(array.reshape(len(array), -1)).any(axis=1))
+    if set(map(type, column)) <= {str, int}:
+        return np.zeros(len(column), bool)
     return np.fromiter(map(cells.is_missing, column), bool, len(column))
 
 

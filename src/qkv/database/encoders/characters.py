@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -122,14 +123,26 @@ def plain(text: str) -> str:
     >>> plain("Les Misérables: Gulliver’s C++")
     'les miserables  gullivers c++'
     """
-    if not text.isascii():
-        text = unicodedata.normalize("NFKD", text)
-    text = text.casefold()
+    if text.isascii():
+        return text.encode().translate(*_ascii()).decode()
+    text = unicodedata.normalize("NFKD", text).casefold()
+    return _replaced(text)
+
+
+def _replaced(text: str) -> str:
     table: dict[int, str | None] = dict(_DROPPED)
     for letter in set(text) - _KEPT:
         if unicodedata.category(letter)[0] in "PZC":
             table.setdefault(ord(letter), " ")
     return text.translate(table)
+
+
+@lru_cache(maxsize=1)
+def _ascii() -> tuple[bytes, bytes]:
+    """What becomes of each letter, as `bytes.translate` reads it, and which are dropped."""
+    made = [_replaced(chr(i).casefold()) for i in range(128)]
+    table = bytes(ord(x) if x else 0 for x in made) + bytes(range(128, 256))
+    return table, bytes(i for i, x in enumerate(made) if not x)
 
 
 def spelled(block: list[str]) -> tuple[np.ndarray, np.ndarray]:
