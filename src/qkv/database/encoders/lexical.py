@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arrays import threads
 from qkv.arrays.ragged import Ragged, joined, sparse
 from qkv.database.encoders.base import Encoder, texts
 from qkv.database.encoders.characters import SPACE, blocks, scramble, spelled
@@ -74,12 +75,11 @@ class Lexical(Encoder):
 
     def fit(self, keys: Sequence[Any]) -> Lexical:
         keys = texts(keys)
-        found, total = [np.empty(0, np.uint32)], 0
-        for _, block in blocks(keys):
-            _, code, f = words(block)
-            found.append(code)
-            total += int(f.sum())
-        codes, counts = np.unique(np.concatenate(found), return_counts=True)
+        found = threads.each(words, [block for _, block in blocks(keys)] or [[]])
+        total = sum(int(f.sum()) for _, _, f in found)
+        codes, counts = np.unique(
+            np.concatenate([code for _, code, _ in found]), return_counts=True
+        )
         m = max(len(keys), 1)
         told = float(counts @ np.log1p((m - counts + 0.5) / (counts + 0.5)))
         return replace(
