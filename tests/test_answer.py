@@ -184,3 +184,9 @@ def test_bars_and_json_of_anything():
 def test_values_of_several_types_make_a_frame():
     found = Database([("x", 1.5), ("z", "t")]).ask("x").to_frame()
     assert list(found["value"]) == [1.5, "t"]
+
+
+def test_rows_whose_keys_are_vectors_compare_by_their_numbers():
+    D = Database(np.eye(2), np.array([[10.0], [20.0]]))
+    first, again = (D.ask(np.array([1.0, 0.0])).rows for _ in range(2))
+    assert first == again and first[0] != first[1] and first[0] != "row"

@@ -17,6 +17,7 @@ from qkv.errors import (
     DtypeError,
     EngineError,
     FrameworkError,
+    QkvError,
     ShapeError,
     printable,
 )
@@ -748,3 +749,19 @@ def test_a_bound_beyond_all_positions_is_none(far: int) -> None:
         alone = qkv.weights(q, k, mask=masks.window(0))
         for mask in (masks.strided(far), masks.dilated(2, far), masks.window(0, offset=0)):
             np.testing.assert_array_equal(qkv.weights(q, k, mask=mask), alone)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: qkv.attend(Q, K, V, score=weightings.Hard()), "weighting Hard.*as weighting="),
+        (lambda: qkv.attend(Q, K, V, score=masks.causal), "mask causal.*: give it as mask="),
+        (lambda: qkv.attend(Q, K, V, return_weights=Q), "^return_weights must be True, False or"),
+        (lambda: masks.window(np.ones(3)), "window: left must be a whole number"),
+        (lambda: masks.blocks([[1], [1, 0]], 2), "of equal length"),
+        (lambda: qkv.scaled_dot_product_attention(Q, K, V, is_causal=Q), "as attn_mask"),
+    ],
+)
+def test_one_thing_in_the_place_of_another_is_named(call, says) -> None:
+    with pytest.raises(QkvError, match=says):
+        call()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv.arrays import tree
 from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction
 from qkv.frames import frame
 from qkv.shown import Shown
@@ -30,7 +31,7 @@ LEAST = 0.0005
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(tree.Record):
     """One pair of the database, and how much it counted.
 
     `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;

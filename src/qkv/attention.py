@@ -286,7 +286,7 @@ def _wanting(call: Call, lse: Any, weights: Any) -> Call:
     """The call with what is to be returned beside the output."""
     if not isinstance(lse, bool):
         raise DtypeError(f"return_lse must be True or False, not {lse!r}")
-    if not isinstance(weights, bool) and weights != "mean":
+    if not isinstance(weights, bool) and not (isinstance(weights, str) and weights == "mean"):
         raise DtypeError(f'return_weights must be True, False or "mean", not {weights!r}')
     if lse and not call.weighting.has_lse:
         raise CombinationError(

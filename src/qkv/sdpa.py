@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from qkv import masks, scores
-from qkv.arrays import framework_of, of
+from qkv.arrays import framework_of, is_array, of
 from qkv.attention import attend
-from qkv.errors import ArgumentError, CombinationError, FrameworkError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
 from qkv.masks import Mask
 from qkv.types import A, Array
 
@@ -53,6 +53,8 @@ def scaled_dot_product_attention(
             "to share keys and values among groups of heads"
         )
     mask = None if attn_mask is None else _torchs_rule(attn_mask, query, key)
+    if is_array(is_causal):
+        raise DtypeError("is_causal must be True or False, not an array: pass that as attn_mask")
     if is_causal:
         mask = masks.causal if mask is None else masks.causal & mask
     score = scores.ScaledDot(scale)

@@ -54,6 +54,8 @@ def same(one: Any, other: Any) -> bool:
         return all(same(getattr(one, name), getattr(other, name)) for name in compared)
     if type(one) in (tuple, list):
         return len(one) == len(other) and all(map(same, one, other))
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(same(x, other[name]) for name, x in one.items())
     return bool(one == other)
 
 

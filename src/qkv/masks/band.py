@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.arrays import of
+from qkv.arrays import is_array, of
 from qkv.errors import ArgumentError
 from qkv.masks.base import Mask, Verdict
 from qkv.masks.numbers import FARTHEST, check_rows, on_host, per_row, whole_number, whole_numbers
@@ -144,7 +145,7 @@ def window(
     """
     right = left if right is None else right
     low, high = (
-        None if value == float("inf") else whole_number("window", name, value, 0)
+        whole_number("window", name, value, 0) if is_array(value) or value != math.inf else None
         for name, value in (("left", left), ("right", right))
     )
     return Band(low, high, align, offset)

@@ -36,7 +36,12 @@ def whole_numbers(what: str, values: Any) -> Any:
 
 def on_host(values: Any) -> np.ndarray[Any, Any] | None:
     """The numbers on the host, where they are known and at hand."""
-    return of(values).concrete(values) if is_array(values) else np.asarray(values)
+    if is_array(values):
+        return of(values).concrete(values)
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ShapeError("rows of a mask must be of equal length: these differ") from None
 
 
 def beside(values: Any, block: Block) -> Array:
