@@ -216,7 +216,12 @@ def test_a_vector_that_float32_holds_was_never_known_otherwise():
 @pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
 def test_vectors_with_nan_are_refused(kind):
     with pytest.raises(ArgumentError, match="NaN"):
-        cells.vector_digests(np.array([[1, math.nan]], kind))
+        cells.vector_digests(np.array([[1, 2]] * cells.SOME + [[1, math.nan]], kind))
+
+
+def test_many_vectors_are_digested_as_each_is():
+    rows = np.random.default_rng(0).normal(size=(2 * cells.SOME + 1, 3))
+    assert cells.vector_digests(rows) == [cells.vector_digest(row) for row in rows]
 
 
 def test_a_long_double_is_refused_and_told_of():

@@ -276,10 +276,10 @@ def vector_digests(keys: Any) -> list[bytes]:
     """One for each row of an array (m, d)."""
     rows, found = _numeric(to_numpy(keys)), list[bytes]()
     size = 4 * rows.shape[1]
-    for start in range(0, len(rows), 4096):
+    for start in range(0, len(rows), SOME):
         with np.errstate(over="ignore"):
-            block = rows[start : start + 4096].astype("<f4") + _ZERO
-        if np.isnan(block).any():
+            block = rows[start : start + SOME].astype("<f4", copy=False) + _ZERO
+        if block.size and np.isnan(block.min()):
             raise ArgumentError(_NAN)
         text = block.reshape(-1).view(np.uint8).data
         parts = (text[i * size : (i + 1) * size] for i in range(len(block)))
@@ -299,6 +299,8 @@ def wide_digest(key: Any) -> bytes | None:
     return None if exact else sha256(b"v" + wide.tobytes()).digest()[:DIGEST]
 
 
+SOME = 512
+"""Vectors whose bytes stay in the cache between two steps."""
 _LITTLE = sys.byteorder == "little"
 _ZERO = np.float32(0)
 """Which makes −0 the same as 0."""

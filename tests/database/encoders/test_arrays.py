@@ -32,6 +32,7 @@ def test_any_frameworks_array_will_do() -> None:
         ([[1.0, 2.0], 3.0], DtypeError, "key 1"),
         ([[1.0, 2.0], [1.0, float("nan")]], ArgumentError, "key 1 holds NaN"),
         ([[1.0, 1e300]], ArgumentError, "key 0.*beyond float32"),
+        ([[1.0, 2.0]] * 700 + [[1.0, float("inf")]], ArgumentError, "key 700 holds NaN"),
         (np.ones(3), ShapeError, r"\(rows, width\)"),
         (np.ones((2, 2), complex), DtypeError, "real"),
         ([[1.0, 2.0, 3.0]], ShapeError, "vectors of 2 numbers, but these have 3"),

@@ -13,6 +13,9 @@ from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import ScaledDot, Score
 
+SOME = 512
+"""Keys that are looked through at a time: what is found of them stays in the cache."""
+
 
 @dataclass(frozen=True)
 class Arrays(Encoder):
@@ -84,9 +87,11 @@ def matrix(keys: Sequence[Any]) -> np.ndarray:
         raise DtypeError(f"vectors must hold real numbers, not {rows.dtype}")
     with np.errstate(over="ignore"):
         out = np.ascontiguousarray(rows, np.float32)
-    bad = ~np.isfinite(out).all(axis=1)
-    if bad.any():
-        raise ArgumentError(f"key {int(bad.argmax())} holds NaN or a number beyond float32")
+    for start in range(0, len(out), SOME):
+        fine = np.isfinite(out[start : start + SOME])
+        if not fine.all():
+            bad = start + int(fine.all(axis=1).argmin())
+            raise ArgumentError(f"key {bad} holds NaN or a number beyond float32")
     return out
 
 
