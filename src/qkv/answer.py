@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -387,6 +386,8 @@ class Answer(Shown):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        import html
+
         cells = "".join(
             f"<tr><td class=w>{row.weight:.3f}</td><td class=b><i style='width:"
             f"{100 * max(min(row.weight, 1.0), 0.0):.1f}%'></i></td>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from itertools import islice
 from os import PathLike
@@ -117,6 +116,8 @@ class Leaving(Shown):
 
     def _repr_html_(self: Any) -> str:
         """The name, the columns with their types, and the first rows."""
+        import html
+
         from qkv.told import short
 
         name = html.escape(printable(str(self.path or "in memory")))
