@@ -60,9 +60,9 @@ def beside(values: Any, block: Block) -> Array:
 def check_rows(what: str, values: Any, lead: Shape, n: int, last: int | None) -> None:
     shape = tuple(values.shape)
     batch = lead[:1]
-    good = {(*batch, n): None, (n,) if last is not None else batch: None}
+    good = [(*batch, n), (n,) if last is not None else batch]
     if shape not in good and None not in (*lead, n, *shape):
-        told = " or ".join(map(str, good))
+        told = " or ".join(dict.fromkeys(map(str, good)))
         raise ShapeError(f"{what} must have shape {told}, not {shape}")
 
 

@@ -21,6 +21,15 @@ def same_draws():
 
 
 @pytest.fixture(autouse=True)
+def own_facts():
+    """What a test that stands in for a device had kernels compiled for is not the next one's."""
+    from qkv.engines.triton import arguments
+
+    yield
+    arguments._facts.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch):
     """The interpreter without what it does twice, and with a product of bfloat16."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -116,7 +116,6 @@ def test_what_it_refuses_it_explains(monkeypatch):
     for how, reason in (
         ({"score": "laplace"}, "no form"),
         ({"weighting": weightings.Hard(straight_through=True)}, "other weights"),
-        ({"weighting": weightings.Softmax(torch.ones(6, device=DEVICE))}, "each key"),
         (
             {
                 "weighting": weightings.Softmax(torch.ones(6, 1, device=DEVICE)),

@@ -103,8 +103,6 @@ def _unread(call: Call, bounds: Bounds) -> str | None:
 def _untempered(call: Call, temperature: Array, score: Score) -> str | None:
     """Why scores cannot be divided by this temperature in the query."""
     shape = tuple(temperature.shape)
-    if shape[-1:] not in ((), (1,)):
-        return "a temperature of each key cannot be divided out of the query"
     each = shape[-2:-1] not in ((), (1,))
     if each and not isinstance(score, Dot | ScaledDot | Cosine | Multiplicative):
         return "a temperature of each query cannot be divided out of what is added for each key"
