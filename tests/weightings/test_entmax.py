@@ -217,7 +217,7 @@ def test_a_number_between_stays_on_its_own_path():
 
 @pytest.mark.parametrize("alpha", [0, -1.0, math.inf, math.nan])
 def test_an_alpha_that_means_nothing(alpha):
-    with pytest.raises(ArgumentError, match="Entmax: alpha must be (above 0|finite)"):
+    with pytest.raises(ArgumentError, match=r"Entmax: alpha must be (above 0|finite)"):
         Entmax(alpha)
 
 
