@@ -756,6 +756,14 @@ def test_a_bound_beyond_all_positions_is_none(far: int) -> None:
     [
         (lambda: qkv.attend(Q, K, V, score=weightings.Hard()), "weighting Hard.*as weighting="),
         (lambda: qkv.attend(Q, K, V, score=masks.causal), "mask causal.*: give it as mask="),
+        (
+            lambda: qkv.Database({"a": 1.0}).ask("a", score=weightings.Hard()),
+            "give it as weighting=",
+        ),
+        (
+            lambda: load("qkv.nn").Attention(score=masks.window(2)),
+            "mask window.*: give it as mask=",
+        ),
         (lambda: qkv.attend(Q, K, V, return_weights=Q), "^return_weights must be True, False or"),
         (lambda: masks.window(np.ones(3)), "window: left must be a whole number"),
         (lambda: masks.blocks([[1], [1, 0]], 2), "of equal length"),

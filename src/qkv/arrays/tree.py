@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ T = TypeVar("T")
 class Record:
     """What a score, a weighting and a mask are: equal where their fields are, arrays by their
     numbers."""
+
+    what: ClassVar[str] = ""
+    """The argument of `attend` that it is given as."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -67,9 +67,6 @@ def resolved(
     score: ScoreLike, weighting: WeightingLike, bias: Array | None
 ) -> tuple[Score, Weighting]:
     """A score and a weighting from their names or themselves, if they go together."""
-    for what, kind in (("weighting", Weighting), ("mask", masks.Mask)):
-        if isinstance(score, kind):  # which a call of its own would take for a function
-            raise DtypeError(f"score must be a score, not the {what} {score!r}: give it as {what}=")
     weighting = weightings.resolve(weighting)
     return weightings.paired(scores.resolve(score), weighting, bias is not None), weighting
 

@@ -23,6 +23,7 @@ Verdict = bool | None
 class Mask(Record):
     """A rule that says, for a block of positions, which pairs may attend."""
 
+    what: ClassVar[str] = "mask"
     __array_ufunc__ = None  # so that `numpy_array & mask` is ours to answer
 
     keyed: ClassVar[bool] = False

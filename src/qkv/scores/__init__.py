@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from qkv.arrays.tree import Record
 from qkv.errors import DtypeError
 from qkv.names import Names
 from qkv.scores.additive import Additive
@@ -90,6 +91,9 @@ def resolve(score: str | Score | Callable[..., Any]) -> Score:
     found = NAMES.resolve(score)
     if found is not None:
         return found
+    if isinstance(score, Record) and score.what:  # which would else be taken for a function
+        what = score.what
+        raise DtypeError(f"score must be a score, not the {what} {score!r}: give it as {what}=")
     if callable(score):
         return Function(score)
     raise DtypeError(f"score must be a name, a score or a function, not {type(score).__name__}")

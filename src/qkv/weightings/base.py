@@ -43,6 +43,7 @@ class Weighting(tree.Record):
     weight (None: no dropout); `k` (1, c) holds the keys' positions.
     """
 
+    what: ClassVar[str] = "weighting"
     convex: ClassVar[bool] = False
     """Whether the weights of a row are nonnegative and sum to one."""
     needs_nonnegative: ClassVar[bool] = False
