@@ -45,7 +45,7 @@ LOG = ("catalogue.sqlite-wal", "catalogue.sqlite-shm")
 def test_a_mark_is_read_as_it_was_written(tmp_path):
     assert mark.of(tmp_path) is None
     file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    for given in (None, mark.Mark(0, 1), mark.Mark(10**12, 10**9)):
+    for given in (None, mark.Mark(0, 1), mark.Mark(10**12, 10**9), mark.sealed(3, 4)):
         mark.write(file, given)
         assert mark.read(file) == (str(os.getpid()), given) and mark.of(tmp_path) == given
     os.close(file)
@@ -180,4 +180,60 @@ def test_a_mark_that_cannot_be_written_is_none(tmp_path, monkeypatch):
     with Store(tmp_path) as store:
         assert len(store.at()) == 10
         add(store)
-    assert mark.of(tmp_path) == mark.Mark(3, 1)
+    assert mark.of(tmp_path)[:2] == (3, 1)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A writer and a reader of one store, and what the reader finds without the catalogue."""
+    with Store(tmp_path / "s") as writer, Store(tmp_path / "s") as reader:
+        add(writer)
+        reader.at()
+        yield writer, reader, lambda: reader._reader._watch.same(*reader._reader._seen[1:])
+
+
+def test_a_reader_trusts_a_seal_and_sees_every_commit(pair, monkeypatch):
+    monkeypatch.setattr(mark, "TRUSTED", 60.0)
+    writer, reader, trusts = pair
+    snap = reader.at()
+    for i in range(5, 30):
+        assert reader.version and trusts() and snap.latest(b"%d" % i) is None
+        writer.commit(records=["new"], digests=[b"%d" % i], tensors={"key": np.zeros((1, 1))})
+        assert not trusts() and snap.latest(b"%d" % i) == (i, "new")
+    writer.commit(remove=[7])
+    assert snap.latest(b"7") is None
+    writer.compact()  # which makes no version
+    assert snap.latest(b"7") is None and trusts()
+    writer.commit()  # nor does this
+    assert snap.latest(b"8") == (8, "new") and trusts()
+
+
+def test_a_writer_that_dies_between_a_commit_and_its_mark_leaves_no_seal(pair, monkeypatch):
+    writer, reader, trusts = pair
+    monkeypatch.setattr(type(writer._write_lock), "acknowledge", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        add(writer)
+    assert reader.at().latest(b"9") == (9, "record 9") and not trusts()
+
+
+def test_a_seal_is_not_trusted_when_its_file_was_removed(pair, monkeypatch):
+    monkeypatch.setattr(mark, "TRUSTED", 0.0)
+    writer, reader, _ = pair
+    reader._reader._seen = None
+    assert reader.version == 1
+    writer.close()
+    (reader.path / "lock").unlink()
+    with Store(reader.path) as other:
+        add(other)
+        assert reader.at().latest(b"9") == (9, "record 9") and reader.version == 2
+
+
+def test_what_is_read_inside_a_transaction_is_not_taken_for_the_newest(pair, monkeypatch):
+    monkeypatch.setattr(mark, "TRUSTED", 60.0)
+    writer, reader, _ = pair
+    assert reader.version == 1
+    with reader._reader.view():
+        assert reader.version == 1
+        add(writer)
+        assert reader.version == 1 and reader._reader._seen is None
+    assert reader.version == 2

@@ -15,6 +15,7 @@ from zlib import crc32
 
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
+from qkv.database.store.mark import Watch
 
 FILE = "catalogue.sqlite"
 FORMAT = 4
@@ -82,6 +83,8 @@ class Catalogue:
         self._process = os.getpid()
         self._edition: Edition | None = None
         self._changes: Any = None
+        self._watch = None if path is None or write else Watch(path.parent)
+        self._seen: tuple[Edition, bytes, float] | None = None
         try:
             self._connection = _connect(path, write, create)
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -203,6 +206,7 @@ class Catalogue:
             try:
                 # One that was interrupted twice may not have come to its end.
                 self._rollback()
+                self._seen = None  # inside, all is read from the catalogue at one moment
                 self.run(begin)
                 yield
                 self.run("COMMIT")
@@ -210,7 +214,7 @@ class Catalogue:
                 self._rollback()
                 raise
             finally:
-                self._edition = None
+                self._edition = self._seen = None
 
     def _rollback(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -245,7 +249,11 @@ class Catalogue:
         if self.path is None and (known := self._edition) is not None:
             return known
         self._owned()
+        watch, seen = self._watch, self._seen
+        if watch is not None and seen is not None and watch.same(seen[1], seen[2]):
+            return seen[0]
         with self.lock:
+            found = (b"", 0.0) if watch is None else watch.look()
             # SQLite counts what other connections change; what this one changes it forgets.
             changes = None
             if self.path is not None:
@@ -258,6 +266,8 @@ class Catalogue:
                 if not lines:
                     raise self.damaged("it has no version")
                 self._edition, self._changes = Edition.of(lines[0]), changes
+            if not self._connection.in_transaction:  # which sees what was there when it began
+                self._seen = (self._edition, *found)
             return self._edition
 
     def read_settings(self, number: int) -> dict[str, Any]:
@@ -283,8 +293,10 @@ class Catalogue:
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with self.lock:
-                self._edition = None
+                self._edition = self._seen = None
                 connection.close()
+                if self._watch is not None:
+                    self._watch.close()
 
     def _name(self) -> str:
         return "the store" if self.path is None else self.path.parent.name

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -88,15 +89,31 @@ class WriteLock:
         with contextlib.suppress(OSError):  # a full disk: the holder is not named, that is all
             mark.write(file, self.mark)
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Until this has ended well, every reader looks into the catalogue itself."""
+        if self.mark is not None and not self._leave(self.mark._replace(seal="")):
+            raise Unwritable(f"{self._folder / WRITER} cannot be written: nothing was changed")
+        yield
+        if self.mark is not None and not self.mark.seal:
+            self.acknowledge(self.mark.version, self.mark.files)
+
     def acknowledge(self, version: int, files: int) -> None:
         """Leave a mark of a commit, before it is told to anybody."""
-        self.mark = Mark(version, files)
+        self._leave(mark.sealed(version, files))
+
+    def _leave(self, left: Mark) -> bool:
+        """Whether the mark is this one, or none."""
+        self.mark = left
         try:
-            mark.write(self._file, self.mark)
+            mark.write(self._file, left)
         except OSError:  # no mark is better than an old one
             self.mark = None
-            with contextlib.suppress(OSError):
+            try:
                 os.ftruncate(self._file, 0)
+            except OSError:
+                return False
+        return True
 
     def valid(self, catalogue: Catalogue) -> None:
         """Refuse to write where the folder or its catalogue is gone, or is another one by now."""

@@ -400,13 +400,13 @@ class Store:
             catalogue = self._writer
             self._busy = what
             try:
-                desk = self._desk
-                if desk is None:
+                if (desk := self._desk) is None:
                     sweep.refuse_older(catalogue, self._marked())
                     self._sweep(catalogue)
                     desk = Desk.at(catalogue, self._shelf)
                     self._acknowledge(desk)
-                yield catalogue, desk
+                with self._write_lock.changing() if self._write_lock else contextlib.nullcontext():
+                    yield catalogue, desk
             except BaseException:
                 self._desk = None
                 with contextlib.suppress(Exception):
