@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,27 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
         lambda: attend(score=qkv.scores.Gaussian(np.ones((2, 0)))),
         "bandwidth has shape (2, 0)",
     ),
+    *(
+        (f"{name} for other columns", lambda score=score: attend(score=score), f"{name} has shape")
+        for name, score in {
+            "Laplace: bandwidth": qkv.scores.Laplace(np.ones(2)),
+            "Boxcar: width": qkv.scores.Boxcar(np.ones((2, 1))),
+            "Cosine: temperature": qkv.scores.Cosine(np.ones(2)),
+            "ScaledDot: scale": qkv.scores.ScaledDot(np.ones(2)),
+            "ScaledDot: softcap": qkv.scores.ScaledDot(softcap=np.ones((2, 0))),
+        }.items()
+    ),
+    (
+        "widths of other heads",
+        lambda: attend(*[np.ones((5, 2, 3))] * 3, score=qkv.scores.Gaussian(np.ones((7, 1, 1)))),
+        "bandwidth has shape (7, 1, 1); .* (5, 1, 1)",
+    ),
+    ("an align", lambda: qkv.masks.window(1, align=X), "align must be 'top_left' or"),
+    (
+        "a flag",
+        lambda: qkv.scaled_dot_product_attention(X, X, X, enable_gqa=X),
+        "enable_gqa must be True or False",
+    ),
     # Pictures and pages.
     ("a page nowhere", lambda: NAMES.ask("Li").to_html(True), "path .* file, not a bool"),
     ("a page's folder", lambda: NAMES.to_html("no/where.html"), "no folder no; make it first"),
@@ -74,6 +96,14 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a picture's folder", lambda: NAMES.plot("Li", "no/a.png"), "no folder no; make it first"),
     ("a picture's ending", lambda: NAMES.plot("Li", "a.doc"), "a.doc: the name must end in .*.png"),
     ("a threshold", lambda: qkv.plot.alignment(X, least="x"), "least must be a number, not 'x'"),
+    ("no kernels", lambda: qkv.plot.kernels([]), "scores is empty"),
+    ("how far", lambda: qkv.plot.kernels(reach="x"), "reach must be a number above 0, not 'x'"),
+    ("points of text", lambda: qkv.plot.regression("x", [1.0]), "key must be numbers in a row"),
+    ("a truth", lambda: qkv.plot.regression([1.0], [1.0], truth=3), "truth must be a function"),
+    ("no names", lambda: qkv.plot.bars(None, [1.0]), "bars needs a list of names"),
+    ("bars of rows", lambda: qkv.plot.bars(["a", "b"], X), "bars needs a list of names"),
+    ("a tick", lambda: qkv.plot.heatmaps(X, xticks=3), "xticks is a int; expected a list of 3"),
+    ("colours", lambda: qkv.plot.heatmaps(X, cmap=3), "cmap: "),
     ("a version's name", lambda: NAMES.encode(what=5), "what must be the name of the version"),
     # Making a database.
     ("a file as data", lambda: qkv.Database("books.csv"), "Database.from_source(path)"),
@@ -125,6 +155,18 @@ def test_a_frame_is_told_from_frame() -> None:
     pandas = pytest.importorskip("pandas")
     with pytest.raises(QkvError, match="from_frame"):
         qkv.Database(pandas.DataFrame({"a": [1, 2]}))
+
+
+@pytest.mark.parametrize("number", [2**70, Fraction(1, 3)])
+def test_every_framework_takes_every_number(number) -> None:
+    torch = pytest.importorskip("torch")
+    scores, weightings, x = qkv.scores, qkv.weightings, np.array([[1.0, 2.0], [0.5, -1.0]])
+    kinds = [scores.Gaussian, scores.Laplace, scores.Boxcar, scores.Cosine, scores.ScaledDot]
+    ways = [(scores.ScaledDot(softcap=number), "softmax"), ("dot", weightings.Softmax(number))]
+    for score, weighting in [*((kind(number), "softmax") for kind in kinds), *ways]:
+        how = {"score": score, "weighting": weighting}
+        out = [qkv.attend(make(x), make(x), make(x), **how) for make in (np.array, torch.tensor)]
+        np.testing.assert_allclose(out[1], out[0], rtol=1e-12)
 
 
 # Each: a package that is not there, what needs it, and the extra that brings it.

@@ -50,6 +50,13 @@ def as_float(value: Real) -> float:
         return float("inf")
 
 
+def plain(owner: object, name: str) -> None:
+    """Make a float of a field that not every framework takes: a fraction, an int of many digits."""
+    value = getattr(owner, name)
+    if not (hasattr(value, "dtype") or (isinstance(value, int) and abs(value) <= 2**53)):
+        object.__setattr__(owner, name, float(value))
+
+
 def positive(owner: object, name: str) -> None:
     """Refuse a field that is not a number above zero; one that is learned is its owner's care."""
     value, kind = getattr(owner, name), type(owner).__name__
@@ -59,6 +66,7 @@ def positive(owner: object, name: str) -> None:
         if not 0 < as_float(value) < float("inf"):
             told = "finite" if as_float(value) > 0 else "above 0"
             raise ArgumentError(f"{kind}: {name} must be {told}, not {value!r:.40}")
+        plain(owner, name)
     elif not hasattr(value, "dtype"):
         raise DtypeError(f"{kind}: {name} must be a number, not {value!r}")
 

@@ -38,6 +38,10 @@ def scaled_dot_product_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
+    if is_array(is_causal):
+        raise DtypeError("is_causal must be True or False, not an array: pass that as attn_mask")
+    if is_array(enable_gqa):
+        raise DtypeError("enable_gqa must be True or False, not an array")
     fw = framework_of(query)
     rows = None if fw is None else fw.sequences(query)
     if fw is not None and rows is not None:
@@ -53,8 +57,6 @@ def scaled_dot_product_attention(
             "to share keys and values among groups of heads"
         )
     mask = None if attn_mask is None else _torchs_rule(attn_mask, query, key)
-    if is_array(is_causal):
-        raise DtypeError("is_causal must be True or False, not an array: pass that as attn_mask")
     if is_causal:
         mask = masks.causal if mask is None else masks.causal & mask
     score = scores.ScaledDot(scale)

@@ -7,13 +7,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qkv.errors import DtypeError  # noqa: E402
+from qkv.errors import ArgumentError, DtypeError, ShapeError  # noqa: E402
 from qkv.nn import (  # noqa: E402
+    AdditiveScore,
     Attention,
     BahdanauDecoder,
+    FeedForward,
+    GaussianScore,
     KernelRegression,
     MultiHeadAttention,
+    Rotary,
     SelfAttention,
+    SqueezeExcitation,
     TransformerBlock,
     TransformerDecoder,
     TransformerEncoder,
@@ -42,6 +47,11 @@ CALLS = {
     "bahdanau, memory": ("memory", lambda x: BahdanauDecoder(5, 2, 3, 4)(T[0].long(), x)),
     "regression, examples": ("key", lambda x: KernelRegression(x, x)),
     "regression": ("query", lambda x: KERNEL(x)),
+    "score": ("query", lambda x: AdditiveScore(4, 4, 2)(x, T)),
+    "score, key": ("key", lambda x: GaussianScore()(T, x)),
+    "network": ("x", lambda x: FeedForward(4)(x)),
+    "rotary": ("x", lambda x: Rotary(4)(x)),
+    "channels": ("x", lambda x: SqueezeExcitation(3)(x)),
 }
 
 
@@ -63,3 +73,23 @@ def test_another_dtype_than_the_parameters_is_refused(call, dtype):
         DtypeError, match=rf"{name} is {dtype} but .* pass {name}.to\(torch.float32"
     ):
         function(T.to(dtype))
+
+
+WIDE = torch.ones(1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "call, error, says",
+    [
+        (lambda: SelfAttention(4)(WIDE), ShapeError, r"x must be \(…, 4\), .* not \(1, 3, 5\)"),
+        (lambda: FeedForward(4)(WIDE), ShapeError, r"x must be \(…, 4\), .* not \(1, 3, 5\)"),
+        (lambda: AdditiveScore(4, 4, 2)(WIDE, T), ShapeError, "Additive: "),
+        (lambda: GaussianScore()(WIDE, T), ShapeError, "query has 5 numbers a row and key 4"),
+        (lambda: GaussianScore(np.ones(4)), DtypeError, "one number; features=d"),
+        (lambda: FeedForward(None), ArgumentError, "d must be a whole number above 0, not None"),
+        (lambda: MultiHeadAttention(4, 2, kdim=-1), ArgumentError, "kdim must be a whole number"),
+    ],
+)
+def test_another_size_than_the_layer_is_refused(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

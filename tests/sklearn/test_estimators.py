@@ -276,6 +276,7 @@ def test_the_precision_of_x_is_kept():
     "work, match",
     [
         (lambda: AttentionRegressor(degree=2).fit(X, Y), "degree must be 0"),
+        (lambda: AttentionRegressor(degree=np.ones(2)).fit(X, Y), "degree must be 0"),
         (lambda: AttentionRegressor(kernel="gausian").fit(X, Y), "did you mean 'gaussian'"),
         (lambda: AttentionRegressor(kernel="dot", weighting="raw", degree=1).fit(X, Y), "sum to"),
         (lambda: AttentionRegressor(kernel="dot", weighting="raw").fit(X, Y).predict(Q, True),
@@ -318,3 +319,8 @@ def test_a_missing_extra_is_one_line(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(qkv.QkvError, match=r'^qkv.sklearn needs scikit-learn: pip install "qkv'):
         __import__("qkv.sklearn")
+
+
+def test_one_number_as_a_table_is_refused_as_elsewhere():
+    with pytest.raises(ValueError, match="Expected 2D array, got scalar"):
+        AttentionRegressor().fit(3.0, Y)

@@ -23,8 +23,9 @@ class Band(Mask):
     offset: Any = None
 
     def __post_init__(self) -> None:
-        if self.align not in ("top_left", "bottom_right"):
-            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {self.align!r}")
+        if is_array(self.align) or self.align not in ("top_left", "bottom_right"):
+            told = "an array" if is_array(self.align) else repr(self.align)
+            raise ArgumentError(f"align must be 'top_left' or 'bottom_right', not {told}")
         if isinstance(self.offset, int):
             near = max(-FARTHEST, min(self.offset, FARTHEST))
             object.__setattr__(self, "offset", near)

@@ -11,7 +11,7 @@ from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
-from qkv.nn.tensors import called_as, check_dtype, check_tensors
+from qkv.nn.tensors import called_as, check_dtype, check_tensors, check_width
 from qkv.weightings import WeightingLike
 
 
@@ -155,6 +155,7 @@ class SelfAttention(nn.Module):
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
         check_tensors(x=x)
         check_dtype(self.w_query, x=x)
+        check_width(self.w_query.shape[0], x)
         query, key, value = (x @ w for w in (self.w_query, self.w_key, self.w_value))
         return _answered(self, query, key, value, mask, need_weights)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qkv.errors import DtypeError, fraction, sizes, unknown
-from qkv.nn.tensors import called_as
+from qkv.nn.tensors import called_as, check_tensors, check_width
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
@@ -39,14 +39,17 @@ class FeedForward(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        sizes(d=d)
         hidden = 4 * d if hidden is None else hidden
-        sizes(d=d, hidden=hidden)
+        sizes(hidden=hidden)
         self.activation = activation_of(activation)
         self.linear1 = nn.Linear(d, hidden, bias=bias, device=device, dtype=dtype)
         self.dropout = nn.Dropout(fraction("dropout", dropout))
         self.linear2 = nn.Linear(hidden, d, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors(x=x)
+        check_width(self.linear1.in_features, x)
         return feed(self, x)
 
     if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework
-from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes
+from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
 from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
@@ -80,6 +80,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         rotary: bool | Rotary = False,
     ) -> None:
         sizes(embed_dim=embed_dim, num_heads=num_heads)
+        sizes_or_none(kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             raise ArgumentError(
                 f"embed_dim must be a multiple of num_heads, but {embed_dim} is none of {num_heads}"

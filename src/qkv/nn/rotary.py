@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.nn.tensors import called_as
+from qkv.nn.tensors import called_as, check_tensors
 
 
 class Rotary(nn.Module):
@@ -32,6 +32,7 @@ class Rotary(nn.Module):
         self.width, self.base, self.interleaved = width, base, interleaved
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        check_tensors(x=x)
         if x.shape[-1] != self.width:
             raise ShapeError(
                 f"rotary: made for vectors of {self.width} numbers, not of {x.shape[-1]}"

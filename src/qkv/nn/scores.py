@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from qkv import scores
-from qkv.errors import ArgumentError, sizes
+from qkv.errors import ArgumentError, DtypeError, sizes
 from qkv.nn import weightings
-from qkv.nn.tensors import called_as
+from qkv.nn.tensors import called_as, check_tensors
 from qkv.scores import Score
 from qkv.weightings import Weighting
 
@@ -44,7 +44,10 @@ class LearnedScore(nn.Module):
         return self, memory
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        return self.build(query.dtype)(query, key)
+        check_tensors(query=query, key=key)
+        score = self.build(query.dtype)
+        score.check(query.shape, key.shape)
+        return score(query, key)
 
     if TYPE_CHECKING:
 
@@ -234,6 +237,8 @@ class GaussianScore(LearnedScore):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        if getattr(bandwidth, "shape", ()):
+            raise DtypeError("bandwidth must be one number; features=d learns one for each of d")
         scores.Gaussian(bandwidth)  # refuses what is not above zero
         if features is not None:
             sizes(features=features)

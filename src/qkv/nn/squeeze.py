@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qkv.attention import attend, weights
 from qkv.errors import ShapeError, sizes
-from qkv.nn.tensors import called_as
+from qkv.nn.tensors import called_as, check_tensors
 
 
 class SqueezeExcitation(nn.Module):
@@ -31,6 +31,7 @@ class SqueezeExcitation(nn.Module):
 
     def gate(self, x: Tensor) -> Tensor:
         """α (B, channels)"""
+        check_tensors(x=x)
         if x.dim() < 3 or x.shape[1] != self.fc1.in_features:
             raise ShapeError(
                 f"x must be (B, {self.fc1.in_features}, …) with at least one axis of places, "

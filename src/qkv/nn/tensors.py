@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qkv.errors import DtypeError
+from qkv.errors import DtypeError, ShapeError
 from qkv.types import T
 
 
@@ -19,6 +19,12 @@ def check_tensors(**given: Any) -> None:
                 f"{name} must be a torch tensor, not {type(x).__name__}: pass "
                 f"torch.as_tensor({name})"
             )
+
+
+def check_width(width: int, x: torch.Tensor) -> None:
+    """Refuse x unless its rows are as wide as the layer was made for."""
+    if not x.dim() or x.shape[-1] != width:
+        raise ShapeError(f"x must be (…, {width}), as the layer was made, not {tuple(x.shape)}")
 
 
 def check_dtype(weight: torch.Tensor, **given: torch.Tensor | None) -> None:

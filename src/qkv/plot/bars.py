@@ -21,8 +21,8 @@ def bars(
     >>> [f"{bar.get_width():.1f}" for bar in figure.axes[0].patches]
     ['0.8', '0.1', '0.1']
     """
-    given = len(names)
     all_names, all_weights = data.bars(names, weights, others=others)
+    given = len(names)
     figure = style.blank((6.4, 0.9 + 0.34 * len(all_names)), "constrained")
     axes: Any = figure.subplots()
     places = range(len(all_names))

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from qkv.arrays import to_numpy
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float
 from qkv.scores import Score, ScoreLike
 from qkv.scores import resolve as score_of
 from qkv.weightings import WeightingLike, paired
@@ -116,6 +116,8 @@ def bars(names: Sequence[str], weights: Sequence[float], *, others: int = 0) -> 
     >>> bars(["Li", "Hu"], [0.75, 0.125], others=4)
     Bars(names=['Li', 'Hu', '4 other rows'], weights=[0.75, 0.125, 0.125])
     """
+    if not (np.iterable(names) and np.ndim(weights) == 1):
+        raise ShapeError("bars needs a list of names, and a weight for each of them")
     if len(names) != len(weights) or not len(names):
         raise ShapeError(
             f"bars needs one weight for each name, not {len(weights)} for {len(names)}"
@@ -149,7 +151,8 @@ def kernels(scores: Scores = KERNELS, reach: float = 2.5, points: int = 501) -> 
     >>> values["epanechnikov"]
     array([0.  , 0.75, 1.  , 0.75, 0.  ])
     """
-    r = np.linspace(-_above(reach, "reach"), reach, points)
+    reach = _above(reach, "reach")
+    r = np.linspace(-reach, reach, points)
     found = {name: (s, s(np.zeros((1, 1)), r[:, None])[0]) for name, s in named(scores).items()}
     return Kernels(r, {n: x if s.nonnegative else np.exp(x) for n, (s, x) in found.items()})
 
@@ -194,7 +197,8 @@ def surfaces(scores: Scores, reach: float = 2.0, points: int = 129) -> Surfaces:
            [-0.5, -0. , -0.5],
            [-2. , -0.5, -0. ]])
     """
-    at = np.linspace(-_above(reach, "reach"), reach, points)
+    reach = _above(reach, "reach")
+    at = np.linspace(-reach, reach, points)
     found = {name: np.asarray(s(at[:, None], at[:, None])) for name, s in named(scores).items()}
     return Surfaces(at, at, found)
 
@@ -331,6 +335,8 @@ def named(scores: Scores) -> dict[str, Score]:
         score = score_of(given)
         name = given if isinstance(given, str) else getattr(given, "__name__", None)
         found[name or type(score).__name__.lower()] = score
+    if not found:
+        raise ArgumentError("scores is empty: give the name of one, or several")
     if len(found) < len(many):
         raise ArgumentError("scores holds two of one name: name them, as in {'σ = 1': Gaussian(1)}")
     return found
@@ -352,7 +358,10 @@ def _leaves(x: Any) -> Any:
 
 
 def _line(x: Any, argument: str) -> Matrix:
-    array = to_numpy(x).astype(np.float64)
+    try:
+        array = to_numpy(x).astype(np.float64)
+    except (TypeError, ValueError):
+        raise DtypeError(f"{argument} must be numbers in a row, not {x!r:.40}") from None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or not array.size:
@@ -361,6 +370,6 @@ def _line(x: Any, argument: str) -> Matrix:
 
 
 def _above(number: float, argument: str) -> float:
-    if not 0 < number < np.inf:
+    if not isinstance(number, Real) or not 0 < as_float(number) < np.inf:
         raise ArgumentError(f"{argument} must be a number above 0, not {number!r}")
-    return number
+    return float(number)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv.errors import DtypeError
 from qkv.plot import data, style
 from qkv.plot.data import Matrix, Scores
 from qkv.plot.style import BLUE, FRAME, INK, RED
@@ -37,6 +38,8 @@ def regression(
     >>> figure.axes[2].collections[0].get_array().shape
     (20, 128)
     """
+    if not (truth is None or callable(truth)):
+        raise DtypeError(f"truth must be a function of the queries, not a {type(truth).__name__}")
     q, k, v, fits = data.regression(key, value, scores, weighting, query)
     count = len(fits)
     figure = style.blank((2.3 * count + 0.9, 4.0), "constrained")

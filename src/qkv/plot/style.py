@@ -53,7 +53,7 @@ def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
     reach = max(-low, high) or 1.0
     try:
         colours = matplotlib.colormaps.get_cmap("RdBu_r" if signed and cmap == "Reds" else cmap)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ArgumentError(f"cmap: {error}") from None
     return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING)
 
@@ -98,8 +98,9 @@ def frame(panel: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> N
 def words(words: Sequence[Any] | None, count: int, argument: str, role: str) -> list[str]:
     if words is None:
         return []
-    if isinstance(words, str):
-        raise ShapeError(f"{argument} is one string; expected a list of {count}, one per {role}")
+    if isinstance(words, str) or not np.iterable(words):
+        told = "one string" if isinstance(words, str) else f"a {type(words).__name__}"
+        raise ShapeError(f"{argument} is {told}; expected a list of {count}, one per {role}")
     texts = [str(word) for word in words]
     if len(texts) != count:
         raise ShapeError(f"{argument} has {len(texts)} entries; expected {count}, one per {role}")

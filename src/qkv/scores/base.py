@@ -168,6 +168,23 @@ def differ(one: int | None, two: int | None) -> bool:
     return one is not None and two is not None and one != two
 
 
+def fits(owner: Any, name: str, query: Shape, columns: int = 1) -> None:
+    """Refuse an array field unless it is one number, one for each of these columns, or (…, 1, 1)
+    one for each batch of the query's: one for each row would have no meaning in a block of them."""
+    shape = tuple(getattr(getattr(owner, name), "shape", ()))
+    row = zip(reversed(shape), (columns, 1), strict=False)
+    lead = [pair for pair in zip(shape[-3::-1], query[-3::-1], strict=False) if differ(pair[1], 1)]
+    if any(differ(axis, 1) and differ(axis, size) for axis, size in (*row, *lead)):
+        each = (
+            f"of the {columns} columns, ({columns},), or of each batch" if columns != 1 else "batch"
+        )
+        batch = ", ".join(map(str, query[:-2])) or "…"
+        raise ShapeError(
+            f"{type(owner).__name__}: {name} has shape {shape}; expected a number, or one for each "
+            f"{each}, ({batch}, 1, 1)"
+        )
+
+
 def agree(owner: Any, what: str, **sizes: int) -> None:
     """Refuse sizes that should be one size."""
     first, *others = sizes.values()

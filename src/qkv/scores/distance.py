@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of, over
-from qkv.errors import ShapeError, positive
-from qkv.scores.base import Affine, Form, Score, differ, largest, pairs
+from qkv.errors import positive
+from qkv.scores.base import Affine, Form, Score, fits, largest, pairs
 from qkv.types import Array, Shape
 
 
@@ -40,13 +40,7 @@ class Gaussian(Score):
 
     def check(self, query: Shape, key: Shape) -> None:
         super().check(query, key)
-        shape = tuple(getattr(self.bandwidth, "shape", ()))
-        for axis, size in zip(reversed(shape), (query[-1], 1), strict=False):
-            if differ(axis, 1) and differ(axis, size):
-                raise ShapeError(
-                    f"Gaussian: bandwidth has shape {shape}; expected a number, or one for each of "
-                    f"the {query[-1]} columns, ({query[-1]},), or of each batch, (…, 1, 1)"
-                )
+        fits(self, "bandwidth", query, query[-1])
 
     def footprint(self, width: int) -> int:
         return max(width, 1)
@@ -176,6 +170,10 @@ class Laplace(Score):
         xp = namespace(query)
         q, k = pairs(query, key)
         return xp.sum(xp.abs(q - k), axis=-1) / self.bandwidth * -1.0
+
+    def check(self, query: Shape, key: Shape) -> None:
+        super().check(query, key)
+        fits(self, "bandwidth", query)
 
     def footprint(self, width: int) -> int:
         return max(width, 1)

@@ -8,8 +8,8 @@ from numbers import Real
 from typing import Any
 
 from qkv.arrays import is_array, namespace, of, to_numpy
-from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, positive
-from qkv.scores.base import Affine, Form, Score, array_of, differ
+from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, plain, positive
+from qkv.scores.base import Affine, Form, Score, array_of, differ, fits
 from qkv.types import Array, Shape
 
 
@@ -62,12 +62,18 @@ class ScaledDot(Score):
             raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
         if not math.isfinite(as_float(self.scale)):
             raise ArgumentError(f"ScaledDot: scale must be finite, not {self.scale!r:.40}")
+        plain(self, "scale")
 
     def __call__(self, query: Array, key: Array) -> Array:
         s = of(query).inner(query * self.factor(query), key)
         if self.softcap is None:
             return s
         return namespace(s).tanh(s / self.softcap) * self.softcap
+
+    def check(self, query: Shape, key: Shape) -> None:
+        super().check(query, key)
+        fits(self, "scale", query, query[-1])
+        fits(self, "softcap", query)
 
     @property
     def linear(self) -> bool:
@@ -112,6 +118,10 @@ class Cosine(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         return product(unit(query), unit(key)) / self.temperature
+
+    def check(self, query: Shape, key: Shape) -> None:
+        super().check(query, key)
+        fits(self, "temperature", query)
 
     def form(self, query: Array, key: Array) -> Form:
         return Form(unit(query) / self.temperature, unit(key))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from qkv.arrays import is_array, of
 from qkv.errors import positive
-from qkv.scores.base import Affine, Score, pairs
+from qkv.scores.base import Affine, Score, fits, pairs
 from qkv.scores.distance import square, squared_distance
 from qkv.types import Array, Shape
 
@@ -27,6 +27,10 @@ class Window(Score):
 
     def __call__(self, query: Array, key: Array) -> Array:
         return self.profile(self.square(query, key))
+
+    def check(self, query: Shape, key: Shape) -> None:
+        super().check(query, key)
+        fits(self, "width", query, query[-1])
 
     def square(self, query: Array, key: Array) -> Array:
         """r²"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class Attentive(BaseEstimator):
 
     def _keep(self, X: Any, values: Numbers, counts: Numbers) -> None:
         """Take the rows as keys, and find the bandwidth; values (m, p)."""
-        if isinstance(self.degree, bool) or self.degree not in (0, 1):
+        whole = isinstance(self.degree, Integral) and not isinstance(self.degree, bool)
+        if not whole or self.degree not in (0, 1):
             raise ArgumentError(f"degree must be 0 (the mean) or 1 (a line), not {self.degree!r}")
         if self.degree:
             self._sums_to_one("degree=1")

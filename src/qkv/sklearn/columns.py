@@ -83,7 +83,9 @@ def _distinct(column: Numbers) -> Numbers:
 def text_in(table: Any) -> tuple[Any, str] | None:
     """The first column, by name or place, that holds a word, and the word."""
     cells = np.asarray(table, dtype=object)
-    names = getattr(table, "columns", range(cells.shape[-1] if cells.ndim == 2 else 0))
+    if cells.ndim != 2:
+        return None
+    names = getattr(table, "columns", range(cells.shape[-1]))
     for name, column in zip(names, cells.T, strict=False):
         for cell in column:
             if isinstance(cell, str) and not _reads(cell):
