@@ -180,6 +180,20 @@ def test_a_window_without_keys_beside_one_that_8_bits_have_rounded():
     assert found.error[0] == error[0] == 0 < error[1] <= found.error[1] <= 0.2
 
 
+def test_a_window_without_keys_changes_nothing_of_another():
+    keys = made(np.random.default_rng(1), "plain", 300)
+    code, scale = codes.in_8_bits(keys)
+    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
+    rows = Rows(lambda: [Stored(code, None, scale=scale, near=near)], keys.shape)
+    query, score = np.stack([keys[3], keys[3] + 1e3]), scores.Epanechnikov(8.0)
+    for how in (Normalized(), Normalized("uniform")):
+        both = weigh(rows, query, score=score, weighting=how, tolerance=0.2)
+        alone = weigh(rows, query[:1], score=score, weighting=how, tolerance=0.2)
+        assert np.array_equal(both.weights[:1], alone.weights)
+        assert both.error[0] == alone.error[0] > 0 and both.error[1] == 0
+        assert np.allclose(both.weights[1], how(np.zeros((1, 300)))[0])
+
+
 def test_hard_takes_the_lowest_of_equal_rows_and_reads_few():
     keys = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
     keys[2000] = keys[100]

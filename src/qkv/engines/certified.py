@@ -278,22 +278,28 @@ def _few(asked: Coded, scan: Scan, kept: Pruned) -> Weighed:
 
 
 def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> Weighed:
-    if not (bound.total > 0).all():
+    empty = ~(bound.total > 0)
+    if empty.any() and (asked.profile is None or empty.all()):
         return _nothing(asked, error)
     # Scores in float64 were needed for digits that float32 would lose again.
     alpha = np.empty(doubt.scores.shape, np.result_type(asked.query, doubt.scores))
     entropy = doubt.weights(alpha)
     lse = bound.top + np.log(bound.total) if asked.weighting.has_lse else None
+    if not empty.any():
+        return _told(asked, alpha, entropy, lse, error, bound)
+    found = _nothing(asked, error, empty)
+    alpha[empty], entropy[empty], error = found.weights, found.entropy, error.copy()
+    error[empty] = found.error
     return _told(asked, alpha, entropy, lse, error, bound)
 
 
-def _nothing(asked: Coded, error: np.ndarray) -> Weighed:
-    """Nothing lies within the window of a query, or no row is allowed: the weighting says what
+def _nothing(asked: Coded, error: np.ndarray, some: np.ndarray | slice = slice(None)) -> Weighed:
+    """Nothing lies within the window of some queries, or no row is allowed: the weighting says what
     then, of keys that are exact or, where these are lost, of their codes."""
     rows = asked.rows
-    found = stored.weighed(rows, asked.query, asked.score, asked.weighting)
+    found = stored.weighed(rows, asked.query[some], asked.score, asked.weighting)
     known = not asked.lost or (rows.allowed is not None and not rows.allowed.any())
-    return found._replace(error=np.zeros_like(error) if known else error)
+    return found._replace(error=np.zeros_like(error[some]) if known else error[some])
 
 
 def _told(
