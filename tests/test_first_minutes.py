@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -108,6 +109,14 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     # Making a database.
     ("a file as data", lambda: qkv.Database("books.csv"), "Database.from_source(path)"),
     ("a path as data", lambda: qkv.Database(Path("books.csv")), "Database.from_source(path)"),
+    (
+        "a cell as a column",
+        lambda: qkv.Database.from_columns({"name": "Ann", "age": [3]}),
+        "column 'name' must be a list of cells, not 'Ann'",
+    ),
+    ("a precision", lambda: qkv.Database({"a": 1}, precision=X), "unknown precision"),
+    ("a number as progress", lambda: NAMES.compact(20), "progress must be a function, not 20"),
+    ("text as progress", lambda: NAMES.encode(progress="x"), "progress must be a function"),
     ("keys alone", lambda: qkv.Database(["a", "b"]), "Database(keys, values)"),
     ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys came with 1 values"),
     ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "keys of one type"),
@@ -167,6 +176,31 @@ def test_every_framework_takes_every_number(number) -> None:
         how = {"score": score, "weighting": weighting}
         out = [qkv.attend(make(x), make(x), make(x), **how) for make in (np.array, torch.tensor)]
         np.testing.assert_allclose(out[1], out[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "Sales 2024\nproduct,price\nLamp,12.5\nChair,80\n",
+        "Sales 2024\nproduct;city;shop\nLamp;Rome;A\nChair;Bonn;B\n",
+        "\nSales 2024,,\nproduct,price,city\nLamp,12.5,Rome\n",
+    ],
+)
+def test_a_title_above_a_table_is_told(table, tmp_path) -> None:
+    (tmp_path / "sales.csv").write_text(table)
+    with pytest.raises(QkvError, match=r"sales.csv, line [12]: one name where .* remove it; if"):
+        qkv.Database.from_source(tmp_path / "sales.csv")
+
+
+def test_names_with_commas_are_one_column(tmp_path) -> None:
+    (tmp_path / "names.csv").write_text("name\nLovelace, Ada\nHopper, Grace\n")
+    names = qkv.Database.from_source(tmp_path / "names.csv", key="name", value="name")
+    assert list(names) == ["Lovelace, Ada", "Hopper, Grace"]
+
+
+def test_a_signature_shows_no_address() -> None:
+    for made in (qkv.Database, qkv.Database.add, qkv.Client.add):
+        assert " at 0x" not in str(inspect.signature(made))
 
 
 # Each: a package that is not there, what needs it, and the extra that brings it.

@@ -83,6 +83,13 @@ def sizes_or_none(**given: Any) -> None:
     sizes(**{name: size for name, size in given.items() if size is not None})
 
 
+def callable_or_none(**given: Any) -> None:
+    """Refuse what is to be called and cannot be, by its name."""
+    for name, value in given.items():
+        if not (value is None or callable(value)):
+            raise DtypeError(f"{name} must be a function, not {value!r:.40}")
+
+
 def fraction(name: str, value: Any) -> float:
     """A number from 0 to 1, as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -116,12 +123,13 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
     unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
     """
-    known, told = sorted(known), repr(name)
+    known = sorted(known)
+    told = repr(name) if isinstance(name, str) else " ".join(repr(name).split())
     near = difflib.get_close_matches(str(name)[:80].lower(), known, n=1, cutoff=0.4)
-    hint = f" did you mean {near[0]!r}?" if near else ""
+    hint = f": did you mean {near[0]!r}?" if near else "."
     told = told if len(told) <= 80 else f"{told[:79]}…"
     names = ", ".join(name if name.isprintable() else repr(name) for name in known)
-    return ArgumentError(f"unknown {kind} {told}:{hint} Known: {names}.{more}")
+    return ArgumentError(f"unknown {kind} {told}{hint} Known: {names}.{more}")
 
 
 def printable(text: str) -> str:

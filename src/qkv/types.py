@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 T = TypeVar("T")
 
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "…"
+
+
+NOTHING: Any = _Nothing()
+"""No value was given, or none was found; None is a value."""
+
 Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from qkv.cli import screen
@@ -67,9 +68,10 @@ def demo() -> Iterator[Result]:
     with Database(SALARIES) as salaries:
         yield _told("GPA 3.5: what salary, in thousands?", 3.5, salaries.ask(3.5))
 
+    steps = NEXT if find_spec("wordllama") else [*NEXT[:-1], 'pip install "qkv[text]"', NEXT[-1]]
     yield Result(
-        {"next": NEXT},
-        lambda: screen.line("Try next:\n" + "\n".join(f"  {line}" for line in NEXT)),
+        {"next": steps},
+        lambda: screen.line("Try next:\n" + "\n".join(f"  {line}" for line in steps)),
     )
 
 

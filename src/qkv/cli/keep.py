@@ -150,7 +150,7 @@ def _change(
 def remove(
     path: options.Place,
     keys: Annotated[
-        list[str], typer.Argument(metavar="KEYS", help="The keys, exactly.", show_default=False)
+        list[str], typer.Argument(metavar="KEYS...", help="The keys, exactly.", show_default=False)
     ],
     token: options.Token = None,
 ) -> Result:

@@ -45,8 +45,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON lines, Parquet, "
-        "Arrow or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
+        help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON, Parquet, Arrow, "
+        "Excel or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
         "PostgreSQL URL, or - for CSV on stdin.",
         show_default=False,
         autocompletion=_files,

@@ -16,11 +16,11 @@ from qkv.cluster.asking import Gathered, Spread
 from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
 from qkv.database.leaving import Leaving
-from qkv.database.reading import NOTHING, AbsentKey, Reading
+from qkv.database.reading import AbsentKey, Reading
 from qkv.database.writing import several
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
 from qkv.scores import Score
-from qkv.types import Array
+from qkv.types import NOTHING, Array
 from qkv.weightings import Weighting, WeightingLike
 
 Place = str | os.PathLike[str]

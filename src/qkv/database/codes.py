@@ -37,7 +37,7 @@ BESIDE = ("near.bounds", "near.block")
 
 def checked(precision: str | None) -> str | None:
     """The precision that is asked for, refused where there is none of that name."""
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise unknown("precision", precision, PRECISIONS)
     return precision
 

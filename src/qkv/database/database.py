@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
 from qkv.database.queries import nearness
-from qkv.database.reading import NOTHING
 from qkv.database.schema import Cells, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, callable_or_none
 from qkv.frames import library_of
-from qkv.types import K, Progress, Shaped, V
+from qkv.types import NOTHING, K, Progress, Shaped, V
 
 if TYPE_CHECKING:
     from qkv.database.encoders import EncoderLike
@@ -117,7 +116,11 @@ class Database(Writing[K, V]):
         told = [str(name) for name in columns]
         if len(set(told)) < len(told):
             raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
+        callable_or_none(progress=progress)
         columns = dict(zip(told, columns.values(), strict=True))
+        for name, cells in columns.items():
+            if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
+                raise DtypeError(f"column {name!r} must be a list of cells, not {cells!r:.40}")
         keys = names(key) if key is not None else (_first_text(columns),)
         values = names(value, "value") if value is not None else others(columns, keys)
         wish = {"key": keys, "value": values, "unique": unique, "precision": precision}
@@ -187,8 +190,8 @@ class Database(Writing[K, V]):
         missing: Sequence[str] | None = None,
         **how: Any,
     ) -> Database:
-        """A CSV, TSV, JSON lines, Parquet, Arrow or SQLite file, a pattern of such files, as
-        "logs/*.csv", or a PostgreSQL URL.
+        """A CSV, TSV, JSON, Parquet, Arrow, Excel or SQLite file, a pattern of such files, as
+        "logs/*.csv", or a PostgreSQL URL; `table` where it has several. `how` as in `from_columns`.
 
         In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
         (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text.

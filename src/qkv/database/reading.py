@@ -19,7 +19,7 @@ from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
 from qkv.log import listener
-from qkv.types import A, Array, K, Shaped, T, V
+from qkv.types import NOTHING, A, Array, K, Shaped, T, V
 
 # Loaded when something is asked or encoded: an exact look-up needs none of it.
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from qkv.database.encoders import Encoder, EncoderLike
     from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
-
-NOTHING: Any = object()
-"""No value was given, or none was found; None is a value."""
 
 
 class AbsentKey(QkvError, KeyError):

@@ -16,10 +16,17 @@ from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
 from qkv.database.queries import listed
-from qkv.database.reading import NOTHING, AbsentKey, Reading
+from qkv.database.reading import AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
-from qkv.types import K, Progress, V
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    QkvError,
+    ShapeError,
+    callable_or_none,
+)
+from qkv.types import NOTHING, K, Progress, V
 
 if TYPE_CHECKING:
     from qkv.database.conformal import Promise
@@ -99,6 +106,7 @@ class Writing(Leaving, Reading[K, V]):
         >>> D["John Doe"]
         'psychology'
         """
+        callable_or_none(progress=progress)
         columns = transposed(rows)
         if columns:
             key = self._wish[0] if self._schema is None else self._schema.key
@@ -312,6 +320,7 @@ class Writing(Leaving, Reading[K, V]):
 
         if not isinstance(what, str):
             raise DtypeError(f"what must be the name of the version, not {what!r}")
+        callable_or_none(progress=progress)
         with self._alone():
             view = self._view
             if not len(view):
@@ -332,6 +341,7 @@ class Writing(Leaving, Reading[K, V]):
         """
         from qkv.database.learn import learn
 
+        callable_or_none(progress=progress)
         self._writable()
         view = self._filled()
         keys, pairs = view.all_keys(), listed(pairs, "learn", "right key")
@@ -375,6 +385,7 @@ class Writing(Leaving, Reading[K, V]):
     def compact(self, progress: Progress | None = None) -> Any:
         """Merge segments, drop removed rows, and forget past versions; a store from before there
         were codes beside the vectors gets them, as a new version."""
+        callable_or_none(progress=progress)
         self._writable()
         with self._alone():
             view = self._view

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
-from qkv.serve.remote import NOTHING, Remote
+from qkv.serve.remote import Remote
 from qkv.serve.transport import Transport
-from qkv.types import Shaped
+from qkv.types import NOTHING, Shaped
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.serve.transport import Transport
-from qkv.types import Shaped
+from qkv.types import NOTHING, Shaped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 FIRST, PAGE = 16, 1000
 """Rows that are fetched together: at first, and at most."""
-
-NOTHING: Any = object()
 
 _NEAR = ("error_bound", "rows_read", "statistical")
 _PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")

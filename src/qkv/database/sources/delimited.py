@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from qkv.database.sources import files
-from qkv.database.sources.numbers import MISSING, typed
+from qkv.database.sources.numbers import MISSING, numbers, typed
 from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
 from qkv.types import Progress
 
@@ -46,7 +46,15 @@ def read(
         delimiter, _ = sniff(text)
     parsed = zip(*_parsed(text, delimiter, file, progress), strict=True)
     columns = [pair for place, pair in enumerate(parsed) if _says(place, *pair)]
-    check_names([name for name, _ in columns], file, files.place(text[: _next(text, 0)])[0])
+    names, line = [name for name, _ in columns], files.place(text[: _next(text, 0)])[0]
+    if wide := _below_a_title(names, text):
+        raise SourceError(
+            f"one name where the lines below have {wide} cells: if this is a title, remove it; if "
+            "the lines are one column, put quotes around each",
+            file=file,
+            line=line,
+        )
+    check_names(names, file, line)
     if progress is not None:
         progress(len(text), len(text))
     if not columns[0][1]:
@@ -59,6 +67,23 @@ def _says(place: int, name: str, cells: list[str]) -> bool:
     if name.strip():
         return True
     return any(map(str.strip, cells)) and (place > 0 or cells != [*map(str, range(len(cells)))])
+
+
+def _below_a_title(names: list[str], text: str) -> int:
+    """How many cells the lines have below a first that names one column and so may be a title; 0
+    where it is none. Two cells that are no numbers may well be one: "Last, First"."""
+    if len(names) > 2 and names[0].strip() and not any(map(str.strip, names[1:])):
+        return len(names)
+    if len(names) != 1:
+        return 0
+    for delimiter in DELIMITERS:
+        rows = _sampled(text, delimiter)[1:]
+        wide = len(rows[0]) if rows else 1
+        if wide > 1 and len(rows) > 1 and {*map(len, rows)} == {wide}:
+            cells = (x for c in zip(*rows[1:], strict=True) for x in numbers(list(c), MISSING))
+            if min(wide, len(rows)) > 2 or any(isinstance(x, int | float) for x in cells):
+                return wide
+    return 0
 
 
 def _parsed(
@@ -90,16 +115,19 @@ def sniff(text: str) -> tuple[str, bool]:
     """
     fits = []
     for delimiter in DELIMITERS:
-        lines = io.StringIO(text[:_SAMPLE], newline="")
-        records = filter(None, csv.reader(lines, delimiter=delimiter))
-        with _long_fields():
-            widths = [len(record) for record in records]
-        if len(text) > _SAMPLE and len(widths) > 1:
-            widths.pop()  # cut off in the middle
+        widths = [*map(len, _sampled(text, delimiter))]
         width = widths[0] if widths else 1
         fits.append((width > 1, widths.count(width) / max(1, len(widths)), width))
     best = max(range(len(fits)), key=fits.__getitem__)
     return DELIMITERS[best], fits[best][0] and fits[best][1] == 1
+
+
+def _sampled(text: str, delimiter: str) -> list[list[str]]:
+    """The first records."""
+    lines = io.StringIO(text[:_SAMPLE], newline="")
+    with _long_fields():
+        records = [*filter(None, csv.reader(lines, delimiter=delimiter))]
+    return records[:-1] if len(text) > _SAMPLE and len(records) > 1 else records  # one is cut off
 
 
 def _batches(text: str, delimiter: str) -> Iterator[tuple[list[list[str]] | None, int]]:
