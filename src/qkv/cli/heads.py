@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    Weights: TypeAlias = "np.ndarray[Any, Any]"
+    from qkv.transformers.captured import Captured
 
 LAYERS, HEADS = 6, 12
-
-
-class Picked(NamedTuple):
-    """α of every head (layers, heads, n, n) from word to word, and one head of them."""
-
-    words: list[str]
-    alpha: Weights
-    layer: int
-    head: int
-
-    @property
-    def chosen(self) -> Weights:
-        found: Weights = self.alpha[self.layer, self.head]
-        return found
-
-    def plot(self) -> Figure:
-        """All heads: a row for each layer."""
-        from qkv.plot import heatmaps
-
-        titles = [[f"layer {i}, head {j}" for j in range(HEADS)] for i in range(LAYERS)]
-        ticks: dict[str, Any] = {"xticks": self.words, "yticks": self.words}
-        return heatmaps(self.alpha, "", "", titles, (2.6, 2.6), **ticks)
 
 
 def named(text: str) -> tuple[int, int]:
@@ -53,8 +28,9 @@ def named(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def look(sentence: str, wish: tuple[int, int] | None) -> Picked:
-    """What the model weighs while it reads; without a wish, the head that looks farthest."""
+def look(sentence: str, wish: tuple[int, int] | None) -> tuple[Captured, int, int]:
+    """What the model weighs while it reads, from word to word, and a layer and a head of it:
+    without a wish, those that look farthest."""
     from qkv.database.encoders import Sentences
     from qkv.page.sentence import farthest, quiet
 
@@ -66,5 +42,4 @@ def look(sentence: str, wish: tuple[int, int] | None) -> Picked:
     with capture(reader) as seen:
         reader(**tokenizer(sentence, return_tensors="pt"))
     told = seen.words(tokenizer, sentence)
-    alpha = told.weights
-    return Picked(told.labels or [], alpha, *(wish or divmod(farthest(alpha), HEADS)))
+    return told, *(wish or divmod(farthest(told.weights), HEADS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from pathlib import Path
@@ -74,7 +73,7 @@ def weights(
 
     Every word is a query and a key: its vector comes from the Words encoder, its score is the
     cosine over the temperature, its weights the softmax. A row sums to 1. Such words look most at
-    themselves; --model shows a head of a small transformer, and with --png all of them.
+    themselves; --model shows a head of a small transformer, and in files all of them.
     """
     text = " ".join(sentence)
     words = WORD.findall(text)
@@ -84,22 +83,25 @@ def weights(
         raise ArgumentError(f"the sentence has {len(words)} words; at most {MOST_WORDS} are drawn")
     if not (model or head):
         alpha = attend(words, temperature, others=others, causal=causal)
-        found, seen = {"words": words, "weights": alpha.tolist()}, None
+        found, seen, title = {"words": words, "weights": alpha.tolist()}, None, ""
     elif others or causal or temperature != TEMPERATURE:
         raise ArgumentError("--model: its weights are its own: leave out the other options")
     else:
         wish = None if head is None else heads.named(head)
-        seen = heads.look(text, wish)
-        words, alpha = seen.words, seen.chosen
-        found = {"words": words, "layer": seen.layer, "head": seen.head, "weights": alpha.tolist()}
+        seen, layer, at = heads.look(text, wish)
+        words, alpha = seen.labels or [], seen.weights[layer, at]
+        title = f"layer {layer}, head {at} of all-MiniLM-L6-v2"
+        found = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
+    every = None if head else seen
     written = []
     if png is not None:
-        files.write_figure(png, seen.plot() if seen and not head else _figure(words, alpha))
+        bare: dict[str, Any] = {"xlabel": "", "ylabel": "", "figsize": (2.6, 2.6)}
+        files.write_figure(png, _figure(words, alpha) if every is None else every.plot(**bare))
         written.append(str(png))
     if page is not None:
-        files.write(page, html_page(words, alpha).encode())
+        text = _page(words, alpha) if every is None else every.to_html()
+        files.write(page, text.encode())
         written.append(str(page))
-    title = "" if seen is None else f"layer {seen.layer}, head {seen.head} of all-MiniLM-L6-v2"
     return Result({**found, "written": written}, lambda: _draw(words, alpha, written, title))
 
 
@@ -129,43 +131,12 @@ def attend(words: list[str], temperature: float, *, others: bool, causal: bool) 
     return np.asarray(qkv.weights(vectors, vectors, score=score, mask=seen))
 
 
-def html_page(words: list[str], alpha: Weights) -> str:
-    """One self-contained page: a table whose cells are coloured by their weight."""
-    names = [html.escape(word) for word in words]
-    top = float(alpha.max()) or 1.0
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    body = []
-    for name, row in zip(names, alpha.tolist(), strict=True):
-        cells = []
-        for other, weight in zip(names, row, strict=True):
-            back, ink = _colours(weight / top)
-            cells.append(
-                f'<td style="background:{back};color:{ink}" title="{name} → {other}: {weight:.4f}">'
-                f"{100 * weight:.0f}</td>"
-            )
-        body.append(f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>')
-    rows = "\n".join(body)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Self-attention</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body {{ font: 15px system-ui, sans-serif; color: #333; background: #fff; margin: 2rem; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; }}
-td {{ min-width: 2.4em; height: 2.2em; text-align: center; font-size: 12px; }}
-th {{ font-weight: normal; padding: 2px 6px; }}
-th[scope=row] {{ text-align: right; position: sticky; left: 0; background: #fff; }}
-thead th[scope=col] {{ writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; }}
-caption {{ caption-side: bottom; text-align: left; padding-top: 1em; color: #666; }}
-</style></head><body>
-<h1>How much each word attends to each other</h1>
-<div class="wide"><table>
-<caption>Weights in percent: a row per query, a column per key; a row sums to 100.</caption>
-<thead><tr><td></td>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody></table></div></body></html>
-"""
+def _page(words: list[str], alpha: Weights) -> str:
+    """The page of this one head."""
+    from qkv.page.file import page
+    from qkv.page.heads import heads
+
+    return page([heads(alpha[None, None], ["words"], labels=words)], "Self-attention")
 
 
 def _draw(words: list[str], alpha: Weights, written: list[str], title: str) -> None:
