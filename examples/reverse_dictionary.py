@@ -176,7 +176,6 @@ class Exam:
                 "epochs": report.epochs,
                 "kept": report.best,
                 "stopped": report.stopped,
-                "framework": report.framework,
                 "weights": report.weights,
                 "sharpness": report.sharpness,
                 "held out before": report.before,

@@ -12,7 +12,7 @@ from qkv.database.encoders import (
 from qkv.database.encoders.learned import (
     Learned,
 )
-from qkv.database.learn import descent, gradients
+from qkv.database.learn import descent
 from qkv.database.learn.task import make
 from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
 
@@ -35,7 +35,7 @@ def test_mined_negatives_are_hard_and_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     pairs = [("cat", "cat"), ("cat", "cats"), ("dog", "dog")]
     task = make(Characters(64), keys, pairs, 0, 0)
     how = descent.Training(1, False, 4, 1e-3, 1, 0.0, 1, None, 0)
-    run = descent.Descent(task, how, gradients.by_hand, Learned.begin(Characters(64), 6), 0.0)
+    run = descent.Descent(task, how, Learned.begin(Characters(64), 6), 0.0)
     run.mine(np.random.default_rng(0))
     assert run.hard is not None
     found = [{keys[i] for i in row} for row in run.hard]

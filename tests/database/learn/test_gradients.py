@@ -1,4 +1,4 @@
-"""The gradients of −ln α, by hand and by torch."""
+"""The gradients of −ln α."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 
 from qkv.arrays.ragged import columns, sparse
-from qkv.database import learn
-from qkv.database.encoders import (
-    Characters,
-)
 from qkv.database.encoders.learned import (
     Bag,
     Input,
     bag,
 )
 from qkv.database.learn import gradients
-from qkv.errors import ArgumentError
-from tests.database.learn.letters import ENGLISH, PAIRS
 
 
 def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
@@ -67,9 +61,9 @@ def random_batch(dtype: Any) -> tuple[dict[str, np.ndarray], gradients.Batch]:
 
 
 class TestGradients:
-    def test_by_hand_are_the_differences(self) -> None:
+    def test_are_the_differences(self) -> None:
         parameters, batch = random_batch(np.float64)
-        _, found = gradients.by_hand(parameters, batch)
+        _, found = gradients.gradients(parameters, batch)
         assert set(found) == set(parameters)
         for name, array in parameters.items():
             for at in list(np.ndindex(array.shape))[:40]:
@@ -78,7 +72,7 @@ class TestGradients:
                 for sign in (1, -1):
                     moved = array.copy()
                     moved[at] += sign * step
-                    sides.append(gradients.by_hand({**parameters, name: moved}, batch)[0])
+                    sides.append(gradients.gradients({**parameters, name: moved}, batch)[0])
                 slope = (sides[0] - sides[1]) / (2 * step)
                 assert found[name][at] == pytest.approx(slope, abs=1e-7), (name, at)
 
@@ -93,11 +87,11 @@ class TestGradients:
         np.testing.assert_allclose(batch.words[2].scores(weight), query * weight @ key.T, rtol=1e-6)
 
     @pytest.mark.parametrize(("dtype", "within"), [(np.float64, 1e-12), (np.float32, 1e-5)])
-    def test_by_torch_are_those_by_hand(self, dtype: Any, within: float) -> None:
+    def test_are_those_of_torch(self, dtype: Any, within: float) -> None:
         pytest.importorskip("torch")
         parameters, batch = random_batch(dtype)
-        loss, ours = gradients.by_hand(parameters, batch)
-        other, theirs = gradients.by_torch(parameters, batch)
+        loss, ours = gradients.gradients(parameters, batch)
+        other, theirs = by_torch(parameters, batch)
         assert loss == pytest.approx(other, rel=within)
         assert set(ours) == set(theirs)
         for name, slope in ours.items():
@@ -114,8 +108,58 @@ class TestGradients:
         s[batch.barred] = -np.inf
         alpha = np.exp(s) / np.exp(s).sum(axis=1, keepdims=True)
         expected = -(batch.share * np.log(alpha[np.arange(4), batch.right])).sum()
-        assert gradients.by_hand(own, one)[0] == pytest.approx(expected)
+        assert gradients.gradients(own, one)[0] == pytest.approx(expected)
 
-    def test_unknown_framework(self) -> None:
-        with pytest.raises(ArgumentError, match="did you mean 'torch'"):
-            learn.learn(Characters(64), ENGLISH, PAIRS, framework="torhc")
+
+def by_torch(
+    parameters: gradients.Parameters, batch: gradients.Batch
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The same, differentiated by torch."""
+    import torch
+
+    p = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).requires_grad_()
+        for name, array in parameters.items()
+    }
+
+    def vectors(side: str, i: int, input: Input) -> Any:
+        own = f"{i}.{side}."
+        x, stretch = input
+        if isinstance(x, Bag):
+            ids, offsets = torch.from_numpy(x.ids), torch.from_numpy(x.offsets)
+            logits = p[own + "logits"][ids] + p[own + "places"][torch.from_numpy(x.places)]
+            text = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+            # A shift of all logits of a text does not matter to it, so its top needs no gradient.
+            top = torch.full((len(offsets) - 1,), -torch.inf, dtype=logits.dtype)
+            top = top.scatter_reduce(0, text, logits.detach(), "amax")
+            e = torch.exp(logits - top[text])
+            alpha = e / torch.zeros_like(top).index_add(0, text, e)[text]
+            found = torch.nn.functional.embedding_bag(
+                ids, p[own + "vectors"], offsets[:-1], mode="sum", per_sample_weights=alpha
+            )
+        else:
+            found = torch.from_numpy(np.ascontiguousarray(x))
+        y = found @ p[own + "w"].T
+        if batch.cosines[i]:
+            y = torch.nn.functional.normalize(y, dim=1)
+        return y if stretch is None else y * torch.from_numpy(stretch)[:, None]
+
+    u = {(side, i): vectors(side, i, x) for side, i, x in batch.sides()}
+
+    def alike(i: int) -> Any:
+        if i not in batch.words:
+            return u["query", i] @ u["key", i].T
+        query, row, word, number = map(torch.from_numpy, batch.words[i][:4])
+        weight = p[f"{i}.words"].exp()[:, None]
+        at, size = torch.stack([row, word]), (batch.words[i].keys, len(query))
+        key = torch.sparse_coo_tensor(at, number.to(weight.dtype), size, check_invariants=True)
+        return torch.sparse.mm(key, query.to(weight.dtype) * weight).T
+
+    s = sum(p["scales"][i].exp() * alike(i) for i in range(len(batch.key)))
+    rows, columns = map(torch.from_numpy, batch.barred)
+    s = s.index_put((rows, columns), torch.tensor(-torch.inf, dtype=s.dtype))
+    right = torch.from_numpy(batch.right)
+    each = torch.nn.functional.cross_entropy(s, right, reduction="none")
+    loss = each @ torch.from_numpy(batch.share)
+    loss.backward()
+    return loss.item(), {name: tensor.grad.numpy() for name, tensor in p.items()}

@@ -24,34 +24,26 @@ from tests.database.learn.letters import ENGLISH, MADE_UP, PAIRS, Letters, top
 
 
 class TestLearn:
-    @pytest.mark.parametrize("framework", ["numpy", "torch"])
     @pytest.mark.parametrize("vectors", [False, True])
-    def test_learns_a_made_up_language(self, framework: str, vectors: bool) -> None:
-        if framework == "torch":
-            pytest.importorskip("torch")
+    def test_learns_a_made_up_language(self, vectors: bool) -> None:
         encoder, report = learn.learn(
             Heads([Letters(), Characters(64)]),
             ENGLISH,
             PAIRS,
             held_out=0,
             vectors=vectors,
-            framework=framework,
         )
         assert report.before[1] < 0.5
         assert report.after[1] == 1.0
         assert top(encoder, MADE_UP, ENGLISH) == list(range(10))
         assert report.loss[-1] < report.loss[0] / 2
-        assert report.framework == framework
 
-    @pytest.mark.parametrize("framework", ["numpy", "torch"])
-    def test_learns_which_words_count(self, framework: str) -> None:
-        if framework == "torch":
-            pytest.importorskip("torch")
+    def test_learns_which_words_count(self) -> None:
         keys = [f"{a} {b}" for a in "uvwxyz" for b in "abcdef"]
         # The second word tells and the first misleads, though both are as rare.
         pairs = [(f"{a} {key[2]}", key) for a, key in zip("vwxyzu" * 6, keys, strict=True)]
         text = Heads([Lexical(), Characters(64)], weights=[50, 1]).fit(keys)
-        encoder, report = learn.learn(text, keys, pairs, held_out=0, epochs=40, framework=framework)
+        encoder, report = learn.learn(text, keys, pairs, held_out=0, epochs=40)
         assert report.loss[-1] < 0.8 * report.loss[0]
         words = encoder.parameters["0.words"]
         told = dict(zip(text.heads[0].codes.tolist(), words.tolist(), strict=True))
@@ -81,15 +73,6 @@ class TestLearn:
             query, key = at_words(D.encoder, asked, code, D.encoder.sparse(keys))
             alpha = qkv.weights(query, key, score=D.encoder.score(80))
             np.testing.assert_allclose(before, alpha @ np.arange(80.0)[:, None], rtol=1e-4)
-
-    def test_numpy_and_torch_agree(self) -> None:
-        pytest.importorskip("torch")
-        both = [
-            learn.learn(Letters(), ENGLISH, PAIRS, vectors=True, epochs=2, framework=name)[0]
-            for name in ("numpy", "torch")
-        ]
-        one, other = (encoder.query(MADE_UP) @ encoder.encode(ENGLISH).T for encoder in both)
-        np.testing.assert_allclose(one, other, atol=2e-3)
 
     def test_is_the_same_for_the_same_seed(self) -> None:
         runs = [learn.learn(Letters(), ENGLISH, PAIRS, seed=s, epochs=2)[0] for s in (3, 3, 4)]

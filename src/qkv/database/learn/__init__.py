@@ -10,7 +10,6 @@ from typing import Any
 
 from qkv.database.encoders.base import Encoder
 from qkv.database.encoders.learned import Learned
-from qkv.database.learn import gradients
 from qkv.database.learn.checkpoint import CheckpointError
 from qkv.database.learn.descent import Descent, Training
 from qkv.database.learn.task import make
@@ -44,7 +43,6 @@ class Report:
     weights: tuple[float, ...]
     sharpness: float
     stopped: str
-    framework: str
     interrupted: bool = False
 
     def __str__(self) -> str:
@@ -56,8 +54,7 @@ class Report:
         asked = f"{self.held_out:,} held out" if self.held_out else "none held out"
         lines.append(f"{self.pairs:,} pairs to learn from, {asked}, among {self.keys:,} keys")
         lines.append(
-            f"{self.epochs} epochs in {self.seconds:.1f} s ({self.framework}), kept epoch "
-            f"{self.best}; {self.stopped}"
+            f"{self.epochs} epochs in {self.seconds:.1f} s, kept epoch {self.best}; {self.stopped}"
         )
         return "\n".join(lines)
 
@@ -79,7 +76,6 @@ def learn(
     seed: int = 0,
     resume: str | Path | None = None,
     progress: Progress | None = None,
-    framework: str | None = None,
 ) -> tuple[Learned, Report]:
     """min over W_Q, W_K, pooling, w_h, τ of −Σ_pairs weight · ln α(query, right key).
 
@@ -93,21 +89,19 @@ def learn(
     `budget_s` seconds, or Ctrl-C, it ends. A Ctrl-C before there is anything better is raised.
 
     `resume` names a file to keep the state in after each epoch; if it is there, learning goes on
-    from it. The result depends on the seed and not on where it was interrupted. torch does the
-    sums if it is installed, else NumPy: `framework`.
+    from it. The result depends on the seed and not on where it was interrupted.
 
     >>> from qkv.database.encoders import Characters
     >>> keys = ["dog", "cat", "cow"]
     >>> pairs = [("woof", "dog"), ("meow", "cat"), ("moo", "cow")]
-    >>> encoder, report = learn(Characters(64), keys, pairs, held_out=0, framework="numpy")
+    >>> encoder, report = learn(Characters(64), keys, pairs, held_out=0)
     >>> (encoder.query(["meow"]) @ encoder.encode(keys).T).argmax(), report.after[1]
     (np.int64(1), 1.0)
     """
     how = Training(epochs, vectors, batch, rate, hard, dropout, patience, budget_s, seed)
-    name, descend = gradients.by(framework)
     began = time.perf_counter()
     task = make(encoder, keys, pairs, held_out, seed)
-    run = Descent(task, how, descend, Learned.begin(encoder, len(task.keys), vectors), began)
+    run = Descent(task, how, Learned.begin(encoder, len(task.keys), vectors), began)
     before = task.recall(task.ranks_before())
     stopped = run.descend(Path(resume) if resume is not None else None, progress)
     learned = run.calibrated()
@@ -124,7 +118,6 @@ def learn(
         weights=learned.weights,
         sharpness=learned.sharpness,
         stopped=stopped,
-        framework=name,
         interrupted=run.interrupted,
     )
     return learned, report

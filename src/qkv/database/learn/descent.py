@@ -26,7 +26,7 @@ from qkv.database.encoders.learned import (
 )
 from qkv.database.learn import checkpoint
 from qkv.database.learn.calibration import sharpness
-from qkv.database.learn.gradients import Batch, Gradients, Shared, shared
+from qkv.database.learn.gradients import Batch, Shared, gradients, shared
 from qkv.database.learn.task import BLOCK, Task, blocks, taken
 from qkv.errors import ArgumentError
 from qkv.types import Progress
@@ -80,7 +80,6 @@ class Descent:
 
     task: Task
     how: Training
-    gradients: Gradients
     start: Learned
     began: float
     epoch: int = 0
@@ -174,7 +173,7 @@ class Descent:
 
     def one_step(self, some: np.ndarray, rng: np.random.Generator) -> float:
         batch, local, rows = self.batch(some, rng)
-        loss, found = self.gradients(local, batch)
+        loss, found = gradients(local, batch)
         total = self.how.epochs * self.steps_an_epoch
         factor = min(1.0, (self.step + 1) / min(WARM, max(1, total // 10)))
         factor *= max(0.02, 1 - self.step / total)

@@ -1,9 +1,8 @@
-"""−log α(query, right key) of a batch and its gradients: by hand in NumPy, or by torch."""
+"""−log α(query, right key) of a batch and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import numpy as np
 from qkv.arrays import ragged
 from qkv.arrays.ragged import Ragged
 from qkv.database.encoders.learned import SIDES, Bag, Input, pooled, pooling
-from qkv.errors import MissingExtra, unknown
 
 Parameters = Mapping[str, np.ndarray]
 
@@ -90,21 +88,7 @@ class Batch(NamedTuple):
         ]
 
 
-Gradients = Callable[[Parameters, Batch], tuple[float, dict[str, np.ndarray]]]
-
-
-def by(framework: str | None = None) -> tuple[str, Gradients]:
-    """torch's if it is installed, else NumPy's; or the one that is asked for."""
-    if framework is None:
-        framework = "torch" if find_spec("torch") else "numpy"
-    if framework not in FRAMEWORKS:
-        raise unknown("framework", framework, FRAMEWORKS)
-    if framework == "torch" and not find_spec("torch"):
-        raise MissingExtra('learn(framework="torch") needs torch: pip install "qkv[torch]"')
-    return framework, FRAMEWORKS[framework]
-
-
-def by_hand(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
+def gradients(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
     """loss = −Σ_i share_i ln α(qᵢ, right key), α = softmax(Σ_h scale_h u_qʰ·u_kʰ), u = y/‖y‖.
 
     `parameters` has, for each head and side, w (width, width) and for tokens logits and vectors of
@@ -195,58 +179,3 @@ def _gathered(rows: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
         starts = np.flatnonzero(np.diff(ids[order], prepend=-1))
         out[ids[order][starts]] = np.add.reduceat(rows[order], starts, axis=0)
     return out
-
-
-def by_torch(parameters: Parameters, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
-    """The same as `by_hand`, differentiated by torch."""
-    import torch
-
-    p = {
-        name: torch.from_numpy(np.ascontiguousarray(array)).requires_grad_()
-        for name, array in parameters.items()
-    }
-
-    def vectors(side: str, i: int, input: Input) -> Any:
-        own = f"{i}.{side}."
-        x, stretch = input
-        if isinstance(x, Bag):
-            ids, offsets = torch.from_numpy(x.ids), torch.from_numpy(x.offsets)
-            logits = p[own + "logits"][ids] + p[own + "places"][torch.from_numpy(x.places)]
-            text = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
-            # A shift of all logits of a text does not matter to it, so its top needs no gradient.
-            top = torch.full((len(offsets) - 1,), -torch.inf, dtype=logits.dtype)
-            top = top.scatter_reduce(0, text, logits.detach(), "amax")
-            e = torch.exp(logits - top[text])
-            alpha = e / torch.zeros_like(top).index_add(0, text, e)[text]
-            found = torch.nn.functional.embedding_bag(
-                ids, p[own + "vectors"], offsets[:-1], mode="sum", per_sample_weights=alpha
-            )
-        else:
-            found = torch.from_numpy(np.ascontiguousarray(x))
-        y = found @ p[own + "w"].T
-        if batch.cosines[i]:
-            y = torch.nn.functional.normalize(y, dim=1)
-        return y if stretch is None else y * torch.from_numpy(stretch)[:, None]
-
-    u = {(side, i): vectors(side, i, x) for side, i, x in batch.sides()}
-
-    def alike(i: int) -> Any:
-        if i not in batch.words:
-            return u["query", i] @ u["key", i].T
-        query, row, word, number = map(torch.from_numpy, batch.words[i][:4])
-        weight = p[f"{i}.words"].exp()[:, None]
-        at, size = torch.stack([row, word]), (batch.words[i].keys, len(query))
-        key = torch.sparse_coo_tensor(at, number.to(weight.dtype), size, check_invariants=True)
-        return torch.sparse.mm(key, query.to(weight.dtype) * weight).T
-
-    s = sum(p["scales"][i].exp() * alike(i) for i in range(len(batch.key)))
-    rows, columns = map(torch.from_numpy, batch.barred)
-    s = s.index_put((rows, columns), torch.tensor(-torch.inf, dtype=s.dtype))
-    right = torch.from_numpy(batch.right)
-    each = torch.nn.functional.cross_entropy(s, right, reduction="none")
-    loss = each @ torch.from_numpy(batch.share)
-    loss.backward()
-    return loss.item(), {name: tensor.grad.numpy() for name, tensor in p.items()}
-
-
-FRAMEWORKS: dict[str, Gradients] = {"torch": by_torch, "numpy": by_hand}
