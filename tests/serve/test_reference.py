@@ -14,6 +14,7 @@ import pytest
 
 import qkv
 from qkv.serve import reference
+from qkv.serve.route import Route
 from tests.serve.process import serving
 
 
@@ -83,20 +84,15 @@ def test_it_is_read_in_a_browser(url: str, page: Any) -> None:
     assert "α(q, k)" in page.locator("#post-v1-databases-name-ask").inner_text()
 
 
-def test_text_in_a_description_stays_text() -> None:
+def test_text_in_a_route_stays_text() -> None:
     bad = "<script>alert(1)</script>"
-    told = {
-        "info": {"title": bad, "description": f"`{bad}`"},
-        "paths": {
-            f"/{bad}": {
-                "get": {
-                    "summary": bad,
-                    "parameters": [
-                        {"name": bad, "in": "query", "required": True, "schema": {"enum": [bad]}}
-                    ],
-                    "responses": {"200": {"description": bad}},
-                }
-            }
-        },
-    }
-    assert "<script" not in reference.page(told, f"http://{bad}")
+    route = Route(
+        "GET",
+        f"/{bad}",
+        lambda served, given: None,
+        f"`{bad}`",
+        {"enum": [bad]},
+        query={bad: {"enum": [bad], "description": bad}},
+        needs=(bad,),
+    )
+    assert "<script" not in reference.page([route], [bad], False, f"http://{bad}")

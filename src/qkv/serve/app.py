@@ -84,14 +84,18 @@ def app(served: Served, access: Access | None = None, hosts: Iterable[str] = ())
 def table(access: Access) -> list[Route]:
     """Every route of the server, this description's own among them."""
 
-    def openapi(served: Served, given: Given) -> Any:
+    def names(served: Served, given: Given) -> Iterable[str]:
         # Whoever may not read is told of every route, and of no database.
         reads = access.refuses(given.headers.get("authorization"), "read") is None
-        return described(routes, served.databases if reads else (), secured=not access.open)
+        return served.databases if reads else ()
+
+    def openapi(served: Served, given: Given) -> Any:
+        return described(routes, names(served, given), not access.open)
 
     def reference(served: Served, given: Given) -> Any:
         url = f"http://{given.headers['host']}"
-        return Response(read(openapi(served, given), url), media_type="text/html")
+        text = read(routes, names(served, given), not access.open, url)
+        return Response(text, media_type="text/html")
 
     own = [
         Route("GET", "/openapi.json", openapi, "This description.", ANYTHING, right=None),

@@ -46,15 +46,8 @@ def server(served: Served, given: Given) -> Any:
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
-async def live(served: Served, given: Given) -> Any:
-    return {}
-
-
-async def ready(served: Served, given: Given) -> Any:
-    return {}
-
-
-def model_ready(served: Served, given: Given) -> Any:
+async def well(served: Served, given: Given) -> Any:
+    """That it runs, and that it answers."""
     return {}
 
 
@@ -242,8 +235,8 @@ ROUTES: list[Route] = [
         "The server, and the extensions of the Open Inference Protocol that it has.",
         record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}),
     ),
-    Route("GET", "/v2/health/live", live, "Whether the server runs.", record("Live", {}), None),
-    Route("GET", "/v2/health/ready", ready, "Whether it answers.", record("Ready", {}), None),
+    Route("GET", "/v2/health/live", well, "Whether the server runs.", record("Live", {}), None),
+    Route("GET", "/v2/health/ready", well, "Whether it answers.", record("Ready", {}), None),
     Route(
         "GET",
         ONE,
@@ -260,7 +253,7 @@ ROUTES: list[Route] = [
             },
         ),
     ),
-    Route("GET", f"{ONE}/ready", model_ready, "Whether it answers.", record("Ready", {})),
+    Route("GET", f"{ONE}/ready", well, "Whether it answers.", record("Ready", {})),
     Route(
         "POST",
         f"{ONE}/infer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,13 +43,12 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
     >>> described([], [], secured=False)["openapi"]
     '3.1.0'
     """
-    named: dict[str, Any] = {}
+    titled: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
-    known = list(names)
-    name: Schema = {"type": "string", **({"enum": known} if known else {"pattern": NAME})}
+    name = named(names)
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(
-            route, name, secured, named
+            route, name, secured, titled
         )
     told: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -59,7 +59,7 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
-        "components": {"schemas": named},
+        "components": {"schemas": titled},
     }
     if secured:
         bearer = {"type": "http", "scheme": "bearer"}
@@ -67,28 +67,38 @@ def described(routes: Iterable[Route], names: Iterable[str], secured: bool) -> d
     return told
 
 
-def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any]) -> dict[str, Any]:
-    given = [_parameter("name", "path", name, True)] if route.named else []
-    for field, schema in PATH.items():
-        if f"{{{field}}}" in route.path:
-            given.append(_parameter(field, "path", schema, True))
-    given += [_parameter(x, "query", schema, x in route.needs) for x, schema in route.query.items()]
+def named(names: Iterable[str]) -> Schema:
+    """The name of a database as a schema."""
+    known = list(names)
+    return {"type": "string", **({"enum": known} if known else {"pattern": NAME})}
+
+
+def parameters(route: Route, name: Schema) -> list[dict[str, Any]]:
+    """Those of a route's path, where databases are so named, and those behind the question mark."""
+    within = {x: y for x, y in {"name": name, **PATH}.items() if f"{{{x}}}" in route.path}
+    found = [_parameter(x, "path", schema, True) for x, schema in within.items()]
+    return found + [
+        _parameter(x, "query", schema, x in route.needs) for x, schema in route.query.items()
+    ]
+
+
+def _operation(route: Route, name: Schema, secured: bool, titled: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "operationId": f"{route.call.__name__}_{route.method.lower()}",
+        "operationId": anchor(route),
         "summary": route.tells,
-        "parameters": given,
+        "parameters": parameters(route, name),
         "responses": {
             "200": {
                 "description": "Done.",
                 "content": {
-                    route.media: {"schema": _hoisted(route.answer, named)},
+                    route.media: {"schema": _hoisted(route.answer, titled)},
                     **{media: {"schema": {}} for media in route.also},
                 },
             },
             **{
                 str(status): {
                     "description": WHY[status],
-                    "content": {"application/json": {"schema": _hoisted(ERROR, named)}},
+                    "content": {"application/json": {"schema": _hoisted(ERROR, titled)}},
                 }
                 for status in refusals(route, secured)
             },
@@ -97,11 +107,16 @@ def _operation(route: Route, name: Schema, secured: bool, named: dict[str, Any])
     if route.body is not None or route.raw:
         content: dict[str, Any] = {media: {"schema": {}} for media in route.raw if media}
         if route.body is not None:
-            content["application/json"] = {"schema": _hoisted(route.body, named)}
+            content["application/json"] = {"schema": _hoisted(route.body, titled)}
         found["requestBody"] = {"required": True, "content": content}
     if secured and route.right is not None:
         found["security"] = [{"token": []}]
     return found
+
+
+def anchor(route: Route) -> str:
+    """What a route is called where that is one word."""
+    return re.sub(r"\W+", "-", f"{route.method.lower()}{route.path}").strip("-")
 
 
 def refusals(route: Route, secured: bool) -> list[int]:

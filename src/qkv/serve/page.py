@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -64,24 +65,13 @@ class Databases(MutableMapping[str, "Database"]):
         self.served.drop(name)
 
 
-def index(served: Served, given: Given) -> Any:
-    return Response(HTML, media_type="text/html")
+def _file(path: str, tells: str, media: str, text: Callable[[], str]) -> Route:
+    """A file of the page, which anyone may read."""
 
+    def file(served: Served, given: Given) -> Any:
+        return Response(text(), media_type=media)
 
-def script(served: Served, given: Given) -> Any:
-    return Response(module(), media_type="text/javascript")
-
-
-def boot(served: Served, given: Given) -> Any:
-    return Response(_static("boot.js"), media_type="text/javascript")
-
-
-def style(served: Served, given: Given) -> Any:
-    return Response(_static("page.css"), media_type="text/css")
-
-
-def reference_style(served: Served, given: Given) -> Any:
-    return Response(_static("reference.css"), media_type="text/css")
+    return Route("GET", path, file, tells, TEXT, right=None, media=media)
 
 
 def _static(name: str) -> str:
@@ -170,21 +160,11 @@ SKIPPED = {
     "description": "Rows that were left out, by their numbers in the file: the first is 1.",
 }
 ROUTES: list[Route] = [
-    Route("GET", "/", index, "The page.", TEXT, right=None, media="text/html"),
-    Route("GET", "/page/qkv.js", script, "Its module.", TEXT, right=None, media="text/javascript"),
-    Route(
-        "GET", "/page/boot.js", boot, "What starts it.", TEXT, right=None, media="text/javascript"
-    ),
-    Route("GET", "/page/page.css", style, "Around it.", TEXT, right=None, media="text/css"),
-    Route(
-        "GET",
-        "/page/reference.css",
-        reference_style,
-        "How this is set.",
-        TEXT,
-        right=None,
-        media="text/css",
-    ),
+    _file("/", "The page.", "text/html", lambda: HTML),
+    _file("/page/qkv.js", "Its module.", "text/javascript", module),
+    _file("/page/boot.js", "What starts it.", "text/javascript", partial(_static, "boot.js")),
+    _file("/page/page.css", "Around it.", "text/css", partial(_static, "page.css")),
+    _file("/page/reference.css", "How this is set.", "text/css", partial(_static, "reference.css")),
     Route(
         "POST",
         "/page/call/columns",

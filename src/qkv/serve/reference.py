@@ -1,45 +1,47 @@
-"""The API's description as a page that is read: each route with what goes in, what comes out, and
-how it is called by curl and from Python."""
+"""The API as a page that is read: each route with what goes in, what comes out, and how it is
+called by curl and from Python."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 from urllib.parse import urlencode
 
-Schema = Mapping[str, Any]
+import qkv
+from qkv.serve.fit import Schema
+from qkv.serve.openapi import WHY, anchor, named, parameters, refusals
+from qkv.serve.route import Route
 
-METHODS = ("get", "post", "put", "patch", "delete")
 DEPTH = 4
 """Objects within objects that an example shows."""
 
 ONE, MODEL = "/v1/databases/{name}", "/v2/models/{name}"
 EXAMPLES: dict[tuple[str, str], Any] = {
-    ("post", f"{ONE}/ask"): {"query": "the alchmist", "top": 3},
-    ("post", f"{ONE}/attend"): {"query": 3.5, "score": "gaussian:0.15"},
-    ("post", f"{ONE}/rows"): {"rows": [{"title": "The Trial", "author": "Franz Kafka"}]},
-    ("post", "/v1/weights"): {"query": [[1.0, 0.0]], "key": [[1.0, 0.0], [0.0, 1.0]]},
-    ("post", f"{MODEL}/infer"): {
+    ("POST", f"{ONE}/ask"): {"query": "the alchmist", "top": 3},
+    ("POST", f"{ONE}/attend"): {"query": 3.5, "score": "gaussian:0.15"},
+    ("POST", f"{ONE}/rows"): {"rows": [{"title": "The Trial", "author": "Franz Kafka"}]},
+    ("POST", "/v1/weights"): {"query": [[1.0, 0.0]], "key": [[1.0, 0.0], [0.0, 1.0]]},
+    ("POST", f"{MODEL}/infer"): {
         "inputs": [{"name": "query", "datatype": "BYTES", "shape": [1], "data": ["the alchmist"]}]
     },
 }
 """Bodies that say more than what their schema alone would give."""
 
 CALLS = {
-    ("get", "/v1/databases"): "client.databases()",
-    ("post", f"{ONE}/ask"): 'client.ask({name}, "the alchmist", top=3)',
-    ("post", f"{ONE}/attend"): 'client.attend({name}, 3.5, score="gaussian:0.15")',
-    ("get", f"{ONE}/rows"): "list(client.rows({name}, count=20))",
-    ("post", f"{ONE}/rows"): 'client.add({name}, "The Trial", "Franz Kafka")',
-    ("get", f"{ONE}/rows/{{key}}"): 'client[{name}]["The Trial"]',
-    ("delete", f"{ONE}/rows/{{key}}"): 'client.remove({name}, "The Trial")',
-    ("get", f"{ONE}/versions"): "client.versions({name})",
-    ("get", f"{ONE}/info"): "client.info({name})",
-    ("post", f"{MODEL}/infer"): """import numpy as np
+    ("GET", "/v1/databases"): "client.databases()",
+    ("POST", f"{ONE}/ask"): 'client.ask({name}, "the alchmist", top=3)',
+    ("POST", f"{ONE}/attend"): 'client.attend({name}, 3.5, score="gaussian:0.15")',
+    ("GET", f"{ONE}/rows"): "list(client.rows({name}, count=20))",
+    ("POST", f"{ONE}/rows"): 'client.add({name}, "The Trial", "Franz Kafka")',
+    ("GET", f"{ONE}/rows/{{key}}"): 'client[{name}]["The Trial"]',
+    ("DELETE", f"{ONE}/rows/{{key}}"): 'client.remove({name}, "The Trial")',
+    ("GET", f"{ONE}/versions"): "client.versions({name})",
+    ("GET", f"{ONE}/info"): "client.info({name})",
+    ("POST", f"{MODEL}/infer"): """import numpy as np
 import tritonclient.http as triton
 
 client = triton.InferenceServerClient({host})
@@ -50,86 +52,74 @@ client.infer({name}, [query]).as_numpy("value")""",
 """The same in Python, where a client has a word for it."""
 
 
-def page(description: Schema, url: str) -> str:
-    """The OpenAPI description as HTML; `url` is where its examples call."""
-    about = description.get("info", {})
-    routes = [
-        (method, path, item[method])
-        for path, item in description.get("paths", {}).items()
-        for method in METHODS
-        if method in item and not path.startswith("/page/")  # which is the page's own
-    ]
+def page(routes: Iterable[Route], names: Iterable[str], secured: bool, url: str) -> str:
+    """Routes over databases of these names as HTML; `url` is where its examples call."""
+    shown = [route for route in routes if not route.path.startswith("/page/")]  # the page's own
+    name = named(names)
     links = "".join(
-        f'<li><a href="#{_anchor(method, path)}"><b>{method.upper()}</b> {escape(path)}</a></li>'
-        for method, path, _ in routes
+        f'<li><a href="#{anchor(x)}"><b>{x.method}</b> {escape(x.path)}</a></li>' for x in shown
     )
-    parts = "".join(_route(description, url, *route) for route in routes)
-    title = escape(f"{about.get('title', 'API')} {about.get('version', '')}".strip())
+    parts = "".join(_section(route, name, secured, url.rstrip("/")) for route in shown)
+    title = f"qkv {qkv.__version__}"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{title}</title>"
         '<link rel="icon" href="data:,"><link rel="stylesheet" href="/page/reference.css">'
-        f"<main><h1>{title}</h1>{_prose(about.get('description'))}"
-        '<p><a href="/openapi.json">openapi.json</a> is the same for programs.</p>'
-        f"<nav><ul>{links}</ul></nav>{parts}</main></html>"
+        f'<main><h1>{title}</h1><p><a href="/openapi.json">openapi.json</a> is the same for '
+        f"programs.</p><nav><ul>{links}</ul></nav>{parts}</main></html>"
     )
 
 
-def _route(description: Schema, url: str, method: str, path: str, told: Schema) -> str:
-    given = [_resolved(description, item) for item in told.get("parameters", ())]
-    body = _content(_resolved(description, told.get("requestBody", {})))
+def _section(route: Route, name: Schema, secured: bool, url: str) -> str:
+    given = parameters(route, name)
     parts = [
-        f'<section id="{_anchor(method, path)}"><h2><b>{method.upper()}</b> {escape(path)}</h2>',
-        _prose(told.get("summary")),
-        _prose(told.get("description")),
+        f'<section id="{anchor(route)}"><h2><b>{route.method}</b> {escape(route.path)}</h2>',
+        _prose(route.tells),
     ]
     if given:
-        rows = [
-            (item["name"], item["in"], item.get("schema", {}), item.get("required", False), item)
-            for item in given
-        ]
-        parts.append(_table(description, ("parameter", "in", "type", ""), rows))
-    if body is not None:
-        parts.append(f"<h3>Body</h3>{_shape(description, body)}")
-    parts.append("<h3>Answers</h3><dl>")
-    for status, answer in told.get("responses", {}).items():
-        answer = _resolved(description, answer)
-        parts.append(f"<dt>{escape(str(status))}</dt><dd>{_prose(answer.get('description'))}")
-        if str(status).startswith("2") and (schema := _content(answer)) is not None:
-            parts.append(_shape(description, schema))
-        parts.append("</dd>")
+        rows = [(x["name"], x["in"], x["schema"], x["required"]) for x in given]
+        parts.append(_table(("parameter", "in", "type", ""), rows))
+    if route.body is not None:
+        parts.append(f"<h3>Body</h3>{_shape(route.body)}")
+    parts.append(f"<h3>Answers</h3><dl><dt>200</dt><dd>{_shape(route.answer)}</dd>")
+    for status in refusals(route, secured):
+        parts.append(f"<dt>{status}</dt><dd>{_prose(WHY[status])}</dd>")
     parts.append("</dl><h3>Try it</h3>")
-    name = _example(description, next((x["schema"] for x in given if x["name"] == "name"), {}))
-    token = "securitySchemes" in description.get("components", {})
-    takes = _resolved(description, told.get("requestBody", {})).get("content", {})
-    address = shlex.quote(url.rstrip("/") + _filled(description, path, given))
-    example = EXAMPLES.get((method, path)) or (body and _example(description, body))
-    words = ["curl", address] if method == "get" else ["curl", "-X", method.upper(), address]
-    words += ['-H "Authorization: Bearer $QKV_TOKEN"'] if token else []
-    sent = None
-    if "application/json" in takes:
-        sent = json.dumps(example, ensure_ascii=False)
-        words.append(f"--json {shlex.quote(sent)}")
-    elif takes:
-        words.append(f"-H 'Content-Type: {next(iter(takes))}' --data-binary @FILE")
-    parts.append(_code("curl", " ".join(words)))
-    if call := CALLS.get((method, path)):
-        opened = f"qkv.Client({url.rstrip('/')!r}{', token' if token else ''})"
-        source = call.format(name=repr(name), host=repr(url.partition("//")[2].rstrip("/")))
+    return "".join([*parts, *_examples(route, name, secured, url, given)]) + "</section>"
+
+
+def _examples(
+    route: Route, name: Schema, secured: bool, url: str, given: list[dict[str, Any]]
+) -> Iterable[str]:
+    """The same call by curl and from Python."""
+    address, text, media = url + _filled(route.path, given), None, None
+    words = ["curl", *(["-X", route.method] if route.method != "GET" else [])]
+    words.append(shlex.quote(address))
+    words += ['-H "Authorization: Bearer $QKV_TOKEN"'] if secured else []
+    known = route.method, route.path
+    if route.body is not None:
+        media = "application/json"
+        text = json.dumps(EXAMPLES.get(known) or _example(route.body), ensure_ascii=False)
+        words.append(f"--json {shlex.quote(text)}")
+    elif route.raw:
+        media = route.raw[0]
+        words.append(f"-H 'Content-Type: {media}' --data-binary @FILE")
+    yield _code("curl", " ".join(words))
+    if call := CALLS.get(known):
+        opened = f"qkv.Client({url!r}{', token' if secured else ''})"
+        source = call.format(name=repr(_example(name)), host=repr(url.partition("//")[2]))
         lines = source if "import" in source else f"import qkv\n\nclient = {opened}\n{source}"
     else:
-        lines = _plain(method, shlex.split(address)[0], token, sent, next(iter(takes), None))
-    parts.append(_code("Python", lines))
-    return "".join(parts) + "</section>"
+        lines = _plain(route.method, address, secured, text, media)
+    yield _code("Python", lines)
 
 
 def _plain(method: str, address: str, token: bool, text: str | None, media: str | None) -> str:
     """A call by the standard library alone."""
-    headers = {"Content-Type": "application/json" if text else media} if media else {}
-    told = [f"{name!r}: {value!r}" for name, value in headers.items()]
+    told = [f"'Content-Type': {media!r}"] if media else []
     told += ['"Authorization": f"Bearer {token}"'] if token else []
-    more = f", method={method.upper()!r}" if method != "get" else ""
+    more = f", method={method!r}" if method != "GET" else ""
     if media:
         more += f", data={text!r}.encode()" if text else ', data=Path("FILE").read_bytes()'
     more += f", headers={{{', '.join(told)}}}" if told else ""
@@ -143,106 +133,68 @@ def _code(language: str, source: str) -> str:
     return f"<p>{language}</p><pre><code>{escape(source)}</code></pre>"
 
 
-def _shape(description: Schema, schema: Schema) -> str:
+def _shape(schema: Schema) -> str:
     """An object's properties as a table, anything else in a word."""
-    schema = _resolved(description, schema)
     if "properties" not in schema:
-        return f"<p>{escape(_type(description, schema))}</p>"
+        return f"<p>{escape(_type(schema))}</p>"
     needed = schema.get("required", ())
-    rows = [(name, None, item, name in needed, item) for name, item in schema["properties"].items()]
-    return _table(description, ("name", None, "type", ""), rows)
+    rows = [(name, None, item, name in needed) for name, item in schema["properties"].items()]
+    return _table(("name", None, "type", ""), rows)
 
 
-def _table(description: Schema, heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
+def _table(heads: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> str:
     head = "".join(f"<th>{x}</th>" for x in heads if x is not None)
     lines = []
-    for name, place, schema, needed, about in rows:
-        said = about.get("description") or _resolved(description, schema).get("description")
+    for name, place, schema, needed in rows:
         cells = [f"<code>{escape(name)}</code>{' *' if needed else ''}"]
         cells += [] if place is None else [escape(place)]
-        cells += [escape(_type(description, schema)), _prose(said)]
+        cells += [escape(_type(schema)), _prose(schema.get("description", ""))]
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def _type(description: Schema, schema: Any) -> str:
+def _type(schema: Schema) -> str:
     """A schema in a word or two."""
-    schema = _resolved(description, schema)
-    for several in ("anyOf", "oneOf"):
-        if several in schema:
-            found = (_type(description, item) for item in schema[several])
-            return " or ".join(dict.fromkeys(found))
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
     if "enum" in schema:
-        return " or ".join(json.dumps(item) for item in schema["enum"])
-    if "const" in schema:
-        return json.dumps(schema["const"])
+        return " or ".join(map(json.dumps, schema["enum"]))
     kind = schema.get("type", "anything")
     kinds = [kind] if isinstance(kind, str) else list(kind)
     if "array" in kinds and "items" in schema:
-        kinds[kinds.index("array")] = f"list of {_type(description, schema['items'])}"
+        kinds[kinds.index("array")] = f"list of {_type(schema['items'])}"
     return " or ".join(kinds)
 
 
-def _example(description: Schema, schema: Any, depth: int = 0) -> Any:
-    """What a schema gives as an example, or the plainest thing that fits."""
-    schema = _resolved(description, schema)
-    for name in ("example", "default", "const"):
-        if name in schema:
-            return schema[name]
-    for name in ("examples", "enum"):
-        if schema.get(name):
-            return schema[name][0]
-    for several in ("anyOf", "oneOf"):
-        if several in schema:
-            return _example(description, schema[several][0], depth)
+def _example(schema: Schema, depth: int = 0) -> Any:
+    """The plainest thing that fits a schema."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _example(schema["anyOf"][0], depth)
     kind = schema.get("type")
     kind = kind if isinstance(kind, str) or not kind else kind[0]
-    if kind == "object" or "properties" in schema:
+    if kind == "object":
         properties = schema.get("properties", {})
-        names = [x for x in properties if x in schema.get("required", ())] if depth < DEPTH else []
-        return {name: _example(description, properties[name], depth + 1) for name in names}
+        names = schema.get("required", ()) if depth < DEPTH else ()
+        return {name: _example(properties[name], depth + 1) for name in names}
     if kind == "array":
-        return [_example(description, schema.get("items", {}), depth + 1)] if depth < DEPTH else []
+        return [_example(schema.get("items", {}), depth + 1)] if depth < DEPTH else []
     return {"integer": 1, "number": 0.5, "boolean": True}.get(str(kind), "text")
 
 
-def _filled(description: Schema, path: str, given: list[Any]) -> str:
+def _filled(path: str, given: list[dict[str, Any]]) -> str:
     """A path with an example for each parameter that is needed."""
     examples = {
-        item["name"]: "The%20Trial"
-        if item["name"] == "key"
-        else str(_example(description, item.get("schema", {})))
-        for item in given
-        if item.get("required")
+        x["name"]: "The%20Trial" if x["name"] == "key" else str(_example(x["schema"]))
+        for x in given
+        if x["required"]
     }
     filled = re.sub(r"{([^}]*)}", lambda found: examples.pop(found[1], found[1]), path)
     return f"{filled}?{urlencode(examples)}" if examples else filled
 
 
-def _content(told: Schema) -> Any:
-    """The schema of the first form that a body or an answer has."""
-    for media in told.get("content", {}).values():
-        schema: Schema = media.get("schema", {})
-        return {**schema, "example": media["example"]} if "example" in media else schema
-    return None
-
-
-def _resolved(description: Schema, item: Any) -> Any:
-    while isinstance(item, Mapping) and "$ref" in item:
-        found: Any = description
-        for word in item["$ref"].removeprefix("#/").split("/"):
-            found = found[word]
-        item = found
-    return item
-
-
-def _prose(text: str | None) -> str:
-    """Paragraphs, with `code` between backticks."""
-    if not text:
-        return ""
-    paragraphs = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(x)) for x in text.split("\n\n"))
-    return "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
-
-
-def _anchor(method: str, path: str) -> str:
-    return re.sub(r"\W+", "-", f"{method}{path}").strip("-")
+def _prose(text: str) -> str:
+    """A paragraph, with `code` between backticks."""
+    told = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return f"<p>{told}</p>" if text else ""
