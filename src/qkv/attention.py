@@ -4,7 +4,6 @@ would wait for, done ahead."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -19,7 +18,7 @@ from qkv.engines import plan as plans
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
-from qkv.errors import CombinationError, DtypeError, FrameworkError
+from qkv.errors import DtypeError, FrameworkError
 from qkv.masks import MaskLike
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
@@ -140,8 +139,10 @@ def attend(
         found = plan.run(query, key, value, score, weighting, mask, seed)
         if found is not None:
             return found
-    call = request(query, key, _valued(value), score, weighting, mask, dropout_p, seed, tolerance)
-    call = _wanting(call, return_lse, return_weights)
+    how = (mask, dropout_p, seed, tolerance)
+    call = request(
+        query, key, _valued(value), score, weighting, *how, lse=return_lse, weights=return_weights
+    )
     given = (query, key, value, score, weighting, mask, seed)
     return _chosen(call, choose(call, engine), None if plan else kind, given)
 
@@ -168,8 +169,7 @@ def weights(
     found: A | None = None if plan is None else plan.run(*given)
     if found is not None:
         return found
-    call = request(query, key, None, score, weighting, mask, dropout_p, seed, None)
-    call = replace(call, wants_weights="heads")
+    call = request(query, key, None, score, weighting, mask, dropout_p, seed, weights=True)
     alpha: A = _chosen(call, choose(call), None if plan else kind, given)
     return alpha
 
@@ -248,8 +248,8 @@ def _looked(
     options: Options,
 ) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    given = _known(door, options, Options.__optional_keys__)
-    filled = {**(attend.__kwdefaults__ or {}), **given}
+    known = _known(door, options, Options.__optional_keys__)
+    filled = {**(attend.__kwdefaults__ or {}), **known}
     score, weighting, mask = (filled[name] for name in ("score", "weighting", "mask"))
     p, seed, tolerance, engine = (
         filled[name] for name in ("dropout_p", "seed", "tolerance", "engine")
@@ -258,8 +258,10 @@ def _looked(
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
     kind, plan = plans.find(query, key, _valued(value), score, weighting, mask, flags)
-    call = request(query, key, value, score, weighting, mask, p, seed, tolerance)
-    call = _wanting(call, return_lse, return_weights)
+    how = (mask, p, seed, tolerance)
+    call = request(
+        query, key, value, score, weighting, *how, lse=return_lse, weights=return_weights
+    )
     return kind, plan, call, choose(call, engine)
 
 
@@ -280,23 +282,6 @@ def _known(door: str, given: Mapping[str, Any], names: frozenset[str]) -> Mappin
 def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
     """The flags with what is to be returned: `return_lse=1` is refused, so it is not True here."""
     return *flags, lse, weights, type(lse), type(weights)
-
-
-def _wanting(call: Call, lse: Any, weights: Any) -> Call:
-    """The call with what is to be returned beside the output."""
-    if not isinstance(lse, bool):
-        raise DtypeError(f"return_lse must be True or False, not {lse!r}")
-    if not isinstance(weights, bool) and not (isinstance(weights, str) and weights == "mean"):
-        raise DtypeError(f'return_weights must be True, False or "mean", not {weights!r}')
-    if lse and not call.weighting.has_lse:
-        raise CombinationError(
-            "return_lse asks for the log-sum-exp of a softmax, which "
-            f"{type(call.weighting).__name__} has not: use weighting='softmax' or TopK"
-        )
-    if weights == "mean" and not call.lead:
-        raise CombinationError('return_weights="mean" is over the heads, axis −3: there are none')
-    wanted = "mean" if weights == "mean" else "heads" if weights else None
-    return replace(call, wants_lse=lse, wants_weights=wanted)
 
 
 def _chosen(call: Call, choice: Choice, kind: plans.Kind | None, given: tuple[Any, ...]) -> Any:
@@ -387,7 +372,7 @@ def among(
     """`attend` to the keys of all processes `across` which they are shared out; what is here lies
     `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
     given = _known("attend", meaning, Meaning.__optional_keys__)
-    call = _wanting(request(query, key, value, **given, at=at), return_lse, False)
+    call = request(query, key, value, **given, at=at, lse=return_lse)
     with call.fw.quiet():
         return results(call, (*sharded.run(call, across), None))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
 from qkv.engines.call import Call
-from qkv.errors import ArgumentError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.scores import Score, ScoreLike
 from qkv.scores.base import differ
 from qkv.types import Array, At, Shape
@@ -33,9 +33,13 @@ def request(
     dropout_p: float = 0.0,
     seed: Any = None,
     tolerance: float | None = None,
+    *,
+    lse: bool = False,
+    weights: bool | Literal["mean"] = False,
     at: At | None = None,
 ) -> Call:
-    """The arguments as one checked record; `at`: where they lie in a larger call."""
+    """The arguments as one checked record, with what is to be returned beside the output; `at`:
+    where they lie in a larger call."""
     rule, bias = masks.resolve(mask)
     score, weighting = resolved(score, weighting, bias)
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
@@ -60,7 +64,25 @@ def request(
         tolerance=tolerance,
         at=at,
     )
-    return replace(call, seed=seed_of(fw, seed, query)) if p else call
+    call = replace(call, seed=seed_of(fw, seed, query)) if p else call
+    return _wanting(call, lse, weights) if lse is not False or weights is not False else call
+
+
+def _wanting(call: Call, lse: Any, weights: Any) -> Call:
+    """The call with what is to be returned beside the output."""
+    if not isinstance(lse, bool):
+        raise DtypeError(f"return_lse must be True or False, not {lse!r}")
+    if not isinstance(weights, bool) and not (isinstance(weights, str) and weights == "mean"):
+        raise DtypeError(f'return_weights must be True, False or "mean", not {weights!r}')
+    if lse and not call.weighting.has_lse:
+        raise CombinationError(
+            "return_lse asks for the log-sum-exp of a softmax, which "
+            f"{type(call.weighting).__name__} has not: use weighting='softmax' or TopK"
+        )
+    if weights == "mean" and not call.lead:
+        raise CombinationError('return_weights="mean" is over the heads, axis −3: there are none')
+    wanted = "mean" if weights == "mean" else "heads" if weights else None
+    return replace(call, wants_lse=lse, wants_weights=wanted)
 
 
 def resolved(
