@@ -171,6 +171,8 @@ def info(
     token: options.Token = None,
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, size."""
+    from rich.filesize import decimal
+
     columns: dict[str, Any] = {"key": key, "value": value, "table": table}
     with opened(source, **columns, at=at, missing=missing, token=token) as database:
         about, described = database.info(), database.describe()
@@ -187,7 +189,7 @@ def info(
         **about,
         "columns": ", ".join(told),
         "encoder": (about["encoder"] or {}).get("kind"),
-        "bytes": None if about["bytes"] is None else screen.size(about["bytes"]),
+        "bytes": None if about["bytes"] is None else decimal(about["bytes"]),
     }
     return Result(data, lambda: screen.pairs(shown))
 

@@ -85,19 +85,6 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def size(number: float) -> str:
-    """Bytes as people read them.
-
-    >>> size(312), size(1_585_158)
-    ('312 B', '1.6 MB')
-    """
-    units = ["B", "kB", "MB", "GB"]
-    while number >= 1000 and len(units) > 1:
-        number /= 1000
-        del units[0]
-    return f"{number:.{0 if units[0] == 'B' else 1}f} {units[0]}"
-
-
 def around(value: float, spread: float) -> str:
     """A mean and its spread, to the second digit of the spread.
 

@@ -151,27 +151,10 @@ class MultiHeadAttention(AttentionLayer, keras.layers.MultiHeadAttention):  # ty
     # The two places where keras.layers.MultiHeadAttention lets another attention in.
 
     def _compute_attention_mask(
-        self,
-        query: Array,
-        value: Array,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        use_causal_mask: bool = False,
+        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
     ) -> masks.Mask | None:
-        return merged(
-            query,
-            value,
-            self.num_heads,
-            self._axes,
-            query_mask=query_mask,
-            value_mask=value_mask,
-            key_mask=key_mask,
-            attention_mask=attention_mask,
-            causal=use_causal_mask,
-            window=self._sliding_window,
-        )
+        how = {"causal": use_causal_mask, "window": self._sliding_window, **given}
+        return merged(query, value, self.num_heads, self._axes, **how)
 
     def _compute_attention(
         self,
@@ -266,8 +249,8 @@ class GroupedQueryAttention(AttentionLayer, keras.layers.GroupQueryAttention):  
     def _compute_attention_mask(
         self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
     ) -> masks.Mask | None:
-        heads, window = self.num_query_heads, self.sliding_window
-        return merged(query, value, heads, SEQUENCE, causal=use_causal_mask, window=window, **given)
+        how = {"causal": use_causal_mask, "window": self.sliding_window, **given}
+        return merged(query, value, self.num_query_heads, SEQUENCE, **how)
 
     def _compute_attention(
         self,

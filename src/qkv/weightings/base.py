@@ -174,7 +174,7 @@ class Weighting(tree.Record):
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
-        raise NotImplementedError(f"{type(self).__name__} does not define this")
+        return self.weights(scores, live, k)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State

@@ -199,9 +199,6 @@ class Raw(Weighting):
     def without(self, rest: Array) -> Array:
         return of(rest).xp.ones_like(rest)
 
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.weights(scores, live, k)
-
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
@@ -223,9 +220,6 @@ class Sigmoid(Weighting):
 
     def without(self, rest: Array) -> Array:
         return of(rest).xp.ones_like(rest)
-
-    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
-        return self.weights(scores, live, k)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
