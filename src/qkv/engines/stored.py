@@ -20,6 +20,7 @@ from qkv.engines.passes import finished
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, Span
 from qkv.weightings import State, Weighting
+from qkv.weightings.base import pool
 
 CACHED = 2**18
 """Scores of a block that its passes find in the cache."""
@@ -247,7 +248,7 @@ def sums(rows: Rows, alpha: np.ndarray | Few, mean: bool) -> Sums:
             else:
                 value = cut.value()
         some = some.astype(np.result_type(some, value), copy=False)
-        total = _summed(some, value)
+        total = pool(some, value, None, None, sparse=True)  # in which 0 times infinity is 0
         return (total, np.add.reduce(some, 1), _common(value, some)) if mean else (total,)
 
     size = max(min(streaming.READ // width, MOST), 512)
@@ -291,18 +292,3 @@ def _both(one: np.ndarray | None, two: np.ndarray | None) -> np.ndarray | None:
     if one is None or two is None:
         return two if one is None else one
     return np.where(one == two, one, np.nan)
-
-
-def _summed(weight: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Σᵢ αᵢ vᵢ (n, d_v), in which 0 times infinity is 0."""
-    finite = np.isfinite(value)
-    if finite.all():
-        return np.asarray(weight @ value)
-    up, down, sign = value == np.inf, value == -np.inf, np.sign(weight)
-    out = weight @ np.where(finite, value, 0)
-    for end in (1, -1):
-        out[(np.maximum(end * sign, 0) @ up + np.maximum(-end * sign, 0) @ down) > 0] += (
-            end * np.inf
-        )
-    out[(np.abs(sign) @ np.isnan(value)) > 0] = np.nan
-    return np.asarray(out)
