@@ -308,10 +308,14 @@ class Answer(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as JSON has it."""
+        return {name: jsonable(x) for name, x in self.told(_told).items()}
+
+    def told(self, row: Callable[[Row], Any]) -> dict[str, Any]:
+        """What it says of itself, by name, each row as `row` tells of it."""
         return {
-            "query": jsonable(self.query),
-            "value": jsonable(self.value),
-            "rows": list(map(_told, self.rows)),
+            "query": self.query,
+            "value": self.value,
+            "rows": list(map(row, self.rows)),
             "entropy": self.entropy,
             "effective_rows": self.effective_rows,
             "total": self.total,
@@ -321,15 +325,15 @@ class Answer(Shown):
             "rows_read": self.rows_read,
             "statistical": self.statistical,
             "engine": self.engine,
-            **self.promised(_told),
+            **self._promised(row),
         }
 
-    def promised(self, told: Callable[[Row], Any]) -> dict[str, Any]:
-        """What is promised, as JSON has it: nothing where nothing is, the set where it is small."""
+    def _promised(self, row: Callable[[Row], Any]) -> dict[str, Any]:
+        """What is promised: nothing where nothing is, the set where it is small."""
         if self.coverage is None:
             return {}
         found = {"coverage": self.coverage, "abstains": self.abstains, "set_rows": len(self.set)}
-        return found | ({"set": list(map(told, self.set))} if len(self.set) <= SMALL else {})
+        return found | ({"set": list(map(row, self.set))} if len(self.set) <= SMALL else {})
 
     def to_frame(self) -> Any:
         """The rows as a data frame, of the library of the frame that the database came from, or of
@@ -406,12 +410,7 @@ class Answer(Shown):
 
 
 def _told(row: Row) -> dict[str, Any]:
-    return {
-        "key": jsonable(row.key),
-        "value": jsonable(row.value),
-        "weight": row.weight,
-        "index": row.index,
-    }
+    return {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
 
 
 def _among(answer: Answer, weight: float) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,15 +155,26 @@ def product(one: Ragged, two: Ragged) -> np.ndarray:
     asked = np.unique(places(one))
     left = np.ascontiguousarray(columns(one, asked)[:, :-1].T)
     row, column, at = found(two, asked)
-    number = numbers(two)[at]
-    out = np.zeros((len(two), len(one)), np.float32)
-    step = max(1, HELD // max(len(one), 1))
-    for start in range(0, len(row), step):
-        some = slice(start, start + step)
+    return summed(left, row, column, numbers(two)[at], len(two))
+
+
+def summed(
+    left: np.ndarray, row: np.ndarray, column: np.ndarray, number: np.ndarray, count: int
+) -> np.ndarray:
+    """Σ left[column] number of the entries (e,) of each of `count` rows, in the order of their
+    rows, with left (w, n): (n, count)."""
+    out = np.zeros((count, left.shape[1]), left.dtype)
+    for some in blocks(len(row), left.shape[1]):
         begins = np.flatnonzero(np.diff(row[some], prepend=-1))
         each = left[column[some]] * number[some, None]
         out[row[some][begins]] += np.add.reduceat(each, begins, axis=0)
     return out.T
+
+
+def blocks(entries: int, width: int) -> Iterator[slice]:
+    """The entries in spans whose products with rows of this width may be held at once."""
+    step = max(1, HELD // max(width, 1))
+    return (slice(at, at + step) for at in range(0, entries, step))
 
 
 class Query(NamedTuple):

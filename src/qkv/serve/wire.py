@@ -41,22 +41,10 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         return found | ({"record": dict(told.record)} if records else {})
 
     return {
-        "query": answer.query,
-        "value": answer.value,
-        "rows": list(map(row, answer.rows)),
+        **answer.told(row),
         "values": [share._asdict() for share in answer.values],
-        "entropy": answer.entropy,
-        "effective_rows": answer.effective_rows,
         "lse": answer.lse,
-        "total": answer.total,
-        "missing": answer.missing,
-        "exact": answer.exact,
-        "error_bound": answer.error_bound,
-        "rows_read": answer.rows_read,
-        "statistical": answer.statistical,
-        "engine": answer.engine,
         "score": answer.score,
         "weighting": answer.weighting,
         "version": answer.version,
-        **answer.promised(row),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -29,13 +30,15 @@ def calibrated(encoder: Encoder, keys: list[str]) -> float:
     query, key = encoder.pair([asked(keys, i, rng) for i in right.tolist()], keys)
     s = np.asarray(encoder.score(len(keys))(query, key), np.float32)
     s -= s[np.arange(len(s)), right][:, None]
+    return least(partial(surprise, s, np.full(len(s), 1 / len(s))), -0.1, 1.0)
 
-    def loss(factor: float) -> float:
-        z = s * np.float32(factor)
-        top = z.max(axis=1)
-        return float(np.mean(top + np.log(np.exp(z - top[:, None]).sum(axis=1))))
 
-    return least(loss, -0.1, 1.0)
+def surprise(s: np.ndarray, share: np.ndarray, factor: float) -> float:
+    """−Σ share ln α(right key) of scores (n, m) that are measured from the right key's, times a
+    factor."""
+    z = s * np.float32(factor)
+    top = z.max(axis=1, keepdims=True)
+    return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
 
 
 def asked(keys: list[str], at: int, rng: np.random.Generator) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from qkv.database.encoders.calibrate import least
+from qkv.database.encoders.calibrate import least, surprise
 from qkv.database.encoders.learned import Learned, Projected
 from qkv.database.learn.task import BLOCK, Pairs, Task, taken
 
@@ -23,12 +25,6 @@ def sharpness(
     s = query.scores(key) * np.float32(learned.sharpness)
     s -= s[np.arange(len(s)), pairs.key][:, None]
     s[pairs.barred(task.others, task.numbers)] = -np.inf
-    share = pairs.weight / pairs.weight.sum()
-
-    def loss(factor: float) -> float:
-        z = s * np.float32(factor)
-        top = z.max(axis=1, keepdims=True)
-        return float(share @ (top[:, 0] + np.log(np.exp(z - top).sum(axis=1))))
-
+    loss = partial(surprise, s, pairs.weight / pairs.weight.sum())
     factor = least(loss, -3.0, 3.0)
     return factor, loss(factor)

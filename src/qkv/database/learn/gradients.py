@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,26 +27,17 @@ class Shared(NamedTuple):
 
     def scores(self, weight: np.ndarray) -> np.ndarray:
         """Σ_w weight_w φ_w ψ_w, with weights (a,): (n, keys)."""
-        out = np.zeros((self.keys, self.query.shape[1]), weight.dtype)
-        query = self.query * weight[:, None]
-        for some in self._blocks():
-            begins = np.flatnonzero(np.diff(self.row[some], prepend=-1))
-            each = query[self.word[some]] * self.number[some, None]
-            out[self.row[some][begins]] += np.add.reduceat(each, begins, axis=0)
-        return out.T
+        query = (self.query * weight[:, None]).astype(weight.dtype, copy=False)
+        return ragged.summed(query, self.row, self.word, self.number, self.keys)
 
     def slope(self, gradient: np.ndarray) -> np.ndarray:
         """Those of scores (n, keys) as those of weights (a,)."""
         out, along = np.zeros(len(self.query), gradient.dtype), np.ascontiguousarray(gradient.T)
-        for some in self._blocks():
+        for some in ragged.blocks(len(self.row), self.query.shape[1]):
             word, row = self.word[some], self.row[some]
             each = np.einsum("en,en->e", self.query[word], along[row]) * self.number[some]
             out += np.bincount(word, each, len(out)).astype(out.dtype)
         return out
-
-    def _blocks(self) -> Iterator[slice]:
-        step = max(1, ragged.HELD // max(self.query.shape[1], 1))
-        return (slice(at, at + step) for at in range(0, len(self.row), step))
 
 
 def shared(query: Input, key: Input, known: np.ndarray) -> tuple[Shared, np.ndarray]:
