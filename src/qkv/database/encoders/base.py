@@ -40,6 +40,9 @@ class Encoder(ABC):
     itself: ClassVar[bool] = False
     """Whether the keys are vectors, and these are they."""
 
+    only_text: ClassVar[bool] = False
+    """Whether a query that is no text means nothing to it."""
+
     any_query: ClassVar[bool] = False
     """Whether only it knows what it may be asked: a query need not be text where the keys are."""
 
@@ -163,7 +166,7 @@ class Encoder(ABC):
 
     def reads(self, query: Any) -> bool:
         """Whether a query of this type means something to it."""
-        return True
+        return not self.only_text or isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
         """What JSON can keep of it, "kind" among it: the fields that make it equal to another."""

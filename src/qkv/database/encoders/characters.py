@@ -53,6 +53,7 @@ class Characters(Encoder):
     idf: bool = False
     table: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "characters"
+    only_text: ClassVar[bool] = True
     rounds = True
     parallel = True
     cosine: ClassVar[bool] = True
@@ -107,9 +108,6 @@ class Characters(Encoder):
         rows, codes, weights = zip(*found, strict=True)
         weight = np.repeat(np.array(weights, np.float32), [len(code) for code in codes])
         return np.concatenate(rows), np.concatenate(codes), weight
-
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, str)
 
 
 def blocks(keys: list[str]) -> Iterator[tuple[int, list[str]]]:

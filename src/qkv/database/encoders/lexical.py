@@ -54,6 +54,7 @@ class Lexical(Encoder):
     codes: np.ndarray | None = field(default=None, compare=False, repr=False)
     counts: np.ndarray | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = "lexical"
+    only_text: ClassVar[bool] = True
     rounds = True
     parallel = True
 
@@ -161,9 +162,6 @@ class Lexical(Encoder):
             signed = np.where(mixed & np.uint32(1), weight, -weight)
             out += np.bincount(row * self.width + place.astype(np.int64), signed, len(out))
         return (out / math.sqrt(len(PLACES))).reshape(count, self.width)
-
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, str)
 
 
 def words(block: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

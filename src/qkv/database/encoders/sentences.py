@@ -37,6 +37,7 @@ class Sentences(Encoder):
     device: str | None = None
     size: int | None = None
     kind: ClassVar[str] = "sentences"
+    only_text: ClassVar[bool] = True
     rounds = True
     cosine: ClassVar[bool] = True
 
@@ -62,9 +63,6 @@ class Sentences(Encoder):
     def loaded(self) -> Any:
         """The model itself."""
         return _load(self.model, self.device)
-
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model, "width": self.size}

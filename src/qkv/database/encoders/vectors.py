@@ -56,6 +56,7 @@ class Vectors(Encoder):
     size: int | None = None
     checksum: str | None = None
     kind: ClassVar[str] = "vectors"
+    only_text: ClassVar[bool] = True
     rounds = True
     cosine: ClassVar[bool] = True
 
@@ -91,9 +92,6 @@ class Vectors(Encoder):
             if rows:
                 out[i] = lexicon.vectors[rows].mean(axis=0)
         return unit(out)
-
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
         return {

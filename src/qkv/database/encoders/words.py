@@ -49,6 +49,7 @@ class Words(Encoder):
 
     lower: bool = True
     kind: ClassVar[str] = "words"
+    only_text: ClassVar[bool] = True
     rounds = True
     parallel = True
     cosine: ClassVar[bool] = True
@@ -89,9 +90,6 @@ class Words(Encoder):
                 table, ids = np.asarray(_mapped()[ids], np.float32), np.arange(len(ids))
             out[start : start + BLOCK] = sums(table, ids, offsets)
         return unit(out)
-
-    def reads(self, query: Any) -> bool:
-        return isinstance(query, str)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": MODEL, "lower": self.lower}
