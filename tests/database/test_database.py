@@ -17,9 +17,11 @@ import torch
 
 import qkv
 from qkv import scores, weightings
+from qkv.arrays import threads
 from qkv.database import AbsentKey, Database, cells
 from qkv.database.faults import Damaged
 from qkv.database.store import sizes
+from qkv.engines import streaming
 from qkv.errors import (
     ArgumentError,
     CombinationError,
@@ -400,6 +402,31 @@ def test_a_segment_that_is_cut_while_it_is_open(tmp_path, monkeypatch, rows, map
                 look()
         segment.write_bytes(content)
         assert D.ask(query).value == answer.value
+
+
+def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
+    for module, name, few in (
+        (sizes, "RESTING_ROWS", 16),
+        (sizes, "READ", 0),
+        (threads, "CORES", 1),
+    ):
+        monkeypatch.setattr(module, name, few)
+    monkeypatch.setattr(streaming, "READ", 1)
+    path = tmp_path / "d.qkv"
+    with qkv.open(path) as D:
+        D.add(np.random.default_rng(0).normal(size=(9000, 8)), np.arange(9000.0))
+        [segment] = path.glob("segment-*")
+        asked = []
+
+        def score(query, key):
+            found = query @ key.T
+            asked.append(len(key))
+            os.truncate(segment, 100)
+            return found
+
+        with pytest.raises(Damaged, match="it was cut while it was open"):
+            D.ask(np.ones(8), score=score)
+        assert asked == [512]
 
 
 # Asking

@@ -42,7 +42,8 @@ class Stored(NamedTuple):
     """Rows that lie together: key (c, d), value (c, d_v), and which of them live (None: all).
 
     Where there is a `scale` (c,), the vectors of the keys are scale · key, kept in 8 bits. `near`
-    are codes beside the keys, or what is known of keys that are codes.
+    are codes beside the keys, or what is known of keys that are codes. `check` refuses rows whose
+    file is not there any more.
     """
 
     key: np.ndarray | Wide
@@ -50,11 +51,12 @@ class Stored(NamedTuple):
     live: np.ndarray | None = None
     scale: np.ndarray | None = None
     near: Near | None = None
+    check: Callable[[], None] | None = None
 
     def some(self, at: slice) -> Stored:
         near = None if self.near is None else self.near.some(at)
         value, live, scale = (None if x is None else x[at] for x in self[1:4])
-        return Stored(self.key[at], value, live, scale, near)
+        return Stored(self.key[at], value, live, scale, near, self.check)
 
     def scaled(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The keys that live, and what each is to be multiplied by."""
@@ -82,6 +84,11 @@ class Cut(NamedTuple):
     allowed: np.ndarray | None = None
     first: None = None
     open: bool = False
+
+    def check(self) -> None:
+        """Before the rows are read: the system ends a process that reads what was cut off."""
+        if self.stored.check is not None:
+            self.stored.check()
 
     def key(self) -> np.ndarray:
         return self.stored.vectors()
@@ -262,6 +269,7 @@ class Reader:
     def fold(self, step: Callable[[Any, Cut], Any], carry: Any, cuts: Iterable[list[Cut]]) -> Any:
         for group in cuts:
             for cut in group:
+                cut.check()
                 carry = step(carry, cut)
         return carry
 
@@ -274,8 +282,13 @@ class Reader:
     ) -> Any:
         if self.fw.equal_spans:
             return self.fold(lambda state, cut: merge(state, lift(cut)), start, cuts)
+
+        def checked(cut: Cut) -> Any:
+            cut.check()
+            return lift(cut)
+
         for group in cuts:
-            start = self.fw.reduce(lift, merge, start, group)  # type: ignore[arg-type]
+            start = self.fw.reduce(checked, merge, start, group)  # type: ignore[arg-type]
         return start
 
     def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:

@@ -388,7 +388,7 @@ class View:
                     key, scale = Wide(key, tensors["sparse"], asked, scale), None
                 else:
                     near = codes.found(tensors)
-                yield Stored(key, tensors.get(named), live, scale, near)
+                yield Stored(key, tensors.get(named), live, scale, near, part.check)
 
         named, (width, value_width) = "value" if value else "", self._widths
         width += beside(asked)
