@@ -6,6 +6,7 @@ import datetime
 import math
 import sys
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pandas
@@ -233,3 +234,10 @@ def test_a_picture_of_every_key(tmp_path):
     soft = D.plot(["Jon Doe", "Ada"]).axes[0].images[0].get_array()
     expected = [answer.weights for answer in D.ask(["Jon Doe", "Ada"])]
     np.testing.assert_allclose(soft, expected, rtol=1e-6)
+
+
+def test_decimals_in_json_lines_are_the_numbers_that_a_reader_finds(tmp_path):
+    cells = [Decimal("1.50"), Decimal("2"), Decimal("0.10000000000000000000001")]
+    export.write(tmp_path / "a.jsonl", ("k", "v"), [{"k": i, "v": v} for i, v in enumerate(cells)])
+    back = Database.from_source(tmp_path / "a.jsonl", key="k", value="v")
+    assert back.all(0) == [1.5] and back.all(1) == [2] and back.all(2) == [str(cells[2])]

@@ -125,3 +125,32 @@ def test_a_messy_table(tmp_path):
     with qkv.open(tmp_path / "d.qkv") as again, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert again.ask("Mu", where="not age > 50").total == 1
+
+
+@pytest.mark.parametrize("hole", [None, NAN])
+@pytest.mark.parametrize("rows", [1, 9000])
+def test_the_first_values_that_are_there_decide_what_values_are(tmp_path, hole, rows):
+    keys = np.random.default_rng(0).normal(size=(rows + 3, 3))
+    whole = qkv.Database(keys, [hole] * rows + [5.0, 7.0, 6.0])
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys[:rows], [hole] * rows)
+        past = D.at(1)
+        D.add(keys[rows:-1], [5.0, 7.0])
+        D.update(keys[-1], 6.0)
+        for some in (D, qkv.open(D.path)):
+            answer, expected = some.ask(keys[0]), whole.ask(keys[0])
+            assert answer.value == pytest.approx(expected.value, rel=1e-6)
+            assert answer.missing == rows and some[keys[-2]] == 7.0
+        assert len(past) == rows and past.ask(keys[0]).missing == rows
+        with pytest.raises(DtypeError, match="of type number"):
+            D.add(keys[:1] + 1, ["text"])
+
+
+def test_values_of_several_kinds_stay_so():
+    D = qkv.Database()
+    for key, value in (("a", None), ("b", "text"), ("c", 3)):
+        D.add(key, value)
+    assert D["b"] == "text" and D["c"] == 3 and D.ask("c").value == 3
+    D = qkv.Database({"a": None})
+    D.add("b", np.ones(2))
+    assert D["b"].tolist() == [1, 1] and D["a"] is None

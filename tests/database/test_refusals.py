@@ -124,6 +124,7 @@ def test_paths_that_are_none(path, error, says):
         (lambda: TEXT.at(None), DtypeError, "^at: version must be a whole number"),
         (lambda: TEXT.at("1"), DtypeError, "^at: version must be a whole number.*'1'"),
         (lambda: TEXT.at(10**30), UnknownVersion, "does not exist: the newest is 1"),
+        (lambda: TEXT.compact(20), DtypeError, "^progress must be a function.*not 20"),
         (lambda: qkv.Database(key=None), DtypeError, "^key must be the name of a column"),
         (lambda: qkv.Database(value=5), DtypeError, "^value must be the name of a column.*5"),
         (lambda: qkv.Database({"a": 1}, key=[["a"]]), DtypeError, "^key must be the name"),

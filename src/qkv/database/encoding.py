@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 ENCODED = 8192
 """Keys that are encoded together, between two reports of progress."""
+
+Blocks = Iterator[tuple[np.ndarray, dict[str, Any]]]
+"""Ids and tensors of rows, some at a time."""
 
 
 def fitted(wish: Encoder, keys: Any) -> tuple[Encoder, dict[str, Any]]:
@@ -132,9 +135,7 @@ def keeps_keys(encoder: Encoder, schema: Schema) -> bool:
     return schema.key_kind == "vector" and not encoder.itself
 
 
-def anew(
-    view: View, encoder: Encoder, keys: Any, progress: Progress | None
-) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+def anew(view: View, encoder: Encoder, keys: Any, progress: Progress | None) -> Blocks:
     """The ids and tensors of all rows of a view, block by block, with other vectors of its keys."""
     # All that live, those among them whose file is lost.
     ids, raw = view.snapshot.ids(), keeps_keys(encoder, view.schema)
@@ -163,8 +164,21 @@ def uncoded(view: View) -> bool:
     return wide and not (view.rounded or view.wordy or view.kept.coded)
 
 
-def coded(view: View, progress: Progress | None) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+def coded(view: View, progress: Progress | None) -> Blocks:
     """The ids and tensors of all rows of a view, block by block, with codes beside the vectors."""
+    return _with(view, lambda made, first: codes.near(made["code"], first), progress)
+
+
+def valued(view: View, width: int, progress: Progress | None) -> Blocks:
+    """The same with so many numbers as values beside them, of which none is there yet."""
+    return _with(
+        view, lambda made, _: {"value": np.full((len(made["code"]), width), np.nan)}, progress
+    )
+
+
+def _with(
+    view: View, more: Callable[[dict[str, Any], int], dict[str, Any]], progress: Progress | None
+) -> Blocks:
     snapshot = view.snapshot
     ids = snapshot.ids()
     for start in range(0, len(ids), ENCODED):
@@ -172,4 +186,4 @@ def coded(view: View, progress: Progress | None) -> Iterator[tuple[np.ndarray, d
         found = {name: snapshot.tensor(name, some) for name in snapshot.names}
         if progress is not None:
             progress(start + len(some), len(ids))
-        yield some, found | codes.near(found["code"], int(some[0]))
+        yield some, found | more(found, int(some[0]))

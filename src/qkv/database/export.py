@@ -11,6 +11,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -22,6 +23,7 @@ from qkv.database.cells import is_missing
 from qkv.database.faults import ChangedCells
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
+from qkv.database.sources.table import cell as exact
 from qkv.errors import ArgumentError, MissingExtra, file_name
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
@@ -88,10 +90,15 @@ def _json_lines(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
     count = 0
     for row in map(_present, rows):
         cells = {name: row.get(name) for name in columns}
-        line = json.dumps(cells, ensure_ascii=False, default=jsonable)
+        line = json.dumps(cells, ensure_ascii=False, default=_plain)
         file.write(line.encode() + b"\n")
         count += 1
     return count
+
+
+def _plain(cell: Any) -> Any:
+    """What JSON has for a cell: of a decimal the number, where a reader finds the same one."""
+    return exact(cell) if isinstance(cell, Decimal) else jsonable(cell)
 
 
 def _parquet(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:

@@ -86,3 +86,9 @@ class Piece:
         missing = [self.kinds(name) == MISSING for name in schema.value]
         join = np.logical_or if schema.pools else np.logical_and
         return np.asarray(~join.reduce(missing))
+
+
+def some_value(view: View) -> bool:
+    """Whether any row has a value; the first that has one tells."""
+    parts = view.snapshot.parts(window=AT_ONCE)
+    return any(bool(Piece(view, part).present().any()) for part in parts)

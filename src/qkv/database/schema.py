@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -143,6 +143,13 @@ class Schema:
                     f"a value is {_example(columns[name], wish)}, but the values of this database "
                     f"are of type {wish}: the first rows fixed that"
                 )
+
+    def decided(self, columns: Cells) -> Schema:
+        """The same where these values, the first that are there, are numbers."""
+        kinds = {kind_of(columns[name]) for name in self.value}
+        if self.value_kind != "any" or kinds != {"number"}:
+            return self
+        return replace(self, value_kind="numbers" if len(self.value) > 1 else "number")
 
     def fill(self, columns: Cells) -> Cells:
         """The same rows with every column of the table, None where a row says nothing."""

@@ -15,6 +15,7 @@ from qkv.database import cells, encoding
 from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
+from qkv.database.piece import some_value
 from qkv.database.queries import listed
 from qkv.database.reading import AbsentKey, Reading
 from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
@@ -237,6 +238,15 @@ class Writing(Leaving, Reading[K, V]):
             schema = Schema.of(columns, key, value or others(columns, key), unique)
         columns = schema.fill(columns)
         schema.check(columns)
+        if view.begun and schema.decided(columns) != schema and not some_value(view):
+            schema = schema.decided(columns)
+            self._store.recode(
+                encoding.valued(view, len(schema.value), progress),
+                settings=view.settings | {"schema": schema.to_dict()},
+                arrays=view.snapshot.arrays(),
+                what="numbers",
+            )
+            view = self._view
         keys = schema.keys_of(columns)
         digests: Collection[bytes] = Late(len(keys), partial(_digests, keys, schema))
         apart = schema.vectors
@@ -386,7 +396,6 @@ class Writing(Leaving, Reading[K, V]):
         """Merge segments, drop removed rows, and forget past versions; a store from before there
         were codes beside the vectors gets them, as a new version."""
         callable_or_none(progress=progress)
-        self._writable()
         with self._alone():
             view = self._view
             if encoding.uncoded(view):
