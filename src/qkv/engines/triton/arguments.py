@@ -96,16 +96,19 @@ class Arguments:
             *shared_strides(self.pairs),
         )
         self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
-        self.described = launch.copy_engine(query.device) and self._fits_descriptors()
+        even, unit = self._even(), 16 // query.element_size()
+        self.facts = self.facts | {"EVEN": unit if even and even % 16 else 1}
+        self.described = launch.copy_engine(query.device) and even > 0
 
-    def _fits_descriptors(self) -> bool:
-        """Whether every row begins at a multiple of 16 bytes, as the copy engine wants it."""
+    def _even(self) -> int:
+        """What divides the step from row to row as 16 bytes do, the copy engine's unit; 0 where a
+        row does not begin so."""
         unit = 16 // self.query.element_size()
         steps = self.d
         for step in self.strides[:9]:
             steps |= step
         at = self.query.data_ptr() | self.key.data_ptr() | self.value.data_ptr()
-        return bool(steps % unit == 0 and at % 16 == 0)
+        return steps if steps % unit == 0 and at % 16 == 0 else 0
 
     def steps(self, out: Tensor | None = None) -> Strides:
         """The strides of the arrays and of a result; 0 where a kernel needs none."""

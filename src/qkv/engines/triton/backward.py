@@ -11,6 +11,7 @@ import triton.language as tl
 
 from qkv.engines.triton.place import (  # fmt: skip
     found_of,
+    known_steps,
     product,
     program,
     rows_program,
@@ -222,6 +223,7 @@ def to_keys(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
+    steps = known_steps(steps, F)
     part, tile, pair = program((keys_n + F.COLS - 1) // F.COLS, z, F)
     tile += first_key // F.COLS
     pair += first_pair

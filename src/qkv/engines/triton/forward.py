@@ -3,9 +3,6 @@
 No kernel uses atomics: a sum has one program.
 """
 
-# One `if` is decided when compiling, the one inside it on the device.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 import math
@@ -19,7 +16,7 @@ from torch import Tensor
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers, rounded
 from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.place import product, rows_program, scored, tile_of
+from qkv.engines.triton.place import even, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import ARRAYS, Sizes
 from qkv.engines.triton.tiles import (  # fmt: skip
     INFINITY,
@@ -27,6 +24,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     LOG2E,
     NONE,
     add_carefully,
+    fetch_some,
     finite,
     kept_share,
     launched,
@@ -38,9 +36,10 @@ from qkv.engines.triton.weigh import chosen, weigh
 
 @triton.jit
 def pool_tiles(
-    state, rows, keys, scales, z, lo, hi, F, MASKED: tl.constexpr, CAREFUL: tl.constexpr
+    state, rows, keys, some, scales, z, lo, hi, F, MASKED: tl.constexpr, CAREFUL: tl.constexpr
 ):
-    """The state of the rows after tiles lo … hi of the keys: pooled values, top, total."""
+    """The state of the rows after tiles lo … hi of the keys: pooled values, top, total. CAREFUL
+    pools `some` columns of the values alone: where they begin, and how many there are."""
     acc, top, total = state
     RULED: tl.constexpr = MASKED or F.PAIRS > 0
     # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
@@ -82,21 +81,22 @@ def pool_tiles(
                 total += tl.sum(p, 1)
         if F.DROP:
             p = p * kept_share(rows.drawn, j, z.dropped, scales.share)
-        v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
-        if CAREFUL and F.SPARSE:
-            acc = add_carefully(acc, p, v, p != 0, F.PRECISION)
-        elif CAREFUL:
-            acc = add_carefully(acc, p, v, live | (p != p), F.PRECISION)
+        if CAREFUL:
+            counts = p != 0 if F.SPARSE else live | (p != p)
+            first, width = some
+            v = fetch_some(first + start * keys.v_m, here * keys.v_m, width, acc.shape[1])
+            acc = add_carefully(acc, p, v, counts, F.PRECISION)
         else:
+            v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=F.PRECISION)
     return acc, top, total
 
 
 @triton.jit
-def nothing(F):
-    """The state before the first tile."""
+def nothing(F, WIDTH: tl.constexpr):
+    """The state before the first tile, of values this wide."""
     return (
-        tl.zeros((F.ROWS, F.BLOCK_D), dtype=tl.float32),
+        tl.zeros((F.ROWS, WIDTH), dtype=tl.float32),
         tl.full((F.ROWS,), NONE, dtype=tl.float32),
         tl.zeros((F.ROWS,), dtype=tl.float32),
     )
@@ -118,32 +118,42 @@ def pool(
     )  # fmt: skip
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
-    state = nothing(F)
+    state = nothing(F, F.BLOCK_D)
     if F.LOWER and not F.LAYOUT:
-        state = pool_tiles(state, rows, keys, scales, z, lo, inner_lo, F, True, False)
-    state = pool_tiles(state, rows, keys, scales, z, inner_lo, inner_hi, F, False, False)
+        state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
+    state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
     if F.UPPER or F.CUT or F.LAYOUT:
-        state = pool_tiles(state, rows, keys, scales, z, inner_hi, hi, F, True, False)
+        state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
-    if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
-        # A value that does not count was multiplied by 0. If the sum is not finite, that value
-        # may be why: do it again and look at each.
-        if tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0) > 0:
-            acc, top, total = pool_tiles(nothing(F), rows, keys, scales, z, lo, hi, F, True, True)
     line = spot.line
     lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * splits)
     if F.SPLIT:
-        column = tl.arange(0, F.BLOCK_D)[None, :]
         line += tl.cast(part, tl.int64) * lanes * rows_n
         tl.store(lse + line, top, mask=spot.inside)
         tl.store(kept + line, total, mask=spot.inside)
-        inside = spot.inside[:, None] & (column < F.D)
-        tl.store(out + line[:, None] * F.D + column, acc, mask=inside)
+        there = line * F.D
+        share = tl.full(total.shape, 1.0, tl.float32)
     else:
-        there = spot.batch * steps.o_b + spot.head * steps.o_h
-        there += spot.row * tl.cast(steps.o_n, tl.int64)
+        there = spot.batch * even(steps.o_b, F) + spot.head * even(steps.o_h, F)
+        there += spot.row * tl.cast(even(steps.o_n, F), tl.int64)
         lines = tl.cast(lanes, tl.int64) * rows_n
-        finish(acc, top, total, line, there, spot.inside, out, lse, kept, lines, F)
+        share = finish(top, total, line, spot.inside, lse, kept, lines, F)
+    odd = 0
+    if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
+        odd = tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0)
+    if odd > 0:
+        # A value that does not count was multiplied by 0, and may be why the sum is not finite: do
+        # it again and look at each, of few columns at a time, which makes for less to compile.
+        FEW: tl.constexpr = min(F.BLOCK_D, 64)
+        value = given.value + spot.batch * steps.v_b + spot.shared * steps.v_h
+        for first in tl.range(0, F.D, FEW):
+            some = (value + first, F.D - first)
+            seen, _, _ = pool_tiles(
+                nothing(F, FEW), rows, keys, some, scales, z, lo, hi, F, True, True
+            )
+            put(seen, share, out + first, there, spot.inside, F.D - first)
+    else:
+        put(acc, share, out, there, spot.inside, F.D)
 
 
 pool_narrow = launched_by_rows(pool.fn)
@@ -151,8 +161,9 @@ pool_narrow = launched_by_rows(pool.fn)
 
 
 @triton.jit
-def finish(acc, top, total, line, there, inside, out, lse, kept, lines, F):
-    """Write the output, the log-sum-exp (or the total), and what the gradient needs of the row."""
+def finish(top, total, line, inside, lse, kept, lines, F):
+    """Write the log-sum-exp (or the total) and what the gradient needs of the row; what the pooled
+    values are multiplied by."""
     share = tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total))
     summary = total
     if F.EXPONENTIAL:
@@ -164,16 +175,23 @@ def finish(acc, top, total, line, there, inside, out, lse, kept, lines, F):
             top = tl.where(total == 0, INFINITY, top + logarithm)
     else:
         top = total * 0.0
-    if F.WEIGHTING != "raw" and F.WEIGHTING != "sigmoid" and F.WEIGHTING != "entmax":
-        acc = acc * share[:, None]
     if lse is not None:
         tl.store(lse + line, summary, mask=inside)
     if kept is not None:
         tl.store(kept + line, top, mask=inside)
         tl.store(kept + lines + line, share, mask=inside)
-    column = tl.arange(0, F.BLOCK_D)[None, :]
+    if F.WEIGHTING == "raw" or F.WEIGHTING == "sigmoid" or F.WEIGHTING == "entmax":
+        share = tl.full(total.shape, 1.0, tl.float32)
+    return share
+
+
+@triton.jit
+def put(acc, share, out, there, inside, width):
+    """Write the pooled values of rows, as many columns of them as there are."""
+    column = tl.arange(0, acc.shape[1])[None, :]
     where = out + there[:, None] + column
-    tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < F.D))
+    acc = (acc * share[:, None]).to(out.dtype.element_ty)
+    tl.store(where, acc, mask=inside[:, None] & (column < width))
 
 
 @launched
@@ -212,7 +230,8 @@ def merge(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
     pooled = tl.sum(acc, 0)[None, :]
     whole = tl.sum(total, 0)[None]
     here = line + tl.arange(0, 1)
-    finish(pooled, top, whole, here, here * F.D, here >= 0, out, lse, kept, lines, F)
+    share = finish(top, whole, here, here >= 0, lse, kept, lines, F)
+    put(pooled, share, out, here * F.D, here >= 0, F.D)
 
 
 def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,7 +267,10 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
     def run(tile: Tile) -> Launch | None:
         programs = lanes * -(-rows // tile.rows)
         splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
-        wide = call.w > launch.HELD
+        # Scores that are made number by number are much code: a chunk of the width at a time.
+        wide = call.w > launch.HELD or (
+            call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"]
+        )
         at, counts, at_columns = call.lists(tile)
         targets = (out, lse, kept)
         if splits > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.backward import Back, kept_of, queries_tiles
-from qkv.engines.triton.forward import finish, nothing, pool_tiles
+from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator, watched
 from qkv.engines.triton.ops import check
@@ -52,13 +52,16 @@ def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: t
     if sound(out + (n - 1) * o_n, F):
         return
     keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
+    value = given.value + batch * steps.v_b + head // group * steps.v_h
     lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
     for tile in tl.range(tl.program_id(0) % parts, (n + F.ROWS - 1) // F.ROWS, parts):
         rows, spot = place(given, steps, tile, lane, z, F)
         lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
-        acc, top, total = pool_tiles(nothing(F), rows, keys, scales, z, lo, hi, F, True, True)
-        there = spot.row * o_n
-        finish(acc, top, total, spot.line, there, spot.inside, out, None, kept, lines, F)
+        acc, top, total = pool_tiles(
+            nothing(F, F.BLOCK_D), rows, keys, (value, F.D), scales, z, lo, hi, F, True, True
+        )
+        share = finish(top, total, spot.line, spot.inside, None, kept, lines, F)
+        put(acc, share, out, spot.row * o_n, spot.inside, F.D)
 
 
 @launched

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.records import Keys, Rows, Spot
+from qkv.engines.triton.records import Keys, Rows, Spot, Strides
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.tiles import (  # fmt: skip
     alive,
@@ -24,6 +24,26 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     rows_at,
     ruled,
 )
+
+
+@triton.jit
+def even(step, F):
+    """A stride that is told to be a multiple of F.EVEN, where Triton knows of those of 16 alone: so
+    rows are read 16 bytes at once."""
+    if F.EVEN > 1:
+        return step // F.EVEN * F.EVEN
+    return step
+
+
+@triton.jit
+def known_steps(steps, F):
+    """The strides, those of query, key and value `even`."""
+    return Strides(
+        even(steps.q_b, F), even(steps.q_h, F), even(steps.q_n, F), even(steps.k_b, F),
+        even(steps.k_h, F), even(steps.k_m, F), even(steps.v_b, F), even(steps.v_h, F),
+        even(steps.v_m, F), steps.bias_b, steps.bias_h, steps.gate_b, steps.gate_h, steps.p_b,
+        steps.p_h, steps.p_n, steps.p_m, steps.o_b, steps.o_h, steps.o_n, steps.o_m,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -150,6 +170,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
 @triton.jit
 def rows_program(given, at, counts, steps, z, F):
     """This program's rows, their keys, where they lie, and the tiles of keys that they may see."""
+    steps = known_steps(steps, F)
     tiles = (z.rows_n + F.ROWS - 1) // F.ROWS
     part, tile, lane = program(tiles, z, F)
     if F.UPPER:

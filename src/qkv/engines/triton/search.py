@@ -39,7 +39,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 FACTS = (
     "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "SCORES", "PAIRS",
-    "BIAS", "GATE", "LAYOUT", "DROP",
+    "BIAS", "GATE", "LAYOUT", "DROP", "EVEN",
 )  # fmt: skip
 """Those of a call that both kernels are compiled for."""
 PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}

@@ -173,6 +173,13 @@ def fetch(base, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def fetch_some(base, offset, width, BLOCK: tl.constexpr):
+    """The same of as many columns as `width` says when it runs."""
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(base + offset[:, None] + column, mask=column < width, other=0.0)
+
+
+@triton.jit
 def described(base, rows, step, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
     """A matrix as `rows_at` reads it: a descriptor for the copy engine, or the pointer itself."""
     if TMA:
