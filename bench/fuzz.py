@@ -7,7 +7,7 @@ and every array lies in the middle of NaN. A call is complained of where its out
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
 further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
 One such call may be chance, of which eager code has its share: DRAWS more of the same shapes, with
-other numbers, are taken together with it.
+other numbers, are taken together with it. How often that was done is told at the end.
 Processes draw side by side. LOG has every call before it runs and what came of it after; of a
 process that ends, the call it was at is complained of.
 """
@@ -46,6 +46,8 @@ CHOOSY = (weightings.TopK, weightings.Hard)
 WORKERS = max((os.cpu_count() or 1) - 2, 1)
 """Processes: nearly all of the time is that of the compiler, which has a core for each."""
 DRAWS = 4
+ALONE = " | alone "
+"""Before what was wrong with one draw."""
 ROUNDS = 32
 """Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
 single error says nothing of the usual one."""
@@ -187,12 +189,19 @@ def errors(drawn: Drawn, engine: Any = None) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def complaint(again: Callable[[int], Drawn], engine: Any = None) -> str | None:
-    """What is wrong with a call, of which `again` draws others; None if nothing is."""
+def complaint(
+    again: Callable[[int], Drawn],
+    engine: Any = None,
+    doubt: Callable[[str], object] = lambda told: None,
+) -> str | None:
+    """What is wrong with a call, of which `again` draws others; None if nothing is. `doubt` hears
+    what was wrong with the first of them."""
     drawn = again(0)
     found = errors(drawn, engine)
-    if _worst(drawn, found) is None:
+    first = _worst(drawn, found)
+    if first is None:
         return None
+    doubt(first)
     more = [found, *[errors(again(turn), engine) for turn in range(1, DRAWS + 1)]]
     return _worst(
         drawn,
@@ -239,9 +248,10 @@ def run(
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
         except QkvError:
             continue  # two things that mean nothing together, or an engine that says why it cannot
-        note(f"call {count} on {told.engine}: {drawn.told}")
+        line = f"call {count} on {told.engine}: {drawn.told}"
+        note(line)
         try:
-            wrong = complaint(again, engine)
+            wrong = complaint(again, engine, lambda first, line=line: note(line + ALONE + first))
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
             note(traceback.format_exc())
@@ -258,7 +268,10 @@ def work(seed: str, seconds: float, pipe: Connection) -> None:
         pipe.send(found)
         if time.monotonic() > ends:
             break
-    # Python that ends while threads of torch let go of the last gradients is aborted, as it seems.
+    # The thread of torch that ran the last backward lets go of its arrays, for which it waits for
+    # Python's lock. Python (3.12) that ends meanwhile ends that thread, in the middle of a
+    # destructor, and the process is aborted: seen of twelve in 36 processes that did nothing but
+    # one backward of torch's own.
     time.sleep(0.5)
 
 
@@ -291,7 +304,7 @@ def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | Non
 
 
 def main(seconds: float, seed: int, log: str | None = None) -> None:
-    started, engines, wrongs = time.monotonic(), Counter[str](), 0
+    started, engines, wrongs, doubts = time.monotonic(), Counter[str](), 0, 0
     with nullcontext() if log is None else Path(log).open("w", buffering=1) as file:
 
         def note(line: str) -> None:
@@ -304,11 +317,13 @@ def main(seconds: float, seed: int, log: str | None = None) -> None:
                 continue
             engine, wrong = found
             engines[engine] += 1
+            doubts += ALONE in call
             note(f"{wrong or 'right'}: {call}")
             if wrong is not None:
                 wrongs += 1
                 print(f"on {engine}: {wrong}", flush=True)
         told = f"{sum(engines.values())} calls, {wrongs} complaints, {dict(engines)}"
+        told += f", {doubts} judged by {DRAWS + 1} draws"
         note(told)
     print(told)
     sys.exit(bool(wrongs))
