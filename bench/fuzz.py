@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -214,6 +215,10 @@ def complaint(
     )
 
 
+def _doubt(note: Callable[[str], object], line: str, first: str) -> None:
+    note(line + ALONE + first)
+
+
 def _worst(drawn: Drawn, found: dict[str, tuple[float, ...]]) -> str | None:
     weighting = weightings.resolve(drawn.how(drawn.arrays)["weighting"])
     for name, (off, usual) in found.items():
@@ -251,7 +256,7 @@ def run(
         line = f"call {count} on {told.engine}: {drawn.told}"
         note(line)
         try:
-            wrong = complaint(again, engine, lambda first, line=line: note(line + ALONE + first))
+            wrong = complaint(again, engine, partial(_doubt, note, line))
         except Exception as error:  # the compiler's too: the next call is of interest all the same
             wrong = f"raised {type(error).__name__}: {str(error)[:200]}"
             note(traceback.format_exc())
