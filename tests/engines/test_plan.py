@@ -215,6 +215,36 @@ def test_under_a_mask_of_torchs_own_form_too(bad, kind, weights):
                 np.testing.assert_allclose(host(one), host(two), atol=1e-9, err_msg=f"{which} {at}")
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("lies", ["by rows", "by columns", "by columns of keys"])
+@pytest.mark.parametrize("kernels", [["FLASH_ATTENTION", "MATH"], ["MATH"]], ids=str)
+def test_nothing_leaks_past_a_causal_mask_whichever_kernel_torch_takes(kernels, lies, learned):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def laid(x: np.ndarray, which: int) -> Any:
+        turned = lies == "by columns" or (lies == "by columns of keys" and which == 1)
+        x = (
+            torch.as_tensor(np.ascontiguousarray(x.swapaxes(-1, -2))).mT
+            if turned
+            else (torch.as_tensor(x))
+        )
+        return x.requires_grad_(learned)
+
+    def found(given: Any, **more: Any) -> np.ndarray:
+        made = [laid(x, which) for which, x in enumerate(given)]
+        return host(qkv.attend(*made, mask="causal", **more))
+
+    order = [getattr(SDPBackend, name) for name in kernels]
+    for n, m in ((18, 18), (20, 17)):
+        for which, at in [(1, 9), (1, m - 1), *((2, at) for at in range(0, m, 2 - learned))]:
+            bad = (np.nan, np.inf, -np.inf)[at % 3]
+            given = three(n, m, (1, 2))
+            given[which][0, 1, at, 2] = bad
+            with sdpa_kernel(order, set_priority=len(order) > 1):
+                got = found(given)
+            np.testing.assert_allclose(got, found(given, engine="dense"), atol=1e-9)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @every_shown
 @every_beside

@@ -19,6 +19,7 @@ from qkv.types import Array, Arrays, Live, Slopes
 _AS_IT_IS = nullcontext()
 
 # Asked in every call, so under names that are found at once.
+_compiles: Callable[[], bool] = torch.compiler.is_compiling
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], Any] = torch._C._get_tracing_state
@@ -27,7 +28,7 @@ _records: Callable[[], bool] = torch.is_grad_enabled
 
 def _tracing() -> bool:
     return (
-        torch.compiler.is_compiling()  # compile, export
+        _compiles()  # compile, export
         or _transforms()
         or forward_ad._current_level >= 0
         or _modes() > 0  # make_fx, fake tensors

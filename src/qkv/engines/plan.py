@@ -58,7 +58,7 @@ def find(
         if type(weighting) is not str:
             weighting = getattr(weighting, KIND, None) or tree.kind(fw, weighting)
         if mask is not None:
-            mask = tree.kind(fw, mask)
+            mask = getattr(mask, KIND, None) or tree.kind(fw, mask)
     except tree.Unkind:
         return None, None
     kind = sign, score, weighting, mask, flags, EDITION[0]

@@ -116,15 +116,16 @@ def guarded(call: Call) -> Array | None:
     out = run(call, told)
     if call.rule is None:
         return out
-    if out.requires_grad and not _finite(call.key, call.query):
-        return None
+    looked = [call.key, call.query] if out.requires_grad else []
     if is_causal(call.rule) and call.n >= call.m:  # the last query sees every key
-        told = [out[..., -1:, :]]
+        looked.append(out[..., -1:, :])
     elif call.rule.shared:  # a value that leaks is in every row, and a key in whole rows
-        told = [out[..., :1, :], *(told or [out[..., :1]])]
+        if told:  # no sum of exponentials is finite whose query is not
+            looked = looked[:1]
+        looked += [out[..., :1, :], *(told or [out[..., :1]])]
     else:
-        told = [out]
-    return out if _finite(*told) else None
+        looked.append(out)
+    return out if _finite(*looked) else None
 
 
 def direct(call: Call) -> Callable[..., Array | None] | None:
@@ -149,19 +150,10 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         sdpa = partial(sdpa, scale=scale)
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
     if call.rule is None and not (learning or short):
-        return lambda query, key, value, *_: sdpa(query, key, value)
-    looked = arrays if learning or short else arrays[:1]  # the output is as large as the query
+        return lambda query, key, value, score, weighting, mask, seed: sdpa(query, key, value)
+    alone, square = call.rule is None, causal and call.m <= call.n
+    looked = arrays if learning or short or square else arrays[:1]  # the output's size
     finite = few_finite if max(x.numel() for x in looked) <= FEW else _finite
-
-    def masked(
-        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
-    ) -> Array | None:
-        out = sdpa(query, key, value, None if causal else mask, 0.0, causal)
-        return out if finite(out) else None
-
-    if not (learning or short):
-        return masked
-    alone = call.rule is None
 
     def careful(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
@@ -174,7 +166,9 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
             smooth(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
-        if not finite(out):
+        # Past a causal mask the fused kernel leaks values alone, which are here; its output, on
+        # another core perhaps, has rows before heads. That of torch's plain steps has not.
+        if not finite(value if square and not out.is_contiguous() else out):
             return None
         spoils = learning and not (finite(key) and (causal or finite(query)))
         return None if spoils else out
