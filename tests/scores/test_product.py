@@ -1,10 +1,33 @@
 """Scores by dot products, where the widths are told late."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 import qkv
 from qkv import scores
+from qkv.errors import EngineError
+
+KNOWN = [scores.Dot, scores.ScaledDot, scores.Cosine, scores.Gaussian, scores.Epanechnikov]
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_who_writes_another_formula_inherits_no_other_way_to_it(known):
+    @dataclass(frozen=True)
+    class Sharper(known):
+        def __call__(self, query, key):
+            return super().__call__(query, key) * 3
+
+    rng, score = np.random.default_rng(0), Sharper()
+    query, key, value = (rng.normal(size=(300, d)) for d in (4, 4, 2))
+    how = {"weighting": "normalized"} if score.nonnegative else {}
+    want = qkv.attend(query, key, value, score=score, engine="dense", **how)
+    np.testing.assert_allclose(qkv.attend(query, key, value, score=score, **how), want, atol=1e-12)
+    with pytest.raises(EngineError, match="Sharper has no form"):
+        qkv.attend(query, key, value, score=score, engine="lowered", **how)
+    found = qkv.Database(key, value).attend(query, score=score, tolerance=1e-6, **how)
+    np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("score", [scores.ScaledDot(), scores.ScaledDot(softcap=2.0)])

@@ -7,6 +7,7 @@ import pytest
 
 import qkv
 from qkv import weightings
+from qkv.errors import DtypeError
 
 
 def test_the_temperature_s_gradient_does_not_meet_dead_scores():
@@ -44,3 +45,12 @@ def test_more_keys_than_there_are_take_no_room(framework, engine):
             found = qkv.attend(*3 * (make(x),), weighting=every, **how)
             np.testing.assert_allclose(found, qkv.attend(x, x, x, mask=mask), 1e-5, 1e-6)
     np.testing.assert_allclose(every(make(x)), weightings.Softmax()(x), 1e-5)
+
+
+@pytest.mark.parametrize("known", [weightings.Softmax, weightings.Entmax, weightings.Hard])
+def test_other_weights_with_the_blocks_of_another_are_refused(known):
+    with pytest.raises(DtypeError, match=r"Sharper writes other weights than its base.*`scale`"):
+
+        class Sharper(known):
+            def weights(self, scores, live, k):
+                return super().weights(scores * 3, live, k)

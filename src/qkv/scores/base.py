@@ -79,6 +79,12 @@ class Score(Record):
     ranged: ClassVar[bool] = False
     """Whether `lowered` must look at the range of its arguments first."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls):  # another formula: what its base says of its own is not so here
+            for name in OTHERWISE.difference(vars(cls)):
+                setattr(cls, name, vars(Score)[name])
+
     @property
     def linear(self) -> bool:
         """Whether s(q, c k) = c s(q, k) for any number c."""
@@ -137,6 +143,11 @@ class Score(Record):
     def footprint(self, width: int) -> int:
         """Numbers held at once per pair, for vectors of this width: it sets the block size."""
         return 1
+
+
+OTHERWISE = {"affine", "aside", "beside", "closeness", "form", "form_width", "linear", "lowered"}
+OTHERWISE |= {"radial", "ranged"}
+"""What a score says of its formula, or how it comes to the same in another way."""
 
 
 def same_width(score: Score, query: Shape, key: Shape) -> None:

@@ -47,7 +47,7 @@ class Gaussian(Score):
 
     @property
     def radial(self) -> bool:
-        return type(self).__call__ is Gaussian.__call__ and not is_array(self.bandwidth)
+        return not is_array(self.bandwidth)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
         return square(query, norm, self.bandwidth, 0.5) if self.radial else None

@@ -68,8 +68,8 @@ class Gated(Score):
         return replace(self, score=inner[0]), inner[1]
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        inner, own = self.score.affine(query, norm), type(self).__call__ is Gated.__call__
-        if not own or inner is None or any(x is not None for x in inner[1:]):
+        inner = self.score.affine(query, norm)
+        if inner is None or any(x is not None for x in inner[1:]):
             return None
         w_query, w_key = to_numpy(self.w_query), to_numpy(self.w_key)
         if w_key.ndim > 1:

@@ -29,7 +29,7 @@ class Dot(Score):
 
     @property
     def linear(self) -> bool:
-        return type(self).__call__ is Dot.__call__
+        return True
 
     def __call__(self, query: Array, key: Array) -> Array:
         return product(query, key)
@@ -38,7 +38,7 @@ class Dot(Score):
         return Form(query, key)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        return Affine(query) if self.linear else None
+        return Affine(query)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ScaledDot(Score):
 
     @property
     def linear(self) -> bool:
-        return self.softcap is None and type(self).__call__ is ScaledDot.__call__
+        return self.softcap is None
 
     def factor(self, query: Array) -> Any:
         if self.scale is not None:
@@ -91,8 +91,7 @@ class ScaledDot(Score):
         return Form(query * factor, key) if is_array(factor) else Form(query, key, scale=factor)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        plain = type(self).__call__ is ScaledDot.__call__
-        if not plain or is_array(self.scale) or is_array(self.softcap):
+        if is_array(self.scale) or is_array(self.softcap):
             return None
         return Affine(query * self.factor(query), cap=self.softcap)
 
@@ -127,7 +126,7 @@ class Cosine(Score):
         return Form(unit(query) / self.temperature, unit(key))
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        if is_array(self.temperature) or type(self).__call__ is not Cosine.__call__:
+        if is_array(self.temperature):
             return None
         fw, some = of(norm), norm > 0
         return Affine(unit(query) / self.temperature, fw.keep(1 / fw.keep(norm, some, 1.0), some))
@@ -180,8 +179,7 @@ class Multiplicative(Score):
         return Form(namespace(query).matmul(query, self.w), key)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
-        plain = type(self).__call__ is Multiplicative.__call__ and len(self.w.shape) == 2
-        return Affine(query @ to_numpy(self.w)) if plain else None
+        return Affine(query @ to_numpy(self.w)) if len(self.w.shape) == 2 else None
 
     def check(self, query: Shape, key: Shape) -> None:
         if any(map(differ, self.w.shape[-2:], (query[-1], key[-1]))):

@@ -38,7 +38,7 @@ class Window(Score):
 
     @property
     def radial(self) -> bool:
-        return type(self).__call__ is Window.__call__ and not is_array(self.width)
+        return not is_array(self.width)
 
     def affine(self, query: Array, norm: Array) -> Affine | None:
         """−r², of which the score is the `profile`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from qkv.arrays import of, tree
 from qkv.arrays.base import Framework
@@ -60,6 +60,16 @@ class Weighting(tree.Record):
     """Whether an array of its own acts in `weight`, not in `scale` alone."""
     strict: bool = False
     """Whether a row may be refused once it is known: `check` looks at it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        inherits = cls.weight is not Weighting.weight and vars(cls).keys().isdisjoint(STEPS)
+        if "weights" in vars(cls) and inherits:
+            raise DtypeError(
+                f"{cls.__name__} writes other weights than its base, whose blocks would go on as "
+                f"they are: say in `scale` what is done to each score, or write {', '.join(STEPS)} "
+                "too, as far as they differ"
+            )
 
     @property
     def searches(self) -> bool:
@@ -194,6 +204,10 @@ class Weighting(tree.Record):
     def lse(self, found: State) -> Array:
         """The same, of a row that is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
+
+
+STEPS = ("search", "lift", "merge", "finish", "weight")
+"""What makes the weights of a row from those of its blocks."""
 
 
 def by_row(x: Array, n: int) -> bool:
