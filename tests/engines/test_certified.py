@@ -265,6 +265,20 @@ def test_a_flat_query_reads_no_row_and_a_sharp_one_few(tmp_path):
         assert np.abs(out - true).max() < 0.05
 
 
+def test_a_query_that_is_almost_flat_reads_few_rows_too():
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((20_000, 64), np.float32)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    rows = Rows(lambda: [Stored(keys, near=near)], keys.shape)
+    query, how = keys[:2][:, ::-1].copy(), Softmax(1 / 8)
+    found = weigh(rows, query, score=scores.Dot(), weighting=how, tolerance=0.01)
+    true = np.stack([exact(keys, q, scores.Dot(), how) for q in query])
+    error = 0.5 * np.abs(found.weights - true).sum(axis=1)
+    assert (error <= found.error).all() and found.error.max() <= 0.01 <= 20 * error.max()
+    assert 0 < found.read < len(keys) / certified.MANY
+
+
 def test_what_memory_cannot_hold_is_read_in_windows(tmp_path, monkeypatch):
     """Of codes first, the next window ahead of the one that is worked on; a bar is told of it."""
     advised, told = [], []
@@ -387,6 +401,15 @@ def test_what_float32_rounds_to_nothing_is_no_tie():
     assert (found.value, found.error_bound) == ("31", 0)
 
 
+def test_lengths_that_float32_rounds_to_nothing_are_no_tie_either():
+    keys = (made(np.random.default_rng(1), "plain", 7) * 1e-40).astype(np.float32)
+    code, scale = codes.in_8_bits(keys)
+    near = codes.found({"code": code, "scale": scale, **codes.near(keys, 0, keep=False)})
+    rows = Rows(lambda: [Stored(code, scale=scale, near=near)], keys.shape)
+    with pytest.raises(CombinationError, match="cannot be proven"):
+        weigh(rows, 0 * keys[:1], score=scores.Gaussian(0.5), weighting=TopK(3), tolerance=0.01)
+
+
 def test_a_weight_of_almost_1_is_rounded_too():
     rng = np.random.default_rng(4)
     keys = made(rng, "plain")
@@ -470,6 +493,7 @@ def test_numbers_that_a_precision_does_not_hold_are_refused():
 
 def test_a_drawn_bound_says_so(monkeypatch):
     monkeypatch.setattr(certified, "DRAWN", 500)
+    monkeypatch.setattr(certified, "MANY", 64)  # few are read before all are
     rng = np.random.default_rng(7)
     keys = rng.normal(size=(6000, WIDTH)).astype(np.float32)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)

@@ -29,7 +29,7 @@ from qkv.weightings.softmax import Softmax, TopK
 MANY = 8
 """A share of 1/MANY of the rows is read in full before it is quicker to read all."""
 
-SHARE, FINER = 1e-3, 16
+SHARE, FINER = 1e-3, 3
 """The share of the weight from which on a row is read in full, and how much finer it gets each time
 that this was not enough."""
 
@@ -115,7 +115,10 @@ def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
             statistical = _sampled(asked, scan, bound, tolerance, confidence)
             if (statistical <= tolerance).all():
                 return _shared(asked, scan, bound, statistical)._replace(statistical=True)
-        if wanted > m // MANY or share * m * MANY < 1:
+        # Within the tolerance, more are read only if few: then fewer values may be.
+        within = (bound.error <= tolerance).all()
+        most = max(2 * asked.read, m // (32 * MANY)) if within else m // MANY
+        if wanted > min(most, m // MANY) or share * m * MANY < 1:
             break
         if len(at):
             scan.settle(at, *asked.exact(at)[:2])

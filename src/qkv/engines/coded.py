@@ -28,6 +28,9 @@ PICKED = 8192
 SHUT = 1e-290
 """More than a gate lets through where float64 has it shut, beside what it rounds by."""
 
+LEAST = np.float32(1e-30)
+"""Added to the size of a bias that is not 0: what float32 rounds to 0 is still none."""
+
 UNIT = 2.0**-24
 """What a float32 is rounded by."""
 
@@ -155,7 +158,7 @@ class Coded:
                 norm, residual = norm * factor, None if residual is None else residual * factor
             if form.bias is not None:
                 bias = np.asarray(form.bias, np.float32)
-                told = np.abs(bias)
+                told = np.abs(bias) + LEAST * (np.asarray(form.bias) != 0)
             if self.offset is not None:
                 offset = self.offset.astype(np.float32)[:, None]
                 bias = offset if bias is None else bias + offset

@@ -24,7 +24,7 @@ CAREFUL = 1.001
 FAINT = 1e-30
 """More than the weight of a row that float32 rounds to 0, beside one of 1."""
 
-LIGHT = 2.0**-20
+LIGHT = 2.0**-14
 """The share of the weight from which on a row is remembered while its block is in the cache."""
 
 DEEPER = 64
@@ -153,7 +153,7 @@ class Scan:
         if cut.allowed is not None:
             np.maximum(s, -200, out=s)  # 0 of −∞ is left out
         slack, most = self.slack, (*terms.most, terms.spread)
-        total, along = np.add.reduce(w, 1), _dot(w, s)
+        total, along = np.add.reduce(w, 1), _dot(w, s)  # BLAS would add too coarsely
         above = sum(a * b for a, b in zip(self._steepest, most, strict=False))
         wide = not above + slack.least(np.abs(unit).max(initial=0.0)) <= LINEAR
         if wide:
