@@ -767,3 +767,18 @@ def test_jax_in_turns():
                 np.testing.assert_allclose(found, want, atol=3e-5)
             slope = jax.grad(lambda *x, call=call: call(*x).sum())(*given)
             assert np.isfinite(slope).all()
+
+
+def test_a_first_call_in_a_checkpoint_saves_what_the_second_does():
+    """Choosing looks at numbers; of that the graph keeps nothing."""
+    from torch.utils.checkpoint import checkpoint
+
+    given = [torch.from_numpy(x).requires_grad_() for x in three(5, 7, (2, 3, 1))]  # none had these
+    width = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+
+    def loss(*given, engine=None):
+        return qkv.attend(*given, score=scores.Gaussian(width), engine=engine).square().sum()
+
+    got = torch.autograd.grad(checkpoint(loss, *given, use_reentrant=False), [*given, width])
+    want = torch.autograd.grad(loss(*given, engine="dense"), [*given, width])
+    torch.testing.assert_close(got, want)

@@ -114,3 +114,22 @@ def test_blocks_that_are_searched_are_shared_out_and_not_too_small(cores, monkey
     call = request(*arrays(2048, 2048), "dot", "sparsemax", None, 0.0, None, None)
     rows, cols = streaming.block_size(call)
     assert cols == 2048 and 64 <= rows <= 512
+
+
+@pytest.mark.parametrize("how", [
+    {"score": qkv.scores.Modified("dot", lambda s, b, h, q, k: s - abs(q - k))},
+    {"mask": qkv.masks.custom(lambda b, h, q, k: q >= k)},
+])  # fmt: skip
+def test_functions_of_the_caller_under_torch_func(how):
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in arrays(3, 4)]
+
+    def loss(query, engine="streaming"):
+        return qkv.attend(query, *given[1:], engine=engine, **how).square().sum()
+
+    many = torch.stack([given[0], given[0] + 1])
+    got = torch.func.vmap(torch.func.grad(loss))(many)
+    want = [torch.func.grad(lambda x: loss(x, "dense"))(x) for x in many]
+    torch.testing.assert_close(got, torch.stack(want))
+    tangent = torch.func.jvp(loss, (given[0],), (many[1],))[1]
+    torch.testing.assert_close(tangent, (want[0] * many[1]).sum())

@@ -48,3 +48,10 @@ def test_queries_without_a_batch_have_each_their_own_number(fw, engine):
     for mask in (masks.lengths([1, 3, 2]), masks.causal(offset=[0, 1, -1])):
         got = to_numpy(qkv.attend(y, y, y, mask=mask, engine=engine))
         np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_a_batch_of_nothing_has_no_lengths(fw):
+    x = fw.make(np.ones((0, 3, 2)))
+    for mask in (masks.lengths([]), masks.causal(offset=[])):
+        assert to_numpy(qkv.attend(x, x, x, mask=mask)).shape == (0, 3, 2)

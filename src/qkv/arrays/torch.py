@@ -288,6 +288,8 @@ class Torch(Framework):
     def hoist(
         self, function: Callable[..., Array], *example: Array
     ) -> tuple[Callable[..., Array], Arrays]:
+        if _transforms():  # which differentiate the function itself
+            return function, ()
         with torch.enable_grad():
             given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
             found = _graph_leaves(function(*given), given)

@@ -28,7 +28,7 @@ def whole_numbers(what: str, values: Any) -> Any:
     except (TypeError, ValueError):
         told = "rows that differ in length, or no numbers"
         raise DtypeError(f"{what} must be whole numbers, not {told}") from None
-    if "int" not in of(values).dtype(values):
+    if "int" not in of(values).dtype(values) and 0 not in values.shape:
         told = values if values.ndim == 0 else of(values).dtype(values)
         raise DtypeError(f"{what} must be whole numbers, not {told}")
     return values
