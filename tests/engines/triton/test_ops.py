@@ -154,6 +154,24 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
     assert seen == {True, not wide}, "on the way back a wide one has none"
 
 
+@pytest.mark.parametrize(("lead", "upper"), [((1, 1), None), ((2, 4), 3)])
+def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
+    """Its tiles on the way to the keys, as they are without; some of its numbers are −∞."""
+    monkeypatch.setitem(launch.OVERRIDE, "to_keys", SMALL._replace(described=True))
+    arrays = formulas.arrays_of(b=2, h=4, hk=2, n=21, m=40)
+    pairs = torch.randn(*lead, 21, 40)
+    pairs[..., 3, 5:9] = -torch.inf
+    seen, found = watch(monkeypatch, "LAID"), []
+    for copies in (True, False):
+        monkeypatch.setattr(launch, "copy_engine", lambda device, copies=copies: copies)
+        given = [x.detach().requires_grad_() for x in arrays.values()]
+        out, _ = ops.attend(*given, scale=0.3, upper=upper, pairs=pairs)
+        found.append(torch.autograd.grad(out.square().sum(), given))
+        assert seen >= {copies}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_stacked_heads_of_a_wide_score_have_no_descriptor(monkeypatch):
     """Their rows do not follow each other."""
     monkeypatch.setattr(launch, "copy_engine", lambda device: True)
@@ -590,7 +608,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         given |= arrays[0]._asdict() if records else {}
         for name, x in facts.items():
             if name not in ("W", "D", "ROWS", "COLS", "BLOCK_W", "BLOCK_D"):
-                seen[kernel.__name__, name].add(x)
+                seen[kernel.__name__, name].add(x > 1 if name == "EVEN" else x)
         for name in ("lengths", "along_lse"):
             if name in given:
                 seen[kernel.__name__, name].add(given[name] is not None)

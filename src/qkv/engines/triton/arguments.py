@@ -167,6 +167,15 @@ def kind_of(pairs: Tensor | None) -> int:
     return 0 if pairs is None else 2 if pairs.is_floating_point() else 1
 
 
+def laid(pairs: Tensor | None) -> bool:
+    """Whether the copy engine reads tiles of a float mask: its rows begin at 16 bytes."""
+    if pairs is None or kind_of(pairs) != 2:
+        return False
+    b, h, n, m = shared_strides(pairs)
+    even = (b | h | n) * pairs.element_size() % 16 == 0 and pairs.data_ptr() % 16 == 0
+    return even and n > 0 and m == 1
+
+
 def shared_strides(x: Tensor | None) -> tuple[int, ...]:
     """0 for an axis that all share."""
     if x is None:

@@ -36,6 +36,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     row_hash,
     rows_at,
     ruled,
+    ruling,
 )
 from qkv.engines.triton.weigh import slope, weigh
 
@@ -52,7 +53,7 @@ class Back(NamedTuple):
 class Down(NamedTuple):
     """A tile of keys, down: ψ(k) (COLS, w), v (COLS, d), and of each (COLS, 1) its position, its
     place in the mask's array, its bias and the gate's half; which of them are written, and where
-    in `ds`."""
+    in `ds`; the first of them."""
 
     key: Any
     offset: Any
@@ -65,6 +66,7 @@ class Down(NamedTuple):
     end: Any
     stored: Any
     line: Any
+    first: Any
 
 
 class Across(NamedTuple):
@@ -147,9 +149,13 @@ def keys_tiles(
             live = alive(i, own.j, own.end, given.layout, z, F)
         extra = i
         if F.PAIRS:
-            there = head.pairs + start * tl.cast(steps.p_n, tl.int64)
-            offset = own.at + here[None, :] * steps.p_n
-            extra, live = ruled(live, there, offset, scales.times, F.PAIRS, MASKED)
+            if F.LAID:
+                read = tl.trans(head.pairs.load([start, own.first]))  # (COLS, ROWS)
+                extra, live = ruling(read, live, scales.times, F.PAIRS, MASKED)
+            else:
+                there = head.pairs + start * tl.cast(steps.p_n, tl.int64)
+                offset = own.at + here[None, :] * steps.p_n
+                extra, live = ruled(live, there, offset, scales.times, F.PAIRS, MASKED)
         keep = i
         if F.DROP:
             drawn = row_hash(given.seed, head.lane, i, z.hashed)
@@ -275,7 +281,18 @@ def to_keys(
     )
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     own = Down(
-        key, here * steps.k_m, k, v, j, here[:, None] * steps.p_m, bias, b, end, stored, ds_line
+        key,
+        here * steps.k_m,
+        k,
+        v,
+        j,
+        here[:, None] * steps.p_m,
+        bias,
+        b,
+        end,
+        stored,
+        ds_line,
+        first,
     )
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
     q_n = tl.cast(steps.q_n, tl.int64)
@@ -285,7 +302,10 @@ def to_keys(
         pairs = given.pairs
         if F.PAIRS:
             pairs += batch * steps.p_b + (head * group + g) * steps.p_h
-            pairs += first * tl.cast(steps.p_m, tl.int64)
+            if F.LAID:  # read with queries down, as it lies, and turned on chip
+                pairs = described(pairs, n, tl.cast(steps.p_n, tl.int64), m, F.ROWS, F.COLS, True)
+            else:
+                pairs += first * tl.cast(steps.p_m, tl.int64)
         queries = Across(
             described(query, n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
             described(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import backward, launch, pairs
-from qkv.engines.triton.arguments import Arguments, rounded
+from qkv.engines.triton.arguments import Arguments, laid, rounded
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
 
@@ -210,6 +210,7 @@ def _to_keys(
                 for x, width, there in zip(targets, widths, given, strict=True)
             ]
         facts = call.known(tile, wide, splits) | {"UNEVEN": call.n % tile.rows != 0}
+        facts["LAID"] = facts["TMA"] and laid(call.pairs)
         arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
         whole = (
             call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,

@@ -24,6 +24,7 @@ from qkv.errors import ArgumentError
 
 PLAIN = {
     "SPLIT": False, "PACKED": False, "TMA": False, "FOLD": False, "CENTRED": False, "CENTRE": False,
+    "EVEN": 1,
 }  # fmt: skip
 
 

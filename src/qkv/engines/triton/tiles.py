@@ -122,6 +122,12 @@ def ruled(live, place, offset, times, PAIRS: tl.constexpr, MASKED: tl.constexpr)
         x = tl.load(place + offset, mask=live, other=0)
     else:
         x = tl.load(place + offset)
+    return ruling(x, live, times, PAIRS, MASKED)
+
+
+@triton.jit
+def ruling(x, live, times, PAIRS: tl.constexpr, MASKED: tl.constexpr):
+    """The same of a tile of the array that is read."""
     if PAIRS == 1:
         added = x
         counts = x != 0
