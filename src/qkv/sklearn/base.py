@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from qkv import scores, weightings
 from qkv.attention import attend, weights
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes, unknown
-from qkv.scores import Gaussian, Score
+from qkv.scores import Score
 from qkv.scores.distance import Expanded
 from qkv.sklearn.bandwidth import (
     RIDGE,
@@ -137,9 +137,9 @@ class Attentive(BaseEstimator):
             key, value, counts = key[some], value[some], counts[some]
         key = (key - key.mean(0)) / spread[self._columns.owner]
         look = self._look()
-        score = look["score"]
-        if type(score) is Gaussian:  # as products: about their middle they lose no digits
-            score = Expanded(score.bandwidth)
+        found = look["score"].lowered(key, key, None, "float16")
+        # As products, which about the middle of the keys lose no digits.
+        score = look["score"] if isinstance(found, str) or found[1] else found[0]
         rows = Examples(key.astype(np.float64), value.astype(np.float64), counts, self._columns,
                     self._loss, self._sloped, score, look["weighting"])  # fmt: skip
         return rows, scott(total / counts.sum(), len(spread))
