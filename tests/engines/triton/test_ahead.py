@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -135,3 +138,17 @@ def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
     arrays = [x.detach() for x in arrays_of()]
     assert qkv.warm(*arrays, weighting="sigmoid").planned
     assert "plan:   kept" in str(qkv.explain(*arrays, weighting="sigmoid"))
+
+
+class Named(NamedTuple):
+    name: str
+
+
+def test_what_takes_longest_begins_first(monkeypatch):
+    monkeypatch.setattr(ahead, "HEAD_START", 0)
+    monkeypatch.setattr(ahead, "ThreadPoolExecutor", lambda count: ThreadPoolExecutor(1))
+    begun, known = [], {}
+    names = ("inner", "to_keys", "_square_kernel", "pool")
+    ahead.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
+    assert begun == ["pool", "to_keys", "inner", "_square_kernel"]
+    assert known == dict.fromkeys(map(Named, names))

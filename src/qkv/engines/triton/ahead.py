@@ -7,7 +7,7 @@ the sum. A dry run, which launches nothing, tells them all, and threads compile 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +19,12 @@ from qkv.bar import bar
 
 Jobs = dict[Any, Callable[[], Any]]
 """What compiles each kernel that has to be, by its `launch.Key`."""
+
+LONGEST = ("pool", "topk_kernel", "to_keys")
+"""Kernels that take longest to compile, by name."""
+HEAD_START = 0.25
+"""Seconds that each of them has before the next begins. What Triton does in Python holds the
+interpreter's lock: of four kernels together, each had done with it after a second (H200)."""
 
 LISTED: ContextVar[Jobs | None] = ContextVar("LISTED", default=None)
 """What a dry run has found so far."""
@@ -67,8 +73,13 @@ def compile_jobs(jobs: Jobs, known: dict[Any, Any], label: str | None = None) ->
     """Do the jobs side by side, and add what comes of them to `known`; a label has a bar."""
     if not jobs:
         return
+    long = sorted((key for key in jobs if key.name in LONGEST), key=lambda x: LONGEST.index(x.name))
     with ThreadPoolExecutor(len(jobs)) as pool:
-        waiting = {pool.submit(job): key for key, job in jobs.items()}
+        waiting = {}
+        for key in (*long, *[key for key in jobs if key.name not in LONGEST]):
+            waiting[pool.submit(jobs[key])] = key
+            if key in long[:-1]:
+                wait(waiting, HEAD_START)
         if label is not None:
             with bar(label, len(jobs)) as shown:
                 for done, _ in enumerate(as_completed(waiting), 1):
