@@ -425,6 +425,21 @@ def test_stores_that_find_vectors_by_other_digests(
         assert c.remove(keys) == 12 and len(c) == 0
 
 
+def test_a_vector_that_was_known_by_all_its_digits_is_changed_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, places = np.random.default_rng(0).normal(size=(8, 4)), []
+    for i in range(2):
+        places.append(str(tmp_path / f"{i}.qkv"))
+        with monkeypatch.context() as patch, qkv.open(places[-1]) as D:
+            old = lambda _, keys: list(map(cells.wide_digest, keys))  # noqa: E731
+            patch.setattr(Schema, "digests", old)
+            D.add(keys[4 * i : 4 * i + 4], np.arange(4.0))
+    with cluster(places, 2) as c:
+        assert [c.update(key, 9.0) for key in keys] == [0] * 8  # none is new
+        assert len(c) == 8 and [c[key] for key in keys] == [9.0] * 8
+
+
 def test_split_refuses(store: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="is there already"):
         split(store, [store])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from qkv.cluster import compiled  # noqa: E402
 from qkv.cluster import torch as cluster  # noqa: E402
 from tests.cluster.ranks import PAIRS, together  # noqa: E402
 
@@ -26,3 +29,9 @@ def test_without_a_group():
     x = torch.ones(1, 2)
     with pytest.raises(TypeError, match="init_process_group"):
         cluster.attend(x, x, x)
+
+
+def test_names_are_spelled_for_a_graph_as_they_are():
+    told = {'a "quoted" name': "back\\slash and\nline", "plain": [1, 0.5, None, True]}
+    found = compiled.read(json.loads(compiled.spell(told, []), strict=False), [])
+    assert found == told | {"plain": (1, 0.5, None, True)}

@@ -198,13 +198,18 @@ class Cluster(Leaving, Reading[Any, Any]):
         if count == 1:
             return {0: things} if things else {}
         many, keys = self._view.snapshot, [key_of(thing) for thing in things]
-        digests = {schema.hash: list(map(schema.digest, keys)) for schema in many.schemas}
-        digests = digests or {"": list(map(cells.digest, keys))}
+        digests: dict[str, list[tuple[bytes, bytes | None]]] = {
+            schema.hash: [(schema.digest(key), schema.digest_before(key)) for key in keys]
+            for schema in many.schemas
+        }
+        digests = digests or {"": [(cells.digest(key), None) for key in keys]}
         owners: list[int | None] = [None] * len(keys)
         for (_, slice), there in zip(many.slices, many.each("has", digests), strict=True):
             for i in there:
                 owners[i] = slice.source
-        for thing, digest, own in zip(things, next(iter(digests.values())), owners, strict=True):
+        for thing, (digest, _), own in zip(
+            things, next(iter(digests.values())), owners, strict=True
+        ):
             new = int.from_bytes(digest[:8], "big") % count
             found.setdefault(new if own is None else own, []).append(thing)
         return found

@@ -47,7 +47,7 @@ def spell(thing: Any, held: list[Tensor]) -> str:
     if isinstance(thing, float):
         return f'{{"float": "{float(thing)!r}"}}'
     if isinstance(thing, str):
-        return f'"{thing}"'
+        return _quoted(thing)
     if is_array(thing):
         numpy = of(thing).name == "numpy"
         held.append(torch.as_tensor(thing) if numpy else thing)
@@ -65,9 +65,15 @@ def spell(thing: Any, held: list[Tensor]) -> str:
                 "score or mask: leave attend out of the graph, torch.compiler.disable(attend)"
             )
         items = [(name, getattr(thing, name)) for name in names]
-    inside = ", ".join([f'"{name}": {spell(x, held)}' for name, x in items])
+    inside = ", ".join([f"{_quoted(name)}: {spell(x, held)}" for name, x in items])
     where = "" if kind is dict else f"{kind.__module__}:{kind.__qualname__}"
     return f'{{"kind": "{where}", "fields": {{{inside}}}}}'
+
+
+def _quoted(text: str) -> str:
+    """As JSON has it, but for control characters: Dynamo reads no `json.dumps`."""
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
 
 
 def read(told: Any, held: list[Tensor]) -> Any:
@@ -93,7 +99,7 @@ def read(told: Any, held: list[Tensor]) -> Any:
 
 def _called(arrays: list[Tensor], told: str, lse: bool) -> list[Tensor]:
     query, key, value, *held = arrays
-    how = read(json.loads(told), held)
+    how = read(json.loads(told, strict=False), held)
     name = how.pop("group")
     group = None if name is None else _resolve_process_group(name)
     found = among(query, key, value, group, return_lse=lse, **how)

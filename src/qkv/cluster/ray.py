@@ -12,7 +12,7 @@ from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Request
 from qkv.cluster.shard import Job, Shard
 from qkv.database.faults import Unreadable
-from qkv.errors import ArgumentError, MissingExtra
+from qkv.errors import ArgumentError, MissingExtra, QkvError
 
 try:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -205,5 +205,10 @@ def start(address: str | None, cores: int) -> None:
             return
         except Exception as fault:  # Ray waits half a minute for its parts, a busy machine longer
             ray.shutdown()
-            if not left or "timed out" not in str(fault):
+            if "timed out" not in str(fault):
                 raise
+            if not left:
+                raise QkvError(
+                    f"Ray did not start in {TRIES} tries of half a minute: the machine is busy. "
+                    "Try later, or run `ray start --head` and pass address='auto'"
+                ) from fault

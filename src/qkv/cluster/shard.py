@@ -278,10 +278,11 @@ class Leaf:
     def find(self, key: Any) -> list[int]:
         return (self.slice.origin + self._at(self.view.find(key))).tolist()  # type: ignore[no-any-return]
 
-    def has(self, digests: dict[str, list[bytes]]) -> list[int]:
-        """Which of the keys are here: of each, a digest for every way to find it."""
-        own = digests[self.view.schema.hash]
-        return [i for i, digest in enumerate(own) if self.view.snapshot.find(digest)]
+    def has(self, digests: dict[str, list[tuple[bytes, bytes | None]]]) -> list[int]:
+        """Which of the keys are here: of each, a digest for every way to find it, and what it may
+        have been found by before."""
+        own, find = digests[self.view.schema.hash], self.view.snapshot.find
+        return [i for i, (now, was) in enumerate(own) if find(now) or (was and find(was))]
 
     def _at(self, ids: Any) -> np.ndarray:
         return np.searchsorted(self.view.ids, np.asarray(ids, np.int64))
