@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from qkv.errors import ArgumentError
 from qkv.serve import tensors
+from qkv.serve.fit import fault
+from qkv.serve.inference import INFER
 from qkv.serve.tensors import DTYPES, Tensor
 
 ARRAYS = {
@@ -63,16 +66,7 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 BAD: dict[str, tuple[Any, bytes]] = {
-    "inputs must be": (None, b""),
-    "inputs must be a": ([], b""),
-    "input 0 must be": ([3], b""),
-    "input 0 must be an": ([{"name": 3}], b""),
     "comes twice": ([tensor(), tensor()], b""),
-    "datatype must be": ([tensor(datatype="FLOAT")], b""),
-    "datatype must be one": ([tensor(datatype=["FP32"])], b""),
-    "shape must be": ([tensor(shape=[-1])], b""),
-    "shape must be a": ([tensor(shape=[True, 2])], b""),
-    "shape must be a list": ([tensor(shape=2)], b""),
     "2 elements came": ([tensor(shape=[3])], b""),
     "0 elements came": ([tensor(data=DEEP)], b""),
     "data must be a list": ([tensor(data=...)], b""),
@@ -81,7 +75,6 @@ BAD: dict[str, tuple[Any, bytes]] = {
     "is too large for": ([tensor(datatype="INT8", data=[300, 2])], b""),
     "is too large for FP32": ([tensor(data=[10**400, 2])], b""),
     "must be text": ([tensor(datatype="BYTES")], b""),
-    "parameters must be": ([tensor(parameters=["x"])], b""),
     "binary_data_size must lie": ([tensor(parameters={"binary_data_size": 9})], b"12345678"),
     "binary_data_size must": ([tensor(parameters={"binary_data_size": -1})], b""),
     "no whole number": ([tensor(parameters={"binary_data_size": 7})], b"1234567"),
@@ -92,6 +85,30 @@ BAD: dict[str, tuple[Any, bytes]] = {
     ),
     "cut short": ([tensor(datatype="BYTES", parameters={"binary_data_size": 2})], b"\x01\x00"),
 }
+
+
+UNLIKE: dict[str, Any] = {
+    "inputs must be an array": {"inputs": None},
+    "inputs must hold at least 1": {"inputs": []},
+    r"inputs\[0\] must be an object": {"inputs": [3]},
+    r"inputs\[0\] must have 'name'": {"inputs": [{"datatype": "FP32", "shape": [1]}]},
+    r"inputs\[0\].name must be a string": {"inputs": [tensor(name=3)]},
+    "datatype 'BOL'. Known: BOOL": {"inputs": [tensor(datatype="BOL")]},
+    r"unknown inputs\[0\].datatype": {"inputs": [tensor(datatype=["FP32"])]},
+    r"shape\[0\] must be at least 0": {"inputs": [tensor(shape=[-1])]},
+    r"shape\[0\] must be an integer": {"inputs": [tensor(shape=[True, 2])]},
+    "shape must be an array": {"inputs": [tensor(shape=2)]},
+    "shape may hold at most 8": {"inputs": [tensor(shape=[1] * 9)]},
+    r"inputs\[0\].parameters must be an object": {"inputs": [tensor(parameters=["x"])]},
+    r"outputs\[0\] must be an object": {"inputs": [tensor()], "outputs": [3]},
+    "outputs must be an array": {"inputs": [tensor()], "outputs": "rows"},
+    r"outputs\[0\].name must be a string": {"inputs": [tensor()], "outputs": [{"name": []}]},
+}
+
+
+@pytest.mark.parametrize("sentence", UNLIKE)
+def test_what_does_not_fit_the_description_is_named(sentence: str) -> None:
+    assert re.search(sentence, fault(UNLIKE[sentence], INFER) or "")
 
 
 @pytest.mark.parametrize("sentence", BAD)
@@ -110,6 +127,5 @@ def test_outputs_are_those_asked_for() -> None:
     assert tensors.wanted(one, known) == (["rows"], {"rows"})
     none = every | {"outputs": [{"name": "rows", "parameters": {"binary_data": False}}]}
     assert tensors.wanted(none, known) == (["rows"], set())
-    for bad in ([{"name": "x"}], [3], "rows", [{"name": ["rows"]}]):
-        with pytest.raises(ArgumentError, match="output"):
-            tensors.wanted({"outputs": bad}, known)
+    with pytest.raises(ArgumentError, match="output"):
+        tensors.wanted({"outputs": [{"name": "x"}]}, known)

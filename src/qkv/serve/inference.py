@@ -77,7 +77,7 @@ def _read(kept: Kept, given: Given) -> tuple[dict[str, Any], dict[str, Any], Any
     request, behind = given.body, b""
     if isinstance(request, bytes):
         request, behind = _parted(request, given.headers.get(LENGTH))
-    inputs = tensors.read(request.get("inputs"), behind)
+    inputs = tensors.read(request["inputs"], behind)
     if set(inputs) != {"query"}:
         raise ArgumentError(f"there is one input, 'query', not {', '.join(map(repr, inputs))}")
     tensors.wanted(request, _outputs(kept))
@@ -113,8 +113,8 @@ def _parted(sent: bytes, length: str | None) -> tuple[dict[str, Any], bytes]:
         raise ArgumentError(f"the body must begin with JSON, as long as {LENGTH} says") from None
     if deep(request, limits.DEPTH):
         raise ArgumentError("the request is nested too deeply")
-    if not isinstance(request, dict):
-        raise ArgumentError("the request must be a JSON object with inputs")
+    if told := fault(request, INFER, "the request"):
+        raise ArgumentError(told)
     return request, sent[end:]
 
 
@@ -122,7 +122,7 @@ def _how(request: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `ask` among a request's parameters."""
     own = {
         name: value
-        for name, value in tensors.parameters(request, "the request").items()
+        for name, value in request.get("parameters", {}).items()
         if name not in PROTOCOL and not name.startswith(("sequence_", "triton_"))
     }
     if told := fault(own, PARAMETERS):
@@ -212,16 +212,13 @@ def _text(cell: Any) -> bytes:
 
 
 TENSORS = {"type": "array", "items": {"type": "object"}}
-TENSOR = record(
-    "Tensor",
-    {"name": TEXT, "datatype": {"enum": list(tensors.DTYPES)}, "shape": {"type": "array"}},
-    data={"type": "array"},
-    parameters={"type": "object"},
-)
 INFER = record(
     "Infer",
-    {"inputs": {"type": "array", "items": TENSOR, "minItems": 1}},
-    outputs={"type": "array", "items": record("Output", {"name": TEXT})},
+    {"inputs": {"type": "array", "items": tensors.TENSOR, "minItems": 1}},
+    outputs={
+        "type": "array",
+        "items": record("Output", {"name": TEXT}, parameters={"type": "object"}),
+    },
     parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
     id=TEXT,
 )

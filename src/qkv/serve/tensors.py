@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.errors import ArgumentError
+from qkv.serve.bodies import TEXT, record
+from qkv.serve.fit import Schema
 
 DTYPES: dict[str, str] = {
     "BOOL": "?",
@@ -33,8 +35,17 @@ DTYPES: dict[str, str] = {
 }
 """Datatypes by name; an array of BYTES holds `bytes`."""
 
-DIMENSIONS = 8
-"""Of a tensor."""
+SIZE: Schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+TENSOR = record(
+    "Tensor",
+    {
+        "name": TEXT,
+        "datatype": {"enum": list(DTYPES)},
+        "shape": {"type": "array", "items": SIZE, "maxItems": 8},
+    },
+    data={"type": "array"},
+    parameters={"type": "object"},
+)
 
 
 class Tensor(NamedTuple):
@@ -44,31 +55,20 @@ class Tensor(NamedTuple):
     data: np.ndarray
 
 
-def read(inputs: Any, behind: bytes) -> dict[str, np.ndarray]:
-    """The inputs of a request as arrays by name; `behind` are the bytes after its JSON.
+def read(inputs: list[Any], behind: bytes) -> dict[str, np.ndarray]:
+    """The inputs of a request, which fit `TENSOR`, as arrays by name; `behind` are the bytes after
+    its JSON.
 
     >>> read([{"name": "query", "datatype": "FP32", "shape": [1, 2], "data": [0.5, 1]}], b"")
     {'query': array([[0.5, 1. ]], dtype=float32)}
     """
-    if not isinstance(inputs, list) or not inputs:
-        raise ArgumentError("inputs must be a list of tensors")
     found: dict[str, np.ndarray] = {}
     at = 0
-    for i, given in enumerate(inputs):
-        if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
-            raise ArgumentError(f"input {i} must be an object with a name, a datatype and a shape")
+    for given in inputs:
+        name, datatype, shape = given["name"], given["datatype"], list(map(int, given["shape"]))
         if name in found:
             raise ArgumentError(f"input {name!r} comes twice")
-        datatype, shape = given.get("datatype"), given.get("shape")
-        if not isinstance(datatype, str) or datatype not in DTYPES:
-            raise ArgumentError(f"{name}: datatype must be one of {', '.join(DTYPES)}")
-        if (
-            not isinstance(shape, list)
-            or len(shape) > DIMENSIONS
-            or not all(type(n) is int and 0 <= n < 2**32 for n in shape)
-        ):
-            raise ArgumentError(f"{name}: shape must be a list of at most {DIMENSIONS} sizes")
-        size = parameters(given, name).get("binary_data_size")
+        size = given.get("parameters", {}).get("binary_data_size")
         if size is None:
             flat = _listed(given.get("data"), datatype, name)
         elif type(size) is not int or not 0 <= size <= len(behind) - at:
@@ -113,26 +113,16 @@ def write(outputs: Mapping[str, Tensor], binary: set[str]) -> tuple[list[dict[st
 def wanted(request: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     """The names of the outputs that a request asks for, and which of them as bytes."""
     given = request.get("outputs") or [{"name": name} for name in known]
-    if not isinstance(given, list):
-        raise ArgumentError("outputs must be a list of objects with a name")
-    every = bool(parameters(request, "the request").get("binary_data_output"))
+    every = bool(request.get("parameters", {}).get("binary_data_output"))
     names, binary = [], set()
     for output in given:
-        name = output.get("name") if isinstance(output, dict) else None
-        if not isinstance(name, str) or name not in known:
+        name = output["name"]
+        if name not in known:
             raise ArgumentError(f"there is no output {name!r}: there are {', '.join(known)}")
         names.append(name)
-        if parameters(output, name).get("binary_data", every):
+        if output.get("parameters", {}).get("binary_data", every):
             binary.add(name)
     return list(dict.fromkeys(names)), binary
-
-
-def parameters(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What an input, an output or a request says beside what it is."""
-    found = given.get("parameters") or {}
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{name}: parameters must be an object")
-    return found
 
 
 def _listed(data: Any, datatype: str, name: str) -> np.ndarray:
