@@ -724,7 +724,7 @@ def test_an_answer_outlives_later_versions(make):
 def test_a_few_clicks_are_learned_and_at_goes_back(make):
     D = make(NAMES)
     before, old = D.version, D.ask("surname of the dragon").rows[0].weight
-    report = D.learn([("the dragon", "Li"), ("the wolf", "Werness")], epochs=5, framework="numpy")
+    report = D.learn([("the dragon", "Li"), ("the wolf", "Werness")], epochs=5)
     assert report.after[1] == 1.0
     assert D.ask("the dragon").value == "Mu"
     assert D.ask("Lipten").value == "Zachary"

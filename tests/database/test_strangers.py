@@ -77,7 +77,7 @@ def put(tree, path, value):
 
 def learned():
     D = Database({key: key for key in KEYS}, encoder=Characters(32))
-    D.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Ly", "Li")], epochs=1, framework="numpy")
+    D.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Ly", "Li")], epochs=1)
     return D
 
 
