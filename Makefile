@@ -69,13 +69,15 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 	@echo "Making .venv"
 	@$(PYTHON) -m venv .venv
 	@echo "Installing qkv, matplotlib, a server and the vectors of words into it"
-	@$(BIN)/python $(PIP_INSTALL) $(INSTALL_SHOWN) -c constraints.txt
+	@# Compiling all of it would take longer than the demo; the little that runs compiles itself.
+	@$(BIN)/python $(PIP_INSTALL) --no-compile $(INSTALL_SHOWN) -c constraints.txt
 	@$(BIN)/python -m compileall -q src # half of the time that a command takes from source
 	@touch $@
 
 .venv/.installed: .venv/.shown
 	@echo "Installing the frameworks and what tests them into .venv; this takes a few minutes"
-	@$(BIN)/python $(PIP_INSTALL) $(INSTALL) -c constraints.txt
+	@$(BIN)/python $(PIP_INSTALL) --no-compile $(INSTALL) -c constraints.txt
+	@$(BIN)/python -m compileall -qq -j 0 -x /tests/ .venv/lib || true # on all cores, as pip does on one
 	@touch $@
 
 .venv-mxnet/.installed: pyproject.toml constraints-mxnet.txt
