@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.arrays import tree
-from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction
+from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction, sizes
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, jsonable, short
@@ -215,6 +215,7 @@ class Answer(Shown):
 
         None where the answer came from elsewhere, without them.
         """
+        sizes(most=most)
         return None if self._source is None else self._source(most)
 
     def explain(self) -> str:

@@ -444,4 +444,4 @@ class Reading(Generic[K, V]):
             return f"<Database {where}: empty>"
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
-        return f"<Database {where}: {rows:,} rows, {names}{past}>"
+        return f"<Database {where}: {rows:,} row{'s' * (rows != 1)}, {names}{past}>"
