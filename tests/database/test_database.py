@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import os
+import sqlite3
 import threading
 from hashlib import sha256
 
@@ -19,8 +20,8 @@ import qkv
 from qkv import scores, weightings
 from qkv.arrays import threads
 from qkv.database import AbsentKey, Database, cells
-from qkv.database.faults import Damaged
-from qkv.database.store import sizes
+from qkv.database.faults import Damaged, SkippedRows
+from qkv.database.store import check, sizes
 from qkv.engines import streaming
 from qkv.errors import (
     ArgumentError,
@@ -427,6 +428,36 @@ def test_a_segment_that_is_cut_while_it_is_asked(tmp_path, monkeypatch):
         with pytest.raises(Damaged, match="it was cut while it was open"):
             D.ask(np.ones(8), score=score)
         assert asked == [512]
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_rows_whose_vectors_are_lost_are_told_of_and_can_be_skipped(tmp_path, vectors):
+    keys = (
+        np.random.default_rng(0).normal(size=(8, 3)).astype("f4") if vectors else list("abcdefgh")
+    )
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys, np.arange(8.0))
+    with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
+        catalogue.execute("DELETE FROM resting WHERE id IN (2, 5)")
+        catalogue.commit()
+    [problem] = check(tmp_path / "d.qkv")
+    assert "2 rows have lost their tensors, the first is row 2" in problem.what
+    with qkv.open(tmp_path / "d.qkv") as D:
+        looks = [lambda: D.ask(keys[0]), lambda: D.ask(keys[0], where="value > 1")]
+        looks += [lambda: list(D.values()), lambda: D.all(keys[2]), D.encode] if vectors else []
+        for look in looks:
+            with pytest.raises(Damaged, match=r"the vectors of row 2.* lost.*skip_damaged=True"):
+                look()
+        assert D[keys[2]] == 2.0
+    with qkv.open(tmp_path / "d.qkv", skip_damaged=True) as D:
+        with pytest.warns(SkippedRows, match="left out: 2"):
+            assert D.ask(keys[0]).total == 6
+        assert [*D.values()] == ([0, 1, 3, 4, 6, 7] if vectors else [*range(8)])
+    if not vectors:
+        with qkv.open(tmp_path / "d.qkv") as D:
+            D.encode()
+            assert D.ask(keys[2], weighting="hard").value == 2.0
+        assert check(tmp_path / "d.qkv") == []
 
 
 # Asking

@@ -152,7 +152,7 @@ class View:
     def _listed(self) -> tuple[np.ndarray, int]:
         parts = self.snapshot.parts()
         live = [part.ids if part.live is None else part.ids[part.live] for part in parts]
-        return np.concatenate(live) if live else np.zeros(0, np.int64), len(live)
+        return self.snapshot.whole(np.concatenate([np.zeros(0, np.int64), *live])), len(live)
 
     def inherit(self, old: View) -> None:
         """Take over what an older view of the same vectors has built."""
@@ -221,7 +221,8 @@ class View:
         """Every id and row, oldest first."""
         ids: list[int] = []
         rows: list[dict[str, Any]] = []
-        for id_, text in self.snapshot.rows():
+        some = self.ids if self.begun and self.schema.vectors else None
+        for id_, text in self.snapshot.rows(some):
             ids.append(id_)
             rows.append(cells.loads(text))
             if len(ids) == CHUNK:

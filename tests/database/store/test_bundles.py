@@ -183,3 +183,19 @@ def test_a_store_of_format_3_takes_bundles_and_keeps_its_rows(tmp_path, monkeypa
             [37],
         ]
     assert check(tmp_path) == []
+
+
+def test_settings_that_are_lost_with_the_segments_are_those_of_a_bundle(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "RESTING_ROWS", 100)
+    with Store(tmp_path) as store:
+        store.commit(settings={"schema": "mine"})
+        add(store, 12)
+        ids = store.at().ids()
+        store.recode([(ids[:6], {}), (ids[6:], {})], settings={"schema": "mine", "encoder": 2})
+    with closing(sqlite3.connect(tmp_path / FILE)) as catalogue:
+        catalogue.execute("UPDATE settings SET crc = 0")
+        catalogue.commit()
+    told = [problem.what for problem in check(tmp_path, repair=True)]
+    assert any("the settings are lost; those of an older file took their place" in x for x in told)
+    with Store(tmp_path) as store:
+        assert store.settings == {"schema": "mine"} and len(store.at()) == 12

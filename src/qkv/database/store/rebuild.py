@@ -80,6 +80,8 @@ class _Found:
     settings: dict[int, str] = field(default_factory=dict)
     noted: str | None = None
     """The settings that the newest segment was written under."""
+    older: str | None = None
+    """Those of the newest file of all, which may be of other vectors."""
     layouts: dict[int, str] = field(default_factory=dict)
     arrays: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
@@ -152,8 +154,9 @@ def _write(
         if live < found.newest.rows:
             told.append(f"of {found.newest.rows:,} rows {live:,} could be read")
     if text is None:
-        told.append("the settings are lost")
-    text = text or "{}"
+        older = "; those of an older file took their place: encode the rows again"
+        told.append(f"the settings are lost{older if found.older else ''}")
+    text = text or found.older or "{}"
 
     catalogue = Catalogue(path, create=True)
     try:
@@ -332,6 +335,7 @@ def _add_files(found: _Found, folder: Path, known: Mark | None) -> None:
                 arrays = (file, entry.size, entry.checksum)
                 found.arrays.setdefault(entry.generation, arrays)
                 continue
+            found.older = found.older or notes["settings"]
             if found.newest is None or entry.generation == found.newest.generation:
                 found.noted = found.noted or notes["settings"]
             same = [other for other in found.entries if entry.covers(other)]

@@ -308,7 +308,8 @@ def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:
     if len(missing):
         yield (
             f"{len(missing):,} rows have lost their tensors, the first is row {missing[0]}: "
-            "encode the rows again"
+            "encode the rows again; of keys or values that are vectors, only skip_damaged=True "
+            "gives the other rows"
         )
     if not catalogue.value("SELECT count(*) FROM settings WHERE number = ?", settings):
         yield f"the settings of version {version} are missing"

@@ -147,9 +147,9 @@ class Snapshot:
         except KeyError as error:
             raise self._unknown(error.args[0]) from None
 
-    def rows(self) -> Iterator[tuple[int, str]]:
-        """The live rows by id, (id, record), some at a time."""
-        ids = self.ids()
+    def rows(self, ids: np.ndarray | None = None) -> Iterator[tuple[int, str]]:
+        """The live rows, or those of these ids, by id, (id, record), some at a time."""
+        ids = self.ids() if ids is None else ids
         for start in range(0, len(ids), sizes.PAGE):
             page = self._lines.of(ids[start : start + sizes.PAGE], self._live)
             for row in sorted(page):
@@ -258,7 +258,8 @@ class Snapshot:
                 break
         done &= ascending <= self._edition.last
         if not done.all():
-            raise self._unknown(int(ascending[done.argmin()]))
+            row = int(ascending[done.argmin()])
+            raise self._lost(row) if self._lines.of([row], self._live) else self._unknown(row)
         return joined(held)[result] if ragged else result
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -269,6 +270,26 @@ class Snapshot:
         if found is None or found[0] is None:
             return {}
         return self._shelf.get_arrays(*found)
+
+    def whole(self, ids: np.ndarray) -> np.ndarray:
+        """The rows whose tensors are there again, if they are all; else an error, or a warning."""
+        lost = len(self) - len(ids)
+        if lost > 0 and not self._skip_damaged:
+            live = self._lines.ids(self._live)
+            raise self._lost(int(np.setdiff1d(live, ids, assume_unique=True)[0]), lost)
+        # What is in a file that was skipped is told of already.
+        if lost > 0 and all(entry.file in self._open for entry in self._listing().entries):
+            told = f"rows without their vectors, which are lost, were left out: {lost:,}"
+            warnings.warn(told, SkippedRows, stacklevel=4)
+        return ids
+
+    def _lost(self, row: int, rows: int = 1) -> Damaged:
+        return Damaged(
+            f"{self._catalogue.path} is damaged: the vectors of row {row}"
+            f"{f' and {rows - 1:,} more' if rows > 1 else ''} are lost. Restore it from a copy, "
+            "encode the keys again where they are no vectors, D.encode(), or open the store with "
+            "skip_damaged=True to use the other rows"
+        )
 
     def _unknown(self, row: int) -> UnknownRow:
         return UnknownRow(f"row {row} is not in version {self.version}: find() and ids() give rows")
