@@ -898,7 +898,7 @@ def test_a_damaged_resting_row(tmp_path, small):
     assert told[0].repaired and "1 rows have lost their tensors" in told[-1].what
     with Store(tmp_path) as s:
         assert s.at().ids().tolist() == LEFT and s.at().records([62]) == ["record 62"]
-        with pytest.raises(UnknownRow, match="row 62"):
+        with pytest.raises(Damaged, match="the vectors of row 62 are lost"):
             s.at().tensor("key", [62])
         ids = s.at().ids()
         s.recode([(ids, {"key": keys(ids)})])

@@ -146,11 +146,13 @@ def _write(
         version = max(version, found.newest.number + 1)
         last = max(last, found.newest.last)
         text = found.settings.get(found.newest.settings, text)
+        back = "rows that were removed are back"
         if known is not None and known.version > found.newest.number:
             told.append(f"the versions from {found.newest.number + 1} to {known.version} are lost")
             version = max(version, known.version + 1)
+            back = "rows of theirs were found in files; some of them may have been removed since"
         if live > found.newest.rows:
-            told.append(f"{live - found.newest.rows:,} rows that were removed are back")
+            told.append(f"{live - found.newest.rows:,} {back}")
         if live < found.newest.rows:
             told.append(f"of {found.newest.rows:,} rows {live:,} could be read")
     if text is None:
