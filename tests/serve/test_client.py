@@ -223,6 +223,26 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
         }
 
 
+def test_many_keys_are_told_from_one_as_in_process(tmp_path: Path) -> None:
+    """A matrix is many vectors, an array of text many texts, and a key given twice goes once."""
+    here = {"vectors": Database(np.eye(3), [1.0, 2.0, 3.0]), "texts": Database({"a": 1.0})}
+    with qkv.open(tmp_path / "vectors.qkv") as vectors, qkv.open(tmp_path / "texts.qkv") as texts:
+        vectors.add(np.eye(3), [1.0, 2.0, 3.0])
+        texts.add("a", 1.0)
+    some = np.array([[1.0, 1, 0], [0, 1, 1]]), np.array(["b", "c"])
+    folders = [str(tmp_path / f"{name}.qkv") for name in here]
+    with serving(*folders, "--write") as (url, _), Client(url) as client:
+        for (name, mirror), keys in zip(here.items(), some, strict=True):
+            for D in (client[name], mirror):
+                D.add(keys, np.array([4.0, 5.0]))
+                D.add(keys[0], 6.0)
+            assert list(client[name].values()) == list(mirror.values())
+            one = keys[0]
+            assert client[name].remove([one, one]) == mirror.remove([one, one]) == 2
+            assert client[name].remove(keys[1:]) == mirror.remove(keys[1:]) == 1
+            assert list(client[name].values()) == list(mirror.values())
+
+
 def test_errors_are_those_of_the_server(client: Client) -> None:
     with pytest.raises(AbsentKey, match="nearest are 'Emma'") as absent:
         client["books"]["Ema"]
@@ -420,5 +440,5 @@ def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> N
         assert (key in there) == (key in kept) and there.all(key) == kept.all(key), key
         if key not in kept:
             with pytest.raises(AbsentKey):
-                there.remove(key)
+                there.remove([key])
     assert len(there) == len(kept)

@@ -39,11 +39,10 @@ REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
 
 
-def several(keys: Any, schema: Schema | None) -> bool:
-    """Whether these are several keys rather than one of a database whose rows are so."""
+def several(keys: Any, kind: str | None) -> bool:
+    """Whether these are several keys rather than one of a database whose keys are of a kind."""
     if is_array(keys):
-        vectors = schema is not None and schema.key_kind == "vector"
-        return len(keys.shape) > (1 if vectors else 0)
+        return len(keys.shape) > (1 if kind == "vector" else 0)
     return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
         isinstance(keys, Iterator) or hasattr(keys, "to_list")
     )
@@ -65,7 +64,7 @@ class Writing(Leaving, Reading[K, V]):
         if values is NOTHING:
             self._add_any(keys)
             return
-        many = several(keys, self._schema)
+        many = several(keys, getattr(self._schema, "key_kind", None))
         if not many:
             keys, values = [keys], [values]
         elif isinstance(values, str | bytes) or not getattr(
@@ -159,7 +158,8 @@ class Writing(Leaving, Reading[K, V]):
         >>> D.remove(["Li", "Wu"]), list(D)
         (2, ['Hu'])
         """
-        keys = list(keys) if several(keys, self._schema) else [keys]
+        kind = getattr(self._schema, "key_kind", None)
+        keys = list(keys) if several(keys, kind) else [keys]
         with self._alone():
             view = self._view
             dead: dict[int, None] = {}

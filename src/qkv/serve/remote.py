@@ -220,7 +220,8 @@ class Remote(Leaving):
         """One row, or many: lists and arrays are many keys with as many values."""
         if values is NOTHING:
             pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
-        elif isinstance(keys, list) or len(getattr(keys, "shape", ())) > 1:
+        elif self._several(keys):
+            keys, values = list(keys), list(values)
             if len(keys) != len(values):
                 raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
             pairs = list(zip(keys, values, strict=True))
@@ -239,11 +240,17 @@ class Remote(Leaving):
     def remove(self, keys: Any) -> int:
         """Take out every row of these keys (one, or a list), one after the other; how many rows
         went. Where one is absent, none is taken out."""
-        keys = keys if isinstance(keys, list) else [keys]
+        keys = list(keys) if self._several(keys) else [keys]
         for key in keys:
             self[key]
-        told = (self._transport.write("DELETE", self._row(key)) for key in keys)
+        told = (self._transport.write("DELETE", row) for row in dict.fromkeys(map(self._row, keys)))
         return sum(int(one["removed"]) for one in told)
+
+    def _several(self, keys: Any) -> bool:
+        from qkv.arrays import is_array
+        from qkv.database.writing import several
+
+        return several(keys, self.info()["key_kind"] if is_array(keys) else None)
 
     def _write(self, body: dict[str, Any]) -> Any:
         if self._pin is not None:
