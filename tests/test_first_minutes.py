@@ -209,7 +209,6 @@ def test_a_signature_shows_no_address() -> None:
 EXTRAS: list[tuple[str, str, str]] = [
     ("torch", "import qkv.nn", "torch"),
     ("torch", "qkv.cluster.torch", "torch"),
-    ("torch", "D.learn([('L', 'Li')], framework='torch')", "torch"),
     ("keras", "import qkv.keras", "keras"),
     ("transformers", "import qkv.transformers", "transformers"),
     ("onnx", "qkv.onnx.Attention", "onnx"),
