@@ -237,3 +237,26 @@ def test_triton_is_not_imported_after_tensorflow(monkeypatch):
     assert "import triton first" in native.no_triton() and not native.has_triton()
     monkeypatch.setitem(sys.modules, "triton", sys)
     assert native.has_triton()
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "padding", "float"])
+def test_without_a_seed_weights_are_dropped_by_torchs_generator(mask):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    b, h, m, p = 2, 2, 64, 0.2
+    query, key = (torch.randn(b, h, m, 4, dtype=torch.float64) for _ in range(2))
+    value = torch.eye(m, dtype=torch.float64).expand(b, h, m, m)  # so that the output is α
+    seen = torch.arange(m) < torch.tensor([m // 2, 0])[:, None, None, None]
+    rule = {"padding": seen, "float": torch.randn(m, m).double()}.get(mask, mask)
+    assert qkv.explain(query, key, value, mask=rule, dropout_p=p).engine == "native"
+
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    one = qkv.attend(*leaves, mask=rule, dropout_p=p)
+    alpha = qkv.weights(*leaves[:2], mask=rule)
+    kept, live = one > 0, alpha > 0
+    deviation = (p * (1 - p) * live.sum()).sqrt()
+    assert abs((live & ~kept).sum() - p * live.sum()) < 4 * deviation
+    two = torch.where(kept, alpha / (1 - p), 0.0) @ leaves[2]
+    pairs = zip(*(torch.autograd.grad((x**2).sum(), leaves) for x in (one, two)), strict=True)
+    for got, want in ((one, two), *pairs):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

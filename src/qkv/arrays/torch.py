@@ -44,6 +44,9 @@ UNROLLED = 48
 """Steps of a search that cannot look whether it is done. Newton's took nine at the most on any
 scores tried; by halves, so many are float64."""
 
+RARE = 2**-8
+"""Dropout below which 16 bits of a random number are too few to tell it."""
+
 FEW = 2**14
 """Numbers of an array that are looked at by NumPy."""
 
@@ -60,6 +63,14 @@ def _finite(x: Array) -> bool:
     if x.numel() <= FEW and x.dtype != torch.bfloat16:
         return few_finite(x)
     return math.isfinite(x.detach().sum().item())
+
+
+def survivors(like: Array, p: float) -> tuple[Array, float]:
+    """Which numbers of a CPU's array are not dropped, and their share: where torch itself draws for
+    each number, here a draw of 64 bits decides on four."""
+    least, size = round(p * 2**16), like.numel()
+    draws = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
+    return draws.view(torch.int16)[:size].view(like.shape) >= least - 2**15, 1 - least / 2**16
 
 
 class Torch(Framework):
@@ -149,6 +160,9 @@ class Torch(Framework):
             return torch.zeros_like(like)
         if torch.compiler.is_compiling():  # drawn by the kernel that reads it
             return torch.dropout(torch.ones_like(like), p, True)
+        if like.is_cpu and RARE <= p <= 1 - RARE and not self.tracing(like):
+            live, share = survivors(like, p)
+            return live.to(like.dtype).div_(share)
         return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
 
     def constant(self, data: Any, like: Array, dtype: str) -> Array:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from qkv import masks
 from qkv.arrays import framework
-from qkv.arrays.torch import apart
+from qkv.arrays.torch import RARE, apart, survivors
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
@@ -60,8 +60,31 @@ def fused(
     parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float = 0.0
 ) -> Array:
     """SDPA with derivatives of both orders."""
-    out = sdpa(parts, mask, plain, scale, dropout)
-    return out if framework("torch").tracing(out) else smooth(out, parts, mask, plain, scale)
+    if framework("torch").tracing(parts[0]):
+        return sdpa(parts, mask, plain, scale, dropout)
+    if parts[0].is_cpu and RARE <= dropout <= 1 - RARE:
+        return _dropped(parts, mask, plain, scale, dropout)
+    return smooth(sdpa(parts, mask, plain, scale, dropout), parts, mask, plain, scale)
+
+
+def _dropped(
+    parts: Sequence[Array], mask: Array | None, plain: bool, scale: float, dropout: float
+) -> Array:
+    """The same step by step, as torch has it on a CPU, with fewer random numbers."""
+    half = parts[0].dtype in (torch.float16, torch.bfloat16)
+    query, key, value = (x.float() if half else x for x in parts)
+    if key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    s = query * scale @ key.mT
+    if plain:
+        mask = s.new_ones(s.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    alpha = framework("torch").softmax(s, None)
+    if alpha is None:  # a row is empty, or not finite
+        alpha = torch._safe_softmax(s, -1)
+    live, share = survivors(alpha, dropout)
+    return (torch.where(live, alpha, 0.0) @ (value / share)).to(parts[0].dtype)
 
 
 def _flash(parts: Sequence[Array], mask: Array, scale: float, told: list[Array]) -> Array | None:
