@@ -146,7 +146,7 @@ class Cluster(Leaving, Reading[Any, Any]):
             self._fleet.write(0, "add", keys, *(() if values is NOTHING else (values,)))
             return
         if values is not NOTHING:
-            many = several(keys, self._schema)
+            many = several(keys, getattr(self._schema, "key_kind", None))
             pairs = list(zip(keys, values, strict=True)) if many else [(keys, values)]
         else:
             pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
@@ -174,7 +174,7 @@ class Cluster(Leaving, Reading[Any, Any]):
 
     def remove(self, keys: Any) -> int:
         """Take out every row of these keys (one, or a list); how many rows went."""
-        keys = list(keys) if several(keys, self._schema) else [keys]
+        keys = list(keys) if several(keys, getattr(self._schema, "key_kind", None)) else [keys]
         count = 0
         for key in keys:
             found = len(self._view.find(key))
