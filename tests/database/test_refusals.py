@@ -79,7 +79,7 @@ def test_an_absent_key_is_said_in_a_few_words(key):
     ("columns", "error", "says"),
     [
         ({"k": ["a"], "v": np.ones((1, 2, 3))}, ShapeError, "column 'v' has the shape"),
-        ({"k": ["a"], "v": 5}, DtypeError, "column 'v' must be a list or an array"),
+        ({"k": ["a"], "v": 5}, DtypeError, "column 'v' must be a list of cells, not 5"),
         ({"k": ["a"], 1: [1], "1": [2]}, ArgumentError, "the same name"),
         ({"k": ["a"], "v": [1, 2]}, ShapeError, "one length"),
         ({"k": [10**400], "v": [1]}, ArgumentError, "keep it as text"),
