@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import qkv
 from qkv import scores, weightings
 from qkv.engines import plan, triton
-from qkv.engines.triton import ahead, arguments, backward, forward, launch, norms, search
+from qkv.engines.triton import ahead, arguments, backward, forward, launch, norms, thresholds
 from tests.engines.triton.test_repeat import Compiled, Kernel
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -44,7 +44,7 @@ def met(monkeypatch):
     for module, names in (
         (forward, ("pool", "pool_narrow", "merge")), (backward, ("inner", "to_keys", "to_queries")),
         (norms, ("_square_kernel", "_square_slope_kernel")),
-        (search, ("entmax_kernel", "topk_kernel")),
+        (thresholds, ("entmax_kernel", "topk_kernel")),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, Ready(getattr(module, name), early, late))

@@ -13,7 +13,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.attention import request
 from qkv.engines import plan, triton
-from qkv.engines.triton import ahead, arguments, forward, launch, mend, norms, search
+from qkv.engines.triton import ahead, arguments, forward, launch, mend, norms, thresholds
 from qkv.engines.triton.records import Arrays, Scales, Strides
 from qkv.engines.triton.repeat import Steps
 
@@ -81,7 +81,7 @@ def counted(monkeypatch):
     """Kernels that are launched as compiled ones are; how often the launches were repeated."""
     for module, name in (
         (forward, "pool"), (forward, "pool_narrow"), (mend, "mend"), (norms, "_square_kernel"),
-        (search, "entmax_kernel"), (search, "topk_kernel"),
+        (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     for name in ("COMPILED", "MADE"):

@@ -7,21 +7,28 @@ from itertools import product
 import pytest
 import torch
 
-from qkv.engines.triton import launch, search
-from qkv.engines.triton.search import entmax_threshold, topk_threshold
+from qkv.engines.triton import launch, thresholds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INFINITY = float("inf")
 NOWHERE = 2**31 - 1
-TILE = search._tile
+TILE = thresholds._tile
 # NumPy, which the interpreter runs on, speaks of infinities that are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(search, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
+    monkeypatch.setattr(thresholds, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 2))
     monkeypatch.setattr(launch, "HELD", 32)
+
+
+def entmax_threshold(*given, **more):
+    return thresholds.entmax_threshold(*given, **more)[0]
+
+
+def topk_threshold(*given, **more):
+    return thresholds.topk_threshold(*given, **more)[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -196,7 +203,7 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
     monkeypatch.setattr(launch, "SMALLER", {})
     tried = []
-    plain = search.entmax_kernel
+    plain = thresholds.entmax_kernel
 
     class Kernel:
         def __getitem__(self, grid):
@@ -208,9 +215,9 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(search, "entmax_kernel", Kernel())
+    monkeypatch.setattr(thresholds, "entmax_kernel", Kernel())
     query, key, _ = arrays()
-    monkeypatch.setattr(search, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
+    monkeypatch.setattr(thresholds, "_tile", lambda *_: launch.Tile(16, 16, 16, 4, 3))
     entmax_threshold(query, key, 1.5, 1.0)
     assert tried == [3, 2]
 
@@ -218,12 +225,12 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
 def test_tiles_of_every_width():
     for dtype in (torch.float32, torch.bfloat16):
         for w, banded in product((64, 256), (False, True)):
-            for kernel in (search.entmax_kernel, search.topk_kernel):
-                tile = TILE(torch.empty(1, 1, 1, w, dtype=dtype), kernel, banded)
+            for kernel in (thresholds.entmax_kernel, thresholds.topk_kernel):
+                tile = TILE(torch.empty(1, 1, 1, w, dtype=dtype), kernel, banded, 0)
                 assert tile.rows * tile.cols <= 128 * 128
 
 
 def test_the_operators_keep_their_promises():
     query, key, _ = arrays(n=2, m=3)
-    torch.library.opcheck(entmax_threshold.node, (query, key, 1.5, 1.0))
-    torch.library.opcheck(topk_threshold.node, (query, key, 2, 1.0))
+    torch.library.opcheck(thresholds.entmax_threshold.node, (query, key, 1.5, 1.0))
+    torch.library.opcheck(thresholds.topk_threshold.node, (query, key, 2, 1.0))

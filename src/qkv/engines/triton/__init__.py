@@ -191,6 +191,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         )
         lower, upper, lengths, layout, size, _ = bounds
         scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
+        support: tuple[Any, Any] = (None, None)
         pairs: Any = pairs_of(call, bounds)
         added = pairs is not None and pairs.is_floating_point()
         if added and is_array(temperature):
@@ -199,9 +200,18 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             query, pairs = unmoved(query, pairs)
         if searched:
             band = (scale, *parts, lower, upper, lengths, pairs, times)
-            alpha, rows = _searched(call, query, key, band)
+            alpha, rows, left = _searched(call, query, key, band)
+            support = tuple(left) if left[0].numel() else support
         value = four_axes(call, call.value, few)
-        rest = (*parts, *rows, lengths, layout, pairs, call.seed if call.dropout else None)
+        rest = (
+            *parts,
+            *rows,
+            lengths,
+            layout,
+            pairs,
+            call.seed if call.dropout else None,
+            *support,
+        )
         whole = is_array(temperature)
         numbers = Numbers(
             scale, weighting, alpha, lower, upper, size, whole, times, call.dropout,
@@ -360,13 +370,16 @@ def interpreted() -> bool:
 
 
 def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:
-    """alpha, and what a sparse weighting must know of each row first."""
-    from qkv.engines.triton import search
+    """alpha, what a sparse weighting must know of each row first, and which pairs are left."""
+    from qkv.engines.triton import thresholds
 
     if isinstance(call.weighting, Entmax):
         alpha = float(call.weighting.alpha)
-        return alpha, (search.entmax_threshold(query, key, alpha, *band), None)
-    return 0.0, search.topk_threshold(query, key, getattr(call.weighting, "k", 1), *band)
+        row_a, *left = thresholds.entmax_threshold(query, key, alpha, *band)
+        return alpha, (row_a, None), left
+    k = getattr(call.weighting, "k", 1)
+    row_a, row_b, *left = thresholds.topk_threshold(query, key, k, *band)
+    return 0.0, (row_a, row_b), left
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}

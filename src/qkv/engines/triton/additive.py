@@ -14,6 +14,7 @@ from torch import Tensor
 from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
+from qkv.engines.triton.records import Arrays
 from qkv.errors import DtypeError, EngineError, ShapeError
 
 WIDEST_VALUE = 256
@@ -66,12 +67,6 @@ def _check(a: Tensor, b: Tensor, v: Tensor, value: Tensor) -> None:
         raise EngineError(f"values are {value.shape[3]} wide, and a tile holds {WIDEST_VALUE}")
 
 
-def _settings(lengths: Tensor | None, lower: int | None, upper: int | None) -> tuple[Any, ...]:
-    """What the operators of `ops` take behind φ, ψ and the values."""
-    absent = (None,) * 5
-    return *absent, lengths, None, None, None, *Numbers(1.0, lower=lower, upper=upper)
-
-
 def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]]:
     """Batches, heads of a and heads of b whose features and gradients ROOM holds; one at least.
 
@@ -122,18 +117,18 @@ def _additive_backward(
     """
     a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
     da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
-    parts = []
+    parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
     pieces = _pieces(a, b, pairs)
     with launch.on(a.device):
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
             phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
-            settings = _settings(None if lengths is None else lengths[batches], lower, upper)
+            short = None if lengths is None else lengths[batches]
             dphi, dpsi, dsome, *_ = gradients.attend_backward(
                 grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
-                kept[:, *ours].contiguous(), phi, psi, value[theirs], *settings,
-                *(True, True, False),
+                kept[:, *ours].contiguous(), *Arrays(phi, psi, value[theirs], lengths=short),
+                *numbers, *(True, True, False),
             )  # fmt: skip
             del phi, psi
             if len(pieces) > 1:
@@ -201,7 +196,8 @@ def _additive(
     with launch.on(a.device):
         fit, beyond = features.fit_of(a, b, table, grid)
         phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
-        out, lse, kept = forward.attend(phi, psi, value, *_settings(lengths, lower, upper))
+        numbers = Numbers(1.0, lower=lower, upper=upper)
+        out, lse, kept = forward.attend(*Arrays(phi, psi, value, lengths=lengths), *numbers)
         given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond)
         exact.forward(given, out, lse)
     return out, lse, kept, fit, beyond

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, support
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Strides
+from qkv.engines.triton.support import SHARED
 
 LOG2E = 1.4426950408889634
 
@@ -37,6 +38,16 @@ class Numbers(NamedTuple):
         base = LOG2E if self.weighting == "softmax" else 1.0
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         return Scales(float(self.scale) * base, self.alpha, self.times * base, share)
+
+
+class Walk(NamedTuple):
+    """A pass's loop: its tile, the lists that it goes by with their columns, and its facts."""
+
+    tile: Tile
+    at: Tensor | None
+    counts: Tensor | None
+    columns: int
+    facts: dict[str, Any]
 
 
 def rounded(given: Sequence[Any]) -> Sequence[Any]:
@@ -87,6 +98,7 @@ class Arguments:
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
         )  # fmt: skip
+        self.support, self.marks = arrays.lists, arrays.marks
         self.strides = (
             *self.query.stride()[:3],
             *self.key.stride()[:3],
@@ -150,6 +162,20 @@ class Arguments:
         return (
             self.lower, self.upper, self.layout_size, self.layout_columns, *self.dropped, *more
         )  # fmt: skip
+
+    def walks(self, tile: Tile, splits: int, by_key: bool = False) -> list[Walk]:
+        """The loops of a pass: one, or one of tiles without lists (`support`) and one of lists."""
+        size = tile.cols if by_key else tile.rows
+        plain = splits == 1 and self.layout is None and size in (SHARED, 2 * SHARED)
+        if self.support is None or not plain or max(self.w, self.d) > launch.HELD_BACK:
+            return [Walk(tile, *self.lists(tile, by_key), {"LISTED": 0, "MANY": 0})]
+        at = support.turned(self.query, self.marks) if by_key else self.support
+        many = size // SHARED
+        few = Tile(SHARED, SHARED, SHARED, 4, 3)
+        return [
+            Walk(some, at, None, at.shape[-1], {"LISTED": kind, "MANY": many})
+            for kind, some in ((1, tile), (2, few))
+        ]
 
     def lists(self, tile: Tile, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, int]:
         """For each tile of queries (or keys), the tiles of the others: full, partial, empty."""
@@ -223,6 +249,7 @@ def _facts(
         "GATE": gate,
         "LAYOUT": layout,
         "DROP": drop,
+        "LISTED": 0,
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,

@@ -2,6 +2,9 @@
 is what both need of each row first. `gradients` launches them.
 """
 
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ import triton.language as tl
 from qkv.engines.triton.place import (  # fmt: skip
     found_of,
     known_steps,
+    left_out,
     product,
     program,
     rows_program,
@@ -20,6 +24,7 @@ from qkv.engines.triton.place import (  # fmt: skip
 )
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import gate_half, left_over, pull_gate, score
+from qkv.engines.triton.support import LIST, is_listed
 from qkv.engines.triton.tiles import (  # fmt: skip
     LN2,
     alive,
@@ -134,10 +139,13 @@ def keys_tiles(
     """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
     dk, dv, dbias, dgate = state
     RULED: tl.constexpr = MASKED or F.PAIRS > 0
-    near = tl.arange(0, F.ROWS)
     q_n = tl.cast(steps.q_n, tl.int64)
     for t in tl.range(lo, hi):
-        if F.LAYOUT:
+        near = tl.arange(0, F.ROWS)
+        if F.LISTED == 2:
+            start = 0
+            near = tl.load(head.at + LIST + t * F.ROWS + near).to(tl.int32)
+        elif F.LAYOUT:
             start = tl.load(head.at + t) * F.ROWS
         else:
             start = t * F.ROWS
@@ -233,6 +241,15 @@ def to_keys(
     part, tile, pair = program((keys_n + F.COLS - 1) // F.COLS, z, F)
     tile += first_key // F.COLS
     pair += first_pair
+    if F.LISTED:
+        all_listed = True
+        for g in tl.range(0, group):
+            first = tile * (F.COLS // LIST)
+            count = (m + LIST - 1) // LIST
+            some = is_listed(at, pair * group + g, first, count, at_columns, F.MANY)
+            all_listed = all_listed & some
+        if all_listed == (F.LISTED == 1):
+            return
     batch = tl.cast(pair // heads, tl.int64)
     head = tl.cast(pair % heads, tl.int64)
     first = tile * F.COLS
@@ -306,21 +323,27 @@ def to_keys(
                 pairs = described(pairs, n, tl.cast(steps.p_n, tl.int64), m, F.ROWS, F.COLS, True)
             else:
                 pairs += first * tl.cast(steps.p_m, tl.int64)
+        listing = at
+        if F.LISTED == 2:
+            listing += (lane * ((m + LIST - 1) // LIST) + tile) * at_columns
+            inner_hi = 0
+            hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
         queries = Across(
             described(query, n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
             described(
                 along + lane * n * F.D, n, tl.cast(F.D, tl.int64), F.D, F.ROWS, F.BLOCK_D, F.TMA
             ),
-            lane * n, pairs, lane, g, at,
+            lane * n, pairs, lane, g, listing,
         )  # fmt: skip
-        if (F.UPPER or F.CUT) and not F.LAYOUT:
+        if (F.UPPER or F.CUT) and not F.LAYOUT and F.LISTED < 2:
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, lo, inner_lo, F, True
             )
-        state = keys_tiles(
-            state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
-        )
-        if F.LOWER or F.UNEVEN or F.LAYOUT:
+        if F.LISTED < 2:
+            state = keys_tiles(
+                state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
+            )
+        if F.LOWER or F.UNEVEN or F.LAYOUT or F.LISTED == 2:
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, inner_hi, hi, F, True
             )
@@ -404,6 +427,9 @@ def to_queries(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
+    if F.LISTED:
+        if left_out(at, z, F):
+            return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     lines = tl.cast(lines, tl.int64)
@@ -418,14 +444,15 @@ def to_queries(
         tl.zeros((F.ROWS,), dtype=tl.float32),
         tl.zeros((F.ROWS, LENT), dtype=tl.float32),
     )
-    if F.LOWER and not F.LAYOUT:
+    if F.LOWER and not F.LAYOUT and F.LISTED < 2:
         state = queries_tiles(
             state, rows, do, top, share, middle, keys, scales, z, lo, inner_lo, F, True
         )
-    state = queries_tiles(
-        state, rows, do, top, share, middle, keys, scales, z, inner_lo, inner_hi, F, False
-    )
-    if F.UPPER or F.CUT or F.LAYOUT:
+    if F.LISTED < 2:
+        state = queries_tiles(
+            state, rows, do, top, share, middle, keys, scales, z, inner_lo, inner_hi, F, False
+        )
+    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2:
         state = queries_tiles(
             state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers, rounded
 from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.place import even, product, rows_program, scored, tile_of
+from qkv.engines.triton.place import even, left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import ARRAYS, Sizes
 from qkv.engines.triton.tiles import (  # fmt: skip
     INFINITY,
@@ -116,13 +116,17 @@ def pool(
         n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns,
         splits, span,
     )  # fmt: skip
+    if F.LISTED:
+        if left_out(at, z, F):
+            return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     state = nothing(F, F.BLOCK_D)
-    if F.LOWER and not F.LAYOUT:
+    if F.LOWER and not F.LAYOUT and F.LISTED < 2:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
-    state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
-    if F.UPPER or F.CUT or F.LAYOUT:
+    if F.LISTED < 2:
+        state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
+    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -271,21 +275,23 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
         wide = call.w > launch.HELD or (
             call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"]
         )
-        at, counts, at_columns = call.lists(tile)
         targets = (out, lse, kept)
         if splits > 1:
             shape = (splits, lanes * rows)
             targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
-        facts = call.known(tile, wide, splits) | {"PACKED": packed, "FOLD": call.fold}
-        if wide and packed:
-            facts["TMA"] = False  # stacked rows do not follow each other
-        arrays = (call.inputs, at, counts, *targets)
-        whole = (
-            call.steps(out), call.n, call.m, call.hk if packed else call.h, call.group, rows,
-            *call.bounds(at_columns, splits, span),
-        )  # fmt: skip
-        kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
-        made = launch.start(kernel, programs * splits, arrays, call.floats, whole, facts, tile)
+        walks = call.walks(tile, splits)
+        for own, at, counts, at_columns, more in walks:
+            facts = call.known(own, wide, splits) | {"PACKED": packed, "FOLD": call.fold} | more
+            if wide and packed:
+                facts["TMA"] = False  # stacked rows do not follow each other
+            arrays = (call.inputs, at, counts, *targets)
+            whole = (
+                call.steps(out), call.n, call.m, call.hk if packed else call.h, call.group, rows,
+                *call.bounds(at_columns, splits, span),
+            )  # fmt: skip
+            kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
+            grid = lanes * -(-rows // own.rows) * splits
+            made = launch.start(kernel, grid, arrays, call.floats, whole, facts, own)
         if splits > 1:
             names = ("D", "BLOCK_D", "WEIGHTING", "EXPONENTIAL", "APART")
             joined = {name: facts[name] for name in names}
@@ -295,7 +301,7 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
                 merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
-        return made if splits == 1 and at is None else None
+        return made if splits == 1 and walks[0].at is None else None
 
     few = lanes < launch.processors(out.device) and rows <= launch.FEW
     return call.fitting("split" if few else "pool", rows, run)

@@ -145,7 +145,7 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
 
     def run(tile: Tile) -> None:
         nonlocal one, two
-        programs, splits, span = _parts(call, tile)
+        _, splits, span = _parts(call, tile)
         if fused:
             splits, span = 1, -(-call.m // tile.cols)
         one, two = call.new(splits, lines), call.new(splits, lines)
@@ -154,18 +154,17 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
             dquery = grads.query
             if splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
-        at, counts, at_columns = call.lists(tile)
-        facts = call.known(tile, wide, splits) | {"PACKED": False}
-        facts["CENTRE"] = 1 if grads is None else 2 * fused
-        facts["CENTRED"] = facts["CENTRED"] and grads is not None
-        arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
-        whole = (
-            call.steps(dquery), call.n, call.m, call.h, call.group, lines,
-            *call.bounds(at_columns, splits, span),
-        )  # fmt: skip
-        launch.start(
-            backward.to_queries, programs * splits, arrays, call.floats, whole, facts, tile
-        )
+        for own, at, counts, at_columns, more in call.walks(tile, splits):
+            facts = call.known(own, wide, splits) | {"PACKED": False} | more
+            facts["CENTRE"] = 1 if grads is None else 2 * fused
+            facts["CENTRED"] = facts["CENTRED"] and grads is not None
+            arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
+            whole = (
+                call.steps(dquery), call.n, call.m, call.h, call.group, lines,
+                *call.bounds(at_columns, splits, span),
+            )  # fmt: skip
+            grid = call.b * call.h * -(-call.n // own.rows) * splits
+            launch.start(backward.to_queries, grid, arrays, call.floats, whole, facts, own)
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
@@ -198,7 +197,6 @@ def _to_keys(
     def run(tile: Tile) -> None:
         programs = count * -(-keys_n // tile.cols)
         splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
-        at, counts, at_columns = call.lists(tile, by_key=True)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
             scored = call.weighting != "average"
@@ -209,15 +207,17 @@ def _to_keys(
                 call.new(splits, lines, width) if there else x
                 for x, width, there in zip(targets, widths, given, strict=True)
             ]
-        facts = call.known(tile, wide, splits) | {"UNEVEN": call.n % tile.rows != 0}
-        facts["LAID"] = facts["TMA"] and laid(call.pairs)
-        arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
-        whole = (
-            call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
-            *call.bounds(at_columns, splits, span),
-            first_pair, first_key, keys_n, lines,
-        )  # fmt: skip
-        launch.start(backward.to_keys, programs * splits, arrays, call.floats, whole, facts, tile)
+        for own, at, counts, at_columns, more in call.walks(tile, splits, by_key=True):
+            facts = call.known(own, wide, splits) | {"UNEVEN": call.n % own.rows != 0} | more
+            facts["LAID"] = facts["TMA"] and laid(call.pairs)
+            arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
+            whole = (
+                call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
+                *call.bounds(at_columns, splits, span),
+                first_pair, first_key, keys_n, lines,
+            )  # fmt: skip
+            grid = count * -(-keys_n // own.cols) * splits
+            launch.start(backward.to_keys, grid, arrays, call.floats, whole, facts, own)
         if splits == 1:
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)

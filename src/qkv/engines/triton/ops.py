@@ -91,7 +91,7 @@ def attend(
         raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
     out, lse, _ = pooled(
         query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs,
-        seed, scale, weighting, alpha, lower, upper, layout_size, whole, times, dropout,
+        seed, None, None, scale, weighting, alpha, lower, upper, layout_size, whole, times, dropout,
         query.shape[1],
     )  # fmt: skip
     return out, lse
@@ -164,8 +164,9 @@ def _check_rows(
 _GIVEN = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
     "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, "
-    "Tensor? pairs, Tensor? seed, float scale, str weighting, float alpha, SymInt? lower, "
-    "SymInt? upper, SymInt layout_size, bool whole, float times, float dropout, SymInt hashed"
+    "Tensor? pairs, Tensor? seed, Tensor? lists, Tensor? marks, float scale, str weighting, "
+    "float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool whole, float times, "
+    "float dropout, SymInt hashed"
 )
 
 _backward = operator(

@@ -26,7 +26,8 @@ from qkv.engines.triton.weigh import slope, weigh
 
 FACTS = (
     "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST",
-    "PRECISION", "SCORES", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "EXPONENTIAL", "BASE",
+    "PRECISION", "SCORES", "PAIRS", "BIAS", "GATE", "LAYOUT", "LISTED", "DROP", "EXPONENTIAL",
+    "BASE",
 )  # fmt: skip
 """Those of a call that the kernel is compiled for."""
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from qkv.engines.triton.records import Keys, Rows, Spot, Strides
 from qkv.engines.triton.score import gate_half, score
+from qkv.engines.triton.support import LIST, is_listed
 from qkv.engines.triton.tiles import (  # fmt: skip
     alive,
     bounds,
@@ -157,7 +158,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
         gate_key = given.gate_key + batch * steps.gate_b + shared * steps.gate_h
     if F.LAYOUT:
         layout = given.layout
-    if at is not None:
+    if F.LAYOUT or F.LISTED > 1:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
     end = length_of(given.lengths, batch, z.m)
     k_m = tl.cast(steps.k_m, tl.int64)
@@ -176,8 +177,13 @@ def rows_program(given, at, counts, steps, z, F):
     if F.UPPER:
         tile = tiles - 1 - tile  # a causal mask's longest rows first
     rows, spot = place(given, steps, tile, lane, z, F)
-    keys = keys_of(given, at, tile, steps, spot.batch, spot.shared, z, F)
-    if F.LAYOUT:
+    line = tile
+    if F.LISTED:
+        line = lane * tiles + tile
+    keys = keys_of(given, at, line, steps, spot.batch, spot.shared, z, F)
+    if F.LISTED == 2:
+        edges = (0, 0, 0, (tl.load(keys.at).to(tl.int32) + F.COLS - 1) // F.COLS)
+    elif F.LAYOUT:
         edges = listed(counts, tile, given.lengths)
     else:
         edges = bounds(spot.first, spot.last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
@@ -187,11 +193,27 @@ def rows_program(given, at, counts, steps, z, F):
 
 
 @triton.jit
+def left_out(at, z, F):
+    """Whether this program's rows are those of the other walk: LISTED is 2 in that over lists, and
+    1 in that over all keys, whose tiles are of MANY lists."""
+    tiles = (z.rows_n + F.ROWS - 1) // F.ROWS
+    _, tile, lane = program(tiles, z, F)
+    if F.UPPER:
+        tile = tiles - 1 - tile
+    first = tile * (F.ROWS // LIST)
+    count = (z.rows_n + LIST - 1) // LIST
+    return is_listed(at, lane, first, count, z.at_columns, F.MANY) == (F.LISTED == 1)
+
+
+@triton.jit
 def tile_of(t, rows, keys, times, z, F, MASKED: tl.constexpr):
     """Tile t of the keys: its start, their positions j (1, COLS), how far each lies, and of its
     pairs which count and what the mask's array adds (ROWS, COLS)."""
     near = tl.arange(0, F.COLS)
-    if F.LAYOUT:
+    if F.LISTED == 2:
+        start = 0
+        near = tl.load(keys.at + LIST + t * F.COLS + near).to(tl.int32)
+    elif F.LAYOUT:
         start = tl.load(keys.at + t) * F.COLS
     else:
         start = t * F.COLS

@@ -62,6 +62,8 @@ class Arrays(NamedTuple):
     layout: Tensor | None = None
     pairs: Tensor | None = None
     seed: Tensor | None = None
+    lists: Tensor | None = None
+    marks: Tensor | None = None
 
 
 ARRAYS = len(Arrays._fields)
@@ -155,7 +157,7 @@ class Spot(NamedTuple):
 
 class Keys(NamedTuple):
     """The keys of a head and what belongs to them, with the step from key to key; those of them
-    that count end at `end`, and `at` lists the tiles of a layout."""
+    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed."""
 
     key: Any
     k_m: Any

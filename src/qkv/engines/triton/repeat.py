@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, launch, norms, ops, search
+from qkv.engines.triton import ahead, launch, norms, ops, thresholds
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.launch import Launch
 from qkv.engines.triton.operators import watched
@@ -70,9 +70,9 @@ class Repeat:
         if factor is not None:
             self.taken.append(itemgetter(KEY, BIAS))
         if found:
-            self.taken.append(itemgetter(*pair, KEY, bias, *none * 4, *found))
+            self.taken.append(itemgetter(*pair, KEY, bias, *none * 5, *found, *none, NONE))
         self.taken.append(
-            itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none * 3, OUT, LSE, KEPT)
+            itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none * 4, OUT, LSE, KEPT)
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -98,13 +98,17 @@ class Repeat:
         band = self.band(query.shape[2], key.shape[2])
         bias = None if self.factor is None else norms.square(key, self.factor)
         parts, found, alpha = (self.scale, bias, None, None, *band), (None, None), 0.0
+        left: list[Tensor] = []
         if self.weighting == "entmax":
             alpha = self.number
-            found = (search.entmax_threshold(query, key, alpha, *parts), None)
+            row_a, *left = thresholds.entmax_threshold(query, key, alpha, *parts)
+            found = row_a, None
         elif self.weighting == "topk":
-            found = search.topk_threshold(query, key, self.number, *parts)
+            row_a, row_b, *left = thresholds.topk_threshold(query, key, self.number, *parts)
+            found = row_a, row_b
+        support = {"lists": left[0], "marks": left[1]} if left and left[0].numel() else {}
         made = ops.pooled(
-            *Arrays(query, key, value, bias, None, None, *found),
+            *Arrays(query, key, value, bias, None, None, *found, **support),
             *Numbers(self.scale, self.weighting, alpha, *band),
         )
         return (*made, bias, *found)

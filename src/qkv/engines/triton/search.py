@@ -9,19 +9,12 @@ row, tile by tile, by the functions that `forward.pool` uses: so they are the sa
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from qkv.engines.triton import launch
-from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.operators import operator
 from qkv.engines.triton.place import product, rows_program, scored
-from qkv.engines.triton.records import Arrays, Sizes
+from qkv.engines.triton.records import Sizes
+from qkv.engines.triton.support import LIST, mark, mark_all
 from qkv.engines.triton.tiles import NONE, alive, launched, ruled
 
 STEPS = tl.constexpr(16)
@@ -37,14 +30,6 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """The position behind all others."""
 
 
-FACTS = (
-    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "SCORES", "PAIRS",
-    "BIAS", "GATE", "LAYOUT", "DROP", "EVEN",
-)  # fmt: skip
-"""Those of a call that both kernels are compiled for."""
-PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}
-
-
 @triton.jit
 def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
     """Scores of tile t of the keys, (ROWS, COLS), −∞ where a pair does not count.
@@ -55,6 +40,11 @@ def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
     """
     start = t * F.COLS
     near = tl.arange(0, F.COLS)
+    if F.PHASE == 2:
+        there = keys.at + LIST + start + near
+        listed = edges[4] + tl.zeros((F.COLS,), tl.int32) > 0
+        near = tl.where(listed, tl.load(there, mask=listed, other=0).to(tl.int32), start + near)
+        start = 0
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = product(rows, keys, start, here, F)
@@ -135,35 +125,74 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
     return tl.where(on, (mass - size) / tl.where(slope > 0, slope, 1.0), 0.0)
 
 
+@triton.jit
+def _bits_of(marks, across, lists, spot, edges, found, bad, z, F):
+    """Where the bits of a tile of rows begin, of keys and of queries, and whether they are set: not
+    if a row is bad, or the rows have `found` more scores than there are keys to see."""
+    tile = spot.first // F.ROWS
+    lane = spot.batch * z.heads + spot.head
+    line = lane * ((z.n + LIST - 1) // LIST) + tile
+    keys = (z.m + LIST - 1) // LIST
+    seen = (edges[3] - edges[0]) * F.COLS
+    marking = (tl.sum(found, 0) <= seen) & (tl.max(bad.to(tl.int32), 0) == 0)
+    tl.store(lists + line * z.at_columns, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
+    words = (z.n + LIST - 1) // LIST * 2
+    return marks + line * keys * 2, across + lane * keys * words + tile * 2, words, marking
+
+
 @launched
-def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F: tl.constexpr):
+def entmax_kernel(
+    given, out, marks, across, lists, scales, steps, n, m, heads, group, lower, upper, at_columns,
+    F: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: a first look for the start, then steps until the slowest row is there.
 
     With few powers the mass of the row is known exactly as long as the same scores count. At
     alpha = 1.5 it is a quadratic in t, whose root leaves an error of third order, on either side;
     else Newton's steps leave one of second order.
+
+    In PHASE 1 there is one step, and its look sets the bits of `support`; in 2 the others follow,
+    over the lists of these.
     """
-    z = Sizes(n, m, heads, group, n, lower, upper)
-    rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
+    z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
+    rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     slim = scales.alpha - 1.0
     scale = scales.scale * slim
     pairs_times = scales.times * slim
-    peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
-    bad = _spoiled(peaks)
-    top = tl.max(peaks, 1)
-    empty = top == NONE
-    top = tl.where(empty | bad, 0.0, top)
-    t = top - 1.0
-    for _ in range(4 if F.POWER == 2 else 8):
-        some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), scales.alpha, F.POWER, F.FAST)
-        t += _newton(tl.sum(some, 1), tl.sum(lean, 1), scales.alpha, F.POWER)
-    t = tl.where(bad, 0.0, t)
-    low = t
-    high = top
+    if F.PHASE == 2:
+        t = tl.load(out + spot.line)
+        bad = t != t
+        empty = bad
+        low = t - 1.0  # all weights are in it, as none is above 1
+        high = t + 1.0
+        size = tl.load(keys.at).to(tl.int32)
+        listed = size >= 0
+        hi = tl.where(listed, (size + F.COLS - 1) // F.COLS, edges[3])
+        edges = (
+            tl.where(listed, 0, edges[0]), tl.where(listed, hi, edges[1]),
+            tl.where(listed, hi, edges[2]), hi, listed.to(tl.int32),
+        )  # fmt: skip
+    else:
+        peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
+        bad = _spoiled(peaks)
+        top = tl.max(peaks, 1)
+        empty = top == NONE
+        top = tl.where(empty | bad, 0.0, top)
+        t = top - 1.0
+        for _ in range(4 if F.POWER == 2 else 8):
+            some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), scales.alpha, F.POWER, F.FAST)
+            t += _newton(tl.sum(some, 1), tl.sum(lean, 1), scales.alpha, F.POWER)
+        t = tl.where(bad, 0.0, t)
+        low = t
+        high = top
+    if F.PHASE == 1:
+        found = tl.sum((peaks > t[:, None]).to(tl.int32), 1)
+        own, other, words, marking = _bits_of(marks, across, lists, spot, edges, found, bad, z, F)
+    LAST: tl.constexpr = 1 if F.PHASE == 1 else STEPS
     NEAR: tl.constexpr = 0.02 if F.POWER == 2 else 1e-3
     far = 1.0
     step = 0
-    while (far > NEAR) & (step < STEPS):
+    while (far > NEAR) & (step < LAST):
         mass = tl.zeros((F.ROWS,), tl.float32)
         slope = tl.zeros((F.ROWS,), tl.float32)
         count = tl.zeros((F.ROWS,), tl.float32)
@@ -175,6 +204,11 @@ def entmax_kernel(given, out, scales, steps, n, m, heads, group, lower, upper, F
             slope += tl.sum(lean, 1)
             if F.POWER == 2:
                 count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
+            if F.PHASE == 1:
+                if marking:
+                    mark(r > 0, own, other, tile, words, F)
+                else:
+                    mark_all(other, tile, words)
         move = _newton(mass, slope, scales.alpha, F.POWER)
         if F.POWER == 2:
             low = tl.where(mass >= 1, t, low)
@@ -254,16 +288,17 @@ def _fitting(equal, room):
 
 @launched
 def topk_kernel(
-    given, out, position, scales, steps, n, m, heads, group, lower, upper, top_k, F: tl.constexpr
-):
+    given, out, position, marks, across, lists, scales, steps, n, m, heads, group, lower, upper,
+    at_columns, top_k, F: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
 
     At least k scores are ≥ low and fewer than k are ≥ high, both images of floats. Where the two
     are neighbours and more than k scores are ≥ low, the k-th has equals, and the last look finds
-    the position up to which they count.
+    the position up to which they count. In PHASE 1 that look sets the bits of `support`.
     """
-    z = Sizes(n, m, heads, group, n, lower, upper)
-    rows, keys, spot, edges, _ = rows_program(given, None, None, steps, z, F)
+    z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
+    rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     peaks, floor, count = _peaks(rows, keys, edges, scales.scale, 1.0, scales.times, z, F, True)
     bad = _spoiled(peaks)
     few = count <= top_k
@@ -314,9 +349,18 @@ def topk_kernel(
     last = tl.full((F.ROWS,), -1, tl.int32)
     least = tl.full((F.ROWS,), float("inf"), tl.float32)
     below = tl.full((F.ROWS,), NONE, tl.float32)
+    if F.PHASE == 1:
+        own, other, words, marking = _bits_of(
+            marks, across, lists, spot, edges, tl.full((F.ROWS,), top_k, tl.int32), bad, z, F
+        )
     for tile in tl.range(edges[0], edges[3]):
         s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
         above = s >= foot[:, None]
+        if F.PHASE == 1:
+            if marking:
+                mark(above | (few[:, None] & (s > NONE)), own, other, tile, words, F)
+            else:
+                mark_all(other, tile, words)
         count += tl.sum(above.to(tl.int32), 1)
         least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
         below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))
@@ -334,115 +378,3 @@ def topk_kernel(
     found = tl.where(tied, last, NOWHERE)
     tl.store(out + spot.line, least)
     tl.store(position + spot.line, found)
-
-
-def _tile(query: Tensor, kernel: Any, banded: bool) -> Tile:
-    w = query.shape[-1]
-    if query.element_size() == 4:
-        return Tile(64, 64, 16, 4, 2)
-    entmax = kernel is entmax_kernel
-    if w > 128 or (entmax and not banded):
-        return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
-    return Tile(64, 64, 64, 4, 2 if entmax and w <= 64 else 3)
-
-
-def _run(
-    kernel: Any,
-    given: Arrays,
-    numbers: Numbers,
-    outs: tuple[Tensor, ...],
-    whole: tuple[int, ...] = (),
-) -> None:
-    """Launch with the largest tile that the device holds."""
-    about = (kernel, *launch.kinds(*given[:2], *given[3:]), *numbers[1:], *whole)
-    made = launch.MADE.get(about)
-    if made is not None and made.again((*given, *outs), numbers.floats):
-        return
-    call = Arguments(*given, *numbers)
-    sizes = (call.n, call.m, call.h, call.group, call.lower, call.upper, *whole)
-    # A product in float32 is written out as one instruction for each of its terms, in each loop
-    # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
-    wide = call.w > launch.HELD or call.query.dtype == torch.float32
-    facts = {name: call.facts[name] for name in FACTS} | PLAIN | {"WIDE": wide}
-
-    def run(tile: Tile) -> Launch | None:
-        known = facts | {
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
-        }
-        programs = call.b * call.h * -(-call.n // tile.rows)
-        arrays = (call.inputs, *outs)
-        return launch.start(
-            kernel, programs, arrays, call.floats, (call.steps(), *sizes), known, tile
-        )
-
-    need = (kernel, *facts.values())
-    tile = _tile(call.query, kernel, facts["LOWER"] or facts["UPPER"])
-    made = launch.fitting(tile, call.query.device, need, run)
-    launch.keep(about, None if call.copied else made)
-
-
-def _rows(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number for each query."""
-    return query.new_empty(query.shape[:3], dtype=dtype)
-
-
-@operator(lambda query, *rest, **named: _rows(query, torch.float32))
-def entmax_threshold(
-    query: Tensor,
-    key: Tensor,
-    alpha: float,
-    scale: float,
-    key_bias: Tensor | None = None,
-    gate_query: Tensor | None = None,
-    gate_key: Tensor | None = None,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-) -> Tensor:
-    """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
-
-    query (B, H, n, w), key (B, Hₖ, m, w) and the rest as in `ops.attend`, whose `row_a` it is.
-    0 for a row with nothing to look at; NaN where a score is NaN or +∞. No gradient.
-    """
-    out = _rows(query, torch.float32)
-    if not (out.numel() and key.shape[2]):
-        return out.zero_()
-    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, False, times)
-    _run(entmax_kernel, given, numbers, (out,))
-    return out
-
-
-@operator(lambda query, *rest, **named: (_rows(query, torch.float32), _rows(query, torch.int32)))
-def topk_threshold(
-    query: Tensor,
-    key: Tensor,
-    k: int,
-    scale: float,
-    key_bias: Tensor | None = None,
-    gate_query: Tensor | None = None,
-    gate_key: Tensor | None = None,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """least (B, H, n) and position (B, H, n) int32: the k largest scores of a row are those with
-    s > least, or s = least at a key up to the position.
-
-    Arguments and results as in `ops.attend`. Where the k-th score has equals that do not count,
-    least is that score; else it may lie below it, above the next. A row with no more than k scores
-    above −∞ has least −∞ and position 2³¹ − 1; one with a NaN or +∞ has least NaN. No gradient.
-    """
-    least, position = _rows(query, torch.float32), _rows(query, torch.int32)
-    if not (least.numel() and key.shape[2]):
-        return least.fill_(-torch.inf), position.fill_(NOWHERE.value)
-    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, False, times)
-    _run(topk_kernel, given, numbers, (least, position), (k,))
-    return least, position

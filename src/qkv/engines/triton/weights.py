@@ -22,7 +22,19 @@ from qkv.engines.triton.tiles import LOG2E, NONE, fetch, launched
 
 ROWS, COLS = 64, 64
 TILE = Tile(ROWS, COLS, COLS, 4, 3)
-FACTS = ("W", "D", "LOWER", "UPPER", "PAIRS", "BIAS", "GATE", "LAYOUT", "DROP", "WEIGHTING")
+FACTS = (
+    "W",
+    "D",
+    "LOWER",
+    "UPPER",
+    "PAIRS",
+    "BIAS",
+    "GATE",
+    "LAYOUT",
+    "LISTED",
+    "DROP",
+    "WEIGHTING",
+)
 """Those of a call that the kernels are compiled for."""
 
 

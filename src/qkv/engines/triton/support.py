@@ -1,0 +1,143 @@
+"""Which pairs a sparse weighting weighs, so that no others are looked at again.
+
+While thresholds are searched, a bound below each is known after the first look. Where few scores
+lie above it, the second sets a bit for each key that some query of a tile may weigh, and for each
+query that may weigh some key of a tile. `listed` makes lists of the bits: the sum and the gradient
+of queries go over the keys of their list, that of keys over the queries of theirs.
+"""
+
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qkv.engines.triton import launch
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.tiles import launched
+
+SHARED = 64
+"""Queries, or keys, that share a list."""
+LONG = 2048
+"""Queries and keys from which on lists pay."""
+LIST = tl.constexpr(SHARED)
+WORD = tl.constexpr(32)
+
+
+def pays(query: Tensor, key: Tensor) -> bool:
+    """Whether the search makes lists."""
+    (b, h, n, w), m = query.shape, key.shape[2]
+    if query.element_size() != 2 or w > launch.HELD_BACK:
+        return False
+    enough = b * h * tiles(n) >= launch.processors(query.device)
+    return bool(min(n, m) >= LONG and enough)
+
+
+def tiles(length: int) -> int:
+    return -(-length // SHARED)
+
+
+def bits(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """A bit for each tile of queries and each key, and for each tile of keys and each query."""
+    (b, h, n, _), m = query.shape, key.shape[2]
+    words = SHARED // WORD.value
+    return (
+        query.new_zeros((b, h, tiles(n), tiles(m) * words), dtype=torch.int32),
+        query.new_zeros((b, h, tiles(m), tiles(n) * words), dtype=torch.int32),
+    )
+
+
+def places(query: Tensor, length: int, count: int) -> Tensor:
+    """Room for lists of up to 5/8 of so many positions, (B, H, count, columns): its length stands
+    first, or −1 where all are looked at; the positions begin at column SHARED."""
+    columns = SHARED * (1 + min(5 * tiles(length) // 8, 48))
+    dtype = torch.int16 if length < 2**15 else torch.int32
+    return query.new_empty((*query.shape[:2], count, columns), dtype=dtype)
+
+
+@launched
+def write_list(marks, at, length, at_columns, words, F: tl.constexpr):
+    """One list of one line of bits, filled up with `length`; left alone where it begins with −1."""
+    line = tl.cast(tl.program_id(0), tl.int64)
+    marks += line * words
+    at += line * at_columns
+    if F.CHOSEN:
+        if tl.load(at) < 0:
+            return
+    near = tl.arange(0, F.BLOCK * WORD)
+    count = tl.program_id(0) * 0
+    for start in tl.range(0, words, F.BLOCK):
+        word = start + tl.arange(0, F.BLOCK)
+        some = tl.load(marks + word, mask=word < words, other=0)
+        on = tl.reshape((some[:, None] >> tl.arange(0, WORD)[None, :]) & 1, (F.BLOCK * WORD,))
+        slot = count + LIST + tl.cumsum(on, 0) - on
+        fits = (on > 0) & (slot < at_columns)
+        tl.store(at + slot, (near + start * WORD).to(at.dtype.element_ty), mask=fits)
+        count += tl.sum(on, 0)
+    slot = count + LIST + tl.arange(0, LIST)
+    rest = (slot < at_columns) & (slot < (count + 2 * LIST - 1) // LIST * LIST)
+    tl.store(at + slot, tl.full((LIST,), 0, at.dtype.element_ty) + length, mask=rest)
+    tl.store(at, tl.where(count + LIST <= at_columns, count, -1).to(at.dtype.element_ty))
+
+
+def listed(marks: Tensor, at: Tensor, length: int, chosen: bool) -> Tensor:
+    """`at`, filled with the positions of up to `length` that have bits in `marks`."""
+    words, lines = marks.shape[-1], at.shape[:3].numel()
+    whole, facts = (length, at.shape[-1], words), {"BLOCK": 32, "CHOSEN": chosen}
+    launch.start(write_list, lines, (marks, at), (), whole, facts, Tile(1, 1, 1, 4, 1))
+    return at
+
+
+def turned(query: Tensor, marks: Tensor) -> Tensor:
+    """Lists of queries for each tile of keys."""
+    n = query.shape[2]
+    return listed(marks, places(query, n, marks.shape[2]), n, False)
+
+
+@triton.jit
+def _either(a, b, c, d, e, f, g, h):
+    return a | e, b | f, c | g, d | h
+
+
+@triton.jit
+def mark(on, own, across, t, words, F):
+    """Set the bits of a tile: of its keys from `own`, of its queries from `across`.
+
+    Of a row the bits are all different, so that their sum is any of them.
+    """
+    column = tl.arange(0, F.COLS)[None, :]
+    row = tl.arange(0, F.ROWS)
+    bit = tl.full((1, F.COLS), 1, tl.int32) << (column % WORD)
+    low = tl.sum(tl.where(on & (column < WORD), bit, 0), 1)
+    high = tl.sum(tl.where(on & (column >= WORD), bit, 0), 1)
+    some = tl.where((low | high) != 0, tl.full((F.ROWS,), 1, tl.int32) << (row % WORD), 0)
+    parts = (low, high, tl.where(row < WORD, some, 0), tl.where(row < WORD, 0, some))
+    low_key, high_key, low_row, high_row = tl.reduce(parts, 0, _either)
+    tl.store(own + t * 2, low_key)
+    tl.store(own + t * 2 + 1, high_key)
+    across += tl.cast(t, tl.int64) * words
+    tl.store(across, low_row)
+    tl.store(across + 1, high_row)
+
+
+@triton.jit
+def mark_all(across, t, words):
+    """Set the bits of all queries of a tile."""
+    across += tl.cast(t, tl.int64) * words
+    tl.store(across, -1)
+    tl.store(across + 1, -1)
+
+
+@triton.jit
+def is_listed(at, lane, tile, count, at_columns, MANY: tl.constexpr):
+    """Whether each of the MANY tiles of a lane, of which `tile` is one, has a list."""
+    at += tl.cast(lane, tl.int64) * count * at_columns
+    least = tl.load(at + tl.cast(tile, tl.int64) * at_columns).to(tl.int32)
+    if MANY == 2:
+        other = tl.minimum(tile ^ 1, count - 1)
+        least = tl.minimum(least, tl.load(at + tl.cast(other, tl.int64) * at_columns).to(tl.int32))
+    return least >= 0

@@ -1,0 +1,83 @@
+"""Lists of what a sparse weighting weighs: the same values and gradients, over fewer pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qkv
+from qkv import masks, weightings
+from qkv.engines.triton import launch, support
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# NumPy, which the interpreter runs on, speaks of infinities that are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Lists are made of short rows too; the lengths of those made, of keys and of queries."""
+    made = []
+    plain = support.listed
+
+    def listed(*given):
+        at = plain(*given)
+        made.append(at[..., 0].flatten().tolist())
+        return at
+
+    monkeypatch.setattr(support, "listed", listed)
+    monkeypatch.setattr(support, "LONG", 64)
+    monkeypatch.setattr(launch, "processors", lambda device: 1)
+    return made
+
+
+def results(arrays, along, **how):
+    arrays = [x.detach().requires_grad_() for x in arrays]
+    out = qkv.attend(*arrays, **how)
+    return out.detach(), *torch.autograd.grad(out, arrays, along.to(out.dtype))
+
+
+def drawn(n, m, heads, few, steep):
+    torch.manual_seed(0)
+    shapes = ((heads, n), (few, m), (few, m), (heads, n))
+    query, *rest, along = (torch.randn(1, *x, 16).half().to(DEVICE) for x in shapes)
+    return [query * steep, *rest], along
+
+
+@pytest.mark.parametrize(
+    ("weighting", "mask", "shape"),
+    [
+        ("entmax15", masks.causal, (150, 140, 2, 2, 8.0)),
+        ("sparsemax", None, (70, 130, 4, 2, 2.0)),
+        (weightings.TopK(2), masks.window(80), (130, 140, 2, 2, 1.0)),
+    ],
+)
+def test_values_and_gradients_are_those_of_all_pairs(counts, weighting, mask, shape):
+    arrays, along = drawn(*shape)
+    how = {"weighting": weighting, "mask": mask}
+    got = results(arrays, along, engine="triton", **how)
+    keys, queries = counts
+    assert max(keys) > 0
+    assert max(queries) > 0
+    assert sum(x for x in keys if x > 0) < 0.7 * shape[1] * len(keys)
+    want = results([x.double() for x in arrays], along, engine="dense", **how)
+    for x, y in zip(got, want, strict=True):
+        assert (x.double() - y).norm() < 1e-3 * y.norm()
+
+
+def test_rows_that_weigh_most_keys_have_no_list(counts):
+    arrays, along = drawn(130, 140, 1, 1, 0.1)
+    got = results(arrays, along, engine="triton", weighting="entmax15")
+    assert set(counts[0]) == {-1}
+    want = results([x.double() for x in arrays], along, engine="dense", weighting="entmax15")
+    for x, y in zip(got, want, strict=True):
+        assert (x.double() - y).norm() < 1e-3 * y.norm()
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone(counts):
+    arrays, _ = drawn(70, 140, 1, 1, 8.0)
+    arrays[0][0, 0, 3, 0] = float("nan")
+    out = qkv.attend(*arrays, weighting="entmax15", engine="triton")
+    assert counts[0][0] == -1
+    assert counts[0][1] > 0
+    assert out.isfinite().all(-1)[0, 0].tolist() == [i != 3 for i in range(70)]
