@@ -149,7 +149,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
-    from qkv.engines.triton import columns, ops
+    from qkv.engines.triton import columns, ops, support
     from qkv.engines.triton.arguments import Numbers
     from qkv.engines.triton.records import Arrays
 
@@ -191,7 +191,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         )
         lower, upper, lengths, layout, size, _ = bounds
         scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
-        support: tuple[Any, Any] = (None, None)
+        lists: tuple[Any, Any] = (None, None)
         pairs: Any = pairs_of(call, bounds)
         added = pairs is not None and pairs.is_floating_point()
         if added and is_array(temperature):
@@ -199,9 +199,11 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         if added and pairs.shape[-1] == 1 and weighting in UNMOVED and not call.wants_lse:
             query, pairs = unmoved(query, pairs)
         if searched:
-            band = (scale, *parts, lower, upper, lengths, pairs, times)
+            banded = weighting == "topk" or lower is not None or upper is not None
+            listed = support.pays(query, key, banded)
+            band = (scale, listed, *parts, lower, upper, lengths, pairs, times)
             alpha, rows, left = _searched(call, query, key, band)
-            support = tuple(left) if left[0].numel() else support
+            lists = tuple(left) if left[0].numel() else lists
         value = four_axes(call, call.value, few)
         rest = (
             *parts,
@@ -210,7 +212,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             layout,
             pairs,
             call.seed if call.dropout else None,
-            *support,
+            *lists,
         )
         whole = is_array(temperature)
         numbers = Numbers(

@@ -80,6 +80,7 @@ class Arguments:
         reach = self.n + self.m
         self.lower = 0 if lower is None else max(min(lower, reach), -reach)
         self.upper = 0 if upper is None else max(min(upper, reach), -reach)
+        self.band = (None if lower is None else self.lower, None if upper is None else self.upper)
         self.weighting, self.floats = weighting, numbers.floats
         self.dropped = (min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed)
         self.layout_size = layout_size
@@ -98,7 +99,8 @@ class Arguments:
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
         )  # fmt: skip
-        self.support, self.marks = arrays.lists, arrays.marks
+        self.support: Any = arrays.lists
+        self.marks: Any = arrays.marks
         self.strides = (
             *self.query.stride()[:3],
             *self.key.stride()[:3],
@@ -169,9 +171,12 @@ class Arguments:
         plain = splits == 1 and self.layout is None and size in (SHARED, 2 * SHARED)
         if self.support is None or not plain or max(self.w, self.d) > launch.HELD_BACK:
             return [Walk(tile, *self.lists(tile, by_key), {"LISTED": 0, "MANY": 0})]
-        at = support.turned(self.query, self.marks) if by_key else self.support
+        at, few = self.support, Tile(SHARED, SHARED // 2, SHARED, 4, 3)
+        if by_key:
+            few = few._replace(rows=few.cols, cols=few.rows)
+            at = support.places(self.query, self.n, self.marks.shape[2])
+            support.listed(self.marks, at, self.n, self.band)
         many = size // SHARED
-        few = Tile(SHARED, SHARED, SHARED, 4, 3)
         return [
             Walk(some, at, None, at.shape[-1], {"LISTED": kind, "MANY": many})
             for kind, some in ((1, tile), (2, few))

@@ -3,6 +3,9 @@
 No kernel uses atomics: a sum has one program.
 """
 
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 import math

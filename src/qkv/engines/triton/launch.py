@@ -34,7 +34,8 @@ LEAST = 512
 class Tile(NamedTuple):
     """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
 
-    `described` has its rows copied by descriptors, on devices that can.
+    `described` has its rows copied by descriptors, on devices that can; a thread has no more than
+    `registers`, if they are given.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Tile(NamedTuple):
     stages: int
     waves: int = 4
     described: bool = False
+    registers: int | None = None
 
 
 OVERRIDE: dict[str, Tile] = {}
@@ -295,6 +297,8 @@ def start(
     if interpreted():
         kernel[grid](*arrays, *numbers, **named)
         return None
+    if tile.registers is not None:
+        named["maxnreg"] = tile.registers
     flat = (*arrays[0], *arrays[1:]) if taken else arrays
     at = [x if x is None else x.data_ptr() for x in flat]
     odd = tuple([x if x is None else x % 16 for x in at])

@@ -7,14 +7,17 @@ row, tile by tile, by the functions that `forward.pool` uses: so they are the sa
 - top-k: the k-th largest score, and up to which position its equals count.
 """
 
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.place import product, rows_program, scored
+from qkv.engines.triton.place import left_out, product, rows_program, scored
 from qkv.engines.triton.records import Sizes
-from qkv.engines.triton.support import LIST, mark, mark_all
+from qkv.engines.triton.support import FEW, LIST, Marks, mark, mark_all
 from qkv.engines.triton.tiles import NONE, alive, launched, ruled
 
 STEPS = tl.constexpr(16)
@@ -40,10 +43,8 @@ def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
     """
     start = t * F.COLS
     near = tl.arange(0, F.COLS)
-    if F.PHASE == 2:
-        there = keys.at + LIST + start + near
-        listed = edges[4] + tl.zeros((F.COLS,), tl.int32) > 0
-        near = tl.where(listed, tl.load(there, mask=listed, other=0).to(tl.int32), start + near)
+    if F.LISTED:
+        near = tl.load(keys.at + LIST + start + near).to(tl.int32)
         start = 0
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
@@ -126,18 +127,57 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
 
 
 @triton.jit
+def _look(t, rows, keys, edges, scale, times, pairs_times, alpha, own, z, F, MARKED: tl.constexpr):
+    """Σ rᵉ, Σ rᵉ⁻¹ and how many r > 0 there are, of each row; MARKED sets the bits of these."""
+    mass = tl.zeros((F.ROWS,), tl.float32)
+    slope = tl.zeros((F.ROWS,), tl.float32)
+    count = tl.zeros((F.ROWS,), tl.float32)
+    for tile in tl.range(edges[0], edges[3]):
+        s = _scores(tile, rows, keys, edges, scale, times, pairs_times, z, F)
+        r = tl.maximum(s - t[:, None], 0.0)
+        some, lean = _powers(r, alpha, F.POWER, F.FAST)
+        mass += tl.sum(some, 1)
+        slope += tl.sum(lean, 1)
+        if F.POWER == 2 or MARKED:
+            count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
+        if MARKED:
+            mark(r > 0, own, tile, F)
+    return mass, slope, count
+
+
+@triton.jit
+def _step(t, low, high, sums, alpha, idle, F):
+    """The next t, its bounds, and how far the slowest row has moved."""
+    mass, slope, count = sums
+    move = _newton(mass, slope, alpha, F.POWER)
+    if F.POWER == 2:
+        low = tl.where(mass >= 1, t, low)
+        high = tl.where(mass <= 1, t, high)
+        inside = slope * slope - count * (mass - 1)
+        root = (slope - tl.sqrt(tl.maximum(inside, 0.0))) / tl.maximum(count, 1.0)
+        move = tl.where(inside >= 0, root, move)
+        off = (t + move < low) | (t + move > high)
+        move = tl.where(off, 0.5 * (low + high) - t, move)
+    move = tl.where(idle, 0.0, move)
+    return t + move, low, high, tl.max(tl.abs(move) * slope, 0)
+
+
+@triton.jit
 def _bits_of(marks, across, lists, spot, edges, found, bad, z, F):
-    """Where the bits of a tile of rows begin, of keys and of queries, and whether they are set: not
-    if a row is bad, or the rows have `found` more scores than there are keys to see."""
+    """Where a tile of rows has its list and its bits, of keys and of queries, and whether they are
+    set: not if a row is bad, or the rows have `found` more scores than a share of their keys."""
     tile = spot.first // F.ROWS
     lane = spot.batch * z.heads + spot.head
     line = lane * ((z.n + LIST - 1) // LIST) + tile
     keys = (z.m + LIST - 1) // LIST
     seen = (edges[3] - edges[0]) * F.COLS
-    marking = (tl.sum(found, 0) <= seen) & (tl.max(bad.to(tl.int32), 0) == 0)
-    tl.store(lists + line * z.at_columns, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
+    marking = (tl.sum(found, 0) * FEW <= seen) & (tl.max(bad.to(tl.int32), 0) == 0)
     words = (z.n + LIST - 1) // LIST * 2
-    return marks + line * keys * 2, across + lane * keys * words + tile * 2, words, marking
+    own = Marks(
+        lists + line * z.at_columns, marks + line * keys * 2,
+        across + lane * keys * words + tile * 2, words,
+    )  # fmt: skip
+    return own, marking
 
 
 @launched
@@ -151,10 +191,13 @@ def entmax_kernel(
     alpha = 1.5 it is a quadratic in t, whose root leaves an error of third order, on either side;
     else Newton's steps leave one of second order.
 
-    In PHASE 1 there is one step, and its look sets the bits of `support`; in 2 the others follow,
-    over the lists of these.
+    In PHASE 1 the first look sets the bits of `support` where that pays, and no other is taken:
+    those follow in PHASE 2, over the lists of these.
     """
     z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
+    if F.LISTED:
+        if left_out(lists, z, F):
+            return
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     slim = scales.alpha - 1.0
     scale = scales.scale * slim
@@ -165,13 +208,6 @@ def entmax_kernel(
         empty = bad
         low = t - 1.0  # all weights are in it, as none is above 1
         high = t + 1.0
-        size = tl.load(keys.at).to(tl.int32)
-        listed = size >= 0
-        hi = tl.where(listed, (size + F.COLS - 1) // F.COLS, edges[3])
-        edges = (
-            tl.where(listed, 0, edges[0]), tl.where(listed, hi, edges[1]),
-            tl.where(listed, hi, edges[2]), hi, listed.to(tl.int32),
-        )  # fmt: skip
     else:
         peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
         bad = _spoiled(peaks)
@@ -185,45 +221,30 @@ def entmax_kernel(
         t = tl.where(bad, 0.0, t)
         low = t
         high = top
-    if F.PHASE == 1:
-        found = tl.sum((peaks > t[:, None]).to(tl.int32), 1)
-        own, other, words, marking = _bits_of(marks, across, lists, spot, edges, found, bad, z, F)
-    LAST: tl.constexpr = 1 if F.PHASE == 1 else STEPS
     NEAR: tl.constexpr = 0.02 if F.POWER == 2 else 1e-3
     far = 1.0
     step = 0
-    while (far > NEAR) & (step < LAST):
-        mass = tl.zeros((F.ROWS,), tl.float32)
-        slope = tl.zeros((F.ROWS,), tl.float32)
-        count = tl.zeros((F.ROWS,), tl.float32)
-        for tile in tl.range(edges[0], edges[3]):
-            s = _scores(tile, rows, keys, edges, scale, slim, pairs_times, z, F)
-            r = tl.maximum(s - t[:, None], 0.0)
-            some, lean = _powers(r, scales.alpha, F.POWER, F.FAST)
-            mass += tl.sum(some, 1)
-            slope += tl.sum(lean, 1)
-            if F.POWER == 2:
-                count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
-            if F.PHASE == 1:
-                if marking:
-                    mark(r > 0, own, other, tile, words, F)
-                else:
-                    mark_all(other, tile, words)
-        move = _newton(mass, slope, scales.alpha, F.POWER)
-        if F.POWER == 2:
-            low = tl.where(mass >= 1, t, low)
-            high = tl.where(mass <= 1, t, high)
-            inside = slope * slope - count * (mass - 1)
-            root = (slope - tl.sqrt(tl.maximum(inside, 0.0))) / tl.maximum(count, 1.0)
-            move = tl.where(inside >= 0, root, move)
-            off = (t + move < low) | (t + move > high)
-            move = tl.where(off, 0.5 * (low + high) - t, move)
-        move = tl.where(empty | bad, 0.0, move)
-        t += move
-        far = tl.max(tl.abs(move) * slope, 0)
+    last = STEPS
+    if F.PHASE == 1:
+        found = tl.sum((peaks > t[:, None]).to(tl.int32), 1)
+        own, marking = _bits_of(marks, across, lists, spot, edges, found, bad, z, F)
+        if marking:
+            sums = _look(t, rows, keys, edges, scale, slim, pairs_times, scales.alpha, own, z, F, 1)
+            t, low, high, far = _step(t, low, high, sums, scales.alpha, empty | bad, F)
+            # The first look alone, if what it found is sure to fit.
+            marking = tl.sum(sums[2], 0) <= at_columns - LIST
+            step = 1
+        else:
+            mark_all(own, edges[0], edges[3])
+        last = tl.where(marking, 0, STEPS)
+    while (far > NEAR) & (step < last):
+        sums = _look(t, rows, keys, edges, scale, slim, pairs_times, scales.alpha, keys, z, F, 0)
+        t, low, high, far = _step(t, low, high, sums, scales.alpha, empty | bad, F)
         step += 1
     t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))
     tl.store(out + spot.line, t)
+    if F.PHASE == 1:
+        tl.store(own.at, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
 
 
 @triton.jit
@@ -350,17 +371,17 @@ def topk_kernel(
     least = tl.full((F.ROWS,), float("inf"), tl.float32)
     below = tl.full((F.ROWS,), NONE, tl.float32)
     if F.PHASE == 1:
-        own, other, words, marking = _bits_of(
-            marks, across, lists, spot, edges, tl.full((F.ROWS,), top_k, tl.int32), bad, z, F
-        )
+        found = tl.full((F.ROWS,), top_k, tl.int32)
+        own, marking = _bits_of(marks, across, lists, spot, edges, found, bad, z, F)
+        if marking == 0:
+            mark_all(own, edges[0], edges[3])
+        tl.store(own.at, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
     for tile in tl.range(edges[0], edges[3]):
         s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
         above = s >= foot[:, None]
         if F.PHASE == 1:
             if marking:
-                mark(above | (few[:, None] & (s > NONE)), own, other, tile, words, F)
-            else:
-                mark_all(other, tile, words)
+                mark(above | (few[:, None] & (s > NONE)), own, tile, F)
         count += tl.sum(above.to(tl.int32), 1)
         least = tl.minimum(least, tl.min(tl.where(above, s, float("inf")), 1))
         below = tl.maximum(below, tl.max(tl.where(above, NONE, s), 1))

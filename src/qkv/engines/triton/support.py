@@ -6,10 +6,9 @@ query that may weigh some key of a tile. `listed` makes lists of the bits: the s
 of queries go over the keys of their list, that of keys over the queries of theirs.
 """
 
-# One `if` is decided when compiling, the one inside it on the device.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,16 +21,21 @@ from qkv.engines.triton.tiles import launched
 
 SHARED = 64
 """Queries, or keys, that share a list."""
-LONG = 2048
+LONG = 8192
 """Queries and keys from which on lists pay."""
 LIST = tl.constexpr(SHARED)
+FEW = tl.constexpr(4)
+"""Lists pay where no more than a FEWth of the others are in them."""
 WORD = tl.constexpr(32)
 
 
-def pays(query: Tensor, key: Tensor) -> bool:
-    """Whether the search makes lists."""
+def pays(query: Tensor, key: Tensor, banded: bool) -> bool:
+    """Whether lists are made: of many long rows, which a tile holds. Without a band, the search of
+    entmax is quicker in larger tiles than lists are of."""
     (b, h, n, w), m = query.shape, key.shape[2]
-    if query.element_size() != 2 or w > launch.HELD_BACK:
+    if not all(isinstance(x, int) for x in (b, h, n, m)):  # a graph of any length
+        return False
+    if not banded or query.element_size() != 2 or w > launch.HELD_BACK:
         return False
     enough = b * h * tiles(n) >= launch.processors(query.device)
     return bool(min(n, m) >= LONG and enough)
@@ -52,25 +56,39 @@ def bits(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def places(query: Tensor, length: int, count: int) -> Tensor:
-    """Room for lists of up to 5/8 of so many positions, (B, H, count, columns): its length stands
+    """Room for lists of a FEWth of so many positions, (B, H, count, columns): its length stands
     first, or −1 where all are looked at; the positions begin at column SHARED."""
-    columns = SHARED * (1 + min(5 * tiles(length) // 8, 48))
+    columns = SHARED * (1 + -(-tiles(length) // FEW.value))
     dtype = torch.int16 if length < 2**15 else torch.int32
     return query.new_empty((*query.shape[:2], count, columns), dtype=dtype)
 
 
 @launched
-def write_list(marks, at, length, at_columns, words, F: tl.constexpr):
-    """One list of one line of bits, filled up with `length`; left alone where it begins with −1."""
+def write_list(marks, at, length, at_columns, words, lines, lower, upper, F: tl.constexpr):
+    """One list of one line of bits, filled up with `length`.
+
+    Those of keys are left alone where they begin with −1. Those of queries pay if they are few of
+    the queries that see the keys.
+    """
     line = tl.cast(tl.program_id(0), tl.int64)
     marks += line * words
     at += line * at_columns
-    if F.CHOSEN:
-        if tl.load(at) < 0:
-            return
+    room = at_columns - LIST
+    if F.BY_KEY:
+        first = (tl.program_id(0) % lines) * LIST
+        begin = 0
+        end = length
+        if F.UPPER:
+            begin = tl.maximum(first - upper, 0)
+        if F.LOWER:
+            end = tl.minimum(first + LIST - lower, length)
+        room = tl.minimum(room, (end - begin) // FEW)
+    elif tl.load(at) < 0:
+        return
     near = tl.arange(0, F.BLOCK * WORD)
     count = tl.program_id(0) * 0
-    for start in tl.range(0, words, F.BLOCK):
+    start = 0
+    while (start < words) & (count <= room):
         word = start + tl.arange(0, F.BLOCK)
         some = tl.load(marks + word, mask=word < words, other=0)
         on = tl.reshape((some[:, None] >> tl.arange(0, WORD)[None, :]) & 1, (F.BLOCK * WORD,))
@@ -78,24 +96,33 @@ def write_list(marks, at, length, at_columns, words, F: tl.constexpr):
         fits = (on > 0) & (slot < at_columns)
         tl.store(at + slot, (near + start * WORD).to(at.dtype.element_ty), mask=fits)
         count += tl.sum(on, 0)
+        start += F.BLOCK
     slot = count + LIST + tl.arange(0, LIST)
     rest = (slot < at_columns) & (slot < (count + 2 * LIST - 1) // LIST * LIST)
     tl.store(at + slot, tl.full((LIST,), 0, at.dtype.element_ty) + length, mask=rest)
-    tl.store(at, tl.where(count + LIST <= at_columns, count, -1).to(at.dtype.element_ty))
+    tl.store(at, tl.where(count <= room, count, -1).to(at.dtype.element_ty))
 
 
-def listed(marks: Tensor, at: Tensor, length: int, chosen: bool) -> Tensor:
-    """`at`, filled with the positions of up to `length` that have bits in `marks`."""
-    words, lines = marks.shape[-1], at.shape[:3].numel()
-    whole, facts = (length, at.shape[-1], words), {"BLOCK": 32, "CHOSEN": chosen}
-    launch.start(write_list, lines, (marks, at), (), whole, facts, Tile(1, 1, 1, 4, 1))
+def listed(marks: Tensor, at: Tensor, length: int, band: tuple[Any, ...] = ()) -> Tensor:
+    """`at`, filled with the positions of up to `length` that have bits in `marks`; of queries with
+    the band of their keys."""
+    lower, upper = band or (None, None)
+    whole = (length, at.shape[-1], marks.shape[-1], at.shape[2], lower or 0, upper or 0)
+    facts = {"LOWER": lower is not None, "UPPER": upper is not None, "BY_KEY": bool(band)}
+    tile = Tile(1, 1, 1, 4, 1)
+    lines = at.shape[:3].numel()
+    launch.start(write_list, lines, (marks, at), (), whole, facts | {"BLOCK": 64}, tile)
     return at
 
 
-def turned(query: Tensor, marks: Tensor) -> Tensor:
-    """Lists of queries for each tile of keys."""
-    n = query.shape[2]
-    return listed(marks, places(query, n, marks.shape[2]), n, False)
+class Marks(NamedTuple):
+    """Where the list of a tile of rows begins, its bits of keys, and those of queries in each of so
+    many words for a tile of keys."""
+
+    at: Any
+    keys: Any
+    queries: Any
+    words: Any
 
 
 @triton.jit
@@ -104,8 +131,8 @@ def _either(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def mark(on, own, across, t, words, F):
-    """Set the bits of a tile: of its keys from `own`, of its queries from `across`.
+def mark(on, own, t, F):
+    """Set the bits of a tile of pairs.
 
     Of a row the bits are all different, so that their sum is any of them.
     """
@@ -117,19 +144,21 @@ def mark(on, own, across, t, words, F):
     some = tl.where((low | high) != 0, tl.full((F.ROWS,), 1, tl.int32) << (row % WORD), 0)
     parts = (low, high, tl.where(row < WORD, some, 0), tl.where(row < WORD, 0, some))
     low_key, high_key, low_row, high_row = tl.reduce(parts, 0, _either)
-    tl.store(own + t * 2, low_key)
-    tl.store(own + t * 2 + 1, high_key)
-    across += tl.cast(t, tl.int64) * words
+    tl.store(own.keys + t * 2, low_key)
+    tl.store(own.keys + t * 2 + 1, high_key)
+    across = own.queries + tl.cast(t, tl.int64) * own.words
     tl.store(across, low_row)
     tl.store(across + 1, high_row)
 
 
 @triton.jit
-def mark_all(across, t, words):
-    """Set the bits of all queries of a tile."""
-    across += tl.cast(t, tl.int64) * words
-    tl.store(across, -1)
-    tl.store(across + 1, -1)
+def mark_all(own, lo, hi):
+    """Set the bits of all queries of a tile, for tiles lo … hi of the keys."""
+    for start in tl.range(lo, hi, LIST):
+        t = start + tl.arange(0, LIST)
+        across = own.queries + t.to(tl.int64) * own.words
+        tl.store(across, t * 0 - 1, mask=t < hi)
+        tl.store(across + 1, t * 0 - 1, mask=t < hi)
 
 
 @triton.jit

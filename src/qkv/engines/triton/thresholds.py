@@ -13,6 +13,7 @@ from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
+from qkv.engines.triton.support import SHARED
 
 FACTS = (
     "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "SCORES", "PAIRS",
@@ -25,7 +26,7 @@ PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}
 def _tile(query: Tensor, kernel: Any, banded: bool, phase: int) -> Tile:
     w = query.shape[-1]
     if phase:
-        return Tile(support.SHARED, support.SHARED, 64, 4, 2 if w <= 64 else 3)
+        return Tile(SHARED, SHARED, 64, 4, 3, registers=128 if w <= 64 else 168)
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
     entmax = kernel is entmax_kernel
@@ -54,7 +55,7 @@ def _run(
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
     facts = {name: call.facts[name] for name in FACTS} | PLAIN | {"WIDE": wide}
-    facts |= {"PHASE": phase, "LISTED": 3 if phase == 2 else 0}
+    facts |= {"PHASE": phase, "LISTED": phase if phase == 2 else 0, "MANY": 1}
 
     def run(tile: Tile) -> Launch | None:
         known = facts | {
@@ -79,9 +80,9 @@ def _rows(query: Tensor, dtype: torch.dtype) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=dtype)
 
 
-def _support(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _support(query: Tensor, key: Tensor, listed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the lists and the bits of `support`, of queries and of keys; empty without any."""
-    if not support.pays(query, key):
+    if not listed:
         none = query.new_empty((0,), dtype=torch.int32)
         return none, none.clone(), none
     marks, across = support.bits(query, key)
@@ -89,12 +90,16 @@ def _support(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return at, across, marks
 
 
-def _entmax_fake(query: Tensor, key: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
-    return _rows(query, torch.float32), *_support(query, key)[:2]
+def _entmax_fake(
+    query: Tensor, key: Tensor, alpha: float, scale: float, listed: bool = False, *_: Any, **__: Any
+) -> tuple[Tensor, ...]:
+    return _rows(query, torch.float32), *_support(query, key, listed)[:2]
 
 
-def _topk_fake(query: Tensor, key: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
-    return _rows(query, torch.float32), _rows(query, torch.int32), *_support(query, key)[:2]
+def _topk_fake(
+    query: Tensor, key: Tensor, k: int, scale: float, listed: bool = False, *_: Any, **__: Any
+) -> tuple[Tensor, ...]:
+    return _rows(query, torch.float32), _rows(query, torch.int32), *_support(query, key, listed)[:2]
 
 
 @operator(_entmax_fake)
@@ -103,6 +108,7 @@ def entmax_threshold(
     key: Tensor,
     alpha: float,
     scale: float,
+    listed: bool = False,
     key_bias: Tensor | None = None,
     gate_query: Tensor | None = None,
     gate_key: Tensor | None = None,
@@ -116,19 +122,19 @@ def entmax_threshold(
 
     query (B, H, n, w), key (B, Hₖ, m, w) and the rest as in `ops.attend`, whose `row_a` it is.
     0 for a row with nothing to look at; NaN where a score is NaN or +∞. No gradient. Then come
-    `lists` and `marks`, which are empty where `support` does not pay.
+    `lists` and `marks` of `support`, if they are to be `listed`, or else empty.
     """
     out = _rows(query, torch.float32)
-    lists, across, marks = _support(query, key)
+    lists, across, marks = _support(query, key, listed)
     if not (out.numel() and key.shape[2]):
         return out.zero_(), lists, across
     given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
     numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, False, times)
-    if not lists.numel():
+    if not listed:
         _run(entmax_kernel, given, numbers, (out, None, None, None))
         return out, lists, across
     _run(entmax_kernel, given, numbers, (out, marks, across, lists), phase=1)
-    support.listed(marks, lists, key.shape[2], True)
+    support.listed(marks, lists, key.shape[2])
     _run(entmax_kernel, given, numbers, (out, None, None, lists), phase=2)
     return out, lists, across
 
@@ -139,6 +145,7 @@ def topk_threshold(
     key: Tensor,
     k: int,
     scale: float,
+    listed: bool = False,
     key_bias: Tensor | None = None,
     gate_query: Tensor | None = None,
     gate_key: Tensor | None = None,
@@ -157,14 +164,14 @@ def topk_threshold(
     Then come `lists` and `marks`, as for entmax.
     """
     least, position = _rows(query, torch.float32), _rows(query, torch.int32)
-    lists, across, marks = _support(query, key)
+    lists, across, marks = _support(query, key, listed)
     if not (least.numel() and key.shape[2]):
         return least.fill_(-torch.inf), position.fill_(NOWHERE.value), lists, across
     given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
     numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, False, times)
-    if not lists.numel():
+    if not listed:
         _run(topk_kernel, given, numbers, (least, position, None, None, None), (k,))
         return least, position, lists, across
     _run(topk_kernel, given, numbers, (least, position, marks, across, lists), (k,), phase=1)
-    support.listed(marks, lists, key.shape[2], True)
+    support.listed(marks, lists, key.shape[2])
     return least, position, lists, across

@@ -24,7 +24,7 @@ SIZES = (
     "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
     "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
     "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a", "others_count",
-    "dropped", "hashed", "rows_own", "keys_own", "lanes_own", "batches_own", "heads_own",
+    "dropped", "hashed", "words", "rows_own", "keys_own", "lanes_own", "batches_own", "heads_own",
 )  # fmt: skip
 """Numbers that change from call to call, by name."""
 
