@@ -15,7 +15,17 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import qkv
 from qkv import scores, weightings
 from qkv.engines import plan, triton
-from qkv.engines.triton import ahead, arguments, backward, forward, launch, norms, thresholds
+from qkv.engines.triton import (  # fmt: skip
+    ahead,
+    arguments,
+    backward,
+    forward,
+    launch,
+    norms,
+    thresholds,
+    to_keys,
+    to_queries,
+)
 from tests.engines.triton.test_repeat import Compiled, Kernel
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -42,7 +52,8 @@ def met(monkeypatch):
     """The kernels that were compiled ahead, and those when they were launched."""
     early, late = [], []
     for module, names in (
-        (forward, ("pool", "pool_narrow", "merge")), (backward, ("inner", "to_keys", "to_queries")),
+        (forward, ("pool", "pool_narrow", "merge")), (backward, ("inner",)),
+        (to_keys, ("to_keys",)), (to_queries, ("to_queries",)),
         (norms, ("_square_kernel", "_square_slope_kernel")),
         (thresholds, ("entmax_kernel", "topk_kernel")),
     ):  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import backward, launch, pairs
+from qkv.engines.triton import backward, launch, pairs, to_keys, to_queries
 from qkv.engines.triton.arguments import Arguments, laid, rounded
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
@@ -164,7 +164,7 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
                 *call.bounds(at_columns, splits, span),
             )  # fmt: skip
             grid = call.b * call.h * -(-call.n // own.rows) * splits
-            launch.start(backward.to_queries, grid, arrays, call.floats, whole, facts, own)
+            launch.start(to_queries.to_queries, grid, arrays, call.floats, whole, facts, own)
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
@@ -217,7 +217,7 @@ def _to_keys(
                 first_pair, first_key, keys_n, lines,
             )  # fmt: skip
             grid = count * -(-keys_n // own.cols) * splits
-            launch.start(backward.to_keys, grid, arrays, call.floats, whole, facts, own)
+            launch.start(to_keys.to_keys, grid, arrays, call.floats, whole, facts, own)
         if splits == 1:
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)

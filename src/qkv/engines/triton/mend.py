@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.backward import Back, kept_of, queries_tiles
+from qkv.engines.triton.backward import Back, kept_of
 from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator, watched
@@ -20,6 +20,7 @@ from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays, Sizes
 from qkv.engines.triton.score import left_over
 from qkv.engines.triton.tiles import bounds, fetch, finite, launched
+from qkv.engines.triton.to_queries import queries_tiles
 from qkv.errors import ArgumentError
 
 PLAIN = {

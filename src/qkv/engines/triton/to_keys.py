@@ -1,0 +1,301 @@
+"""The gradients of keys and values, in tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qkv.engines.triton.backward import Back, kept_of, pulled
+from qkv.engines.triton.place import found_of, known_steps, program
+from qkv.engines.triton.records import Sizes
+from qkv.engines.triton.score import gate_half, left_over, score
+from qkv.engines.triton.support import LIST, is_listed
+from qkv.engines.triton.tiles import (  # fmt: skip
+    LN2,
+    alive,
+    bounds,
+    described,
+    fetch,
+    finite,
+    kept_share,
+    launched,
+    length_of,
+    listed,
+    portion,
+    products,
+    row_hash,
+    rows_at,
+    ruled,
+    ruling,
+)
+from qkv.engines.triton.weigh import slope, weigh
+
+
+class Down(NamedTuple):
+    """A tile of keys, down: ψ(k) (COLS, w), v (COLS, d), and of each (COLS, 1) its position, its
+    place in the mask's array, its bias and the gate's half; which of them are written, and where
+    in `ds`; the first of them."""
+
+    key: Any
+    offset: Any
+    k: Any
+    v: Any
+    j: Any
+    at: Any
+    bias: Any
+    b: Any
+    end: Any
+    stored: Any
+    line: Any
+    first: Any
+
+
+class Across(NamedTuple):
+    """The queries of one head, across: where φ, ∂L/∂out, the rows' lines and the mask's array
+    begin, which lane and which of its group it is, and the list of tiles."""
+
+    query: Any
+    along: Any
+    line: Any
+    pairs: Any
+    lane: Any
+    member: Any
+    at: Any
+
+
+@triton.jit
+def keys_tiles(
+    state, own, head, given, back, ds_out, scales, steps, z, lo, hi, F, MASKED: tl.constexpr
+):
+    """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
+    dk, dv, dbias, dgate = state
+    RULED: tl.constexpr = MASKED or F.PAIRS > 0
+    q_n = tl.cast(steps.q_n, tl.int64)
+    for t in tl.range(lo, hi):
+        near = tl.arange(0, F.ROWS)
+        if F.LISTED == 2:
+            start = 0
+            near = tl.load(head.at + LIST + t * F.ROWS + near).to(tl.int32)
+        elif F.LAYOUT:
+            start = tl.load(head.at + t) * F.ROWS
+        else:
+            start = t * F.ROWS
+        i = (start + near)[None, :]
+        here = near
+        live = i
+        if MASKED:
+            here = tl.minimum(near, z.n - 1 - start)
+            live = alive(i, own.j, own.end, given.layout, z, F)
+        extra = i
+        if F.PAIRS:
+            if F.LAID:
+                read = tl.trans(head.pairs.load([start, own.first]))  # (COLS, ROWS)
+                extra, live = ruling(read, live, scales.times, F.PAIRS, MASKED)
+            else:
+                there = head.pairs + start * tl.cast(steps.p_n, tl.int64)
+                offset = own.at + here[None, :] * steps.p_n
+                extra, live = ruled(live, there, offset, scales.times, F.PAIRS, MASKED)
+        keep = i
+        if F.DROP:
+            drawn = row_hash(given.seed, head.lane, i, z.hashed)
+            keep = kept_share(drawn, own.j, z.dropped, scales.share)
+        line = head.line + start + here
+        top, share, middle = kept_of(back, line, F)
+        row_a, row_b, a = found_of(given, line, F)
+        do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
+        if F.WEIGHTING == "average":
+            p, lean = weigh(
+                i, own.j, live, 0.0, share[None, :], row_a, row_b, scales.alpha, F, RULED
+            )
+            if F.DROP:
+                p = p * keep
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
+        else:
+            if F.WIDE:
+                x = products(
+                    own.key, own.offset, head.query + start * q_n, here * q_n,
+                    F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
+                )  # fmt: skip
+            else:
+                q = rows_at(head.query, start, q_n, here, F.W, F.BLOCK_W, F.TMA)  # (ROWS, w)
+                x = tl.dot(own.k, tl.trans(q), input_precision=F.SCORES)
+            gated, steep = score(x, scales.scale, own.bias, a[None, :], own.b, F)
+            s = gated
+            if F.PAIRS == 2:
+                s = s + extra
+            p, lean = weigh(
+                s, own.j, live, top[None, :], share[None, :], row_a[None, :], row_b[None, :],
+                scales.alpha, F, RULED,
+            )  # fmt: skip
+            weight = p
+            if F.DROP:
+                weight = p * keep
+            dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=F.PRECISION)
+            dp = tl.dot(own.v, tl.trans(do), input_precision=F.PRECISION)
+            if F.DROP:
+                dp = dp * keep
+            ds = slope(p, lean, dp, middle[None, :], share[None, :], F)
+            logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
+            if F.GATE:
+                dgate += tl.sum(logit, 1)
+            if F.BIAS:
+                dbias += tl.sum(ds, 1)
+            if F.WIDE:
+                spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
+                spot += (head.member * steps.o_n + start + near)[None, :]
+                ds = (ds * left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
+                tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
+            else:
+                if RULED:
+                    q = tl.where(finite(q), q, 0.0)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PRECISION)
+    return dk, dv, dbias, dgate
+
+
+@launched
+def to_keys(
+    given, at, counts, along, centre, kept, dkey, dvalue, dbias, dgate, ds, scales, steps,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+    span, first_pair, first_key, keys_n, parts_lines, F: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one tile of keys and its values, from every query of the group.
+
+    `heads` are the key's. With WIDE the gradient of φ·ψ is written to `ds` (pairs, keys, group,
+    n and room) for a matrix product, and `dkey` is left alone. With SPLIT the queries are shared
+    out, and each part is written by itself, as float32.
+    """
+    z = Sizes(
+        n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+        span,
+    )  # fmt: skip
+    steps = known_steps(steps, F)
+    part, tile, pair = program((keys_n + F.COLS - 1) // F.COLS, z, F)
+    tile += first_key // F.COLS
+    pair += first_pair
+    if F.LISTED:
+        all_listed = True
+        for g in tl.range(0, group):
+            first = tile * (F.COLS // LIST)
+            count = (m + LIST - 1) // LIST
+            some = is_listed(at, pair * group + g, first, count, at_columns, F.MANY)
+            all_listed = all_listed & some
+        if all_listed == (F.LISTED == 1):
+            return
+    batch = tl.cast(pair // heads, tl.int64)
+    head = tl.cast(pair % heads, tl.int64)
+    first = tile * F.COLS
+    near = tl.arange(0, F.COLS)
+    stored = (first + near < m) & (first + near < first_key + keys_n)
+    here = tl.minimum(near, m - 1 - first)
+    key = given.key + batch * steps.k_b + head * steps.k_h + first * tl.cast(steps.k_m, tl.int64)
+    value = given.value + batch * steps.v_b + head * steps.v_h
+    value += first * tl.cast(steps.v_m, tl.int64)
+    end = length_of(given.lengths, batch, m)
+    v = fetch(value, here * steps.v_m, F.D, F.BLOCK_D)  # (COLS, d)
+    j = (first + near)[:, None]
+    k = j
+    if not F.WIDE and F.WEIGHTING != "average":
+        k = fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
+    bias = j
+    if F.BIAS:
+        there = given.key_bias + batch * steps.bias_b + head * steps.bias_h
+        bias = tl.load(there + first + here)[:, None] * F.BASE
+    b = j
+    if F.GATE:
+        there = given.gate_key + batch * steps.gate_b + head * steps.gate_h
+        b = gate_half(tl.load(there + first + here), F.FAST)[:, None]
+    if F.LAYOUT:
+        at += tl.cast(tile, tl.int64) * at_columns
+        lo, inner_lo, inner_hi, hi = listed(counts, tile, given.lengths)
+    else:
+        last = tl.minimum(first + F.COLS, end) - 1
+        lo, inner_lo, inner_hi, hi = bounds(
+            first, last, -upper, -lower, n, F.ROWS, F.UPPER, F.LOWER
+        )
+        if F.CUT:
+            if first + F.COLS > end:
+                inner_lo = hi
+                inner_hi = hi
+            if first >= end:
+                lo = hi
+    if F.SPLIT:
+        lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
+    HELD: tl.constexpr = 16 if F.WIDE else F.BLOCK_W
+    state = (
+        tl.zeros((F.COLS, HELD), dtype=tl.float32),
+        tl.zeros((F.COLS, F.BLOCK_D), dtype=tl.float32),
+        tl.zeros((F.COLS,), dtype=tl.float32),
+        tl.zeros((F.COLS,), dtype=tl.float32),
+    )
+    ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
+    own = Down(
+        key,
+        here * steps.k_m,
+        k,
+        v,
+        j,
+        here[:, None] * steps.p_m,
+        bias,
+        b,
+        end,
+        stored,
+        ds_line,
+        first,
+    )
+    back = Back(along, centre, kept, tl.cast(lines, tl.int64))
+    q_n = tl.cast(steps.q_n, tl.int64)
+    for g in tl.range(0, group):
+        lane = batch * heads * group + head * group + g
+        query = given.query + batch * steps.q_b + (head * group + g) * steps.q_h
+        pairs = given.pairs
+        if F.PAIRS:
+            pairs += batch * steps.p_b + (head * group + g) * steps.p_h
+            if F.LAID:  # read with queries down, as it lies, and turned on chip
+                pairs = described(pairs, n, tl.cast(steps.p_n, tl.int64), m, F.ROWS, F.COLS, True)
+            else:
+                pairs += first * tl.cast(steps.p_m, tl.int64)
+        listing = at
+        if F.LISTED == 2:
+            listing += (lane * ((m + LIST - 1) // LIST) + tile) * at_columns
+            inner_hi = 0
+            hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
+        queries = Across(
+            described(query, n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
+            described(
+                along + lane * n * F.D, n, tl.cast(F.D, tl.int64), F.D, F.ROWS, F.BLOCK_D, F.TMA
+            ),
+            lane * n, pairs, lane, g, listing,
+        )  # fmt: skip
+        if (F.UPPER or F.CUT) and not F.LAYOUT and F.LISTED < 2:
+            state = keys_tiles(
+                state, own, queries, given, back, ds, scales, steps, z, lo, inner_lo, F, True
+            )
+        if F.LISTED < 2:
+            state = keys_tiles(
+                state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
+            )
+        if F.LOWER or F.UNEVEN or F.LAYOUT or F.LISTED == 2:
+            state = keys_tiles(
+                state, own, queries, given, back, ds, scales, steps, z, inner_hi, hi, F, True
+            )
+    dk, dv, db, dg = state
+    line = tl.cast(pair, tl.int64) * m + first + near
+    if F.SPLIT:
+        line += tl.cast(part, tl.int64) * parts_lines
+    column = tl.arange(0, F.BLOCK_D)[None, :]
+    where = dvalue + line[:, None] * F.D + column
+    tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
+    if F.WEIGHTING != "average":
+        if not F.WIDE:
+            dk = dk * left_over(scales.scale, F)
+            column = tl.arange(0, F.BLOCK_W)[None, :]
+            where = dkey + line[:, None] * F.W + column
+            tl.store(where, dk.to(dkey.dtype.element_ty), mask=stored[:, None] & (column < F.W))
+        if F.BIAS:
+            tl.store(dbias + line, db, mask=stored)
+        if F.GATE:
+            if F.WEIGHTING == "softmax":
+                dg = dg * LN2
+            tl.store(dgate + line, dg, mask=stored)

@@ -1,0 +1,131 @@
+"""The gradients of queries, in tiles."""
+
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qkv.engines.triton.backward import Back, kept_of, pulled
+from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
+from qkv.engines.triton.records import Sizes
+from qkv.engines.triton.score import left_over
+from qkv.engines.triton.tiles import LN2, fetch, finite, kept_share, launched, rows_at
+from qkv.engines.triton.weigh import slope, weigh
+
+
+@triton.jit
+def queries_tiles(
+    state, rows, do, top, share, middle, keys, scales, z, lo, hi, F, MASKED: tl.constexpr
+):
+    """The gradients of a tile of queries after tiles lo … hi of the keys."""
+    dq, one, two, lent = state
+    RULED: tl.constexpr = MASKED or F.PAIRS > 0
+    for t in tl.range(lo, hi):
+        start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, MASKED)
+        x, k = product(rows, keys, start, here, F)
+        gated, steep = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        s = gated
+        if F.PAIRS == 2:
+            s = s + extra
+        p, lean = weigh(s, j, live, top, share, rows.row_a, rows.row_b, scales.alpha, F, RULED)
+        v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
+        dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
+        if F.DROP:
+            dp = dp * kept_share(rows.drawn, j, z.dropped, scales.share)
+        if F.CENTRE == 1:
+            one += tl.sum(tl.where(lean == 0, 0.0, lean * dp), 1)
+            two += tl.sum(lean, 1)
+        elif F.CENTRE == 2:
+            ds = slope(p, lean, dp, middle, share, F)
+            one += tl.sum(ds, 1)
+            two += tl.sum(lean, 1)
+            if RULED:
+                k = tl.where(finite(k), k, 0.0)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+            lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
+        else:
+            ds = slope(p, lean, dp, middle, share, F)
+            logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
+            if F.GATE:
+                one += tl.sum(logit, 1)
+            if not F.WIDE:
+                if RULED:
+                    k = tl.where(finite(k), k, 0.0)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
+    return dq, one, two, lent
+
+
+@launched
+def to_queries(
+    given, at, counts, along, centre, kept, dquery, one_out, two_out, scales, steps,
+    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+    span, F: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one tile of queries and of their gate, which goes to `one_out`.
+
+    If CENTRE is 1, instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. If it is 2,
+    the centre given is a number near it, and the gradient is taken from there: the rest of the
+    centre times Σ lean · ψ is subtracted at the end, and the centre goes to `one_out`. With WIDE
+    the gradient of the query is not taken. `heads` are the query's.
+    """
+    z = Sizes(
+        n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
+        span,
+    )  # fmt: skip
+    if F.LISTED:
+        if left_out(at, z, F):
+            return
+    rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
+    lo, inner_lo, inner_hi, hi = edges
+    lines = tl.cast(lines, tl.int64)
+    top, share, middle = kept_of(Back(along, centre, kept, lines), spot.line, F)
+    top, share, middle = top[:, None], share[:, None], middle[:, None]
+    do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+    HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
+    LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
+    state = (
+        tl.zeros((F.ROWS, HELD), dtype=tl.float32),
+        tl.zeros((F.ROWS,), dtype=tl.float32),
+        tl.zeros((F.ROWS,), dtype=tl.float32),
+        tl.zeros((F.ROWS, LENT), dtype=tl.float32),
+    )
+    if F.LOWER and not F.LAYOUT and F.LISTED < 2:
+        state = queries_tiles(
+            state, rows, do, top, share, middle, keys, scales, z, lo, inner_lo, F, True
+        )
+    if F.LISTED < 2:
+        state = queries_tiles(
+            state, rows, do, top, share, middle, keys, scales, z, inner_lo, inner_hi, F, False
+        )
+    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2:
+        state = queries_tiles(
+            state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
+        )
+    dq, one, two, lent = state
+    line = spot.line
+    there = spot.batch * steps.o_b + spot.head * steps.o_h
+    there += spot.row * tl.cast(steps.o_n, tl.int64)
+    if F.SPLIT:
+        line += tl.cast(part, tl.int64) * lines
+        there += part * lines * F.W
+    if F.CENTRE == 1:
+        tl.store(one_out + line, one, mask=spot.inside)
+        tl.store(two_out + line, two, mask=spot.inside)
+    else:
+        if F.CENTRE == 2:
+            rest = (one / tl.where(two == 0, 1.0, two))[:, None]
+            dq = dq - rest * lent
+            tl.store(one_out + line[:, None], middle + rest, mask=spot.inside[:, None])
+        if F.GATE:
+            if F.WEIGHTING == "softmax":
+                one = one * LN2
+            tl.store(one_out + line, one, mask=spot.inside)
+        if not F.WIDE:
+            dq = dq * left_over(scales.scale, F)
+            column = tl.arange(0, F.BLOCK_W)[None, :]
+            where = dquery + there[:, None] + column
+            inside = spot.inside[:, None] & (column < F.W)
+            tl.store(where, dq.to(dquery.dtype.element_ty), mask=inside)
