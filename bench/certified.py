@@ -109,6 +109,19 @@ def speeds(rng, keys, near):
             told["sides"]["qkv"] |= {"rows read": found.read, "bound": float(found.error.max())}
             yield told
 
+    rows, even = over(keys, near, value), {"score": "scaled_dot", "weighting": "softmax"}
+    attention.over(rows, asked(rng, keys, D // 8), **even, tolerance=TOLERANCE)  # pays for the sums
+    yield compare(
+        f"a flat query, {len(keys):,} × {D}, 256-wide values pooled, load {load:.0f}",
+        {
+            "qkv": lambda rows, query: attention.over(rows, query, **even, tolerance=TOLERANCE),
+            "exact": lambda rows, query: attention.over(rows, query, **even),
+        },
+        [(rows, asked(rng, keys, 1))],
+        goals={"exact": 3.0},
+        repeats=7,
+    )
+
 
 def errors(rng):
     """The true error of many queries, and their bounds."""

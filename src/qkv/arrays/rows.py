@@ -125,8 +125,8 @@ class Rows:
     """m live rows. `read()` goes through them in their order; where they lie `apart`, each of
     the stored is done with before the next is read. `allowed` (m,) rules some of them out. `kept`
     has what scores have found out about the keys, (m,), by the kind of the score; `bounds` what
-    the rows of a cut have at most, by its start and size. `ahead` is `read` that is told which
-    fields are wanted of all rows.
+    the rows of a cut have at most, by its start and size, and sums over blocks of rows. `ahead` is
+    `read` that is told which fields are wanted of all rows.
 
     >>> keys = np.arange(6.0).reshape(3, 2)
     >>> rows = Rows(lambda: [Stored(keys, live=np.array([True, False, True]))], (2, 2))
@@ -142,7 +142,7 @@ class Rows:
         allowed: np.ndarray | None = None,
         apart: bool = False,
         kept: dict[Any, np.ndarray] | None = None,
-        bounds: dict[tuple[int, int], Any] | None = None,
+        bounds: dict[Any, Any] | None = None,
         ahead: Callable[[Collection[str]], Iterable[Stored]] | None = None,
     ):
         self.ahead = ahead or (lambda fields: read())

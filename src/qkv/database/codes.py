@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import made, threads
+from qkv.arrays.lengths import lengths, spread
 from qkv.arrays.made import Made
 from qkv.arrays.rows import Near
 from qkv.errors import unknown
@@ -25,9 +26,6 @@ PRECISIONS = ("float32", "float16", "int8")
 
 LEAST = 1e-37
 """The least scale whose inverse float32 has: smaller numbers are rounded to 0."""
-
-SQUARED = 1e-12
-"""The least number whose square float32 holds with all its digits, and room to spare."""
 
 BOUNDS = ("scale", "residual", "norm", "spread")
 
@@ -95,12 +93,12 @@ def near(vectors: np.ndarray, first: int, keep: bool = True) -> dict[str, np.nda
                 # A residual may be too long; of ‖k‖ scores are made, which need all its digits.
                 wide = key.astype(float, copy=False)
                 norm[strip] = np.sqrt(np.einsum("ij,ij->i", wide, wide))
-                residual[strip] = _lengths(some)
+                residual[strip] = lengths(some)
             # The product with the scale and the difference are rounded.
             lost = 2 * np.finfo(kind).eps * norm
-            spread = _spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
+            together = spread(left, residual.max(initial=0.0)) + np.sqrt(lost @ lost)
             bounds[at, 1], bounds[at, 2] = _up(residual + lost), norm
-            bounds[at, 3] = _up(np.asarray(spread, np.float32))
+            bounds[at, 3] = _up(np.asarray(together, np.float32))
         block[at] = (first + start) % 2**32
 
     if count <= BLOCK:
@@ -127,41 +125,6 @@ def found(tensors: Any) -> Near | None:
     if "scale" in tensors and tensors["code"].dtype == np.int8:
         return Near(tensors["code"], tensors["scale"])
     return None
-
-
-def _lengths(x: np.ndarray) -> np.ndarray:
-    """‖x‖ of rows (m, d), not less than it is."""
-    most = float(max(x.max(initial=0.0), -x.min(initial=0.0)))
-    safe = not most or SQUARED < most < 1 / SQUARED
-    found = np.einsum("ij,ij->i", x, x, dtype=x.dtype if safe else float)
-    width, kind = x.shape[1], np.finfo(found.dtype)
-    return np.asarray(np.sqrt(found) * (1 + width * kind.eps) + np.sqrt(width * kind.tiny))
-
-
-def _spread(left: np.ndarray, size: float) -> float:
-    """√λ, or a few hundredths more, of the largest λ of G = Σ r rᵀ over residuals (m, d), the
-    longest of this `size`. They are overwritten.
-
-    λ ≤ ‖G³²‖ᶠ to the power 1/32, which five products give in less time than eigenvalues take.
-    """
-    rows, width = left.shape
-    if not size or not np.isfinite(size):
-        return float(size)
-    left /= left.dtype.type(size)
-    gram = left.T @ left if rows > width else left @ left.T
-    unit, whole = float(np.finfo(left.dtype).eps), float(np.trace(gram))
-    if not whole:  # of vectors that are their codes
-        return float(size)
-    power, most = 1, 1.0
-    for _ in range(5):
-        trace = float(np.trace(gram))
-        gram = gram / left.dtype.type(trace)
-        most *= trace ** (1 / power)
-        gram, power = gram @ gram, 2 * power
-    most *= float(np.linalg.norm(gram)) ** (1 / power)
-    lost = 32 * unit * max(min(rows, width), 4) + 1e-6  # by the products of G
-    most = most * (1 + lost) + unit * max(rows, width) * whole
-    return float(size * np.sqrt(min(most, whole * (1 + 1e-6 + unit * rows))))
 
 
 def _up(x: np.ndarray) -> np.ndarray:

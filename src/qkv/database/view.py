@@ -67,7 +67,7 @@ class View:
         self._passed: dict[str, np.ndarray] = {}
         self._censuses: dict[str, np.ndarray] = {}
         self._aside: dict[bool, dict[Any, np.ndarray]] = {False: {}, True: {}}
-        self._bounds: dict[tuple[int, int], Any] = {}
+        self._bounds: dict[Any, Any] = {}
         self.built: dict[tuple[str, int, int], Column] = {}
         self.texts: dict[tuple[str, int, int], Texts] = {}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from qkv.arrays import is_array
 from qkv.arrays.rows import Rows, Weighed
-from qkv.engines import stored
+from qkv.engines import flat, stored
 from qkv.engines.coded import Coded
 from qkv.engines.doubt import Doubt
 from qkv.engines.scan import Pruned, Scan
@@ -58,6 +58,17 @@ def run(
     refused = _refusal(rows, score, weighting)
     if refused is not None:
         return refused
+    return _coded(rows, query, score, weighting, tolerance, confidence)
+
+
+def _coded(
+    rows: Rows,
+    query: np.ndarray,
+    score: Score,
+    weighting: Weighting,
+    tolerance: float,
+    confidence: float | None,
+) -> Weighed | str:
     asked = Coded(rows, query, score, weighting)
     if weighting.few is not None:
         return _best(asked, weighting.few, tolerance)
@@ -67,16 +78,32 @@ def run(
 
 
 def pooled(
-    rows: Rows, query: np.ndarray, score: Score, weighting: Weighting, *near: float | None
+    rows: Rows,
+    query: np.ndarray,
+    score: Score,
+    weighting: Weighting,
+    tolerance: float,
+    confidence: float | None = None,
 ) -> np.ndarray | str:
-    """The output alone; the weights of some queries are held at a time."""
+    """The output alone. Flat queries are answered by sums over blocks of rows; of the others the
+    weights are held, of some at a time."""
+    refused = _refusal(rows, score, weighting)
+    if refused is not None:
+        return refused
+    known = flat.run(rows, query, score, weighting, tolerance) if len(query) else None
+    rest = query if known is None else query[~known[1]]
     step, outs = max(AT_ONCE // max(rows.shape[0], 1), 1), []
-    for at in range(0, max(len(query), 1), step):
-        found = run(rows, query[at : at + step], score, weighting, *near)  # type: ignore[arg-type]
+    for at in range(0, max(len(rest), known is None), step):
+        found = _coded(rows, rest[at : at + step], score, weighting, tolerance, confidence)
         if isinstance(found, str):
             return found
         outs.append(found.out)
-    return np.concatenate(outs)
+    if known is None:
+        return np.concatenate(outs)
+    out, proven = known
+    if outs:
+        out[~proven] = np.concatenate(outs)
+    return out
 
 
 def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:

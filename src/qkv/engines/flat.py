@@ -1,0 +1,128 @@
+"""The output of flat weights from sums over blocks of rows: neither a key is read nor its code.
+
+The rows of a block have scores x = a + δ around a = φ·μ, that of their mean key: E δ = 0,
+E δ² ≤ σ² = ‖φ‖² λ and |δ| ≤ M = ‖φ‖ r. All of them are given the weight e^a. In units of that,
+
+    too much:    E (1 − e^δ)₊ ≤ E (−δ)₊ = ½ E |δ| ≤ σ / 2,               for e^δ ≥ 1 + δ;
+    too little:  what is too much, and E e^δ − 1 = E (e^δ − 1 − δ) ≤ V = ½ σ² e^M,
+                 which is Taylor's remainder: σ / 2 + V.
+
+These are loss and gain of a `Bound`, summed over the blocks as those of codes are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from qkv.arrays import of
+from qkv.arrays.lengths import lengths, spread
+from qkv.arrays.rows import Cut, Reader, Rows
+from qkv.scores import Score
+from qkv.weightings import Weighting
+from qkv.weightings.bound import Bound
+from qkv.weightings.softmax import Softmax
+
+BLOCK = 4096
+"""Rows that are summed together."""
+
+PAID = 12
+"""Sums take as long to make as codes take to answer width / PAID queries: they are made when that
+many have come that they may answer."""
+
+UP = 1 + 1e-6
+"""More than the last of a few roundings to float32 takes."""
+
+
+class Blocks(NamedTuple):
+    """Of each block how many rows it has (b,), their mean key (b, d), √λ and r (b,), both rounded
+    up, and Σ v (b, d_v); of all rows the least and the largest value (d_v,)."""
+
+    size: np.ndarray
+    mean: np.ndarray
+    spread: np.ndarray
+    reach: np.ndarray
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    def pooled(self, phi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The output (n, d_v) for φ (n, d), and how far its weights may be off, (n,)."""
+        length = lengths(phi)[:, None]
+        with np.errstate(all="ignore"):
+            a = phi @ self.mean.T
+            top = a.max(axis=1)
+            w = np.exp(a - top[:, None])
+            # The sums in float64 of the means, of their scores, and the exponential.
+            unit = (4 * (phi.shape[1] + 8) + 2 * self.size) * 2.0**-53
+            lost = np.expm1(unit * (length * (lengths(self.mean) + self.reach) + 4))
+            sigma, most = length * self.spread, length * self.reach
+            loss = (1 + lost) * sigma / 2 + lost
+            gain = loss + (1 + lost) ** 2 * sigma**2 / 2 * np.exp(most)
+            mass = w * self.size
+            total = mass.sum(axis=1)
+            sums = ((mass * x).sum(axis=1) for x in (gain, loss))
+            out = np.clip(w @ self.value / total[:, None], self.low, self.high)
+        error = Bound(top, total, *sums).error
+        return out, np.where(np.isfinite(out).all(axis=1), error, 1.0)
+
+
+def run(
+    rows: Rows, query: np.ndarray, score: Score, weighting: Weighting, tolerance: float
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The output (n, d_v) and which queries it is proven for, (n,); None where it is for none.
+
+    The score must be one that codes bound, of rows that have them.
+    """
+    first = rows.first()
+    form = score.affine(query.astype(float), np.ones(1))
+    assert first is not None and first.near is not None and form is not None
+    others = form.factor, form.bias, form.cap, form.gate, first.scale, rows.allowed
+    if type(weighting) is not Softmax or any(x is not None for x in others):
+        return None
+    phi = np.asarray(form.query) / float(weighting.temperature)
+    name = "flat", rows.width
+    found = rows.bounds.get(name, 0)
+    if isinstance(found, Blocks):
+        narrow = float(found.spread.min())
+    else:
+        assert first.near.norm is not None
+        # No keys of such lengths have a smaller λ than those that point everywhere.
+        narrow = float(first.near.norm[:BLOCK].max(initial=0.0)) / rows.shape[1] ** 0.5
+    hopeful = int(np.count_nonzero(lengths(phi) * narrow / 2 <= tolerance))
+    if not hopeful:
+        return None
+    if not isinstance(found, Blocks):
+        rows.bounds[name] = come = found + hopeful
+        if PAID * come < rows.shape[1]:
+            return None
+        rows.bounds[name] = found = summed(rows)
+    out, error = found.pooled(phi)
+    proven = error <= tolerance
+    return (out, proven) if proven.any() else None
+
+
+def summed(rows: Rows) -> Blocks:
+    """The blocks of all rows, whose keys and values are read once."""
+    cuts = rows.cuts(BLOCK, ahead=("key", "value") if rows.width else ("key",))
+    found: list[tuple[np.ndarray, ...]] = Reader(of(np.zeros(0))).reduce(
+        lambda cut: [_block(cut, rows.width)], lambda one, two: one + two, [], cuts
+    )
+    each = Blocks(*map(np.array, zip(*found, strict=True)))
+    return each._replace(low=each.low.min(axis=0), high=each.high.max(axis=0))
+
+
+def _block(cut: Cut, width: int) -> tuple[np.ndarray, ...]:
+    with np.errstate(all="ignore"):
+        key = cut.key().astype(float)
+        mean = key.mean(axis=0)
+        key -= mean
+        left = key.astype(np.float32)
+        long = lengths(left)
+        reach = float(long.max()) * UP
+        lost = np.finfo(np.float32).eps * np.sqrt((long * long).sum())
+        wide = (spread(left, reach) * UP + lost) / np.sqrt(cut.size)
+        value = cut.value().astype(float) if width else np.zeros((cut.size, 0))
+        known = (cut.size, mean, min(wide, reach), reach, value.sum(axis=0))
+        return *map(np.asarray, known), value.min(axis=0), value.max(axis=0)

@@ -1,0 +1,191 @@
+"""Flat queries by sums over blocks: the bound is never below the true error, and no row is read."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qkv
+from qkv import scores
+from qkv.arrays.rows import Cut, Rows, Stored
+from qkv.attention import over
+from qkv.database import codes
+from qkv.engines import flat
+from qkv.weightings import Softmax
+
+WIDTH = 32
+KINDS = ["plain", "unit", "all equal", "clusters", "one huge row", "far off", "tiny", "large"]
+
+
+def made(rng, kind, count):
+    keys = rng.normal(size=(count, WIDTH))
+    if kind == "unit":
+        keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    elif kind == "all equal":
+        keys[:] = keys[0]
+    elif kind == "clusters":
+        keys = keys[np.sort(rng.integers(0, min(count, 5), count))] + 0.01 * keys
+    elif kind == "one huge row":
+        keys[count // 2] *= 1e6
+    elif kind == "far off":
+        keys = 1e4 + 1e-3 * keys
+    elif kind == "tiny":
+        keys *= 1e-40
+    elif kind == "large":
+        keys *= 1e19
+    return keys.astype(np.float32)
+
+
+def stored(keys, value, live=None, pieces=1):
+    """Rows in pieces, with codes beside them."""
+    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    whole = Stored(keys, value, live, near=near)
+    step = -(-len(keys) // pieces)
+    parts = [whole.some(slice(at, at + step)) for at in range(0, len(keys), step)]
+    m = len(keys) if live is None else int(live.sum())
+    return Rows(lambda: parts, (m, keys.shape[1]), value.shape[1])
+
+
+def blocked(rows, phi):
+    """The weights (n, m) in float64 that the sums stand for: one for each block."""
+    groups = [[cut.key().astype(float) for cut in group] for group in rows.cuts(flat.BLOCK)]
+    keys = [key for group in groups for key in group]
+    a = np.concatenate([np.tile(phi @ key.mean(axis=0), (len(key), 1)) for key in keys]).T
+    return Softmax()(a)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kind=st.sampled_from(KINDS),
+    count=st.sampled_from([1, 2, 50, 400]),
+    block=st.sampled_from([1, 7, 64, 4096]),
+    scale=st.sampled_from([1e-4, 0.01, 0.06, 0.3, 1.0, 5.0]),
+    dead=st.booleans(),
+    pieces=st.integers(1, 3),
+)
+def test_the_bound_is_never_below_the_error(seed, kind, count, block, scale, dead, pieces):
+    rng = np.random.default_rng(seed)
+    keys, value = made(rng, kind, count), rng.normal(size=(count, 2)).astype(np.float32)
+    live = rng.random(count) < 0.7 if dead else None
+    if live is not None:
+        live[0] = True
+    rows = stored(keys, value, live, pieces)
+    some = keys[rng.integers(count, size=3)].astype(float) + 0.1 * rng.normal(size=(3, WIDTH))
+    size = np.abs(some).max() if kind in ("large", "far off", "one huge row") else 1.0
+    phi = scale * some / size**2
+    left = slice(None) if live is None else live
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(flat, "BLOCK", block)
+        out, error = flat.summed(rows).pooled(phi)
+        given = blocked(rows, phi)
+    true = Softmax()(phi @ keys[left].astype(float).T)
+    assert (0.5 * np.abs(given - true).sum(axis=1) <= error + 1e-12).all()
+    assert ((error >= 0) & (error <= 1)).all()
+    known = error < 1
+    np.testing.assert_allclose(out[known], (given @ value[left])[known], atol=1e-9)
+    reach = 2 * np.abs(value).max() * error[:, None] + 1e-9
+    assert (np.abs(out - true @ value[left]) <= reach)[known].all()
+
+
+def test_the_bound_is_near_the_error_where_keys_point_everywhere():
+    rng = np.random.default_rng(0)
+    keys = made(rng, "unit", 6000)
+    rows = stored(keys, np.zeros((6000, 1), np.float32))
+    phi = 0.06 * made(rng, "unit", 4).astype(float)
+    true, error = Softmax()(phi @ keys.astype(float).T), flat.summed(rows).pooled(phi)[1]
+    found = 0.5 * np.abs(blocked(rows, phi) - true).sum(axis=1)
+    assert (found <= error).all() and (error < 1.6 * found).all()
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """What refuses to read rows, once it is called."""
+
+    def refuse(*_, **__):
+        raise AssertionError("rows were read")
+
+    def shut():
+        for name in ("key", "value", "vectors"):
+            monkeypatch.setattr(Cut, name, refuse)
+        monkeypatch.setattr("qkv.engines.coded.Coded.scanned", refuse)
+
+    monkeypatch.setattr(flat, "PAID", WIDTH)  # the first query pays
+    return shut
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_flat_query_reads_neither_key_nor_code(tmp_path, unread, kind):
+    rng = np.random.default_rng(3)
+    keys, value = made(rng, "unit", 500), rng.normal(size=(500, 3)).astype(np.float32)
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys, value)
+        D.remove(keys[:10])
+    with qkv.open(tmp_path / "d.qkv") as D:
+        query = keys[:2].astype(kind)
+        true = D.attend(query, score="scaled_dot")
+        first = D.attend(query, score="scaled_dot", tolerance=0.05)
+        unread()
+        found = D.attend(query, score="scaled_dot", tolerance=0.05)
+        assert found.dtype == kind and np.array_equal(found, first)
+        exact = qkv.attend(query.astype(float), keys[10:].astype(float), value[10:].astype(float))
+        np.testing.assert_allclose(true, exact, atol=1e-6)
+        assert np.abs(found - exact).max() <= 0.05 * np.ptp(value)
+        with pytest.raises(AssertionError, match="rows were read"):
+            D.attend(query, score=scores.ScaledDot(30.0), tolerance=0.05)
+
+
+def test_a_change_is_seen(unread):
+    rng = np.random.default_rng(4)
+    keys = made(rng, "unit", 300)
+    D = qkv.Database(keys, np.zeros((300, 1), np.float32))
+    assert D.attend(keys[:1], tolerance=0.05) == 0
+    D.add(keys, np.ones((300, 1), np.float32))
+    np.testing.assert_allclose(D.attend(keys[:1], tolerance=0.05), 0.5, atol=0.01)
+    D.remove(keys[:200])
+    np.testing.assert_allclose(
+        D.attend(keys[:1], tolerance=0.05), D.attend(keys[:1]), atol=0.05, rtol=0
+    )
+
+
+def test_sharp_queries_beside_flat_ones_are_asked_of_codes(unread):
+    rng = np.random.default_rng(5)
+    keys, value = made(rng, "unit", 400), rng.normal(size=(400, 2)).astype(np.float32)
+    rows = stored(keys, value)
+    query = keys[:4] * np.array([[0.1], [60.0], [0.2], [90.0]], np.float32)
+    found = over(rows, query, score="dot", weighting="softmax", tolerance=0.02)
+    true = Softmax()(query.astype(float) @ keys.astype(float).T) @ value
+    assert np.abs(found - true).max() <= 0.02 * np.ptp(value)
+    assert isinstance(rows.bounds["flat", 2], flat.Blocks)
+
+
+def test_sums_are_made_when_as_many_flat_queries_have_come_as_pay_for_them():
+    keys = made(np.random.default_rng(6), "unit", 200)
+    rows, how = stored(keys, keys[:, :1]), {"score": "dot", "weighting": "softmax"}
+    for size, come in ((90.0, 0), (0.1, 1), (90.0, 1), (0.1, 2)):
+        over(rows, size * keys[:1], **how, tolerance=0.02)
+        assert rows.bounds.get(("flat", 1), 0) == come < WIDTH / flat.PAID
+    over(rows, 0.1 * keys[:1], **how, tolerance=0.02)
+    assert isinstance(rows.bounds["flat", 1], flat.Blocks)
+
+
+@pytest.mark.parametrize(
+    ("score", "how", "allowed"),
+    [
+        (scores.Cosine(10.0), Softmax(), False),
+        (scores.Gaussian(9.0), Softmax(), False),
+        (scores.ScaledDot(0.1, softcap=5.0), Softmax(), False),
+        (scores.Gated(np.zeros(WIDTH), np.full(WIDTH, 0.02)), Softmax(), False),
+        (scores.ScaledDot(0.1), qkv.weightings.TopK(3), False),
+        (scores.ScaledDot(0.1), Softmax(), True),
+    ],
+    ids=["factor", "bias", "cap", "gate", "topk", "where"],
+)
+def test_what_has_no_such_sums_is_asked_of_codes(unread, score, how, allowed):
+    keys = made(np.random.default_rng(7), "unit", 200)
+    rows = stored(keys, keys[:, :1])
+    rows.allowed = np.arange(200) % 2 == 0 if allowed else None
+    found = over(rows, keys[:1], score=score, weighting=how, tolerance=0.02)
+    live = None if rows.allowed is None else rows.allowed[None]
+    true = how(score(keys[:1].astype(float), keys.astype(float)), live) @ keys[:, :1]
+    assert np.abs(found - true).max() <= 0.02 and not rows.bounds.get(("flat", 1))
