@@ -164,7 +164,7 @@ def test_sums_are_made_when_as_many_flat_queries_have_come_as_pay_for_them():
     rows, how = stored(keys, keys[:, :1]), {"score": "dot", "weighting": "softmax"}
     for size, come in ((90.0, 0), (0.1, 1), (90.0, 1), (0.1, 2)):
         over(rows, size * keys[:1], **how, tolerance=0.02)
-        assert rows.bounds.get(("flat", 1), 0) == come < WIDTH / flat.PAID
+        assert rows.bounds["flat", 1].come == come < WIDTH / flat.PAID
     over(rows, 0.1 * keys[:1], **how, tolerance=0.02)
     assert isinstance(rows.bounds["flat", 1], flat.Blocks)
 

@@ -12,6 +12,7 @@ These are loss and gain of a `Bound`, summed over the blocks as those of codes a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,14 @@ UP = 1 + 1e-6
 """More than the last of a few roundings to float32 takes."""
 
 
+class Awaited(NamedTuple):
+    """Sums that are not made yet: √λ that no block will have less than, as far as can be seen, and
+    how many queries have come for which that is narrow enough."""
+
+    narrow: float
+    come: int = 0
+
+
 class Blocks(NamedTuple):
     """Of each block how many rows it has (b,), their mean key (b, d), √λ and r (b,), both rounded
     up, and Σ v (b, d_v); of all rows the least and the largest value (d_v,)."""
@@ -46,6 +55,10 @@ class Blocks(NamedTuple):
     value: np.ndarray
     low: np.ndarray
     high: np.ndarray
+
+    @property
+    def narrow(self) -> float:
+        return float(self.spread.min())
 
     def pooled(self, phi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The output (n, d_v) for φ (n, d), and how far its weights may be off, (n,)."""
@@ -75,29 +88,24 @@ def run(
 
     The score must be one that codes bound, of rows that have them.
     """
-    first = rows.first()
     form = score.affine(query.astype(float), np.ones(1))
-    assert first is not None and first.near is not None and form is not None
-    others = form.factor, form.bias, form.cap, form.gate, first.scale, rows.allowed
+    assert form is not None
+    others = form.factor, form.bias, form.cap, form.gate, rows.allowed
     if type(weighting) is not Softmax or any(x is not None for x in others):
         return None
-    phi = np.asarray(form.query) / float(weighting.temperature)
     name = "flat", rows.width
-    found = rows.bounds.get(name, 0)
-    if isinstance(found, Blocks):
-        narrow = float(found.spread.min())
-    else:
-        assert first.near.norm is not None
-        # No keys of such lengths have a smaller λ than those that point everywhere.
-        narrow = float(first.near.norm[:BLOCK].max(initial=0.0)) / rows.shape[1] ** 0.5
-    hopeful = int(np.count_nonzero(lengths(phi) * narrow / 2 <= tolerance))
-    if not hopeful:
-        return None
-    if not isinstance(found, Blocks):
-        rows.bounds[name] = come = found + hopeful
-        if PAID * come < rows.shape[1]:
+    found: Blocks | Awaited = rows.bounds.get(name) or Awaited(_narrow(rows))
+    with np.errstate(all="ignore"):
+        phi = np.asarray(form.query) / float(weighting.temperature)
+        sigma = np.linalg.norm(phi, axis=1) * found.narrow
+    hopeful = int(np.count_nonzero(sigma <= 2 * tolerance))
+    if isinstance(found, Awaited):
+        found = rows.bounds[name] = found._replace(come=found.come + hopeful)
+        if not hopeful or PAID * found.come < rows.shape[1]:
             return None
-        rows.bounds[name] = found = summed(rows)
+        found = rows.bounds[name] = summed(rows)
+    elif not hopeful:
+        return None
     out, error = found.pooled(phi)
     proven = error <= tolerance
     return (out, proven) if proven.any() else None
@@ -111,6 +119,16 @@ def summed(rows: Rows) -> Blocks:
     )
     each = Blocks(*map(np.array, zip(*found, strict=True)))
     return each._replace(low=each.low.min(axis=0), high=each.high.max(axis=0))
+
+
+def _narrow(rows: Rows) -> float:
+    """√λ of keys as long as the first of the rows that point everywhere: others have more. Infinite
+    where what 8 bits have lost of them is not in their sums."""
+    first = rows.first()
+    assert first is not None and first.near is not None
+    if first.scale is not None or first.near.norm is None:
+        return math.inf
+    return float(first.near.norm[:BLOCK].max(initial=0.0)) / math.sqrt(rows.shape[1])
 
 
 def _block(cut: Cut, width: int) -> tuple[np.ndarray, ...]:
