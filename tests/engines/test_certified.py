@@ -97,6 +97,7 @@ def test_the_bound_is_never_below_the_error(seed, kind, score, temperature, tole
 
 
 @settings(max_examples=60, deadline=None)
+@example(15610, "of all sizes", SCORES[0], 30.0, 0.2, 0, False)
 @given(
     seed=st.integers(0, 10**6),
     kind=st.sampled_from([*KINDS, "tiny", "large"]),
@@ -110,15 +111,18 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
     """Rows that are scanned in blocks, some of them read again, others left out."""
     rng = np.random.default_rng(seed)
     keys, value = made(rng, kind), rng.normal(size=(600, width)).astype(np.float32)
-    near = codes.found({"code": keys, **codes.near(keys, 0)})
+    kept = codes.found({"code": keys, **codes.near(keys, 0)})
     allowed = rng.random(600) < 0.8 if masked else None
-    rows = Rows(lambda: [Stored(keys, value, near=near)], keys.shape, width, allowed)
+    rows = Rows(lambda: [Stored(keys, value, near=kept)], keys.shape, width, allowed)
     query = (keys[[3, 400, 9]] * rng.uniform(0.5, 2, (3, 1))).astype(np.float32)
     how = Softmax(temperature)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coded, "AT_ONCE", 100)
         patch.setattr(certified, "MANY", 1)
         found = weigh(rows, query, score=score, weighting=how, tolerance=tolerance)
+    asked = coded.Coded(rows, query, score, how)
+    # What the one best row may be off by is not what all weights together are.
+    delta = asked.slack().over(asked.terms(kept)[2].stacked()).max(axis=1)
     for i in range(3):
         true = exact(keys, query[i], score, how, allowed)
         error = 0.5 * np.abs(found.weights[i] - true).sum()
@@ -130,7 +134,7 @@ def test_many_blocks_and_queries(seed, kind, score, temperature, tolerance, widt
         ]
         near = 2 * found.error[i] + 1e-4 * np.abs(s / temperature).max() + 1e-4
         assert abs(found.lse[i] - np.logaddexp.reduce(s / temperature)) <= near
-        assert abs(found.best[i] - s.max()) <= near * temperature
+        assert abs(found.best[i] - s.max()) <= (near + delta[i]) * temperature
     assert (found.error <= tolerance).all() or found.read == 600
 
 
