@@ -85,6 +85,17 @@ def made(folder: Path, case: dict[str, Any]) -> tuple[qkv.Database, list[str]]:
     return qkv.open(whole), places
 
 
+def test_equal_rows_of_huge_scores_share_their_weight(tmp_path: Path) -> None:
+    key = np.array([[0.0, 0.0, 0.5], [0.0, -0.5, 0.5], [0.0, 1.0, 0.5]])
+    with qkv.open(str(tmp_path / "a.qkv"), key="k", value="v") as D:
+        for i, k in enumerate(key):
+            D.extend([{"k": k, "v": float(i)}])
+    with cluster([str(tmp_path / "a.qkv")], 2) as c:
+        found = c.ask(key[:1], score="dot", weighting=weightings.Softmax(1e-39))[0]
+    np.testing.assert_allclose(np.asarray(found.weights), np.full(3, 1 / 3), rtol=1e-6)
+    assert found.value == pytest.approx(1.0)
+
+
 @settings(max_examples=40, **QUIET)
 @given(cases())
 def test_answers_are_those_of_the_database(tmp_path: Path, case: dict[str, Any]) -> None:

@@ -25,6 +25,9 @@ from qkv.weightings import State, Weighting
 from qkv.weightings.bound import Bound
 from qkv.weightings.softmax import Softmax
 
+FAR = 1e6
+"""A log-sum-exp from which on a float has too few digits left for the sum of its exponentials."""
+
 
 class Spread(View):
     """One version of rows that shards hold; what looks at all of them is done by the shards."""
@@ -194,10 +197,12 @@ class Gathered(Asked):
     ) -> tuple[State | Summed, list[Heaviest], Any, int | None]:
         """What is known of the weights, and the heaviest; how far they may be off, and the keys
         that were read for it: None where they are exact."""
-        if type(self.weighting) is not Softmax:
+        found: list[First] = []
+        if type(self.weighting) is Softmax:
+            found = asked.each("first", tolerance, top)
+        if not found or any((np.abs(x.lse[np.isfinite(x.lse)]) > FAR).any() for x in found):
             state = parts.finished(asked, self.weighting)[1]
             return state, asked.each("heaviest", state, top), 0.0, None
-        found: list[First] = asked.each("first", tolerance, top)
         error: Any = 0.0
         read = None
         if tolerance is not None:

@@ -108,6 +108,7 @@ class Separable(Additive):
     One dot product, of as many numbers as the units have products together.
     """
 
+    ranged: ClassVar[bool] = True
     units: Units | None = None
 
     def __call__(self, query: Array, key: Array) -> Array:

@@ -182,7 +182,10 @@ def differ(one: int | None, two: int | None) -> bool:
 def fits(owner: Any, name: str, query: Shape, columns: int = 1) -> None:
     """Refuse an array field unless it is one number, one for each of these columns, or (…, 1, 1)
     one for each batch of the query's: one for each row would have no meaning in a block of them."""
-    shape = tuple(getattr(getattr(owner, name), "shape", ()))
+    value = getattr(owner, name)
+    if isinstance(value, int | float):  # a graph's number is not asked for more
+        return
+    shape = tuple(getattr(value, "shape", ()))
     row = zip(reversed(shape), (columns, 1), strict=False)
     lead = [pair for pair in zip(shape[-3::-1], query[-3::-1], strict=False) if differ(pair[1], 1)]
     if any(differ(axis, 1) and differ(axis, size) for axis, size in (*row, *lead)):

@@ -444,7 +444,7 @@ def arguments(**how):
     arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
     arrays = [x.requires_grad_() for x in arrays.values()]
     numbers = (0.3, how.get("weighting", "softmax"), 0.0, None, how.get("upper"), 0, False)
-    return (*arrays, *[None] * 6, *numbers, 1.0, 0.0, 1)
+    return (*arrays, *[None] * 8, *numbers, 1.0, 0.0, 1)
 
 
 @pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
@@ -664,6 +664,8 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "FAST": {False},  # one instruction of the device, which the interpreter has not
         "BLOCK_S": {64},
         "BASE": {1.0, LOG2E},
+        "LISTED": {0},  # test_support has lists
+        "MANY": {0},
     }
     narrower = {
         ("to_keys", "CENTRED"): both,
