@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qkv.arrays import threads, tree
-from qkv.arrays.torch import FEW, few_finite
+from qkv.arrays.torch import FEW, few_finite, last_finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
@@ -151,8 +151,8 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
     if call.rule is None and not (learning or short):
         return lambda query, key, value, score, weighting, mask, seed: sdpa(query, key, value)
-    alone, square = call.rule is None, causal and call.m <= call.n
-    looked = arrays if learning or short or square else arrays[:1]  # the output's size
+    alone, last = call.rule is None, causal and call.m <= call.n
+    looked = arrays if learning or short else arrays[:1]  # the output's size
     finite = few_finite if max(x.numel() for x in looked) <= FEW else _finite
 
     def careful(
@@ -166,9 +166,8 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
             smooth(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
-        # Past a causal mask the fused kernel leaks values alone, which are here; its output, on
-        # another core perhaps, has rows before heads. That of torch's plain steps has not.
-        if not finite(value if square and not out.is_contiguous() else out):
+        # The last query sees every key: what leaks past a causal mask to others is there too.
+        if not (last_finite(out) if last else finite(out)):
             return None
         spoils = learning and not (finite(key) and (causal or finite(query)))
         return None if spoils else out
