@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv import attention, parts
-from qkv.arrays import threads
+from qkv.arrays import framework, threads
 from qkv.arrays.rows import Rows, Weighed
 from qkv.cluster import cached
 from qkv.database.ask import Asked, Scatter
@@ -410,7 +410,8 @@ class Shard:
     def run(self, slices: list[Slice], job: Job | None, name: str, *args: Any) -> list[Any]:
         """A method of each of the slices' leaves."""
         try:
-            return [getattr(self._leaf(slice, job), name)(*args) for slice in slices]
+            with framework("numpy").quiet():  # what is ruled out may be larger than a float
+                return [getattr(self._leaf(slice, job), name)(*args) for slice in slices]
         except (Damaged, OSError) as fault:
             self._stores.clear()
             self._views.clear()
