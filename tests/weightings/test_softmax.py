@@ -54,3 +54,24 @@ def test_other_weights_with_the_blocks_of_another_are_refused(known):
         class Sharper(known):
             def weights(self, scores, live, k):
                 return super().weights(scores * 3, live, k)
+
+
+def test_weights_of_whole_rows_alone_are_not_taken_for_those_of_blocks():
+    class Whole(weightings.Weighting):
+        def weights(self, scores, live, k):
+            return weightings.Softmax().weights(scores, live, k)
+
+    x = np.random.default_rng(0).normal(size=(1, 40))
+    np.testing.assert_allclose(Whole()(x), weightings.Softmax()(x))
+    with pytest.raises(NotImplementedError, match="Whole weighs whole rows only: write `weight`"):
+        Whole().weight(x[:, :20], None, np.arange(20)[None], ())
+
+
+def test_a_weight_of_its_own_score_alone_may_be_written_anew():
+    class Doubled(weightings.Raw):
+        def weights(self, scores, live, k):
+            return 2 * super().weights(scores, live, k)
+
+    x = np.random.default_rng(0).normal(size=(300, 4))
+    found = qkv.attend(x, x, x, weighting=Doubled(), engine="streaming")
+    np.testing.assert_allclose(found, 2 * qkv.attend(x, x, x, weighting="raw"))

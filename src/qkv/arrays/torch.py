@@ -58,12 +58,6 @@ def few_finite(x: Array) -> bool:
     return math.isfinite(flat.dot(flat))
 
 
-def last_finite(x: Array) -> bool:
-    """The same of the last row of each matrix."""
-    last = (x.detach() if x.requires_grad else x).numpy()[..., -1, :].ravel()
-    return math.isfinite(last.dot(last))
-
-
 def _finite(x: Array) -> bool:
     """The same of any array of a CPU's."""
     if x.numel() <= FEW and x.dtype != torch.bfloat16:

@@ -63,8 +63,9 @@ class Weighting(tree.Record):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        inherits = cls.weight is not Weighting.weight and vars(cls).keys().isdisjoint(STEPS)
-        if "weights" in vars(cls) and inherits:
+        if "weights" not in vars(cls) or not vars(cls).keys().isdisjoint(STEPS):
+            return
+        if cls.weight not in (Weighting.weight, Alone.weight):
             raise DtypeError(
                 f"{cls.__name__} writes other weights than its base, whose blocks would go on as "
                 f"they are: say in `scale` what is done to each score, or write {', '.join(STEPS)} "
@@ -184,7 +185,10 @@ class Weighting(tree.Record):
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
-        return self.weights(scores, live, k)
+        raise NotImplementedError(
+            f"{type(self).__name__} weighs whole rows only: write `weight`, and the other steps of "
+            "`qkv.weightings.Weighting`, for rows that come in blocks or from several shards"
+        )
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
@@ -204,6 +208,16 @@ class Weighting(tree.Record):
     def lse(self, found: State) -> Array:
         """The same, of a row that is known."""
         raise NotImplementedError(f"{type(self).__name__} does not define this")
+
+
+class Alone(Weighting):
+    """Each weight hangs on its own score alone, so that a block is weighed as a row is."""
+
+    def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
+        return self.weights(scores, live, k)
+
+    def without(self, rest: Array) -> Array:
+        return of(rest).xp.ones_like(rest)
 
 
 STEPS = ("search", "lift", "merge", "finish", "weight")

@@ -10,7 +10,7 @@ from qkv.errors import ArgumentError, FrameworkError, unknown
 from qkv.scores import Score, is_open
 from qkv.types import Array, Keep, Live
 from qkv.weightings.average import Average
-from qkv.weightings.base import INFINITY, State, Weighting, pool, row_sum
+from qkv.weightings.base import INFINITY, Alone, State, Weighting, pool, row_sum
 from qkv.weightings.hard import Hard
 
 
@@ -183,7 +183,7 @@ class Normalized(Weighting):
 
 
 @dataclass(frozen=True)
-class Raw(Weighting):
+class Raw(Alone):
     """αᵢ = sᵢ: the sum of similarity times value, as it stands
 
     >>> import numpy as np
@@ -196,9 +196,6 @@ class Raw(Weighting):
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         return of(scores).keep(scores, live)
 
-    def without(self, rest: Array) -> Array:
-        return of(rest).xp.ones_like(rest)
-
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
@@ -206,7 +203,7 @@ class Raw(Weighting):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Weighting):
+class Sigmoid(Alone):
     """αᵢ = 1 / (1 + exp(−sᵢ)): each row by itself, the weights need not sum to one
 
     >>> import numpy as np
@@ -217,9 +214,6 @@ class Sigmoid(Weighting):
     def weights(self, scores: Array, live: Live, k: Array) -> Array:
         fw = of(scores)
         return fw.keep((fw.xp.tanh(scores * 0.5) + 1.0) * 0.5, live)
-
-    def without(self, rest: Array) -> Array:
-        return of(rest).xp.ones_like(rest)
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
