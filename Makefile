@@ -11,10 +11,14 @@ PYTHON_MXNET ?= $(shell for p in python3.11 python3; do \
 
 BIN := .venv/bin
 BIN_MXNET := .venv-mxnet/bin
-# tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels.
+MACHINE := $(shell uname -m)
+# tensorflow-cpu is the same package as the extra's tensorflow, less the CUDA kernels; both it and
+# MXNet have wheels for one kind of processor.
+TENSORFLOW := $(if $(filter x86_64,$(MACHINE)),tensorflow-cpu,tensorflow)
+MXNET := $(filter x86_64,$(MACHINE))
 EXTRAS := torch,jax,plot,onnx,text,sentences,tables,postgres,widget,serve,ray
 EXTRAS := $(EXTRAS),sklearn,duckdb,datasets,langchain,llama-index,haystack,docs,test,dev
-INSTALL := -e ".[$(EXTRAS)]" tensorflow-cpu
+INSTALL := -e ".[$(EXTRAS)]" $(TENSORFLOW)
 # The demo shows no framework but NumPy, and need not wait for the others.
 INSTALL_SHOWN := -e '.[plot,text,serve]'
 INSTALL_MXNET := -e '.[mxnet,test]'
@@ -31,9 +35,9 @@ RESULTS := build/test-results
 APART := src/qkv/cluster src/qkv/nn src/qkv/keras src/qkv/transformers
 PAGE := src/qkv/page/static/qkv.js
 STATIC := lint types contract
-SUITES := unit doctest layers mxnet
+SUITES := unit doctest layers $(if $(MXNET),mxnet)
 # These take every core; the others one each, and the longest of them, types, runs beside them.
-WIDE := unit mxnet
+WIDE := unit $(if $(MXNET),mxnet)
 
 export MPLBACKEND := Agg
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -81,6 +85,7 @@ env-mxnet: .venv-mxnet/.installed ## Make .venv-mxnet: MXNet 2.0.0b1 and its old
 	@touch $@
 
 .venv-mxnet/.installed: pyproject.toml constraints-mxnet.txt
+	@test -n "$(MXNET)" || { echo "MXNet 2.0.0b1 has no wheel for $(MACHINE)" >&2; exit 1; }
 	@test -n "$(PYTHON_MXNET)" || { echo "MXNet 2.0.0b1 needs Python 3.11" >&2; exit 1; }
 	@$(PYTHON_MXNET) -c 'import ensurepip' 2>/dev/null || $(call apt,python3-venv)
 	@echo "Installing into .venv-mxnet"
@@ -120,7 +125,7 @@ $(CHROMIUM):
 screenshots: env browser ## Take pictures of the page's views, light and dark, into docs/pictures
 	@$(BIN)/python -m tools.screenshots
 
-test: env env-mxnet browser ## Run every check below and count
+test: env $(if $(MXNET),env-mxnet) browser ## Run every check below and count
 	@rm -rf $(RESULTS); mkdir -p $(RESULTS); failed=; \
 	told() { echo "--- $$1"; shift; "$$@"; }; \
 	check() { told $$1 $(MAKE) --no-print-directory $$1 || failed="$$failed $$1"; }; \
@@ -129,6 +134,7 @@ test: env env-mxnet browser ## Run every check below and count
 	wait $$types || failed="$$failed types"; \
 	told types cat $(RESULTS)/types.txt; \
 	for one in $(WIDE); do check $$one; done; \
+	$(if $(MXNET),,echo "--- mxnet is left out: it has no wheel for $(MACHINE)";) \
 	$(BIN)/python tools/tally.py $(RESULTS) "$(STATIC) $(SUITES)" "$$failed"
 
 lint: env ## Lint and formatting
