@@ -66,7 +66,7 @@ def met(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "processors", lambda device: 1)
     monkeypatch.setattr(launch, "current", lambda device: True)
-    monkeypatch.setattr(launch, "_stream", lambda index: None)
+    monkeypatch.setattr(launch, "current_stream", lambda index: None)
     facts = arguments._facts.__wrapped__
     monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
     return early, late

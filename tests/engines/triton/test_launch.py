@@ -45,7 +45,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "COMPILED", {})
     monkeypatch.setattr(launch, "MADE", {})
-    monkeypatch.setattr(launch, "_stream", lambda index: "stream")
+    monkeypatch.setattr(launch, "current_stream", lambda index: "stream")
     return Kernel()
 
 

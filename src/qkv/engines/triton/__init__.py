@@ -301,7 +301,7 @@ def direct(call: Call) -> Callable[..., Array] | None:
     rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
     if call.fw.needs_gradient(arrays) or any(type(x) not in PLAIN for x in arrays):
         return None
-    wide = arrays[2].shape[-1] > WIDEST_VALUE
+    wide = not 0 < arrays[2].shape[-1] <= WIDEST_VALUE or not arrays[0].shape[-1]
     if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
         return None
     (_, heads), few = batch_and_heads(call), key_heads(call)

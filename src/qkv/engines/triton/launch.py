@@ -53,6 +53,9 @@ OVERRIDE: dict[str, Tile] = {}
 
 SMALLER: dict[tuple[Any, ...], Tile] = {}
 
+_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""What `torch.cuda.current_device` asks once it is sure that CUDA is there."""
+
 
 @cache
 def tile_of(
@@ -191,27 +194,31 @@ class Launch(NamedTuple):
     def again(self, arrays: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
         """Whether it was made: on the device in use, by arrays that begin at multiples of 16."""
         at = [x if x is None else x.data_ptr() for x in arrays]
-        if sum([x % 16 for x in at if x is not None]) or not current(self.device):
+        if sum([x % 16 for x in at if x is not None]) or not current(self.device.index):
             return False
         self.start(at, floats)
         return True
 
     def start(self, at: Sequence[int | None], floats: tuple[float, ...]) -> None:
-        notes = NOTES.get()
+        notes, taken = NOTES.get(), self.taken
         if notes is not None:
             notes.append((self, at, floats))
-        if self.described:
-            triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
-        compiled, stream, taken = self.compiled, _stream(self.device.index), self.taken
         first = (tuple(at[:taken]), *at[taken:]) if taken else at
         scales = (floats,) if type(floats) is Scales else floats
+        self.send(current_stream(self.device.index), *first, *scales, *self.numbers)
+
+    def send(self, stream: int, *given: Any) -> None:
+        """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
+        the driver would be asked where it lies."""
+        compiled = self.compiled
+        if self.described:
+            triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
         if _hooked():
-            compiled[self.grid](*first, *scales, *self.numbers)
+            compiled[self.grid](*given)
             return
-        # A pointer is taken as it is, where of a tensor the driver would be asked where it lies.
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *first, *scales, *self.numbers,
+            *given,
         )  # fmt: skip
 
 
@@ -368,7 +375,7 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _stream(index: int) -> int:
+def current_stream(index: int) -> int:
     return int(_streams()(index))
 
 
@@ -379,11 +386,12 @@ def _streams() -> Any:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     there: AbstractContextManager[Any] = nullcontext()
-    return there if current(device) else torch.cuda.device(device)
+    return there if current(device.index) else torch.cuda.device(device)
 
 
-def current(device: torch.device) -> bool:
-    return device.type != "cuda" or bool(device.index == torch.cuda.current_device())
+def current(index: int | None) -> bool:
+    """Whether a tensor's device is the one in use, as a CPU without an index always is."""
+    return index is None or bool(index == _device())
 
 
 def fitting(

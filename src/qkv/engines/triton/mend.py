@@ -14,7 +14,7 @@ from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.backward import Back, kept_of
 from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.operators import operator, watched
+from qkv.engines.triton.operators import operator
 from qkv.engines.triton.ops import check
 from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays, Sizes
@@ -176,11 +176,9 @@ def _repair(
 
 
 def repair(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-    """`heal` for no gradient, of arrays that are known to fit and to be causal."""
-    if watched():
-        heal(out, query, key, value, scale)
-    else:
-        _repair(out, query, key, value, None, scale, 0)
+    """`heal` for no gradient, of arrays that are known to fit and to be causal, where no transform
+    looks on."""
+    _repair(out, query, key, value, None, scale, 0)
 
 
 def heal(

@@ -12,8 +12,7 @@ from torch import Tensor
 from qkv.engines.triton import ahead, launch, norms, ops, support, thresholds
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.launch import Launch
-from qkv.engines.triton.operators import watched
-from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.records import Arrays, Scales
 
 Places = tuple[int | None, ...]
 """Where the arrays of a call lie: none, query, key, value, out, lse, kept, bias, row_a, row_b."""
@@ -21,10 +20,20 @@ Places = tuple[int | None, ...]
 NONE, QUERY, KEY, VALUE, OUT, LSE, KEPT, BIAS, ROW_A, ROW_B = range(10)
 
 
-class Steps(NamedTuple):
-    """Launches, with the places that each takes, and the room of what lies between them."""
+class Step(NamedTuple):
+    """A launch: what it takes of the places, first those of its record of arrays, and its numbers."""
 
-    launches: tuple[tuple[Launch, Callable[[Places], Any], tuple[float, ...]], ...]
+    made: Launch
+    record: Callable[[Places], Any] | None
+    rest: Callable[[Places], Any]
+    numbers: tuple[Any, ...]
+
+
+class Steps(NamedTuple):
+    """Launches, and the room of what lies between them."""
+
+    launches: tuple[Step, ...]
+    index: int | None
     shape: tuple[int, ...]
     size: int
     offsets: tuple[int, ...]
@@ -32,14 +41,17 @@ class Steps(NamedTuple):
     def again(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """The output; None where the arrays lie oddly or on a device that is not in use."""
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if (q | k | v) % 16 or not launch.current(self.launches[0][0].device):
+        if (q | k | v) % 16 or not launch.current(self.index):
             return None
-        out = query.new_empty(self.shape)
-        room = query.new_empty(self.size, dtype=torch.float32)
-        start = room.data_ptr()
+        # One by one, and in the query's dtype: torch reads a tuple, and a dtype, for as long again.
+        out, room = query.new_empty(*self.shape), query.new_empty(self.size)
+        start, stream = room.data_ptr(), launch.current_stream(self.index)
         at = (None, q, k, v, out.data_ptr(), *[start + x for x in self.offsets])
-        for made, taken, floats in self.launches:
-            made.start(taken(at), floats)
+        for made, record, rest, numbers in self.launches:
+            if record is None:
+                made.send(stream, *rest(at), *numbers)
+            else:
+                made.send(stream, record(at), *rest(at), *numbers)
         return out
 
 
@@ -48,7 +60,7 @@ class Repeat:
 
     query (B, H, n, w), key (B, Hₖ, m, w), value (B, Hₖ, m, d) → (B, H, n, d). `number` is entmax's
     alpha or top-k's k; `band(n, m)` gives the least and the largest j − i that count. What the
-    launches depend on beside the arrays' shapes, strides and places must not change.
+    launches depend on beside n, m, strides and places must not change; no width is 0.
     """
 
     def __init__(
@@ -66,21 +78,17 @@ class Repeat:
         found = {"entmax": (ROW_A,), "topk": (ROW_A, ROW_B)}.get(weighting, ())
         row_a, row_b = (*found, NONE, NONE)[:2]
         pair, none = (QUERY, KEY), (NONE, NONE)
-        self.taken: list[Callable[[Places], Any]] = []
+        self.taken: list[tuple[int, ...]] = []
         if factor is not None:
-            self.taken.append(itemgetter(KEY, BIAS))
+            self.taken.append((KEY, BIAS))
         if found:
-            self.taken.append(itemgetter(*pair, KEY, bias, *none * 5, *found, *none, NONE))
-        self.taken.append(
-            itemgetter(*pair, VALUE, bias, *none, row_a, row_b, *none * 4, OUT, LSE, KEPT)
-        )
+            self.taken.append((*pair, KEY, bias, *none * 5, *found, *none, NONE))
+        self.taken.append((*pair, VALUE, bias, *none, row_a, row_b, *none * 4, OUT, LSE, KEPT))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-        about = (
-            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        )  # fmt: skip
+        about = query.numel(), key.numel(), query.stride(), key.stride(), value.stride()
         steps = self.known.get(about)
-        if steps is not None and not watched():
+        if steps is not None:
             out = steps.again(query, key, value)
             if out is not None:
                 return out
@@ -123,12 +131,16 @@ class Repeat:
             return None
         steps, offsets, size = [], [], 0
         for (made, had, floats), taken in zip(notes, self.taken, strict=True):
-            if tuple(had) != taken(at):
+            if tuple(had) != tuple([at[i] for i in taken]):
                 return None
-            steps.append((made, taken, floats))
+            record, rest = taken[: made.taken], taken[made.taken :]
+            scales = (floats,) if type(floats) is Scales else floats
+            first = itemgetter(*record) if record else None
+            steps.append(Step(made, first, itemgetter(*rest), (*scales, *made.numbers)))
         for x in arrays[4:]:
-            offsets.append(4 * size)
+            offsets.append(size)
             # With the room between its lines, and so that the next begins at 16 bytes.
-            size += 0 if x is None else -(-x.untyped_storage().nbytes() // 16) * 4
+            size += 0 if x is None else -(-x.untyped_storage().nbytes() // 16) * 16
         out: Any = arrays[3]
-        return Steps(tuple(steps), tuple(out.shape), size, tuple(offsets))
+        size //= out.element_size()
+        return Steps(tuple(steps), out.device.index, tuple(out.shape), size, tuple(offsets))
