@@ -375,7 +375,7 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def current_stream(index: int) -> int:
+def current_stream(index: int | None) -> int:
     return int(_streams()(index))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qkv.engines.triton import ahead, launch, norms, ops, support, thresholds
@@ -21,7 +20,7 @@ NONE, QUERY, KEY, VALUE, OUT, LSE, KEPT, BIAS, ROW_A, ROW_B = range(10)
 
 
 class Step(NamedTuple):
-    """A launch: what it takes of the places, first those of its record of arrays, and its numbers."""
+    """A launch, what it takes of the places (those of its record of arrays first), its numbers."""
 
     made: Launch
     record: Callable[[Places], Any] | None
@@ -30,10 +29,10 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Launches, and the room of what lies between them."""
+    """Launches, which device they are `at`, and the room of what lies between them."""
 
     launches: tuple[Step, ...]
-    index: int | None
+    at: int | None
     shape: tuple[int, ...]
     size: int
     offsets: tuple[int, ...]
@@ -41,11 +40,11 @@ class Steps(NamedTuple):
     def again(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """The output; None where the arrays lie oddly or on a device that is not in use."""
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if (q | k | v) % 16 or not launch.current(self.index):
+        if (q | k | v) % 16 or not launch.current(self.at):
             return None
         # One by one, and in the query's dtype: torch reads a tuple, and a dtype, for as long again.
         out, room = query.new_empty(*self.shape), query.new_empty(self.size)
-        start, stream = room.data_ptr(), launch.current_stream(self.index)
+        start, stream = room.data_ptr(), launch.current_stream(self.at)
         at = (None, q, k, v, out.data_ptr(), *[start + x for x in self.offsets])
         for made, record, rest, numbers in self.launches:
             if record is None:
