@@ -201,6 +201,20 @@ def check_half(group: Any) -> None:
             torch.testing.assert_close(found, due, rtol=0.05, atol=0.05)
 
 
+def check_few(group: Any) -> None:
+    """Fewer queries than processes, or none at all, go round too."""
+    ranks = cluster.Ranks(group)
+    mine, _ = _parts(ranks)
+    query, key, value = CASES["softmax"].arrays()
+    for count in (0, 1):
+        own = query.detach()[: count * (ranks.rank == 0)].requires_grad_()
+        out = cluster.attend(own, key[mine], value[mine], group, queries="sharded")
+        want = qkv.attend(query[: len(own)], key, value)
+        torch.testing.assert_close(out, want)
+        slopes = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((out, own), (want, query)))
+        torch.testing.assert_close(*(x[: len(own)] for x in slopes))
+
+
 class Layer(nn.Module):
     """Self-attention to a sequence of which each process has a part."""
 
@@ -300,7 +314,7 @@ def _names() -> dict[str, Callable[[Any], None]]:
     found["DDP"] = lambda group: check_ddp(group, compiled=False)
     found[COMPILED] = lambda group: check_ddp(group, compiled=True)
     found["compiled"] = check_compiled
-    return found | {"16 bits": check_half, "refusals": check_refusals}
+    return found | {"16 bits": check_half, "few": check_few, "refusals": check_refusals}
 
 
 def _sizes(name: str) -> Iterable[int]:

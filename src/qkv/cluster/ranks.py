@@ -102,7 +102,8 @@ class Ranks:
         after, before = ((self.rank + step) % self.size for step in (1, -1))
         moves = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in flat]
         moves += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in boxes]
-        for move in dist.batch_isend_irecv([op for op in moves if op.tensor.numel()]):
+        moves = [op for op in moves if op.tensor.numel()]
+        for move in dist.batch_isend_irecv(moves) if moves else ():  # it takes no empty batch
             move.wait()
         return unpack(boxes)
 
