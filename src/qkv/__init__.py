@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qkv.answer import Answer
     from qkv.attention import attend, explain, warm, weights
     from qkv.database import Database, open
-    from qkv.database.faults import MixedColumn, SkippedRows
+    from qkv.database.faults import MixedColumn, NoHeader, SkippedRows
     from qkv.errors import QkvError
     from qkv.page import show
     from qkv.sdpa import scaled_dot_product_attention
@@ -28,6 +28,7 @@ __all__ = [
     "Client",
     "Database",
     "MixedColumn",
+    "NoHeader",
     "QkvError",
     "SkippedRows",
     "attend",
@@ -53,6 +54,7 @@ _HOMES = {
     "Database": "database",
     "QkvError": "errors",
     "MixedColumn": "database.faults",
+    "NoHeader": "database.faults",
     "SkippedRows": "database.faults",
     "open": "database",
     "attend": "attention",

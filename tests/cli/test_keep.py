@@ -110,6 +110,22 @@ class TestKeep:
         assert ["rows", "8"] in [line.split() for line in shown]
         assert data("info", table)["rows"] == 8
 
+    @pytest.mark.filterwarnings("always::qkv.NoHeader")
+    def test_a_table_without_a_line_of_names(self, tmp_path: Path) -> None:
+        path, store = tmp_path / "t.csv", tmp_path / "t.qkv"
+        path.write_text("Berlin,3.6\nParis,2.1\n", encoding="utf-8")
+        told = qkv("get", path, "Paris")
+        assert told.exit_code == 0 and "--names" in told.stderr
+        named = ("--names", "city, people")
+        assert data("get", path, "Paris", *named) == {"key": "Paris", "value": 2.1}
+        assert data("rows", path, *named)["total"] == 2
+        shown = qkv("import", path, store, *named)
+        assert shown.exit_code == 0 and shown.stderr == ""
+        assert data("info", store)["columns"] == ["city", "people"]
+        assert qkv("import", path, store, "--append", *named).exit_code == 0
+        assert data("ask", path, "Berlin", *named, "-w", "hard")["value"] == 3.6
+        assert qkv("info", store, *named).exit_code == 2
+
     @pytest.mark.filterwarnings("always::qkv.database.faults.SkippedRows")
     def test_info_tells_of_types_and_missing_cells(self, tmp_path: Path) -> None:
         path = tmp_path / "people.csv"

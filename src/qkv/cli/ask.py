@@ -45,6 +45,7 @@ def ask(
     table: options.Table = None,
     encoder: options.Encoder = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     skip: options.Skip = False,
     token: options.Token = None,
 ) -> Iterator[Result]:
@@ -56,7 +57,8 @@ def ask(
         raise ArgumentError("stdin cannot be both the table and the queries")
     how = _how(score, weighting, top, where) | {"tolerance": tolerance}
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
+    columns |= {"missing": missing, "names": names}
+    with opened(source, **columns, at=at, skip=skip, token=token) as database:
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
             code = 0 if answer.rows else NOTHING
@@ -76,6 +78,7 @@ def get(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     token: options.Token = None,
 ) -> Result:
     """Look KEY up exactly.
@@ -83,7 +86,8 @@ def get(
     Where it is absent, the nearest keys are named and the exit code is 1.
     """
     columns: dict[str, Any] = {"key": key, "value": value, "table": table}
-    with opened(source, **columns, at=at, missing=missing, token=token) as database:
+    columns |= {"missing": missing, "names": names}
+    with opened(source, **columns, at=at, token=token) as database:
         wanted = cell(database, key_text, "the key")
         if not all_rows:
             found = [database[wanted]]
@@ -120,6 +124,7 @@ def plot(
     table: options.Table = None,
     encoder: options.Encoder = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     skip: options.Skip = False,
     token: options.Token = None,
 ) -> Result:
@@ -131,7 +136,8 @@ def plot(
     if len(query) > 1 and query[-1].lower().endswith(kinds):
         raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
     columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    with opened(source, **columns, at=at, skip=skip, missing=missing, token=token) as database:
+    columns |= {"missing": missing, "names": names}
+    with opened(source, **columns, at=at, skip=skip, token=token) as database:
         answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)

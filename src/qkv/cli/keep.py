@@ -9,7 +9,7 @@ import typer
 
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
-from qkv.cli.source import cell, held, is_url, opened, picked, stored
+from qkv.cli.source import cell, held, is_url, listed, opened, picked, stored
 from qkv.database import spelled
 from qkv.errors import ArgumentError, printable
 
@@ -33,6 +33,7 @@ def import_(
     ] = False,
     table: options.Table = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     token: options.Token = None,
 ) -> Result:
     """Read SOURCE into the new database PATH, all of it or nothing."""
@@ -43,7 +44,7 @@ def import_(
             raise ArgumentError("--append takes columns and encoder as the database has them")
         with stored(path) as database:
             with screen.progress("importing") as progress:
-                read, _ = _read(source, token, table, missing, progress)
+                read, _ = _read(source, token, table, missing, names, progress)
                 rows = (
                     dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
                 )
@@ -53,7 +54,7 @@ def import_(
         raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
     files.check_parent(path)
     with screen.progress("importing") as progress:
-        read, own = _read(source, token, table, missing, progress)
+        read, own = _read(source, token, table, missing, names, progress)
         how: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
         made = Database.from_columns(
             read,
@@ -71,6 +72,7 @@ def _read(
     token: str | None,
     table: str | None,
     missing: list[str] | None,
+    names: str | None,
     progress: Progress | None,
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The columns of SOURCE, and which of them are key and value where it says so."""
@@ -78,9 +80,10 @@ def _read(
     from qkv.database.schema import transposed
 
     if not is_url(source):
-        found = sources.read(source, table=table, missing=missing or None, progress=progress)
+        way: Any = {"table": table, "missing": missing or None, "names": listed(names)}
+        found = sources.read(source, **way, progress=progress)
         return dict(found.columns), {"key": [], "value": []}
-    with opened(source, table=table, missing=missing, token=token) as database:
+    with opened(source, table=table, missing=missing, names=names, token=token) as database:
         about = database.info()
         own = {"key": about["key"], "value": about["value"]}
         return dict(transposed(database.rows())), own
@@ -168,13 +171,15 @@ def info(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     token: options.Token = None,
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, size."""
     from rich.filesize import decimal
 
     columns: dict[str, Any] = {"key": key, "value": value, "table": table}
-    with opened(source, **columns, at=at, missing=missing, token=token) as database:
+    columns |= {"missing": missing, "names": names}
+    with opened(source, **columns, at=at, token=token) as database:
         about, described = database.info(), database.describe()
     types = {name: column["type"] for name, column in described.items()}
     missing_cells = {name: column["missing"] for name, column in described.items()}

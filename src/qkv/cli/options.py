@@ -112,6 +112,14 @@ Missing = Annotated[
         "'' means none: then NA is text.",
     ),
 ]
+Names = Annotated[
+    str | None,
+    typer.Option(
+        "--names",
+        metavar="NAME,…",
+        help="The columns' names, for CSV whose first line is a row already.",
+    ),
+]
 Encoder = Annotated[
     str | None,
     typer.Option(

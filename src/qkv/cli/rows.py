@@ -33,11 +33,12 @@ def rows(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     skip: options.Skip = False,
     token: options.Token = None,
 ) -> Result:
     """Show rows of SOURCE with all their columns, the oldest first."""
-    with _looked_at(source, at, table, missing, skip, token) as database:
+    with _looked_at(source, at, table, missing, names, skip, token) as database:
         wish = values.where(where)
         total = database.count(wish)
         found = list(database.rows(where=wish, start=start, count=count))
@@ -77,6 +78,7 @@ def export(
     at: options.At = None,
     table: options.Table = None,
     missing: options.Missing = None,
+    names: options.Names = None,
     skip: options.Skip = False,
     token: options.Token = None,
 ) -> Iterator[Result]:
@@ -89,7 +91,7 @@ def export(
     if output.is_file() and not overwrite:
         step = "replace it with --overwrite, or choose another name"
         raise ArgumentError(f"{output} exists: {step}")
-    with _looked_at(source, at, table, missing, skip, token) as database:
+    with _looked_at(source, at, table, missing, names, skip, token) as database:
         wish = values.where(where)
         found = database.rows(where=wish)
         if str(output) == "-":
@@ -107,6 +109,7 @@ def _looked_at(
     at: int | None,
     table: str | None,
     missing: list[str] | None,
+    names: str | None,
     skip: bool,
     token: str | None,
 ) -> contextlib.AbstractContextManager[Database | Remote]:
@@ -114,5 +117,5 @@ def _looked_at(
     from qkv.database.encoders import Exact
 
     encoder = None if is_store(source) else Exact(64)
-    how: dict[str, Any] = {"table": table, "encoder": encoder, "missing": missing}
+    how: dict[str, Any] = {"table": table, "encoder": encoder, "missing": missing, "names": names}
     return opened(source, **how, at=at, skip=skip, token=token)

@@ -34,13 +34,15 @@ def opened(
     at: int | None = None,
     skip: bool = False,
     missing: Sequence[str] | None = None,
+    names: str | None = None,
     token: str | None = None,
 ) -> Iterator[Database | Remote]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
     from qkv.database import Database
 
     if is_store(source):
-        own = (("--table", table), ("--encoder", encoder), ("--missing", missing or None))
+        read = (("--missing", missing or None), ("--names", names))
+        own = (("--table", table), ("--encoder", encoder), *read)
         for option, given in own:
             if given is not None:
                 raise ArgumentError(f"{option}: {source} is a database and has its own already")
@@ -67,6 +69,7 @@ def opened(
             value=picked(value),
             table=table,
             missing=missing or None,
+            names=listed(names),
             encoder=encoder,
             progress=progress,
         )
@@ -152,6 +155,15 @@ def picked(names: Sequence[str] | None) -> Any:
     if not names:
         return None
     return names[0] if len(names) == 1 else tuple(names)
+
+
+def listed(names: str | None) -> list[str] | None:
+    """The names that stand between commas.
+
+    >>> listed("city, people")
+    ['city', 'people']
+    """
+    return None if names is None else [name.strip() for name in names.split(",")]
 
 
 def cell(database: Database | Remote, text: str, what: str = "the query") -> Any:

@@ -188,17 +188,20 @@ class Database(Writing[K, V]):
         *,
         table: str | None = None,
         missing: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
         **how: Any,
     ) -> Database:
         """A CSV, TSV, JSON, Parquet, Arrow, Excel or SQLite file, a pattern of such files, as
         "logs/*.csv", or a PostgreSQL URL; `table` where it has several. `how` as in `from_columns`.
 
         In CSV and TSV an empty cell is missing, and so are NA, NaN, null and the like
-        (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text.
+        (`sources.MISSING`); `missing` gives other words for it, () none: then NA is text. `names`
+        are the columns' where the first line is a row already.
         """
         from qkv.database import sources
 
-        read = sources.read(source, table=table, missing=missing, progress=how.get("progress"))
+        way: Any = {"table": table, "missing": missing, "names": names}
+        read = sources.read(source, **way, progress=how.get("progress"))
         return cls.from_columns(read.columns, **how)
 
     def valuate(

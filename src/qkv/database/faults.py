@@ -105,5 +105,9 @@ class MixedColumn(UserWarning):
     """A column of a table is text because of a few words among its numbers."""
 
 
+class NoHeader(UserWarning):
+    """The first line of a table, which names the columns, looks like a row."""
+
+
 class ChangedCells(UserWarning):
     """A file was written that cannot hold some cells as they are."""

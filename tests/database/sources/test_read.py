@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from qkv.database import sources
-from qkv.database.faults import MixedColumn
+from qkv.database.faults import MixedColumn, NoHeader
 from qkv.database.sources import SourceError, Table, from_frame, read
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.sql import without_password
@@ -80,10 +80,96 @@ def test_delimiter_survives_a_record_that_the_sample_cuts(tmp_path):
 
 
 def test_decimal_commas_do_not_win_over_semicolons(tmp_path):
-    assert columns(tmp_path, "t.csv", "a;b\n1,5;2,5\n3,5;4,5\n") == {
-        "a": ["1,5", "3,5"],
-        "b": ["2,5", "4,5"],
+    text = "a;b\n1,5;2,5\n3,5;4,5\n"
+    assert columns(tmp_path, "t.csv", text) == {"a": [1.5, 3.5], "b": [2.5, 4.5]}
+
+
+def test_commas_are_points_between_semicolons(tmp_path):
+    text = """Ort;Umsatz;Leute;Anteil;Wort
+    Köln;1.234,56;1.086;-0,5;a,b
+    Bonn;999,5;336;NA;1,5
+    Unna;12;59;1,5E+03;2,5
+    """
+    assert columns(tmp_path, "t.csv", text.replace("    ", "")) == {
+        "Ort": ["Köln", "Bonn", "Unna"],
+        "Umsatz": [1234.56, 999.5, 12.0],
+        "Leute": [1086, 336, 59],
+        "Anteil": [-0.5, None, 1500.0],
+        "Wort": ["a,b", "1,5", "2,5"],
     }
+    # Where nothing tells that a comma is a point, points stay what they were.
+    assert columns(tmp_path, "t.csv", "a;b\nx;1.086\ny;1.5\n")["b"] == [1.086, 1.5]
+    assert columns(tmp_path, "t.csv", 'a,b\nx,"1,5"\ny,"2,5"\n')["b"] == ["1,5", "2,5"]
+
+
+def test_a_comma_that_may_part_thousands_is_told_of(tmp_path):
+    with pytest.warns(MixedColumn, match="'b' is text: '1,234' may be 1.234 or 1234"):
+        assert columns(tmp_path, "t.csv", "a;b\nx;1,234\ny;20,345\n")["b"] == ["1,234", "20,345"]
+    assert columns(tmp_path, "t.csv", "a;b\n0,5;1,234\n1,5;20,345\n")["b"] == [1.234, 20.345]
+
+
+def test_decimal_commas_of_many_files(tmp_path):
+    write(tmp_path, "1.csv", "a;b\n1,5;x\n")
+    write(tmp_path, "2.csv", "a;b\n2,25;y\n")
+    assert read(str(tmp_path / "*.csv")).columns == {"a": [1.5, 2.25], "b": ["x", "y"]}
+    write(tmp_path, "3.csv", "a,b\n1.5,z\n")
+    assert read(str(tmp_path / "*.csv")).columns["a"] == [1.5, 2.25, 1.5]
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("Berlin,3.6,1237\nParis,2.1,250\n", "abc"),
+        ("Ann,34\nBo,27\n", "ab"),
+        ("3,6;x\n4,7;y\n", "ab"),
+        ("7,3\n1,2\n", "ab"),
+        ("1\t5\n3\t4\n", "ab"),
+    ],
+)
+def test_a_first_line_of_numbers_above_numbers_is_told_of(tmp_path, text, names):
+    path = write(tmp_path, "t.csv", text)
+    with pytest.warns(NoHeader, match="line 1 looks like a row, not like names: .* names="):
+        assert len(read(path)) == 1
+    assert len(read(path, names=list(names))) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "land,2019,2020\nDE,2,3\n",  # years
+        "land,2021,2020\nDE,2,3\n",
+        "id,0,1\nx,2,3\n",  # places
+        "id,400.5,401.7,404.1,410\nx,1,2,3,4\n",  # wavelengths
+        "a,7\nx,y\n",
+        "7\nx\n",
+        "name,7\n3,4\n",
+    ],
+)
+def test_names_that_are_numbers_are_names(tmp_path, text):
+    assert len(read(write(tmp_path, "t.csv", text))) == 1
+
+
+def test_names_for_a_table_without_any(tmp_path):
+    path = write(tmp_path, "t.csv", "Berlin,3.6\nParis,2.1\n")
+    assert read(path, names=["city", "people"]).columns == {
+        "city": ["Berlin", "Paris"],
+        "people": [3.6, 2.1],
+    }
+    write(tmp_path, "u.csv", "Rome,2\n")
+    both = read(str(tmp_path / "*.csv"), names=("city", "people"))
+    assert both.columns["people"] == [3.6, 2.1, 2.0]
+    says = refused(path, names=["city"])
+    assert "line 1: 2 cells where 1 name was given" in str(says)
+    assert "are all named 'a'" in str(refused(path, names=["a", "a"]))
+    headed = write(tmp_path, "v.csv", "city,people\nRome,2\n")
+    assert "line 1: these are the names" in str(refused(headed, names=["city", "people"]))
+    with pytest.raises(DtypeError, match="names must be a list of names"):
+        read(path, names="city,people")  # type: ignore[arg-type]
+    lines = write(tmp_path, "t.jsonl", '{"a": 1}\n')
+    with pytest.raises(CombinationError, match="names of its own"):
+        read(lines, names=["a"])
+    twice = write(tmp_path, "iris.csv", "5.1,3.5,3.5,setosa\n4.9,3.0,1.4,setosa\n")
+    assert "if this is a row, give names=" in str(refused(twice))
 
 
 def test_one_column_needs_no_delimiter(tmp_path):

@@ -6,21 +6,38 @@ import csv
 import io
 import re
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
+from qkv.database.faults import NoHeader
 from qkv.database.sources import files
-from qkv.database.sources.numbers import MISSING, numbers, typed
+from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed
 from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
 from qkv.types import Progress
 
 DELIMITERS = (",", ";", "\t", "|")
 
+_NAMES = "give names=[…], which is --names on the command line"
 # So few records that they stay in the processor's cache until they are columns.
 _BATCH = 1024
 _SAMPLE = 64 * 1024
 _LIMIT = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How lines of text are read: which words are missing cells; the columns' names, where no line
+    gives them; whether every cell stays text."""
+
+    missing: Sequence[str] = MISSING
+    names: Sequence[str] = ()
+    text: bool = False
+
+
+PLAIN = Lines()
 
 
 def read(
@@ -29,14 +46,14 @@ def read(
     file: str,
     delimiter: str | None,
     progress: Progress | None = None,
-    missing: Sequence[str] | None = MISSING,
+    lines: Lines = PLAIN,
 ) -> Table:
     """The table in these bytes; `delimiter` None: the one of , ; tab | that fits the first lines.
-    `missing` None leaves every cell the text that it is.
 
     UTF-8 with or without byte order mark. Blank lines are passed over, and columns without a name
     that hold nothing or, the first, count the rows from 0 as pandas writes its index. Which columns
-    become numbers, and which cells are missing: see `numbers`. Words such as true stay text.
+    become numbers, and which cells are missing: see `numbers`; between semicolons, numbers may have
+    decimal commas. Words such as true stay text.
 
     >>> read(b"name;age\\nLi;34\\n", "people", "people.csv", None).columns
     {'name': ['Li'], 'age': [34]}
@@ -44,22 +61,30 @@ def read(
     text = files.text(data, file)
     if delimiter is None:
         delimiter, _ = sniff(text)
-    parsed = zip(*_parsed(text, delimiter, file, progress), strict=True)
+    parsed = zip(*_parsed(text, delimiter, file, progress, lines.names), strict=True)
     columns = [pair for place, pair in enumerate(parsed) if _says(place, *pair)]
     names, line = [name for name, _ in columns], files.place(text[: _next(text, 0)])[0]
-    if wide := _below_a_title(names, text):
+    if not lines.names and (wide := _below_a_title(names, text)):
         raise SourceError(
             f"one name where the lines below have {wide} cells: if this is a title, remove it; if "
             "the lines are one column, put quotes around each",
             file=file,
             line=line,
         )
-    check_names(names, file, line)
+    row = not lines.names and is_row(names, [cells for _, cells in columns], lines.missing)
+    check_names(names, file, line, f"; if this is a row, {_NAMES}" if row else "")
     if progress is not None:
         progress(len(text), len(text))
     if not columns[0][1]:
         raise no_rows(file)
-    return Table(name, dict(columns) if missing is None else typed(dict(columns), missing))
+    found = dict(columns)
+    if delimiter == ";":
+        found = pointed(found, lines.missing)
+        row = not lines.names and is_row(names, [*found.values()], lines.missing)
+    if row:
+        told = f"{file}, line {line} looks like a row, not like names: if it is one, {_NAMES}"
+        warnings.warn(told, NoHeader, stacklevel=2)
+    return Table(name, found if lines.text else typed(found, lines.missing))
 
 
 def _says(place: int, name: str, cells: list[str]) -> bool:
@@ -87,7 +112,7 @@ def _below_a_title(names: list[str], text: str) -> int:
 
 
 def _parsed(
-    text: str, delimiter: str, file: str, progress: Progress | None
+    text: str, delimiter: str, file: str, progress: Progress | None, given: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
     """Names and columns, record by record, or the error of the first that cannot be read."""
     names: list[str] = []
@@ -96,13 +121,23 @@ def _parsed(
         if batch is None or len(set(map(len, batch)) | {len(names or batch[0])}) > 1:
             raise _broken(text, delimiter, file)
         if not names:
-            names = batch.pop(0)
+            names = _named(batch[0], given, file) if given else batch.pop(0)
             columns = [[] for _ in names]
         for column, cells in zip(columns, zip(*batch, strict=True), strict=False):
             column.extend(cells)
         if progress is not None:
             progress(done, len(text))
     return names, columns
+
+
+def _named(first: list[str], given: Sequence[str], file: str) -> list[str]:
+    """The names that were given, where they fit the first record."""
+    if len(first) != len(given):
+        told = f"{len(first)} cells where {len(given)} name{'s were' * (len(given) > 1) or ' was'}"
+        raise SourceError(f"{told} given: name every column", file=file, line=1)
+    if first == [*given]:
+        raise SourceError("these are the names: leave names= out", file=file, line=1)
+    return [*given]
 
 
 def sniff(text: str) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from qkv.database.faults import MixedColumn
@@ -20,6 +21,12 @@ MISSING = (
     *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
 )
 """What a cell without anything in it is called in the tables of others, as pandas has it."""
+# Numbers with a comma for the point, thousands parted by points or not; and ones that are whole.
+_COMMA = re.compile(
+    r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+),\d+(?:[eE][+-]?\d{1,3})?", re.ASCII
+).fullmatch
+_WHOLE = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+)", re.ASCII).fullmatch
+_THOUSANDS = re.compile(r"-?[1-9]\d{0,2},\d{3}", re.ASCII).fullmatch
 SOME, RARE, SAMPLE = 20, 0.1, 1000
 """Cells that make a column, the share of words among them that is an accident, and how many are
 looked at first."""
@@ -69,6 +76,64 @@ def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str,
                 stacklevel=2,
             )
     return found
+
+
+def pointed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[str]]:
+    """Text in which numbers with decimal commas have points; columns of other cells as they are.
+
+    One column must show that a comma is no mark of thousands: then the commas of all are points,
+    and points part thousands. Where none does, a warning names the columns that stay text.
+
+    >>> pointed({"sum": ["1.234,5", "7"], "people": ["1.086", "336"]}, missing=())
+    {'sum': ['1234.5', '7'], 'people': ['1086', '336']}
+    """
+    present = {
+        name: [bare for text in cells if (bare := text.strip()) and bare not in missing]
+        for name, cells in columns.items()
+    }
+    commas = {
+        name: next((text for text in cells if "," in text), "")
+        for name, cells in present.items()
+        if all(_COMMA(text) or _WHOLE(text) for text in cells)
+    }
+    found = [name for name, comma in commas.items() if comma]
+    if all(_THOUSANDS(text) for name in found for text in present[name] if "," in text):
+        for name in found:
+            text = commas[name]
+            either = f"{text!r} may be {text.replace(',', '.')} or {text.replace(',', '')}"
+            told = f"column {name!r} is text: {either}, so write which"
+            warnings.warn(told, MixedColumn, stacklevel=2)
+        return dict(columns)
+    marks = str.maketrans({".": None, ",": "."})
+    return {
+        name: [text.translate(marks) if text.strip() not in missing else text for text in cells]
+        if name in commas
+        else cells
+        for name, cells in columns.items()
+    }
+
+
+def is_row(names: Sequence[str], columns: Sequence[list[str]], missing: Sequence[str]) -> bool:
+    """Whether what names the columns may be a row: a number above each column of numbers, and they
+    neither count, nor rise from four on, nor are years.
+
+    >>> is_row(["Li", "34"], [["Bo"], ["27"]], ()), is_row(["who", "2020"], [["Bo"], ["27"]], ())
+    (True, False)
+    """
+    first = [numbers([name.replace(",", ".")], ())[0] for name in names]
+    if all(isinstance(name, str) for name in first):
+        return False
+    below = [numbers(cells, missing) for cells in columns]
+    found = [x for x, cells in zip(first, below, strict=True) if _number(cells)]
+    if not found or any(isinstance(name, str) for name in found):
+        return False
+    steps = {after - before for before, after in pairwise(found)}
+    counted = steps == {1} or (len(found) > 3 and min(steps) > 0)
+    return not counted and not all(type(x) is int and 1000 <= x < 3000 for x in found)
+
+
+def _number(cells: list[Any]) -> bool:
+    return any(isinstance(cell, int | float) for cell in cells)
 
 
 def _words(cells: list[Any]) -> dict[str, int]:

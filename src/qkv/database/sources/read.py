@@ -6,13 +6,15 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from qkv.database.sources import delimited, files, frames, json, sql, workbook
+from qkv.database.sources.delimited import Lines
 from qkv.database.sources.numbers import MISSING, typed
-from qkv.database.sources.sql import Wish, wish
+from qkv.database.sources.sql import Wish, wish, without_password
 from qkv.database.sources.table import SourceError, Table
 from qkv.errors import CombinationError, DtypeError
 from qkv.log import listener
@@ -53,6 +55,7 @@ def read(
     *,
     table: str | None = None,
     missing: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """The table in a file or a database, read and checked as a whole before any of it is returned.
@@ -63,7 +66,8 @@ def read(
     "postgresql://…?table=name"; or "-", CSV on standard input. An address takes ?query=select… in
     place of ?table=. `table` names the table of a database that has several, or the sheet of a
     workbook. `missing` are the words for a missing cell in CSV, TSV and workbooks, by default those
-    of pandas; an empty cell always is one. `progress(done, total)` is called along the way, in
+    of pandas; an empty cell always is one. `names` are those of the columns of CSV or TSV whose
+    first line is a row already. `progress(done, total)` is called along the way, in
     whatever the source counts (bytes, rows, columns); `total` is None where it is not known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
@@ -78,31 +82,31 @@ def read(
     """
     if not isinstance(source, str | Path):
         raise DtypeError(f"source must be a path or an address, not a {type(source).__name__}")
-    found = _read(source, table, _words(missing), progress)
+    words = MISSING if missing is None else _words(missing, "missing", "words, such as ['NA', '-']")
+    given = () if names is None else _words(names, "names", "names, one for each column")
+    found = _read(source, table, Lines(words, given), progress)
     if log := listener():
         log.debug("read %s: %d rows of %s", found.name, len(found), ", ".join(found.columns))
     return found
 
 
-def _read(
-    source: str | Path, table: str | None, words: Sequence[str], progress: Progress | None
-) -> Table:
+def _read(source: str | Path, table: str | None, lines: Lines, progress: Progress | None) -> Table:
     if isinstance(source, str):
         if source == "-":
             _no_tables(table, "standard input")
             data = files.stdin()
             files.refuse_strangers(data, "stdin")
-            return delimited.read(data, "stdin", "stdin", None, progress, words)
+            return delimited.read(data, "stdin", "stdin", None, progress, lines)
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", source):
-            return _address(source, table, progress, words)
+            return _address(source, table, progress, lines)
         if not source.strip():
             raise SourceError(f"no file was named: {_KNOWN}")
         if glob.has_magic(source) and not os.path.lexists(source):
-            return _files(source, Wish(table), progress, words)
-    return _file(Path(source), Wish(table), progress, words)
+            return _files(source, Wish(table), progress, lines)
+    return _file(Path(source), Wish(table), progress, lines)
 
 
-def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequence[str]) -> Table:
+def _files(pattern: str, chosen: Wish, progress: Progress | None, lines: Lines) -> Table:
     """The rows of all files that fit a pattern, in the order of their names.
 
     A column that a file lacks is missing in its rows. Those of CSV are typed when all are there.
@@ -115,7 +119,7 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequenc
     columns: dict[str, list[Any]] = {}
     for done, path in enumerate(paths, start=1):
         before = len(next(iter(columns.values()), []))
-        found = _file(path, chosen, None, None if text else words)
+        found = _file(path, chosen, None, replace(lines, text=text))
         for name in found.columns:
             if name not in columns:
                 columns[name] = ["" if text else None] * before
@@ -124,26 +128,24 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, words: Sequenc
         if progress is not None:
             progress(done, len(paths))
     if text:
-        columns = typed(columns, words)
+        columns = typed(columns, lines.missing)
     return Table(Path(pattern).stem, columns)
 
 
-def _words(missing: Sequence[str] | None) -> Sequence[str]:
-    if missing is None:
-        return MISSING
+def _words(words: Sequence[str], what: str, wanted: str) -> Sequence[str]:
     if (
-        not isinstance(missing, Iterable)
-        or isinstance(missing, str)
-        or not all(isinstance(word, str) for word in missing)
+        not isinstance(words, Iterable)
+        or isinstance(words, str)
+        or not all(isinstance(word, str) for word in words)
     ):
-        raise DtypeError(f"missing must be a list of words, such as ['NA', '-'], not {missing!r}")
-    return missing
+        raise DtypeError(f"{what} must be a list of {wanted}, not {words!r}")
+    return words
 
 
-def _address(
-    url: str, table: str | None, progress: Progress | None, missing: Sequence[str]
-) -> Table:
+def _address(url: str, table: str | None, progress: Progress | None, lines: Lines) -> Table:
     scheme = url.partition(":")[0].lower()
+    if scheme != "file":
+        _no_names(lines, url)
     if scheme == "sqlite":
         if not re.match(r"sqlite:///.", url, re.IGNORECASE):
             raise SourceError(
@@ -158,14 +160,12 @@ def _address(
     if scheme in ("postgresql", "postgres"):
         return sql.postgres(*wish(url, table), progress)
     if scheme == "file":
-        return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress, missing)
+        return _file(Path(unquote(urlsplit(url).path)), Wish(table), progress, lines)
     step = "download the file first" if scheme in ("http", "https", "ftp", "s3", "gs") else _KNOWN
     raise SourceError(f"addresses with {scheme}:// are not read: {step}", file=url)
 
 
-def _file(
-    path: Path, chosen: Wish, progress: Progress | None, missing: Sequence[str] | None
-) -> Table:
+def _file(path: Path, chosen: Wish, progress: Progress | None, lines: Lines) -> Table:
     packed = path.suffix.lower() in files.PACKED
     # A pipe can be read only once.
     regular = os.path.isfile(path) and not packed
@@ -181,13 +181,15 @@ def _file(
     if kind is None and named in _BINARY:
         raise _not_a(path, named)
     kind = kind or named or _sniff(opening, inner)
+    if kind not in ("csv", "tsv"):
+        _no_names(lines, str(path))
     if kind in _BINARY and not regular:
         how = "packed: unpack it" if packed else "from a pipe: save it to a file"
         raise SourceError(f"{_BINARY[kind]} {how} first", file=str(path))
     if kind == "sqlite":
         return sql.sqlite(path, chosen, progress)
     if kind == "workbook":
-        return workbook.read(path, chosen, progress, missing)
+        return workbook.read(path, chosen, progress, lines.missing)
     _no_tables(chosen.table, str(path))
     if kind in ("parquet", "arrow"):
         return frames.from_file(path, _BINARY[kind], progress)
@@ -195,7 +197,7 @@ def _file(
     if kind == "json":
         return json.read(data, inner.stem, str(path), progress)
     delimiter = "\t" if kind == "tsv" else None
-    return delimited.read(data, inner.stem, str(path), delimiter, progress, missing)
+    return delimited.read(data, inner.stem, str(path), delimiter, progress, lines)
 
 
 def _inner(path: Path) -> Path:
@@ -224,6 +226,14 @@ def _not_a(path: Path, kind: str) -> SourceError:
         "or rename it to what it is",
         file=str(path),
     )
+
+
+def _no_names(lines: Lines, file: str) -> None:
+    if lines.names:
+        raise CombinationError(
+            f"names= is for CSV and TSV without a line of names, and {without_password(file)} has "
+            "names of its own: leave it out"
+        )
 
 
 def _no_tables(table: str | None, file: str) -> None:

@@ -61,8 +61,11 @@ def build(name: str, names: Sequence[Any], columns: Iterable[Iterable[Any]], fil
     return Table(name, {title: plain(column, title, file) for title, column in pairs})
 
 
-def check_names(names: Sequence[Any], file: str, line: int | None = None) -> None:
-    """Refuse a table without columns, and column names that are empty, double or no text."""
+def check_names(
+    names: Sequence[Any], file: str, line: int | None = None, otherwise: str = ""
+) -> None:
+    """Refuse a table without columns, and column names that are empty, double or no text; what else
+    may be done is told `otherwise`."""
     where: dict[str, Any] = {"file": file, "line": line}
     if not names:
         raise SourceError("no columns: there is nothing to read", **where)
@@ -71,12 +74,12 @@ def check_names(names: Sequence[Any], file: str, line: int | None = None) -> Non
             told = f"is named {name!r}, of type {type(name).__name__}: rename it"
             raise SourceError(f"column {place} {told}", **where)
         if not name.strip():
-            told = "has no name: give it one, or remove it"
+            told = f"has no name: give it one, or remove it{otherwise}"
             raise SourceError(f"column {place} of {len(names)} {told}", **where)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         places = [str(place) for place, other in enumerate(names, start=1) if other == name]
-        told = f"are all named {name!r}: rename all but one"
+        told = f"are all named {name!r}: rename all but one{otherwise}"
         raise SourceError(f"columns {', '.join(places)} {told}", **where)
 
 
