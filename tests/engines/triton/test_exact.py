@@ -8,7 +8,6 @@ import torch
 from qkv.engines.triton import PAIRS, exact
 from qkv.engines.triton import additive as join
 from qkv.engines.triton.additive import additive
-from qkv.engines.triton.exact import additive_exact
 from qkv.errors import DtypeError, EngineError, ShapeError
 from tests.engines.triton.test_features import DEVICE, GRID, TABLE
 
@@ -31,6 +30,10 @@ def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.flo
         torch.randn(b, few, m, d),
     )
     return [x.to(DEVICE, dtype) for x in made]
+
+
+def additive_exact(a, b, v, value, lower=None, upper=None, lengths=None):
+    return join._additive(a, b, v, value, None, None, lower, upper, lengths)[:2]
 
 
 def formula(a, b, v, value, lower=None, upper=None, lengths=None):
@@ -165,15 +168,6 @@ def test_no_queries_and_no_keys():
     assert not any(x.any() for x in grads)
 
 
-@pytest.mark.parametrize("flag", [0, 1])
-def test_the_flag(flag):
-    when = torch.tensor([flag], dtype=torch.int32, device=DEVICE)
-    found = gradients(additive_exact, arrays(), None, None, None, when)
-    plain = gradients(additive_exact, arrays())
-    for one, two in zip(found, plain, strict=True):
-        assert torch.equal(one, two if flag else torch.zeros_like(two))
-
-
 def test_the_gradient_is_the_same_each_time():
     given = arrays(heads=2)
     for one, two in zip(
@@ -285,7 +279,7 @@ def test_the_join_under_autocast():
 
 def test_the_operators_keep_their_promises():
     given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
-    torch.library.opcheck(additive_exact.node, (*given, None, 0, None, None))
+    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None))
 
 
 def test_torch_compile_sees_through():

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import exact, norms
+from qkv.engines.triton import norms
 from tests.engines.triton.test_norms import DEVICE
 
 
@@ -57,10 +57,3 @@ def test_fake_tensors_see_the_node(seen):
     with FakeTensorMode():
         assert norms.square(torch.empty(3, 8), 0.5).shape == (3, 1)
     assert len(seen) == 1
-
-
-def test_defaults_and_names_with_a_gradient():
-    a, v = given()[None, None].requires_grad_(), given()[0]
-    whole = exact.additive_exact(a, a, v, a, None, 1, None, None)
-    short = exact.additive_exact(a, a, v, a, upper=1)
-    assert torch.equal(slope(short[0], a), slope(whole[0], a))

@@ -23,12 +23,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "HELD", 32)
 
 
-def entmax_threshold(*given, **more):
-    return thresholds.entmax_threshold(*given, **more)[0]
+def entmax_threshold(query, key, *given, **more):
+    return thresholds.found(query, key, "entmax", *given, **more)[0]
 
 
-def topk_threshold(*given, **more):
-    return thresholds.topk_threshold(*given, **more)[:2]
+def topk_threshold(query, key, *given, **more):
+    return thresholds.found(query, key, "topk", *given, **more)[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -232,5 +232,5 @@ def test_tiles_of_every_width():
 
 def test_the_operators_keep_their_promises():
     query, key, _ = arrays(n=2, m=3)
-    torch.library.opcheck(thresholds.entmax_threshold.node, (query, key, 1.5, 1.0))
-    torch.library.opcheck(thresholds.topk_threshold.node, (query, key, 2, 1.0))
+    torch.library.opcheck(thresholds.found.node, (query, key, "entmax", 1.5, 1.0))
+    torch.library.opcheck(thresholds.found.node, (query, key, "topk", 2, 1.0))

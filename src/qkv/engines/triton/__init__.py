@@ -18,7 +18,7 @@ from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
 from qkv.engines.triton.form import UNMOVED, WEIGHTINGS, expanded_form, form_of, is_narrow, lowering
-from qkv.engines.triton.masks import SEARCHED, Bounds, band_of, bounds_of, cooled, pairs_of, unmoved
+from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_of, unmoved
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
@@ -149,7 +149,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
-    from qkv.engines.triton import columns, ops, support
+    from qkv.engines.triton import columns, ops, thresholds
     from qkv.engines.triton.arguments import Numbers
     from qkv.engines.triton.records import Arrays
 
@@ -159,7 +159,6 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     if whole is not None:
         return _together(lambda call: (whole(call.query, call.key, call.value), None, None))
     weighting = WEIGHTINGS[type(call.weighting)]
-    searched = type(call.weighting) in SEARCHED
     found = lowering(call)
     expanded = is_narrow(call) and isinstance(found[0], Expanded)
 
@@ -190,20 +189,17 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             rows_of(call, form.gate_key, few),
         )
         lower, upper, lengths, layout, size, _ = bounds
-        scale, times, alpha, rows = form.scale * share, share, 0.0, (None, None)
-        lists: tuple[Any, Any] = (None, None)
+        scale, times = form.scale * share, share
         pairs: Any = pairs_of(call, bounds)
         added = pairs is not None and pairs.is_floating_point()
         if added and is_array(temperature):
             pairs = cooled(call, pairs, temperature)
         if added and pairs.shape[-1] == 1 and weighting in UNMOVED and not call.wants_lse:
             query, pairs = unmoved(query, pairs)
-        if searched:
-            banded = weighting == "topk" or lower is not None or upper is not None
-            listed = support.pays(query, key, banded)
-            band = (scale, listed, *parts, lower, upper, lengths, pairs, times)
-            alpha, rows, left = _searched(call, query, key, band)
-            lists = tuple(left) if left[0].numel() else lists
+        alpha, rows, lists = thresholds.rows(
+            query, key, weighting, _number(call.weighting), scale, parts,
+            lower, upper, lengths, pairs, times,
+        )  # fmt: skip
         value = four_axes(call, call.value, few)
         rest = (
             *parts,
@@ -323,9 +319,7 @@ def direct(call: Call) -> Callable[..., Array] | None:
 
     scale = form.scale / getattr(call.weighting, "temperature", 1.0)
     factor = None if form.bias is None else -scale / 2
-    alpha = isinstance(call.weighting, Entmax)
-    number = float(call.weighting.alpha) if alpha else getattr(call.weighting, "k", 1)  # type: ignore[attr-defined]
-    return Repeat(weighting, number, scale, factor, partial(band_of, rule))
+    return Repeat(weighting, _number(call.weighting), scale, factor, partial(band_of, rule))
 
 
 def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
@@ -371,17 +365,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def _searched(call: Call, query: Array, key: Array, band: tuple[Any, ...]) -> tuple[Any, ...]:
-    """alpha, what a sparse weighting must know of each row first, and which pairs are left."""
-    from qkv.engines.triton import thresholds
-
-    if isinstance(call.weighting, Entmax):
-        alpha = float(call.weighting.alpha)
-        row_a, *left = thresholds.entmax_threshold(query, key, alpha, *band)
-        return alpha, (row_a, None), left
-    k = getattr(call.weighting, "k", 1)
-    row_a, row_b, *left = thresholds.topk_threshold(query, key, k, *band)
-    return 0.0, (row_a, row_b), left
+def _number(weighting: Any) -> float:
+    """What a sparse weighting must be told: entmax's alpha, or how many keys the others choose."""
+    return float(weighting.alpha) if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}

@@ -36,14 +36,12 @@ def additive(
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
 
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
-    of that precision would cost more than they save. Masks are those of `exact.additive_exact`.
+    of that precision would cost more than they save. Masks are those of `exact.Asked`.
     """
     a, b, value = ops.cast(a, b, value)
     _check(a, b, v, value)
-    if a.dtype == torch.float32:
-        out, lse = exact.additive_exact(a, b, v, value, lower, upper, lengths)
-    else:
-        out, lse, *_ = _additive(a, b, v, value, table, grid, lower, upper, lengths)
+    by = (None, None) if a.dtype == torch.float32 else (table, grid)
+    out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths)
     return out, lse
 
 
@@ -93,7 +91,11 @@ def _even(count: int, most: int) -> int:
     return max(-(-count // max(-(-count // most), 1)), 1)
 
 
-@operator(exact.fake_backward, refuse)
+def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arrays[:4])
+
+
+@operator(_backward_fake, refuse)
 def _additive_backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -111,14 +113,14 @@ def _additive_backward(
     fit: Tensor,
     beyond: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """da, db, dv, dvalue. The features are made again: they are wide, and quick to make.
-
-    They and their gradients are the most that is held, so they come in pieces.
+    """da, db, dv, dvalue. The features, if there are `pairs` of them, are made again: they are
+    wide, and quick to make. They and their gradients are the most that is held, so they come in
+    pieces.
     """
     a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
     da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
     parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
-    pieces = _pieces(a, b, pairs)
+    pieces = _pieces(a, b, pairs) if pairs else []
     with launch.on(a.device):
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
@@ -140,29 +142,30 @@ def _additive_backward(
                 features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
             )
             del dphi, dpsi, dsome, _
-        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond)
+        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         others, places = torch.cat(parts) if parts else None, (da, db, dv, dvalue)
         exact.backward(given, grad, grad_lse, out, lse, places, others)
     return da, db, dv, dvalue
 
 
 def _additive_fake(
-    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, *rest: Any
+    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = a.shape[:3]
-    _, _, pairs, order = table.shape
+    fitted = 0 if table is None else 1
+    _, _, pairs, order = (0, 0, 0, 0) if table is None else table.shape
     return (
         value.new_empty((*rows, value.shape[3])),
         a.new_empty(rows, dtype=torch.float32),
-        a.new_empty((2, *rows), dtype=torch.float32),
-        a.new_empty((1 + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
-        a.new_empty(1, dtype=torch.int32),
+        a.new_empty((2 * fitted, *rows), dtype=torch.float32),
+        a.new_empty((fitted + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
+        a.new_empty(fitted, dtype=torch.int32),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a, b, v, value, table, _, ctx.lower, ctx.upper, lengths = inputs
-    ctx.pairs = table.shape[2]
+    ctx.pairs = 0 if table is None else table.shape[2]
     ctx.save_for_backward(a, b, v, value, lengths, *output)
     ctx.set_materialize_grads(False)
 
@@ -185,19 +188,23 @@ def _additive(
     b: Tensor,
     v: Tensor,
     value: Tensor,
-    table: Tensor,
-    grid: Tensor,
+    table: Tensor | None,
+    grid: Tensor | None,
     lower: int | None,
     upper: int | None,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag."""
+    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag; the last
+    three are empty without a table, where all is exact."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
     with launch.on(a.device):
+        if table is None or grid is None:
+            room = _additive_fake(a, b, v, value, None)
+            exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths), *room[:2])
+            return room
         fit, beyond = features.fit_of(a, b, table, grid)
         phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
         numbers = Numbers(1.0, lower=lower, upper=upper)
         out, lse, kept = forward.attend(*Arrays(phi, psi, value, lengths=lengths), *numbers)
-        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond)
-        exact.forward(given, out, lse)
+        exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths, beyond), out, lse)
     return out, lse, kept, fit, beyond

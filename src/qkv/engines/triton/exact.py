@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import launch, tanh
-from qkv.engines.triton.operators import operator, refuse
 
 BLOCK = 64
 """Queries or keys of a tile."""
@@ -22,7 +21,9 @@ WAITING = 264
 
 
 class Asked(NamedTuple):
-    """The arrays and the mask of a call; see `additive_exact`."""
+    """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d). The pair i, j counts if
+    lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32 holds 0, nothing is done.
+    """
 
     a: Tensor
     b: Tensor
@@ -97,7 +98,7 @@ class _Call:
 
 
 def forward(given: Asked, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, n, d) and `lse` (B, H, n) as `additive_exact` says."""
+    """Fill `out` (B, H, n, d) and the log-sum-exp `lse` (B, H, n)."""
     if lse.numel():
         call = _Call(given)
         call.each_pair(tanh.forward, (out, lse), call.query_tiles)
@@ -114,7 +115,7 @@ def backward(
 ) -> None:
     """Fill da, db, dv and dvalue, contiguous and shaped as their arrays.
 
-    Where `when` holds 0, dv is the sum of the others (…, h), if given, and nothing else is filled.
+    Where `when` holds 0, dv is the sum of the others (…, h), and nothing else is filled.
     """
     da, db, dv, dvalue = places
     if not (lse.numel() and given.b.numel()):
@@ -135,71 +136,3 @@ def backward(
     whole = (call.query_tiles, 0 if others is None else others.shape[0], call.h)
     facts, folded = {"BLOCK": 512, "UNITS": 8}, (parts, others, given.when, dv)
     launch.start(tanh.fold, -(-call.h // 8), folded, (), whole, facts, PLAIN)
-
-
-def fake_backward(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arrays[:4])
-
-
-@operator(
-    fake_backward,
-    refuse,
-    schema="(Tensor grad, Tensor? grad_lse, Tensor a, Tensor b, Tensor v, Tensor value, "
-    "SymInt? lower, SymInt? upper, Tensor? lengths, Tensor? when, Tensor out, Tensor lse) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def additive_exact_backward(
-    grad: Tensor, grad_lse: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    """da, db, dv, dvalue, from what was given and the results."""
-    given, out, lse = Asked(*rest[:8]), *rest[8:]
-    new = torch.empty_like if given.when is None else torch.zeros_like
-    places = tuple(new(x, memory_format=torch.contiguous_format) for x in given[:4])
-    with launch.on(given.a.device):
-        backward(given, grad, grad_lse, out, lse, places)
-    return places
-
-
-def _fake(a: Tensor, b: Tensor, v: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = value.new_empty((*a.shape[:3], value.shape[3]))
-    return out, a.new_empty(a.shape[:3], dtype=torch.float32)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *arrays, ctx.lower, ctx.upper, lengths, when = inputs
-    ctx.save_for_backward(*arrays, lengths, when, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *arrays, lengths, when, out, lse = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(out)
-    given = (*arrays, ctx.lower, ctx.upper, lengths, when)
-    grads = additive_exact_backward(grad, grad_lse, *given, out, lse)
-    return *grads, None, None, None, None
-
-
-@operator(_fake, _differentiate, _save)
-def additive_exact(
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    when: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention with s = Σ_h v_h tanh(a_h + b_h), and its log-sum-exp.
-
-    a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n) float32.
-    The pair i, j counts if lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32
-    holds 0, nothing is computed and everything is 0.
-    """
-    new = torch.empty if when is None else torch.zeros
-    out = new((*a.shape[:3], value.shape[3]), dtype=value.dtype, device=a.device)
-    lse = new(a.shape[:3], dtype=torch.float32, device=a.device)
-    with launch.on(a.device):
-        forward(Asked(a, b, v, value, lower, upper, lengths, when), out, lse)
-    return out, lse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ class Operator:
 
     Called where nothing looks on, it is the function itself, with `pull` for its gradient: to pass
     through torch's dispatcher takes longer than a small kernel. `fake` gives the shapes. Without
-    `pull` there is no gradient. `schema` says the arguments where the function does not.
+    `pull` there is no gradient; with one, all arguments are given by position. `schema` says them
+    where the function does not.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Operator:
         torch.library.register_fake(f"qkv::{name}", fake, lib=LIBRARY)
         self.node = getattr(torch.ops.qkv, name).default
         self.function, self.graph = function, None
-        self.signature, self.defaults = signature(function), function.__defaults__
         if not mutates:
             back = pull or _none
             torch.library.register_autograd(f"qkv::{name}", back, setup_context=save, lib=LIBRARY)
@@ -61,10 +60,6 @@ class Operator:
                     return self.node(*given, **named)
                 learns = learns or x.requires_grad
         if learns and self.graph is not None and torch.is_grad_enabled():
-            if self.defaults:
-                whole = self.signature.bind(*given, **named)
-                whole.apply_defaults()
-                given = whole.args
             return self.graph.apply(*given)
         return self.function(*given, **named)
 

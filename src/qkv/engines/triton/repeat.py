@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qkv.engines.triton import ahead, launch, norms, ops, support, thresholds
+from qkv.engines.triton import ahead, launch, norms, ops, thresholds
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.launch import Launch
 from qkv.engines.triton.records import Arrays, Scales
@@ -104,21 +104,11 @@ class Repeat:
         """out, lse, kept, bias, row_a and row_b, by the operators."""
         band = self.band(query.shape[2], key.shape[2])
         bias = None if self.factor is None else norms.square(key, self.factor)
-        lists = support.pays(
-            query, key, self.weighting == "topk" or any(x is not None for x in band)
+        alpha, found, lists = thresholds.rows(
+            query, key, self.weighting, self.number, self.scale, (bias, None, None), *band
         )
-        parts, found, alpha = (self.scale, lists, bias, None, None, *band), (None, None), 0.0
-        left: list[Tensor] = []
-        if self.weighting == "entmax":
-            alpha = self.number
-            row_a, *left = thresholds.entmax_threshold(query, key, alpha, *parts)
-            found = row_a, None
-        elif self.weighting == "topk":
-            row_a, row_b, *left = thresholds.topk_threshold(query, key, self.number, *parts)
-            found = row_a, row_b
-        told = {"lists": left[0], "marks": left[1]} if left and lists else {}
         made = ops.pooled(
-            *Arrays(query, key, value, bias, None, None, *found, **told),
+            *Arrays(query, key, value, bias, None, None, *found, None, None, None, None, *lists),
             *Numbers(self.scale, self.weighting, alpha, *band),
         )
         return (*made, bias, *found)

@@ -75,75 +75,31 @@ def _run(
     launch.keep(about, None if call.copied else made)
 
 
-def _rows(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number for each query."""
-    return query.new_empty(query.shape[:3], dtype=dtype)
-
-
-def _support(query: Tensor, key: Tensor, listed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the lists and the bits of `support`, of queries and of keys; empty without any."""
+def _room(query: Tensor, key: Tensor, weighting: str, listed: bool) -> tuple[Tensor, ...]:
+    """For the results of `found`, and the bits of queries from which lists are made."""
+    rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
+    row_a = query.new_empty(rows, dtype=torch.float32)
+    row_b = none if weighting == "entmax" else query.new_empty(rows, dtype=torch.int32)
     if not listed:
-        none = query.new_empty((0,), dtype=torch.int32)
-        return none, none.clone(), none
+        return row_a, row_b, none.clone(), none.clone(), none
     marks, across = support.bits(query, key)
     at = support.places(query, key.shape[2], support.tiles(query.shape[2]))
-    return at, across, marks
+    return row_a, row_b, at, across, marks
 
 
-def _entmax_fake(
-    query: Tensor, key: Tensor, alpha: float, scale: float, listed: bool = False, *_: Any, **__: Any
-) -> tuple[Tensor, ...]:
-    return _rows(query, torch.float32), *_support(query, key, listed)[:2]
+def _fake(
+    query: Tensor, key: Tensor, weighting: str, number: float, scale: float, listed: bool = False,
+    *_: Any, **__: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _room(query, key, weighting, listed)[:4]
 
 
-def _topk_fake(
-    query: Tensor, key: Tensor, k: int, scale: float, listed: bool = False, *_: Any, **__: Any
-) -> tuple[Tensor, ...]:
-    return _rows(query, torch.float32), _rows(query, torch.int32), *_support(query, key, listed)[:2]
-
-
-@operator(_entmax_fake)
-def entmax_threshold(
+@operator(_fake)
+def found(
     query: Tensor,
     key: Tensor,
-    alpha: float,
-    scale: float,
-    listed: bool = False,
-    key_bias: Tensor | None = None,
-    gate_query: Tensor | None = None,
-    gate_key: Tensor | None = None,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """t (B, H, n) with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1, for alpha in (1, 2].
-
-    query (B, H, n, w), key (B, Hₖ, m, w) and the rest as in `ops.attend`, whose `row_a` it is.
-    0 for a row with nothing to look at; NaN where a score is NaN or +∞. No gradient. Then come
-    `lists` and `marks` of `support`, if they are to be `listed`, or else empty.
-    """
-    out = _rows(query, torch.float32)
-    lists, across, marks = _support(query, key, listed)
-    if not (out.numel() and key.shape[2]):
-        return out.zero_(), lists, across
-    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "entmax", alpha, lower, upper, 0, False, times)
-    if not listed:
-        _run(entmax_kernel, given, numbers, (out, None, None, None))
-        return out, lists, across
-    _run(entmax_kernel, given, numbers, (out, marks, across, lists), phase=1)
-    support.listed(marks, lists, key.shape[2])
-    _run(entmax_kernel, given, numbers, (out, None, None, lists), phase=2)
-    return out, lists, across
-
-
-@operator(_topk_fake)
-def topk_threshold(
-    query: Tensor,
-    key: Tensor,
-    k: int,
+    weighting: str,
+    number: float,
     scale: float,
     listed: bool = False,
     key_bias: Tensor | None = None,
@@ -155,23 +111,57 @@ def topk_threshold(
     pairs: Tensor | None = None,
     times: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """least (B, H, n) and position (B, H, n) int32: the k largest scores of a row are those with
-    s > least, or s = least at a key up to the position.
+    """`row_a` and `row_b` of `ops.attend`, whose arguments the others are, without a gradient; then
+    `lists` and `marks` of `support`, if they are to be `listed`, or else empty.
 
-    Arguments and results as in `ops.attend`. Where the k-th score has equals that do not count,
-    least is that score; else it may lie below it, above the next. A row with no more than k scores
-    above −∞ has least −∞ and position 2³¹ − 1; one with a NaN or +∞ has least NaN. No gradient.
-    Then come `lists` and `marks`, as for entmax.
+    query (B, H, n, w), key (B, Hₖ, m, w) → (B, H, n). For entmax, `number` is alpha in (1, 2] and
+    row_a the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1: 0 for a row with nothing to
+    look at, NaN where a score is NaN or +∞. row_b is empty.
+
+    For top-k it is k. The k largest scores of a row are those with s > row_a, or s = row_a at a key
+    up to the position row_b, int32. Where the k-th score has equals that do not count, row_a is
+    that score; else it may lie below it, above the next. A row with no more than k scores above −∞
+    has −∞ and position 2³¹ − 1; one with a NaN or +∞ has NaN.
     """
-    least, position = _rows(query, torch.float32), _rows(query, torch.int32)
-    lists, across, marks = _support(query, key, listed)
-    if not (least.numel() and key.shape[2]):
-        return least.fill_(-torch.inf), position.fill_(NOWHERE.value), lists, across
+    row_a, row_b, lists, across, marks = _room(query, key, weighting, listed)
+    entmax = weighting == "entmax"
+    kernel, more = (entmax_kernel, ()) if entmax else (topk_kernel, (int(number),))
+    if not (row_a.numel() and key.shape[2]):
+        return row_a.fill_(0 if entmax else -torch.inf), row_b.fill_(NOWHERE.value), lists, across
     given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    numbers = Numbers(scale, "topk", 0.0, lower, upper, 0, False, times)
-    if not listed:
-        _run(topk_kernel, given, numbers, (least, position, None, None, None), (k,))
-        return least, position, lists, across
-    _run(topk_kernel, given, numbers, (least, position, marks, across, lists), (k,), phase=1)
-    support.listed(marks, lists, key.shape[2])
-    return least, position, lists, across
+    alpha = number if entmax else 0.0
+    numbers = Numbers(scale, weighting, alpha, lower, upper, 0, False, times)
+    outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
+    bits = (marks, across, lists) if listed else (None, None, None)
+    _run(kernel, given, numbers, (*outs, *bits), more, phase=int(listed))
+    if listed:
+        support.listed(marks, lists, key.shape[2])
+    if listed and entmax:
+        _run(kernel, given, numbers, (row_a, None, None, lists), phase=2)
+    return row_a, row_b, lists, across
+
+
+def rows(
+    query: Tensor,
+    key: Tensor,
+    weighting: str,
+    number: float,
+    scale: float,
+    parts: tuple[Tensor | None, ...],
+    lower: int | None,
+    upper: int | None,
+    *rest: Any,
+) -> tuple[float, tuple[Any, Any], tuple[Any, Any]]:
+    """What `ops.attend` is told of rows, by any weighting: alpha, row_a and row_b, lists and marks.
+
+    `parts` are key_bias, gate_query and gate_key.
+    """
+    if weighting not in ("entmax", "topk"):
+        return 0.0, (None, None), (None, None)
+    entmax = weighting == "entmax"
+    listed = support.pays(query, key, not entmax or lower is not None or upper is not None)
+    row_a, row_b, *left = found(
+        query, key, weighting, number, scale, listed, *parts, lower, upper, *rest
+    )
+    lists = (left[0], left[1]) if listed else (None, None)
+    return (number, (row_a, None), lists) if entmax else (0.0, (row_a, row_b), lists)
