@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,9 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 TEXT = qkv.Database({"a": 1.0, "b": 2.0})
 NUMBERS = qkv.Database({1: 1.0, 2: 2.0})
 VECTORS = qkv.Database(np.eye(3), np.arange(3.0))
+DATES = qkv.Database([(datetime.date(2020, 1, 1), 1.0), (datetime.date(2021, 1, 1), 2.0)])
+LEARNED = qkv.Database({"a": 1.0, "b": 2.0}, encoder="characters")
+LEARNED.learn([("aa", "a"), ("bb", "b")], epochs=1)
 TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2]}, key=("a", "b"))
 
 
@@ -21,6 +26,13 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
     [
         (TEXT, 5, DtypeError, r"^query 0 must be text, as the keys are, not 5 \(int\)$"),
         (TEXT, None, ArgumentError, "^query 0 must not be None$"),
+        (NUMBERS, None, ArgumentError, "^query 0 must not be None$"),
+        (NUMBERS, datetime.date(2020, 6, 1), DtypeError, "^query 0 must be a number, not datetime"),
+        (DATES, None, ArgumentError, "^query 0 must not be None$"),
+        (DATES, 7, DtypeError, "^query 0 must be a date or its ISO text, as the keys are, not 7"),
+        (DATES, "June", DtypeError, "^query 0 must be a date or its ISO text.* not 'June'"),
+        (LEARNED, None, ArgumentError, "^query 0 must not be None$"),
+        (LEARNED, ["a", None], ArgumentError, "^query 1 must not be None$"),
         (TEXT, ["a", 3], DtypeError, "^query 1 must be text"),
         (TEXT, "", ArgumentError, "^query 0 is empty.*: say what to look for$"),
         (TEXT, ["a", " \n"], ArgumentError, "^query 1 is empty"),
@@ -40,6 +52,23 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
 def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
     with pytest.raises(error, match=says):
         made.ask(query)
+
+
+def test_a_date_is_asked_in_every_form():
+    asked = datetime.date(2020, 6, 1)
+    forms = [asked, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]
+    many = np.array(["2020-06-01", "2020-06-01"], "M8[D]")
+    told = [DATES.ask(form).value for form in forms] + [x.value for x in DATES.ask(many)]
+    assert told == [told[0]] * 6 and round(told[0], 3) == 1.390
+    times = qkv.Database(np.array(["2020-01-01T03", "2021-01-01T05"], "M8[h]"), [1.0, 2.0])
+    assert times[np.datetime64("2020-01-01T03")] == 1.0
+    assert times[datetime.datetime(2021, 1, 1, 5)] == 2.0
+    times.update(np.datetime64("2021-01-01T05"), 4.0)
+    times.add(np.datetime64("2022-01-01"), 8.0)
+    assert [*times.items()][1:] == [
+        (datetime.datetime(2021, 1, 1, 5), 4.0),
+        (datetime.datetime(2022, 1, 1), 8.0),
+    ]
 
 
 def test_the_nearest_keys_are_each_named_once():

@@ -47,7 +47,7 @@ def kind(cell: Any) -> str:
         return "bytes"
     if isinstance(cell, tuple):
         return "tuple"
-    if isinstance(cell, datetime.date | datetime.time):
+    if isinstance(cell, datetime.date | datetime.time | np.datetime64):
         return "date"
     if cell is None or isinstance(cell, bool | np.bool_ | list | Mapping):
         return "json"
@@ -69,7 +69,14 @@ def is_missing(cell: Any) -> bool:
         return True
     if isinstance(cell, float | np.floating):
         return math.isnan(cell)
+    if isinstance(cell, np.datetime64):
+        return bool(np.isnat(cell))
     return isinstance(cell, Decimal) and cell.is_nan()
+
+
+def moment(cell: np.datetime64) -> Any:
+    """NumPy's time as Python's, which ends at microseconds."""
+    return cell.astype("M8[us]").item()
 
 
 def common(cells: Iterable[Any]) -> str:
@@ -174,6 +181,8 @@ def plain(cell: Any) -> Any:
                 raise DtypeError(f"a mapping's names must be text to be kept, not {name!r}")
         inner = {name: plain(x) for name, x in cell.items()}
         return {"$dict": inner} if any(name.startswith("$") for name in inner) else inner
+    if isinstance(cell, np.datetime64):
+        cell = moment(cell)
     for tag, type_ in reversed(_DATES.items()):
         if isinstance(cell, type_):
             tag = "$datetime" if isinstance(cell, datetime.datetime) else tag

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -37,6 +39,8 @@ class Asking(How, total=False):
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind = view.schema.key_kind
+    if kind == "date" and is_array(query) and (times := to_numpy(query)).dtype.kind == "M":
+        query = times.astype("M8[us]").tolist()
     if kind == "vector" or (is_array(query) and kind != "number"):
         try:
             array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
@@ -56,16 +60,34 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
         query = query.to_list()
     plain = isinstance(query, list) and not (kind == "json" and is_numbers(query))
     queries = query if plain else [query]
+    if kind == "date" and not view.encoder.any_query:
+        queries = [_moment(one, i) for i, one in enumerate(queries)]
     for i, one in enumerate(queries):
+        if one is None and not view.encoder.any_query:
+            raise ArgumentError(f"query {i} must not be None")
         if isinstance(one, str):
             cells.utf8(one)
             if not one.strip() and not view.find(one) and not view.encoder.any_query:
                 told = "and every row would match it alike"
                 raise ArgumentError(f"query {i} is empty, {told}: say what to look for")
-        elif one is not None and kind == "text" and not view.encoder.any_query:
+        elif kind == "text" and not view.encoder.any_query:
             told = f"not {cells.shown(one)} ({type(one).__name__})"
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")
-    return queries, queries is not query
+        elif kind == "number" and isinstance(one, datetime.date | datetime.time):
+            raise DtypeError(f"query {i} must be a number, not {cells.shown(one)}")
+    return queries, not plain
+
+
+def _moment(one: Any, place: int) -> Any:
+    """A date or time as it is, or of its ISO text."""
+    if isinstance(one, str):
+        for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
+            with contextlib.suppress(ValueError):
+                return read(one)
+    if one is None or cells.kind(one) == "date":
+        return one
+    told = f"a date or its ISO text, as the keys are, not {cells.shown(one)}"
+    raise DtypeError(f"query {place} must be {told}")
 
 
 def is_numbers(query: list[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arrays import is_array, to_numpy
-from qkv.database.cells import shown
+from qkv.database.cells import moment, shown
 from qkv.database.encoders.base import Encoder, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import Gaussian, Score
@@ -168,6 +168,8 @@ def _number(part: Any, row: int) -> float:
             raise ArgumentError(f"key {row} is {shown(part)}: too large for a float") from None
     if is_array(part) and not part.shape:
         return float(part)
+    if isinstance(part, np.datetime64):
+        part = moment(part)
     if isinstance(part, datetime.date | datetime.time):
         return _days(part)
     raise DtypeError(f"key {row} must be a number, not {shown(part)}: leave that row out")
