@@ -22,8 +22,9 @@ _AS_IT_IS = nullcontext()
 _compiles: Callable[[], bool] = torch.compiler.is_compiling
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_traced: Callable[[], Any] = torch._C._get_tracing_state
+_traced: Callable[[], bool] = torch._C._is_tracing
 _records: Callable[[], bool] = torch.is_grad_enabled
+_record: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def _tracing() -> bool:
@@ -32,7 +33,7 @@ def _tracing() -> bool:
         or _transforms()
         or forward_ad._current_level >= 0
         or _modes() > 0  # make_fx, fake tensors
-        or _traced() is not None  # jit.trace
+        or _traced()  # jit.trace
     )
 
 
@@ -47,22 +48,22 @@ scores tried; by halves, so many are float64."""
 RARE = 2**-8
 """Dropout below which 16 bits of a random number are too few to tell it."""
 
-FEW = 2**14
-"""Numbers of an array that are looked at by NumPy."""
+HALF = (torch.float16, torch.bfloat16)
 
 
-def few_finite(x: Array) -> bool:
-    """Whether no number of a CPU's is NaN or infinite: NumPy has a sum of squares before torch
-    begins, and at worst it raises a false alarm."""
-    flat = (x.detach() if x.requires_grad else x).numpy().ravel("K")
-    return math.isfinite(flat.dot(flat))
-
-
-def _finite(x: Array) -> bool:
-    """The same of any array of a CPU's."""
-    if x.numel() <= FEW and x.dtype != torch.bfloat16:
-        return few_finite(x)
-    return math.isfinite(x.detach().sum().item())
+def finite(*arrays: Array) -> bool:
+    """Whether no number of a CPU's arrays is NaN or infinite: a sum tells, and at worst raises a
+    false alarm."""
+    records = _records()
+    _record(False)  # no graph of what is only looked at
+    try:
+        for x in arrays:
+            total = x.sum(dtype=torch.float32) if x.dtype in HALF else x.sum()
+            if not math.isfinite(total):
+                return False
+        return True
+    finally:
+        _record(records)
 
 
 def survivors(like: Array, p: float) -> tuple[Array, float]:
@@ -203,9 +204,7 @@ class Torch(Framework):
         return x.masked_fill(x == 0, 1.0)
 
     def surely_finite(self, x: Array) -> bool:
-        if not x.is_cpu or self.tracing(x):
-            return False
-        return _finite(x)
+        return x.is_cpu and not self.tracing(x) and finite(x)
 
     def row_max(self, x: Array) -> Array:
         return torch.amax(x, -1, keepdim=True)
@@ -217,7 +216,7 @@ class Torch(Framework):
         if not x.is_cpu or self.tracing(x):
             return None
         out = torch.softmax(x if live is None else torch.where(live, x, -math.inf), -1)
-        return out if _finite(out) else None
+        return out if finite(out) else None
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         if x.is_cpu and k < x.shape[-1] and not self.tracing(x):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qkv.arrays import threads, tree
-from qkv.arrays.torch import FEW, few_finite
+from qkv.arrays.torch import HALF, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
 from qkv.engines.call import Call
@@ -22,10 +22,11 @@ from qkv.types import Array, Arrays, Slopes
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
 
-HALF = (torch.float16, torch.bfloat16)
-
 SHORT = 512
 """Queries of a causal call, up to which asking for a second launch takes longer than the work."""
+
+FEW = 2**15
+"""Numbers of an output that are looked at sooner than its last rows are cut out."""
 
 
 def cannot(call: Call) -> str | None:
@@ -38,7 +39,7 @@ def cannot(call: Call) -> str | None:
     on_cpu = call.query.device.type == "cpu"
     if not on_cpu and (call.rule is None or _heals(call)):
         return None
-    if (on_cpu or call.rule is not None) and not _finite(call.query, call.key, call.value):
+    if (on_cpu or call.rule is not None) and not finite(call.query, call.key, call.value):
         return "an argument is not finite, which the kernel would hide, or leak past a mask"
     return None
 
@@ -94,18 +95,6 @@ def run(call: Call, told: list[Array] | None = None) -> Array:
 # What depends on the numbers
 
 
-def _finite(*arrays: Any) -> bool:
-    """Whether no number is NaN or infinite: a sum tells, and at worst raises a false alarm."""
-    wide = torch.float32 if arrays[0].dtype in HALF else None
-    return all(math.isfinite(x.detach().sum(dtype=wide).item()) for x in arrays)
-
-
-def _last_finite(out: Array) -> bool:
-    """`few_finite` of the last row of each matrix, which takes torch longer to cut than NumPy."""
-    last = (out.detach() if out.requires_grad else out).numpy()[..., -1, :].ravel()
-    return math.isfinite(last.dot(last))
-
-
 def guarded(call: Call) -> Array | None:
     """`run`, unless a NaN or an infinity among the numbers would be hidden or leak past the mask.
 
@@ -116,7 +105,7 @@ def guarded(call: Call) -> Array | None:
     if call.query.device.type != "cpu" or _splits(call):
         return None if cannot(call) else run(call)
     hides = call.m < HIDES or call.query.dtype in HALF
-    if hides and not _finite(call.query, call.key, call.value):
+    if hides and not finite(call.query, call.key, call.value):
         return None
     told: list[Array] = []
     out = run(call, told)
@@ -131,7 +120,7 @@ def guarded(call: Call) -> Array | None:
         looked += [out[..., :1, :], *(told or [out[..., :1]])]
     else:
         looked.append(out)
-    return out if _finite(*looked) else None
+    return out if finite(*looked) else None
 
 
 def direct(call: Call) -> Callable[..., Array | None] | None:
@@ -157,14 +146,13 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
     if call.rule is None and not (learning or short):
         return lambda query, key, value, score, weighting, mask, seed: sdpa(query, key, value)
-    alone, last = call.rule is None, causal and call.m <= call.n
-    looked = arrays if learning or short else arrays[:1]  # the output's size
-    finite = few_finite if max(x.numel() for x in looked) <= FEW else _finite
+    alone = call.rule is None
+    last = causal and call.m <= call.n and call.query.numel() > FEW
 
     def careful(
         query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
     ) -> Array | None:
-        if short and not (finite(query) and finite(key)):
+        if short and not finite(query, key):
             return None
         mask = None if causal else mask
         out = sdpa(query, key, value, mask, 0.0, causal)
@@ -173,10 +161,10 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         if alone:
             return out
         # The last query sees every key: what leaks past a causal mask to others is there too.
-        if not (_last_finite(out) if last else finite(out)):
-            return None
-        spoils = learning and not (finite(key) and (causal or finite(query)))
-        return None if spoils else out
+        shown = out.detach().select(2, -1) if last else out
+        if not learning:
+            return out if math.isfinite(shown.sum()) else None
+        return out if finite(shown, key, *(() if causal else (query,))) else None
 
     return careful
 
