@@ -290,7 +290,8 @@ def test_numbers_of_every_size_in_turns(make, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_short_gaussian_looks_at_its_numbers_in_every_call(dtype):
     score, rng = scores.Gaussian(2.0), np.random.default_rng(0)
-    within = {"float32": 3e-4, "float64": 1e-9}[dtype]
+    # Of scores of about −3,000 float32 keeps three digits after the point, bent twice.
+    within = {"float32": 1e-3, "float64": 1e-9}[dtype]
     given = rng.normal(size=(4, 1, 4, 16, 32))
     named = qkv.explain(*(torch.as_tensor(x.astype(dtype)) for x in given[:3]), score=score).engine
     assert named == "lowered"
