@@ -30,11 +30,16 @@ PLAIN = {
 
 
 @triton.jit
-def sound(last, F):
-    """Whether this row is finite."""
+def _head_of(out, parts, steps, z, F):
+    """This program's lane, its batch and head, their output, and whether its last row is finite."""
+    lane = tl.program_id(0) // parts
+    batch = tl.cast(lane // z.heads, tl.int64)
+    head = tl.cast(lane % z.heads, tl.int64)
+    out += batch * steps.o_b + head * steps.o_h
     column = tl.arange(0, F.BLOCK_D)
+    last = out + (z.n - 1) * tl.cast(steps.o_n, tl.int64)
     x = tl.load(last + column, mask=column < F.D, other=0.0)
-    return tl.max((finite(x) == 0).to(tl.int32), 0) == 0
+    return lane, batch, head, out, tl.max((finite(x) == 0).to(tl.int32), 0) == 0
 
 
 @launched
@@ -46,12 +51,8 @@ def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: t
     compile. `kept` is as `pool` fills it, if it is given.
     """
     z = Sizes(n, m, heads, group, n, 0, upper)
-    lane = tl.program_id(0) // parts
-    batch = tl.cast(lane // heads, tl.int64)
-    head = tl.cast(lane % heads, tl.int64)
-    out += batch * steps.o_b + head * steps.o_h
-    o_n = tl.cast(steps.o_n, tl.int64)
-    if sound(out + (n - 1) * o_n, F):
+    lane, batch, head, out, sound = _head_of(out, parts, steps, z, F)
+    if sound:
         return
     keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
     value = given.value + batch * steps.v_b + head // group * steps.v_h
@@ -63,7 +64,8 @@ def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: t
             nothing(F, F.BLOCK_D), rows, keys, (value, F.D), scales, z, lo, hi, F, True, True
         )
         share = finish(top, total, spot.line, spot.inside, None, kept, lines, F)
-        put(acc, share, out, spot.row * o_n, spot.inside, F.D)
+        there = spot.row * tl.cast(steps.o_n, tl.int64)
+        put(acc, share, out, there, spot.inside, F.D)
 
 
 @launched
@@ -76,11 +78,8 @@ def mend_queries(
     As `mend`, whose `out` and `kept` this takes; `along` may have any strides.
     """
     z = Sizes(n, m, heads, group, n, 0, upper)
-    lane = tl.program_id(0) // parts
-    batch = tl.cast(lane // heads, tl.int64)
-    head = tl.cast(lane % heads, tl.int64)
-    out += batch * steps.o_b + head * steps.o_h
-    if sound(out + (n - 1) * tl.cast(steps.o_n, tl.int64), F):
+    lane, batch, head, out, sound = _head_of(out, parts, steps, z, F)
+    if sound:
         return
     along += batch * a_b + head * a_h
     dquery += batch * d_b + head * d_h
@@ -123,16 +122,8 @@ def _mend(
     def run(tile: Tile) -> Launch | None:
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
-        facts = (
-            call.facts
-            | PLAIN
-            | {
-                "BLOCK_W": call.block_w(tile, wide),
-                "ROWS": tile.rows,
-                "COLS": tile.cols,
-                "WIDE": wide,
-            }
-        )
+        facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
+        facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
         whole = (
             call.steps(arrays[0]), *strides, call.n, call.m, call.h, call.group, call.upper, parts
         )  # fmt: skip
@@ -150,20 +141,21 @@ def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
 def _heal(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int
 ) -> Tensor:
-    kept = query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
-    _repair(out, query, key, value, kept, scale, upper)
+    kept = _heal_fake(out, query)
+    repair(out, query, key, value, scale, upper, kept)
     return kept
 
 
-def _repair(
+def repair(
     out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kept: Tensor | None,
     scale: float,
-    upper: int,
+    upper: int = 0,
+    kept: Tensor | None = None,
 ) -> None:
+    """`heal` of arrays that are known to fit, where no transform looks on."""
     if not (out.numel() and key.shape[2]):
         return
     arrays = Arrays(query, key, value)
@@ -173,12 +165,6 @@ def _repair(
         call = Arguments(*arrays, *Numbers(scale, upper=upper))
         made = _mend(call, mend, (out, kept), (), call.w > launch.HELD)
         launch.keep(about, None if call.copied else made)
-
-
-def repair(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-    """`heal` for no gradient, of arrays that are known to fit and to be causal, where no transform
-    looks on."""
-    _repair(out, query, key, value, None, scale, 0)
 
 
 def heal(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import forward, gradients
+from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
@@ -25,30 +26,10 @@ PAIRS = Arrays._fields.index("pairs")
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    key_bias: Tensor | None = None,
-    gate_query: Tensor | None = None,
-    gate_key: Tensor | None = None,
-    weighting: str = "softmax",
-    alpha: float = 0.0,
-    row_a: Tensor | None = None,
-    row_b: Tensor | None = None,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    layout: Tensor | None = None,
-    layout_size: int = 0,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    whole: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """Σⱼ α(s)ᵢⱼ vⱼ and the log-sum-exp of each row of s.
+    """Σⱼ α(s)ᵢⱼ vⱼ and the log-sum-exp of each row of s. `named` are other fields of `Arrays` and
+    of `Numbers`.
 
     query (B, H, n, w), key (B, Hₖ, m, w), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n). Query
     head h looks at key head h // (H // Hₖ). key_bias (B, Hₖ, m), gate_query (B, H, n) and
@@ -70,30 +51,12 @@ def attend(
     flow through it for `softmax` and `topk` alone.
     """
     query, key, value = cast(query, key, value)
-    check(query, key, value, weighting, alpha)
-    _check_rows(query, key, key_bias, gate_query, gate_key, weighting, row_a, row_b)
-    if pairs is not None:
-        full = (*query.shape[:3], key.shape[2])
-        fits = pairs.ndim == 4 and all(x in (1, y) for x, y in zip(pairs.shape, full, strict=True))
-        if not fits:
-            raise ShapeError(f"pairs must broadcast to {full}, on four axes: {tuple(pairs.shape)}")
-        if pairs.dtype not in (torch.uint8, *DTYPES):
-            raise DtypeError(f"pairs must be uint8, bfloat16, float16 or float32: {pairs.dtype}")
-    if dropout and seed is None:
-        raise ArgumentError("a dropout needs a seed: an int32 tensor of one number")
-    if layout is not None:
-        if layout_size < 1:
-            raise ArgumentError(f"layout_size must be at least 1, not {layout_size}")
-        need = tuple(-(-x.shape[2] // layout_size) for x in (query, key))
-        if tuple(layout.shape) != need:
-            raise ShapeError(f"layout must be {need} blocks of {layout_size}, not {layout.shape}")
-    if lengths is not None and tuple(lengths.shape) != (query.shape[0],):
-        raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
-    out, lse, _ = pooled(
-        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, pairs,
-        seed, None, None, scale, weighting, alpha, lower, upper, layout_size, whole, times, dropout,
-        query.shape[1],
-    )  # fmt: skip
+    rest = {name: named.pop(name) for name in Arrays._fields if name in named}
+    arrays, numbers = Arrays(query, key, value, **rest), Numbers(scale, **named)
+    check(query, key, value, numbers.weighting, numbers.alpha)
+    _check_rows(arrays, numbers.weighting)
+    _check_masks(arrays, numbers)
+    out, lse, _ = pooled(*arrays, *numbers._replace(hashed=query.shape[1]))
     return out, lse
 
 
@@ -128,24 +91,11 @@ def check(query: Tensor, key: Tensor, value: Tensor, weighting: str, alpha: floa
         raise EngineError(f"values are {d} wide, and a tile holds {WIDEST_VALUE}")
 
 
-def _check_rows(
-    query: Tensor,
-    key: Tensor,
-    key_bias: Tensor | None,
-    gate_query: Tensor | None,
-    gate_key: Tensor | None,
-    weighting: str,
-    row_a: Tensor | None,
-    row_b: Tensor | None,
-) -> None:
-    given = (
-        ("key_bias", key_bias, key),
-        ("gate_query", gate_query, query),
-        ("gate_key", gate_key, key),
-        ("row_a", row_a, query),
-        ("row_b", row_b, query),
-    )
-    for name, x, like in given:
+def _check_rows(arrays: Arrays, weighting: str) -> None:
+    query, key = arrays[:2]
+    likes = {"key_bias": key, "gate_query": query, "gate_key": key, "row_a": query, "row_b": query}
+    for name, like in likes.items():
+        x = getattr(arrays, name)
         if x is None:
             continue
         if x.shape != like.shape[:3]:
@@ -153,12 +103,36 @@ def _check_rows(
         kind = torch.int32 if name == "row_b" else torch.float32
         if x.dtype != kind:
             raise DtypeError(f"{name} must be {kind}, not {x.dtype}")
-    if (gate_query is None) != (gate_key is None):
+    if (arrays.gate_query is None) != (arrays.gate_key is None):
         raise ArgumentError("a gate has two halves: give gate_query and gate_key, or neither")
-    if weighting in ("entmax", "topk") and row_a is None:
+    if weighting in ("entmax", "topk") and arrays.row_a is None:
         raise ArgumentError(f"weighting {weighting!r} needs row_a")
-    if weighting == "topk" and row_b is None:
+    if weighting == "topk" and arrays.row_b is None:
         raise ArgumentError(f"weighting {weighting!r} needs row_b")
+
+
+def _check_masks(arrays: Arrays, numbers: Numbers) -> None:
+    query, key, pairs, layout, lengths = (
+        arrays.query, arrays.key, arrays.pairs, arrays.layout, arrays.lengths
+    )  # fmt: skip
+    if pairs is not None:
+        full = (*query.shape[:3], key.shape[2])
+        fits = pairs.ndim == 4 and all(x in (1, y) for x, y in zip(pairs.shape, full, strict=True))
+        if not fits:
+            raise ShapeError(f"pairs must broadcast to {full}, on four axes: {tuple(pairs.shape)}")
+        if pairs.dtype not in (torch.uint8, *DTYPES):
+            raise DtypeError(f"pairs must be uint8, bfloat16, float16 or float32: {pairs.dtype}")
+    if numbers.dropout and arrays.seed is None:
+        raise ArgumentError("a dropout needs a seed: an int32 tensor of one number")
+    size = numbers.layout_size
+    if layout is not None:
+        if size < 1:
+            raise ArgumentError(f"layout_size must be at least 1, not {size}")
+        need = tuple(-(-x.shape[2] // size) for x in (query, key))
+        if tuple(layout.shape) != need:
+            raise ShapeError(f"layout must be {need} blocks of {size}, not {layout.shape}")
+    if lengths is not None and tuple(lengths.shape) != (query.shape[0],):
+        raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
 
 
 _GIVEN = (

@@ -256,16 +256,30 @@ def _add(place, x):
     tl.store(place, tl.load(place) + x)
 
 
+@triton.jit
+def _add_units(slopes, ones, ds, one, two, row, col, h, F, NEAR: tl.constexpr, QUERY: tl.constexpr):
+    """Add Σ ds·r(1 − r) over what is across, and for queries Σ ds·r, of each hidden unit.
+
+    To memory that no other program touches: a register tile has no index that is known only when
+    the loop runs.
+    """
+    for c in range(h):
+        if NEAR:
+            r = _near_r(one, two, c, row, col, F)
+        else:
+            # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
+            r = tl.where(ds != 0, _far_r(one, two, c, row, col, h), 0.0)
+        _add(slopes + c * one.padded, tl.sum(ds * (r - r * r), 1))
+        if QUERY:
+            _add(ones + c * one.padded, tl.sum(ds * r, 1))
+
+
 @launched
 def query_grad(
-    given, out, lse, grad, grad_lse, ones, squares, sums,
+    given, out, lse, grad, grad_lse, slopes, ones, sums,
     heads, group, n, m, pad_n, pad_m, h, d, lower, upper, jobs, F: tl.constexpr,
 ):  # fmt: skip
-    """Σⱼ ds·r, Σⱼ ds·r² for each hidden unit and query, (PAIRED, pad_n), and Σⱼ ds.
-
-    The sums over the keys of a tile are added to memory that no other program touches: a register
-    tile has no index that is known only when the loop runs.
-    """
+    """Σⱼ ds·r(1 − r), Σⱼ ds·r for each hidden unit and query, (PAIRED, pad_n), and Σⱼ ds."""
     if given.when is not None and tl.load(given.when) == 0:
         return
     z = Sizes(n, m, heads, group, n, lower, upper)
@@ -275,14 +289,14 @@ def query_grad(
             job, given, pad_n, pad_m, h, z, F
         )
         row = first + tl.arange(0, F.BLOCK)
+        slopes_here = slopes + lead * F.PAIRED * pad_n + row
         ones_here = ones + lead * F.PAIRED * pad_n + row
-        squares_here = squares + lead * F.PAIRED * pad_n + row
         at_d = tl.arange(0, F.BLOCK_D)
         do, base, centre = _rows_of(out, lse, grad, grad_lse, lead, row, n, at_d, d)
         whole = tl.zeros((F.BLOCK,), tl.float32)
         for c in range(h):
+            tl.store(slopes_here + c * pad_n, whole)
             tl.store(ones_here + c * pad_n, whole)
-            tl.store(squares_here + c * pad_n, whole)
         for start in range(begin, end, F.BLOCK):
             col = start + tl.arange(0, F.BLOCK)
             near = _near(queries, first, keys, start, F)
@@ -292,16 +306,9 @@ def query_grad(
             _, ds = _slope(s, live, base, centre, do, values, F, False)
             whole += tl.sum(ds, 1)
             if near:
-                for c in range(h):
-                    r = _near_r(queries, keys, c, row, col, F)
-                    _add(ones_here + c * pad_n, tl.sum(ds * r, 1))
-                    _add(squares_here + c * pad_n, tl.sum(ds * r * r, 1))
+                _add_units(slopes_here, ones_here, ds, queries, keys, row, col, h, F, True, True)
             else:
-                for c in range(h):
-                    # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
-                    r = tl.where(ds != 0, _far_r(queries, keys, c, row, col, h), 0.0)
-                    _add(ones_here + c * pad_n, tl.sum(ds * r, 1))
-                    _add(squares_here + c * pad_n, tl.sum(ds * r * r, 1))
+                _add_units(slopes_here, ones_here, ds, queries, keys, row, col, h, F, False, True)
         tl.store(sums + lead * pad_n + row, whole)
 
 
@@ -349,21 +356,17 @@ def key_grad(
                 weight, ds = _slope(s, live, base, centre, do, values, F, True)
                 pooled += tl.dot(weight.to(do.dtype), do, input_precision=F.PRECISION)
                 if near:
-                    for c in range(h):
-                        r = _near_r(keys, queries, c, row, col, F)
-                        _add(slopes_here + c * pad_m, tl.sum(ds * (r - r * r), 1))
+                    _add_units(slopes_here, None, ds, keys, queries, row, col, h, F, True, False)
                 else:
-                    for c in range(h):
-                        r = tl.where(ds != 0, _far_r(keys, queries, c, row, col, h), 0.0)
-                        _add(slopes_here + c * pad_m, tl.sum(ds * (r - r * r), 1))
+                    _add_units(slopes_here, None, ds, keys, queries, row, col, h, F, False, False)
         to = dvalue + (shared * m + row[:, None]) * d + at_d[None, :]
         inside = (row < m)[:, None] & (at_d < d)[None, :]
         tl.store(to, pooled.to(dvalue.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _slopes(job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.constexpr, F):
-    """dx = 4v (Σ ds·r − Σ ds·r²), turned to (rows, h); for the queries, parts of dv as well.
+def _slopes(job, slopes, ones, sums, v, dx, parts, rows, padded, h, QUERY: tl.constexpr, F):
+    """dx = 4v Σ ds·r(1 − r), turned to (rows, h); for the queries, parts of dv as well.
 
     dv = Σ ds − 2 Σ ds·r, over all pairs.
     """
@@ -375,10 +378,9 @@ def _slopes(job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.c
         col = start + tl.arange(0, F.BLOCK_H)
         inside = (col < h)[:, None] & (row < rows)[None, :]
         at = (lead * F.PAIRED + col[:, None]) * padded + row[None, :]
-        first = tl.load(ones + at, mask=inside, other=0.0)
-        slope = first
+        slope = tl.load(slopes + at, mask=inside, other=0.0)
         if QUERY:
-            slope -= tl.load(squares + at, mask=inside, other=0.0)
+            first = tl.load(ones + at, mask=inside, other=0.0)
             whole = tl.load(sums + lead * padded + row, mask=row < rows, other=0.0)
             part = tl.sum(tl.where(inside, whole[None, :] - 2 * first, 0.0), 1)
             tl.store(parts + job * h + col, part, mask=col < h)
@@ -389,18 +391,16 @@ def _slopes(job, ones, squares, sums, v, dx, parts, rows, padded, h, QUERY: tl.c
 
 @launched
 def finish(
-    ones, squares, sums, slopes, v, when, da, db, parts, jobs_a, jobs, n, m, pad_n, pad_m, h,
+    slopes_a, ones, sums, slopes_b, v, when, da, db, parts, jobs_a, jobs, n, m, pad_n, pad_m, h,
     F: tl.constexpr,
 ):  # fmt: skip
     if when is not None and tl.load(when) == 0:
         return
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         if job < jobs_a:
-            _slopes(job, ones, squares, sums, v, da, parts, n, pad_n, h, True, F)
+            _slopes(job, slopes_a, ones, sums, v, da, parts, n, pad_n, h, True, F)
         else:
-            _slopes(
-                job - jobs_a, slopes, slopes, slopes, v, db, parts, m, pad_m, h, False, F,
-            )  # fmt: skip
+            _slopes(job - jobs_a, slopes_b, None, None, v, db, parts, m, pad_m, h, False, F)
 
 
 @triton.jit
@@ -417,10 +417,8 @@ def _fold(parts, dv, count, h, F):
 @launched
 def fold(parts, others, when, dv, count, others_count, h, F: tl.constexpr):
     """dv (h,), the sum of the parts (count, h) in a fixed order; if `when` is 0 of the others."""
-    if when is None:
-        _fold(parts, dv, count, h, F)
-    else:
-        if tl.load(when) != 0:
-            _fold(parts, dv, count, h, F)
-        elif others is not None:
+    if when is not None and tl.load(when) == 0:
+        if others is not None:
             _fold(others, dv, others_count, h, F)
+    else:
+        _fold(parts, dv, count, h, F)

@@ -15,11 +15,6 @@ from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
 from qkv.engines.triton.support import SHARED
 
-FACTS = (
-    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "FAST", "SCORES", "PAIRS",
-    "BIAS", "GATE", "LAYOUT", "DROP", "EVEN",
-)  # fmt: skip
-"""Those of a call that both kernels are compiled for."""
 PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}
 
 
@@ -54,7 +49,7 @@ def _run(
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
-    facts = {name: call.facts[name] for name in FACTS} | PLAIN | {"WIDE": wide}
+    facts = call.facts | PLAIN | {"WIDE": wide}
     facts |= {"PHASE": phase, "LISTED": phase if phase == 2 else 0, "MANY": 1}
 
     def run(tile: Tile) -> Launch | None:

@@ -22,20 +22,6 @@ from qkv.engines.triton.tiles import LOG2E, NONE, fetch, launched
 
 ROWS, COLS = 64, 64
 TILE = Tile(ROWS, COLS, COLS, 4, 3)
-FACTS = (
-    "W",
-    "D",
-    "LOWER",
-    "UPPER",
-    "PAIRS",
-    "BIAS",
-    "GATE",
-    "LAYOUT",
-    "LISTED",
-    "DROP",
-    "WEIGHTING",
-)
-"""Those of a call that the kernels are compiled for."""
 
 
 @triton.jit
@@ -218,12 +204,11 @@ def _start(
     strides: tuple[Any, ...],
     **more: bool,
 ) -> Launch | None:
-    facts = {name: call.facts[name] for name in FACTS} | more
     wide = max(triton.next_power_of_2(call.w), 16)
-    facts |= {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide, "WIDE": False}
+    facts = call.facts | {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide} | more
     precision = "ieee" if call.facts["APART"] else "tf32"
     facts |= {"PRECISION": precision, "SCORES": precision}
-    facts |= {"PACKED": False, "TMA": False}
+    facts |= {"WIDE": False, "PACKED": False, "TMA": False}
     whole = (*strides, call.n, call.m, call.h, call.group, call.upper)
     with launch.on(call.query.device):
         return launch.start(kernel, grid, (call.inputs, *arrays), scales, whole, facts, TILE)
