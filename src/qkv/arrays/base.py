@@ -78,6 +78,10 @@ class Framework:
         """x as an array of operations (a variable is read)."""
         return x
 
+    def beside(self, x: Array, like: Array) -> Array:
+        """x on the device of `like`."""
+        return x
+
     def sequences(self, x: Array) -> list[Array] | None:
         """The sequences of different lengths that x holds; None of an array that is one block."""
         return None

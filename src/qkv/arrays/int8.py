@@ -112,7 +112,7 @@ def _torchs(query: np.ndarray, scales: np.ndarray) -> Product:
         left = torch.from_numpy(_lent(np.ascontiguousarray(code)))
         thin = len(scales) == 1  # a product with that takes torch six times as long
         whole, floats = _held(torch, (len(left) if thin else step, len(query)))
-        out = None if thin else torch.empty(len(scales), len(left))
+        out = None if thin else each.new_empty(len(scales), len(left))
         for at in range(0, len(left), step):
             some = left[at : at + step]
             room = slice(at, at + step) if thin else slice(len(some))
@@ -132,7 +132,8 @@ def _held(torch: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
     if getattr(_THREAD, "shape", None) != shape:
         size, held = shape[0] * shape[1], getattr(_THREAD, "held", None)
         if held is None or len(held[0]) < size:
-            _THREAD.held = held = [torch.empty(size, dtype=x) for x in (torch.int32, torch.float32)]
+            kinds = torch.int32, torch.float32
+            _THREAD.held = held = [torch.empty(size, dtype=x, device="cpu") for x in kinds]
         _THREAD.shape, _THREAD.views = shape, tuple(x[:size].view(shape) for x in held)
     views: tuple[Any, Any] = _THREAD.views
     return views

@@ -43,7 +43,7 @@ class Pinned:
         return out
 
     def _room(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def _mark(self) -> Any:
         """What is reached when the device has done all that it was told so far."""

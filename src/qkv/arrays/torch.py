@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
 from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
+from qkv.errors import FrameworkError
 from qkv.types import Array, Arrays, Live, Slopes
 
 _AS_IT_IS = nullcontext()
@@ -35,6 +37,14 @@ def _tracing() -> bool:
         or _modes() > 0  # make_fx, fake tensors
         or _traced()  # jit.trace
     )
+
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def _wraps(x: Any) -> bool:
+    """Whether x is of a class that does operations in its own way, and holds no numbers itself."""
+    return getattr(type(x), "__torch_dispatch__", _PLAIN) is not _PLAIN
 
 
 _NARROWED = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +80,7 @@ def survivors(like: Array, p: float) -> tuple[Array, float]:
     """Which numbers of a CPU's array are not dropped, and their share: where torch itself draws for
     each number, here a draw of 64 bits decides on four."""
     least, size = round(p * 2**16), like.numel()
-    draws = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
+    draws = like.new_empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     return draws.view(torch.int16)[:size].view(like.shape) >= least - 2**15, 1 - least / 2**16
 
 
@@ -95,16 +105,30 @@ class Torch(Framework):
             out = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         return out if ragged == 1 else out.transpose(1, ragged)
 
+    def plain(self, x: Array) -> Array:
+        if x.is_nested:
+            raise FrameworkError(
+                "a nested tensor, sequences of different lengths, goes to a layer or to "
+                "scaled_dot_product_attention; else x.to_padded_tensor(0) goes with masks.lengths"
+            )
+        if x.layout != torch.strided:
+            raise FrameworkError(f"a tensor of layout {x.layout} is not taken: pass x.to_dense()")
+        return x
+
+    def beside(self, x: Array, like: Array) -> Array:
+        return x if x.device == like.device else x.to(like.device)
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        x = x.detach().cpu()
-        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()  # type: ignore[no-any-return]
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)  # type: ignore[no-any-return]
 
     def concrete(self, x: Array) -> np.ndarray[Any, Any] | None:
         # Reading a GPU's memory would stall its queue.
         return self.to_numpy(x) if x.device.type == "cpu" and not self.tracing(x) else None
 
     def tracing(self, x: Array) -> bool:
-        return _tracing() or getattr(x, "is_meta", False)  # shapes alone
+        if _tracing() or getattr(x, "is_meta", False):  # shapes alone
+            return True
+        return _wraps(x)
 
     def functional(self, x: Array) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
@@ -140,6 +164,8 @@ class Torch(Framework):
             dtype, records = query.dtype, _records()
             if not type(key) is kind is type(last):
                 kind = (kind, type(key), type(last))
+            if kind is not torch.Tensor and any(map(_wraps, (query, key, last))):
+                return None
             if not key.dtype is dtype is last.dtype:
                 dtype = (dtype, key.dtype, last.dtype)
             learned = records and (query.requires_grad or key.requires_grad or last.requires_grad)
@@ -150,7 +176,7 @@ class Torch(Framework):
                 place = query.get_device() if query.is_cuda else query.device
             shape = None if value is None else value.shape
             return query.shape, key.shape, shape, kind, dtype, place, records, learned
-        except AttributeError:
+        except (AttributeError, RuntimeError):  # a nested tensor has no shape
             return None
 
     def outline(self, x: Array) -> Array:
@@ -255,13 +281,13 @@ class Torch(Framework):
 
     def lend(self, x: Array) -> Array | None:
         free = x.device.type == "cpu" and not self.tracing(x) and not self.needs_gradient([x])
-        return x.detach().numpy() if free and x.dtype != torch.bfloat16 else None
+        return x.numpy(force=True) if free and x.dtype != torch.bfloat16 else None
 
     def take_back(self, x: Array) -> Array:
         return torch.from_numpy(x)
 
     def fresh_seed(self, like: Array) -> Any:
-        return torch.randint(2**31 - 1, ())  # torch.manual_seed governs it
+        return torch.randint(2**31 - 1, (), device="cpu")  # torch.manual_seed governs it
 
     def seed_from(self, generator: Any) -> Any:
         if isinstance(generator, torch.Generator):
@@ -336,48 +362,6 @@ class Torch(Framework):
         if self.tracing(leaves[0]):
             return reference(*leaves)
         return tuple(_Custom.apply(forward, backward, reference, *leaves))
-
-
-@torch.library.custom_op("qkv::rows", mutates_args=())
-def _rows(
-    x: torch.Tensor,
-    live: torch.Tensor | None,
-    array: torch.Tensor | None,
-    name: str,
-    number: float,
-) -> torch.Tensor:
-    found: torch.Tensor = NODES[name].run(x, live, number if array is None else array)
-    return found.contiguous()
-
-
-@_rows.register_fake
-def _(x: Array, live: Live, array: Array | None, name: str, number: float) -> Array:
-    return x.new_empty((*x.shape[:-1], NODES[name].width(x, array)))
-
-
-@_rows.register_vmap
-def _(info: Any, axes: Any, *given: Any) -> tuple[Array, int]:
-    first = [
-        a if a is None else a.expand(info.batch_size, *a.shape) if at is None else a.movedim(at, 0)
-        for a, at in zip(given[:3], axes, strict=False)
-    ]
-    return torch.ops.qkv.rows(*first, *given[3:]), 0
-
-
-def _keep(ctx: Any, inputs: Any, output: Array) -> None:
-    x, _, array, ctx.name, ctx.number = inputs
-    ctx.save_for_backward(x, output, array)
-
-
-def _back(ctx: Any, gradient: Array) -> Slopes:
-    back, (x, output, array) = NODES[ctx.name].back, ctx.saved_tensors
-    assert back is not None
-    with torch.autocast(x.device.type, enabled=False):  # a graph is made under the caller's
-        first, second = back(x, ctx.number if array is None else array, output, gradient)
-    return first, None, second, None, None
-
-
-_rows.register_autograd(_back, setup_context=_keep)
 
 
 class _Custom(torch.autograd.Function):

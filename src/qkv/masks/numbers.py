@@ -49,6 +49,7 @@ def beside(values: Any, block: Block) -> Array:
     fw, kind = of(block.q), of(block.q).dtype(block.q)
     if not is_array(values) or of(values) is not fw:
         return fw.constant(np.clip(values, -FARTHEST, FARTHEST), block.q, kind)
+    values = fw.beside(values, block.q)
     near, xp = fw.astype(values, kind), fw.xp
     if fw.dtype(values) != "int64" or kind == "int64":
         return near
@@ -82,7 +83,7 @@ def per_position(values: Any, span: Span, block: Block) -> Array:
     fw = of(block.q)
     if not is_array(values) or of(values) is not fw:
         values = fw.constant(values, block.q, fw.dtype(block.q))
-    x = fw.cut(values, span, -1)
+    x = fw.cut(fw.beside(values, block.q), span, -1)
     return _under_lead(x, block) if len(x.shape) == 2 else x
 
 

@@ -168,13 +168,13 @@ def _kernel_of(call: Call, group: Group, parts: list[Array]) -> Array:
 
 def _beside(blocks: list[Array | None], runs: list[Span]) -> Array:
     """The masks of several runs of keys as one; None rules nothing out."""
+    some = next(x for x in blocks if x is not None)
     filled = [
-        torch.ones(1, run.size, dtype=torch.bool) if x is None else x
+        some.new_ones(1, run.size, dtype=torch.bool) if x is None else x
         for x, run in zip(blocks, runs, strict=True)
     ]
     if len(filled) == 1:
-        return filled[0]
-    some = next(x for x in blocks if x is not None)
+        return some
     shape = torch.broadcast_shapes(*(x.shape[:-1] for x in filled))
     return torch.cat([x.to(some).expand(*shape, x.shape[-1]) for x in filled], -1)
 

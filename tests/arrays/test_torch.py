@@ -1,0 +1,118 @@
+"""Tensors that are not plain memory of a CPU's, and devices that are not where the numbers are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv import masks, weightings
+from qkv.arrays import to_numpy
+from qkv.arrays.int8 import Queries
+from qkv.errors import FrameworkError
+
+torch = pytest.importorskip("torch")
+
+KINDS = {
+    "native": {},
+    "causal": {"mask": "causal"},
+    "searched": {"score": "gaussian", "weighting": "entmax15"},
+    "chosen": {"score": "dot", "weighting": weightings.TopK(2), "mask": "causal"},
+    "hard": {"score": "laplace", "weighting": "hard"},
+}
+
+
+@pytest.fixture(name="arrays")
+def given():
+    chance = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4)
+    return [torch.randn(shape, generator=chance, dtype=torch.float64) for shape in shapes]
+
+
+class Wrapped(torch.Tensor):
+    """Numbers that another tensor holds, as in DTensor and in quantized weights."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        how = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        from torch.utils._pytree import tree_map
+
+        def opened(x):
+            return x.inner if isinstance(x, Wrapped) else x
+
+        found = function(*tree_map(opened, args), **tree_map(opened, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_wrap_others(arrays, kind):
+    want = qkv.attend(*arrays, **KINDS[kind])
+    for given in ([Wrapped(x) for x in arrays], [arrays[0], *map(Wrapped, arrays[1:])]):
+        found = qkv.attend(*given, **KINDS[kind])
+        torch.testing.assert_close(found.inner, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_that_are_negated(arrays, kind):
+    minus = [torch.complex(x * 0, x).conj().imag for x in arrays]
+    assert all(x.is_neg() for x in minus)
+    want = qkv.attend(*(-x for x in arrays), **KINDS[kind])
+    torch.testing.assert_close(qkv.attend(*minus, **KINDS[kind]), want)
+    assert (to_numpy(minus[0]) == -arrays[0].numpy()).all()
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_no_block_of_numbers_is_refused_by_name(layout):
+    parts = [torch.zeros(3, 4), torch.zeros(5, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    for call in (lambda: qkv.attend(nested, nested, nested), lambda: qkv.weights(nested, nested)):
+        with pytest.raises(FrameworkError, match=r"masks\.lengths"):
+            call()
+    sparse = parts[0].to_sparse()
+    with pytest.raises(FrameworkError, match=r"to_dense\(\)"):
+        qkv.attend(parts[0], sparse, sparse)
+
+
+def test_a_default_device_is_not_where_the_numbers_are(arrays):
+    with torch.device("meta"):
+        found = [qkv.attend(*arrays, dropout_p=0.5)]
+        for seed in (1, None):
+            found.append(qkv.attend(*arrays, score="gaussian", dropout_p=0.5, seed=seed))
+    assert all(x.is_cpu and x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_default_device_is_not_where_the_codes_are(count):
+    chance = np.random.default_rng(0)
+    vectors, codes = chance.normal(size=(count, 8)), chance.integers(-9, 9, (40, 8), np.int8)
+    with torch.device("meta"):
+        found = Queries(vectors).inner(codes)
+    np.testing.assert_allclose(found, vectors @ codes.T, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given: masks.lengths(given([3, 5])),
+        lambda given: masks.causal(offset=given([1, 2])),
+        lambda given: masks.documents(given([0, 0, 1, 1, 1]), given([0, 0, 0, 1, 1, 1])),
+    ],
+    ids=["lengths", "offset", "documents"],
+)
+@pytest.mark.parametrize("how", ["tensor", "compiled"])
+def test_numbers_of_a_mask_go_to_the_device_of_the_query(arrays, make, how):
+    given = torch.tensor if how == "tensor" else list
+    far = [x.to("meta") for x in arrays]
+
+    def call(*arrays):
+        return qkv.attend(*arrays, mask=make(given))
+
+    function = torch.compile(call, backend="eager") if how == "compiled" else call
+    assert function(*far).is_meta
