@@ -460,6 +460,19 @@ def test_rows_whose_vectors_are_lost_are_told_of_and_can_be_skipped(tmp_path, ve
         assert check(tmp_path / "d.qkv") == []
 
 
+def test_a_damaged_row_is_told_of_once(tmp_path):
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(list("abcdefgh"), np.arange(8.0))
+        D.remove(["b"])
+    with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
+        catalogue.execute("UPDATE resting SET crc = crc + 1 WHERE id IN (1, 2)")
+        catalogue.commit()
+    with qkv.open(tmp_path / "d.qkv", skip_damaged=True) as D:
+        with pytest.warns(SkippedRows, match="were left out") as told:
+            assert D.ask("a").total == 6
+        assert len(told) == 1
+
+
 # Asking
 
 

@@ -28,6 +28,8 @@ class _Listing(NamedTuple):
     entries: list[Entry]
     resting: Segment
     dead: np.ndarray
+    damaged: int
+    """Resting rows that are live and were left out, and told of."""
 
 
 class _Moved(Exception):
@@ -277,7 +279,8 @@ class Snapshot:
         if lost > 0 and not self._skip_damaged:
             live = self._lines.ids(self._live)
             raise self._lost(int(np.setdiff1d(live, ids, assume_unique=True)[0]), lost)
-        # What is in a file that was skipped is told of already.
+        # What is in a file that was skipped is told of already, and what rests.
+        lost -= self._listing().damaged if lost > 0 else 0
         if lost > 0 and all(entry.file in self._open for entry in self._listing().entries):
             told = f"rows without their vectors, which are lost, were left out: {lost:,}"
             warnings.warn(told, SkippedRows, stacklevel=4)
@@ -320,11 +323,11 @@ class Snapshot:
                         edition.last,
                     )
                     dead = self._lines.dead(edition.number)
-                self._found = _Listing(
-                    [Entry(*entry) for entry in entries],
-                    rested(self._catalogue, layout, resting, self._skip_damaged),
-                    dead,
-                )
+                sound = rested(self._catalogue, layout, resting, self._skip_damaged)
+                damaged = {row for row, _, _ in resting} if len(sound.ids) < len(resting) else set()
+                damaged -= {*sound.ids.tolist(), *dead.tolist()} if damaged else set()
+                found = [Entry(*entry) for entry in entries]
+                self._found = _Listing(found, sound, dead, len(damaged))
             return self._found
 
     def _segment(self, entry: Entry, strict: bool = False) -> Segment | None:
