@@ -153,6 +153,13 @@ def test_other_lengths_have_launches_of_their_own(counted):
         counted.clear()
 
 
+def test_other_lengths_of_the_same_strides(counted):
+    for n, m in ((20, 24), (17, 24), (20, 21)) * 3:
+        q, k, v = arrays_of(n)
+        check((q[:, :, :n], k[:, :, :m], v[:, :, :m]), weighting="entmax15")
+    assert counted and all(counted)
+
+
 def test_other_bandwidths_and_scales(counted):
     for width in (0.5, 2.0) * 3:
         check(arrays_of(1), score=scores.Gaussian(width))
@@ -221,6 +228,7 @@ def test_what_it_leaves_to_the_operators():
     assert direct(q.clone().requires_grad_(), k, v) is None
     assert direct(q[0], k[0], v[0]) is None
     assert direct(q, k[:, :1], v) is None
+    assert direct(q, k, v[..., :0]) is None
     assert direct(q, k, v, score="cosine") is None
     assert direct(q, k, v, score=scores.Gaussian(torch.tensor(1.0, dtype=q.dtype))) is None
     assert direct(q, k, v, mask=masks.lengths([3])) is None
