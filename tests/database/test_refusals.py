@@ -79,6 +79,18 @@ def test_the_nearest_keys_are_each_named_once():
     assert qkv.Database({"Aloe": 1}).ask("Aloe").engine == "scan of 1 row in 1 piece"
 
 
+@pytest.mark.parametrize("precision", ["int8", "float16"])
+def test_a_key_that_was_rounded_is_told_how_it_is_found(precision):
+    keys = np.random.default_rng(0).normal(size=(5, 40))
+    made = qkv.Database(keys, np.arange(5.0), precision=precision)
+    assert made[keys[2]] == 2.0
+    with pytest.raises(AbsentKey, match=r"a row is kept with it, rounded: .* that were added$"):
+        made[made.ask(keys[2]).rows[0].key]
+    with pytest.raises(AbsentKey, match="the nearest are") as caught:
+        made[keys[2] + 0.5]
+    assert "\n" not in str(caught.value)
+
+
 def test_a_table_of_one_column_is_told_what_to_do():
     with pytest.raises(ArgumentError, match=r"no column beside the key t .*: .* value='t'$"):
         qkv.Database.from_columns({"t": ["a", "b"]})

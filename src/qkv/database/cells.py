@@ -365,7 +365,8 @@ def shown(cell: Any) -> str:
     """
     if isinstance(cell, int) and not -HUGE <= cell <= HUGE:
         return f"a number of about {int(cell.bit_length() * math.log10(2)) + 1:,} digits"
-    return _SHORT.repr(cell)
+    told = _SHORT.repr(cell)
+    return " ".join(told.split()) if is_array(cell) else told
 
 
 _SHORT = reprlib.Repr()

@@ -47,9 +47,11 @@ class AbsentKey(QkvError, KeyError):
         return AbsentKey, (self.key, partial(list, self.nearest))
 
     def __str__(self) -> str:
-        near = self.nearest
+        near, told = self.nearest, f"no row has the key {cells.shown(self.key)}"
+        if is_array(self.key) and any(np.array_equal(self.key, other) for other in near):
+            return f"{told}: a row is kept with it, rounded: find it by the numbers that were added"
         hint = f": the nearest are {', '.join(map(cells.shown, near))}" if near else ""
-        return f"no row has the key {cells.shown(self.key)}{hint}"
+        return f"{told}{hint}"
 
 
 class Info(TypedDict):
