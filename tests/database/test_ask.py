@@ -241,3 +241,25 @@ def test_a_column_is_as_many_queries(recwarn):
     numbers = qkv.Database(torch.arange(3), torch.arange(3) * 2)
     assert numbers[2] == 4 and numbers.ask(pandas.Series([0, 1]))[1].value > 0
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"score": scores.Gaussian(1e-30)},
+        {"score": scores.Gaussian(1e-60)},
+        {"score": scores.Laplace(1e-60)},
+        {"score": scores.ScaledDot(1e60)},
+        {"score": "dot", "weighting": weightings.Softmax(1e-60)},
+        {"score": scores.Gaussian(1e-22), "weighting": "sparsemax"},
+    ],
+)
+def test_attend_holds_what_float32_does_not(asked):
+    D, query = qkv.Database(KEY, VALUE), (KEY[7] + 0.01).astype("f4")
+    want = D.ask(query, **asked).value
+    with np.errstate(all="ignore"):
+        found = D.attend(query, **asked)
+        drawn = D.attend(torch.tensor(query), **asked)
+    assert found.dtype == np.float32 and drawn.dtype == torch.float32
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    np.testing.assert_allclose(drawn, want, rtol=1e-6)
