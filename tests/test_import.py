@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -77,6 +78,8 @@ def test_dir_lists_the_public_names() -> None:
     listed = json.loads(python("import json, qkv; print(json.dumps(dir(qkv)))"))
     assert set(qkv.__all__) <= set(listed)
     assert {"attend", "weights", "explain", "scaled_dot_product_attention"} <= set(listed)
+    for door, needed in {"nn": "torch", "keras": "keras", "sklearn": "sklearn"}.items():
+        assert (door in listed) == (find_spec(needed) is not None)
 
 
 def test_every_public_name_resolves() -> None:

@@ -7,7 +7,7 @@ array([[10.01]])
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,6 +84,16 @@ _ROOMS = (
 )
 
 
+_DOORS = {
+    "duckdb": "duckdb",
+    "keras": "keras",
+    "nn": "torch",
+    "sklearn": "sklearn",
+    "transformers": "transformers",
+}
+"""Rooms that open where another package is installed, and are listed there."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
@@ -99,4 +109,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    there = [name for name, needed in _DOORS.items() if importlib.util.find_spec(needed)]
+    return sorted((*__all__, *there, "__version__"))
