@@ -221,6 +221,14 @@ def test_a_lost_shard_is_an_error_unless_partial_answers_were_asked_for(store: s
             c.attend(np.zeros(4))
 
 
+def test_rows_at_some_places_are_those(store: str) -> None:
+    with cluster([store], shards=3) as D:
+        many = D._filled().snapshot
+        every = dict(many.rows())
+        for places in ([], [0], [4, 1, len(D) - 1]):
+            assert [*many.rows(np.array(places))] == [(at, every[at]) for at in sorted(places)]
+
+
 def test_sums_repeat_to_the_bit(store: str) -> None:
     query = np.random.default_rng(1).normal(size=(3, 4)).astype("f4")
     outs = []

@@ -237,7 +237,14 @@ class Many:
         return [texts[i] for i in range(len(places))]
 
     def rows(self, places: Any = None) -> Any:
-        """Every place and record; of a cluster none is lost but with its shard."""
+        """The rows, or those at these places, by place, (place, record), some at a time; of a
+        cluster none is lost but with its shard."""
+        if places is not None:
+            places = np.sort(np.asarray(places, np.int64))
+            for start in range(0, len(places), CHUNK):
+                some = places[start : start + CHUNK]
+                yield from zip(some.tolist(), self.records(some), strict=True)
+            return
         for shard, slice in self.slices:
             for start in range(0, slice.rows, CHUNK):
                 asked = (shard, "run", ([slice], None, "page", start))
