@@ -25,7 +25,6 @@ from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
 
-
 MODERATE = 1e-9, 1e9
 """Numbers of a score or a weighting between which float32 holds what they make of stored keys."""
 
