@@ -342,11 +342,17 @@ def over(
             found = certified.pooled(rows, given, score, weighting, tolerance, confidence)
             if not isinstance(found, str):
                 return taken(fw, found, query)
-        wide = query
-        if fw.name != "jax" and _is_extreme((score, weighting)):  # it may have no float64
-            wide = fw.astype(query, "float64")
+        wide = widened(query, score, weighting)
         out = streaming.run(Call(wide, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
+
+
+def widened(query: Array, score: ScoreLike, weighting: WeightingLike) -> Array:
+    """The query in float64 where float32 would not hold its scores beside stored keys."""
+    fw = of(query)
+    if fw.name == "jax" or not _is_extreme((score, weighting)):  # it may have no float64
+        return query
+    return fw.astype(query, "float64")
 
 
 def _is_extreme(record: Any) -> bool:

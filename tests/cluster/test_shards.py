@@ -132,6 +132,10 @@ def test_scores_that_float32_does_not_hold(store: str, score: Any, weighting: An
         one, other = (x.ask(np.full(4, 0.1), score=score, weighting=weighting) for x in (D, c))
         np.testing.assert_allclose(other.value, one.value, rtol=1e-6)
         assert other.entropy == one.entropy == 0 and other.rows[0].index == one.rows[0].index
+        made = c.attend(np.full(4, 0.1, "f4"), score=score, weighting=weighting)
+        np.testing.assert_allclose(
+            made, c.ask(np.full(4, 0.1, "f4"), score=score, weighting=weighting).value, rtol=1e-6
+        )
 
 
 def test_a_bound_counts_how_scores_are_rounded(tmp_path: Path) -> None:
