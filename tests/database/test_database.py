@@ -8,6 +8,7 @@ import math
 import os
 import sqlite3
 import threading
+import zlib
 from hashlib import sha256
 
 import numpy as np
@@ -458,6 +459,16 @@ def test_rows_whose_vectors_are_lost_are_told_of_and_can_be_skipped(tmp_path, ve
             D.encode()
             assert D.ask(keys[2], weighting="hard").value == 2.0
         assert check(tmp_path / "d.qkv") == []
+
+
+def test_a_store_that_lost_its_settings_is_damaged(tmp_path):
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(list("abc"), np.arange(3.0))
+    with contextlib.closing(sqlite3.connect(tmp_path / "d.qkv" / "catalogue.sqlite")) as catalogue:
+        catalogue.execute("UPDATE settings SET text = '{}', crc = ?", (zlib.crc32(b"{}"),))
+        catalogue.commit()
+    with qkv.open(tmp_path / "d.qkv") as D, pytest.raises(Damaged, match="are lost or not"):
+        list(D.items())
 
 
 def test_a_damaged_row_is_told_of_once(tmp_path):

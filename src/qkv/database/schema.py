@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
-from qkv.database.faults import SkippedRows, skip
+from qkv.database.faults import Damaged, SkippedRows, skip
 from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
 
 Cells = dict[str, Any]
@@ -55,7 +55,10 @@ class Schema:
         )
         sound = sound and made.hash in ("blake2b", "sha256")
         if not sound or not {*made.key, *made.value} <= {*made.columns}:
-            raise ArgumentError("the settings of the store hold no schema: they are not qkv's")
+            raise Damaged(
+                "the settings of the store, which say what its columns are, are lost or not qkv's: "
+                "restore its catalogue.sqlite from a copy"
+            )
         return made
 
     @classmethod
