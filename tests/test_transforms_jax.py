@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import qkv
+from qkv import scores
 from qkv.engines import streaming
 from tests.transforms import OPTIONS, cells, made
 
@@ -52,3 +54,20 @@ def test_forwards_no_matrix_is_held():
 
     held = jax.jit(push).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
     assert held < 4096 * 4096
+
+
+@pytest.mark.parametrize("learned", ["value", "bandwidth"])
+def test_a_compiled_function_may_hold_queries_and_keys(learned):
+    xp = jax.numpy
+    query, key, value = (xp.sin(xp.arange(size * 3.0)).reshape(size, 3) for size in (4, 5, 5))
+    given = value if learned == "value" else xp.asarray(0.7)
+
+    def call(x):
+        width, rows = (1.0, x) if learned == "value" else (x, value)
+        return qkv.attend(query, key, rows, score=scores.Gaussian(width))
+
+    slopes = [f(jax.grad(lambda x: (call(x) ** 2).sum()))(given) for f in (jax.jit, lambda f: f)]
+    np.testing.assert_allclose(jax.jit(call)(given), call(given), atol=1e-12)
+    np.testing.assert_allclose(*slopes, atol=1e-12)
+    looped = jax.lax.scan(lambda none, x: (none, call(x)), None, given[None])[1][0]
+    np.testing.assert_allclose(looped, call(given), atol=1e-12)

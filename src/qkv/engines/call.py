@@ -61,8 +61,11 @@ class Call:
     @derived
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
-        traced = self.fw.tracing(self.query) or self.fw.tracing(self.key)
-        if traced and self.score.ranged:
+        fw = self.fw
+        # JAX traces what is made of arrays that it has not traced, where a function that it compiles
+        # holds them.
+        given = (x for part in (self.query, self.key) for x in (part, fw.detach(part)))
+        if self.score.ranged and any(map(fw.tracing, given)):
             return "the range of the arguments is not known while they are traced"
         wide = self.precise() if self.score.ranged else self
         dtype = self.fw.dtype(self.query)
