@@ -199,13 +199,12 @@ def _to_keys(
         splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
-            scored = call.weighting != "average"
-            widths = (call.w, call.d, 1, 1)
-            given = (not wide, True, call.key_bias is not None, call.gate_key is not None)
-            given = (scored and given[0], True, scored and given[2], scored and given[3])
+            written = (not wide, True, call.key_bias is not None, call.gate_key is not None)
+            if call.weighting == "average":
+                written = (False, True, False, False)
             targets = [
                 call.new(splits, lines, width) if there else x
-                for x, width, there in zip(targets, widths, given, strict=True)
+                for x, width, there in zip(targets, (call.w, call.d, 1, 1), written, strict=True)
             ]
         for own, at, counts, at_columns, more in call.walks(tile, splits, by_key=True):
             facts = call.known(own, wide, splits) | {"UNEVEN": call.n % own.rows != 0} | more

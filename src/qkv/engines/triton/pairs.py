@@ -24,13 +24,6 @@ from qkv.engines.triton.tiles import (  # fmt: skip
 )
 from qkv.engines.triton.weigh import slope, weigh
 
-FACTS = (
-    "W", "D", "BLOCK_D", "WEIGHTING", "POWER", "LOWER", "UPPER", "APART", "CENTRED", "FAST",
-    "PRECISION", "SCORES", "PAIRS", "BIAS", "GATE", "LAYOUT", "LISTED", "DROP", "EXPONENTIAL",
-    "BASE",
-)  # fmt: skip
-"""Those of a call that the kernel is compiled for."""
-
 
 @launched
 def to_pairs(
@@ -155,12 +148,12 @@ def fill(
         out = dpairs
         if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
             out = call.new(splits, *dpairs.shape)
-        facts = {name: call.facts[name] for name in FACTS}
         # Number by number a whole width is much code; else scores are as where the centre was.
         much = call.facts["APART"] and call.weighting == "topk"
         wide = max(call.w, call.d) > launch.HELD_BACK or much
-        facts |= {"BLOCK_W": call.block_w(tile, wide), "ROWS": tile.rows, "COLS": tile.cols}
-        facts |= {"WIDE": wide, "ONCE": own == list(tiles), "TMA": False, "PACKED": False}
+        facts = call.facts | {"ROWS": tile.rows, "COLS": tile.cols}
+        facts |= {"WIDE": wide, "BLOCK_W": call.block_w(tile, wide), "ONCE": own == list(tiles)}
+        facts |= {"TMA": False, "PACKED": False}
         arrays = (call.inputs, along, centre, kept, out)
         whole = (
             call.steps(out), call.n, call.m, call.h, call.group,
