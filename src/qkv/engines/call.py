@@ -62,8 +62,7 @@ class Call:
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
         fw = self.fw
-        # JAX traces what is made of arrays that it has not traced, where a function that it compiles
-        # holds them.
+        # Where a function that JAX compiles holds arrays, what is made of them is traced.
         given = (x for part in (self.query, self.key) for x in (part, fw.detach(part)))
         if self.score.ranged and any(map(fw.tracing, given)):
             return "the range of the arguments is not known while they are traced"
