@@ -260,3 +260,13 @@ def test_without_a_seed_weights_are_dropped_by_torchs_generator(mask):
     pairs = zip(*(torch.autograd.grad((x**2).sum(), leaves) for x in (one, two)), strict=True)
     for got, want in ((one, two), *pairs):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_nan_among_the_few_keys_that_a_mask_leaves_is_not_hidden():
+    torch = pytest.importorskip("torch")
+    query, key, value = torch.randn(3, 2, 65, 8).unbind()
+    seen = (torch.arange(65) >= 64).expand(65, 65).clone()
+    qkv.attend(query, key, value, mask=seen)  # a plan is made of finite numbers
+    key[0, 64] = float("nan")
+    out = qkv.attend(query, key, value, mask=seen)
+    assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
