@@ -416,11 +416,12 @@ def parts(
 ) -> tuple[int, int]:
     """Into how many parts a loop over so many rows is split, and the tiles of each.
 
-    Where each program has a processor to itself and three of four are busy, nothing is: joining
-    the parts would take what is won.
+    Where three of four processors are busy, nothing is if each program has one to itself or the
+    parts would be few: joining them would take what is won.
     """
     room, tiles, least = processors(device), -(-rows // block), max(LEAST // block, 1)
-    if programs >= (room if waves > 1 else 3 * room // 4) or tiles < 2 * least:
+    full = programs >= 3 * room // 4 and (waves == 1 or tiles < 4 * least)
+    if programs >= room or full or tiles < 2 * least:
         return 1, tiles
     span = max(-(-tiles * programs // (room * waves)), least)
     return -(-tiles // span), span

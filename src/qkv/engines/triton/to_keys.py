@@ -215,11 +215,11 @@ def to_keys(
             first, last, -upper, -lower, n, F.ROWS, F.UPPER, F.LOWER
         )
         if F.CUT:
-            if first + F.COLS > end:
-                inner_lo = hi
-                inner_hi = hi
             if first >= end:
                 lo = hi
+            if first + F.COLS > end:  # no tile is whole: all are in the one loop that there is
+                inner_lo = hi if F.UPPER else lo
+                inner_hi = inner_lo
     if F.SPLIT:
         lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     HELD: tl.constexpr = 16 if F.WIDE else F.BLOCK_W
@@ -268,7 +268,7 @@ def to_keys(
             ),
             lane * n, pairs, lane, g, listing,
         )  # fmt: skip
-        if (F.UPPER or F.CUT) and not F.LAYOUT and F.LISTED < 2:
+        if F.UPPER and not F.LAYOUT and F.LISTED < 2:
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, lo, inner_lo, F, True
             )
@@ -276,7 +276,7 @@ def to_keys(
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
             )
-        if F.LOWER or F.UNEVEN or F.LAYOUT or F.LISTED == 2:
+        if F.LOWER or F.UNEVEN or F.LAYOUT or F.LISTED == 2 or (F.CUT and not F.UPPER):
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, inner_hi, hi, F, True
             )
