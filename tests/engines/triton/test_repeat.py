@@ -68,7 +68,7 @@ class Kernel:
         self.kernel, self.__name__ = kernel, kernel.__name__
 
     def __getitem__(self, grid):
-        def start(*given, F, num_warps, num_stages, enable_fp_fusion):
+        def start(*given, F, num_warps, num_stages, enable_fp_fusion, maxnreg=None):
             how = {"num_warps": num_warps, "num_stages": num_stages}
             self.kernel[grid](*given, F=F, **how)
             return Compiled(self.kernel, given, how)

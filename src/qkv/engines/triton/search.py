@@ -18,10 +18,10 @@ import triton.language as tl
 from qkv.engines.triton.place import left_out, product, rows_program, scored
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.support import FEW, LIST, Marks, mark, mark_all
-from qkv.engines.triton.tiles import NONE, alive, launched, ruled
+from qkv.engines.triton.tiles import EIGHT, NONE, alive, folded, launched, ruled
 
 STEPS = tl.constexpr(16)
-"""Looks at the row for entmax's threshold. From the start that `_peaks` gives, about three do."""
+"""Looks at the row for entmax's threshold. From the start that `_peaks` gives, one or two do."""
 LOOKS = tl.constexpr(28)
 """Looks for the k-th score: those before SPACED split the range of scores, the rest their bits."""
 SPACED = tl.constexpr(8)
@@ -64,22 +64,28 @@ def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
 
 
 @triton.jit
-def _peaks(rows, keys, edges, scale, times, pairs_times, z, F, COUNT: tl.constexpr):
-    """The largest of every COLS-th score, (ROWS, COLS); if COUNT the lowest score and how many.
+def _peaks(
+    rows, keys, edges, scale, times, pairs_times, z, F, SECOND: tl.constexpr, COUNT: tl.constexpr
+):
+    """The largest of every COLS-th score, (ROWS, COLS), if SECOND the second largest too, and if
+    COUNT the lowest score of the row and how many there are.
 
     They are a few of the scores, but the row's large ones: a bound from them is near the truth.
     """
     peaks = tl.full((F.ROWS, F.COLS), NONE, tl.float32)
+    second = tl.full((F.ROWS, F.COLS if SECOND else 1), NONE, tl.float32)
     floor = tl.full((F.ROWS,), float("inf"), tl.float32)
     count = tl.zeros((F.ROWS,), tl.float32)
     for t in tl.range(edges[0], edges[3]):
         s = _scores(t, rows, keys, edges, scale, times, pairs_times, z, F)
-        peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
         if COUNT:
             on = s > NONE
             floor = tl.minimum(floor, tl.min(tl.where(on, s, float("inf")), 1))
             count += tl.sum(on.to(tl.float32), 1)
-    return peaks, floor, count
+        if SECOND:
+            second = tl.maximum(second, tl.minimum(peaks, s))
+        peaks = tl.maximum(peaks, s, propagate_nan=tl.PropagateNan.ALL)
+    return peaks, second, floor, count
 
 
 @triton.jit
@@ -127,22 +133,33 @@ def _newton(mass, slope, alpha, POWER: tl.constexpr):
 
 
 @triton.jit
+def _mass(peaks, second, t, alpha, F, SECOND: tl.constexpr):
+    """Σ rᵉ and Σ rᵉ⁻¹ of these scores."""
+    some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), alpha, F.POWER, F.FAST)
+    mass, slope = folded(some), folded(lean)
+    if SECOND:
+        some, lean = _powers(tl.maximum(second - t[:, None], 0.0), alpha, F.POWER, F.FAST)
+        mass, slope = mass + folded(some), slope + folded(lean)
+    return tl.sum(mass, 1), tl.sum(slope, 1)
+
+
+@triton.jit
 def _look(t, rows, keys, edges, scale, times, pairs_times, alpha, own, z, F, MARKED: tl.constexpr):
     """Σ rᵉ, Σ rᵉ⁻¹ and how many r > 0 there are, of each row; MARKED sets the bits of these."""
-    mass = tl.zeros((F.ROWS,), tl.float32)
-    slope = tl.zeros((F.ROWS,), tl.float32)
-    count = tl.zeros((F.ROWS,), tl.float32)
+    mass = tl.zeros((F.ROWS, EIGHT), tl.float32)
+    slope = tl.zeros((F.ROWS, EIGHT), tl.float32)
+    count = tl.zeros((F.ROWS, EIGHT), tl.float32)
     for tile in tl.range(edges[0], edges[3]):
         s = _scores(tile, rows, keys, edges, scale, times, pairs_times, z, F)
         r = tl.maximum(s - t[:, None], 0.0)
         some, lean = _powers(r, alpha, F.POWER, F.FAST)
-        mass += tl.sum(some, 1)
-        slope += tl.sum(lean, 1)
+        mass += folded(some)
+        slope += folded(lean)
         if F.POWER == 2 or MARKED:
-            count += tl.sum(tl.minimum(r * 1e30, 1.0), 1)  # of r > 0
+            count += folded(tl.minimum(r * 1e30, 1.0))  # of r > 0
         if MARKED:
             mark(r > 0, own, tile, F)
-    return mass, slope, count
+    return tl.sum(mass, 1), tl.sum(slope, 1), tl.sum(count, 1)
 
 
 @triton.jit
@@ -209,19 +226,25 @@ def entmax_kernel(
         low = t - 1.0  # all weights are in it, as none is above 1
         high = t + 1.0
     else:
-        peaks, _, _ = _peaks(rows, keys, edges, scale, slim, pairs_times, z, F, False)
+        # Where the first look sets bits, the registers of the second largest are wanted for those.
+        SECOND: tl.constexpr = F.PHASE == 0
+        peaks, second, _, _ = _peaks(
+            rows, keys, edges, scale, slim, pairs_times, z, F, SECOND, False
+        )
         bad = _spoiled(peaks)
         top = tl.max(peaks, 1)
         empty = top == NONE
         top = tl.where(empty | bad, 0.0, top)
         t = top - 1.0
         for _ in range(4 if F.POWER == 2 else 8):
-            some, lean = _powers(tl.maximum(peaks - t[:, None], 0.0), scales.alpha, F.POWER, F.FAST)
-            t += _newton(tl.sum(some, 1), tl.sum(lean, 1), scales.alpha, F.POWER)
+            mass, slope = _mass(peaks, second, t, scales.alpha, F, SECOND)
+            t += _newton(mass, slope, scales.alpha, F.POWER)
         t = tl.where(bad, 0.0, t)
         low = t
         high = top
-    NEAR: tl.constexpr = 0.02 if F.POWER == 2 else 1e-3
+    # A step of this size leaves an error of the mass of about its third power (of a quadratic).
+    ROUGH: tl.constexpr = 0.05 if given.query.dtype.element_ty == tl.bfloat16 else 0.02
+    NEAR: tl.constexpr = ROUGH if F.POWER == 2 else 1e-3
     far = 1.0
     step = 0
     last = STEPS
@@ -320,7 +343,9 @@ def topk_kernel(
     """
     z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
-    peaks, floor, count = _peaks(rows, keys, edges, scales.scale, 1.0, scales.times, z, F, True)
+    peaks, _, floor, count = _peaks(
+        rows, keys, edges, scales.scale, 1.0, scales.times, z, F, False, True
+    )
     bad = _spoiled(peaks)
     few = count <= top_k
     idle = bad | few

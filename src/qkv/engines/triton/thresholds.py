@@ -15,19 +15,20 @@ from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
 from qkv.engines.triton.support import SHARED
 
-PLAIN = {"SPLIT": False, "PACKED": False, "TMA": False}
+PLAIN = {"SPLIT": False, "PACKED": False}
 
 
-def _tile(query: Tensor, kernel: Any, banded: bool, phase: int) -> Tile:
+def _tile(query: Tensor, kernel: Any, phase: int) -> Tile:
     w = query.shape[-1]
     if phase:
         return Tile(SHARED, SHARED, 64, 4, 3, registers=128 if w <= 64 else 168)
     if query.element_size() == 4:
         return Tile(64, 64, 16, 4, 2)
-    entmax = kernel is entmax_kernel
-    if w > 128 or (entmax and not banded):
-        return Tile(128, 64, 64, 8, 3 if w <= 128 else 2)
-    return Tile(64, 64, 64, 4, 2 if entmax and w <= 64 else 3)
+    if w > 128:
+        return Tile(128, 64, 64, 8, 2)
+    # With no more registers than these, four programs share a processor (three of wide entmax).
+    few = w <= 64 or kernel is topk_kernel
+    return Tile(64, 64, 64, 4, 3, described=True, registers=128 if few else 168)
 
 
 def _run(
@@ -56,6 +57,7 @@ def _run(
         known = facts | {
             "ROWS": tile.rows,
             "COLS": tile.cols,
+            "TMA": tile.described and call.described,
             "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
         programs = call.b * call.h * -(-call.n // tile.rows)
@@ -65,7 +67,7 @@ def _run(
         )
 
     need = (kernel, *facts.values())
-    tile = _tile(call.query, kernel, facts["LOWER"] or facts["UPPER"], phase)
+    tile = _tile(call.query, kernel, phase)
     made = launch.fitting(tile, call.query.device, need, run)
     launch.keep(about, None if call.copied else made)
 

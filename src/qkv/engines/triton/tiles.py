@@ -20,6 +20,8 @@ NONE = tl.constexpr(float("-inf"))
 
 INFINITY = tl.constexpr(float("inf"))
 
+EIGHT = tl.constexpr(8)
+
 SIZES = (
     "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
     "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
@@ -239,6 +241,15 @@ def products_described(
         b = right.load([right_start, start])
         x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
     return x
+
+
+@triton.jit
+def folded(x):
+    """Sums of every eighth column of a product, (rows, 8), which add up to those of its rows.
+
+    A thread holds such columns, so that threads exchange nothing while a loop adds these up.
+    """
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // EIGHT, EIGHT)), 1)
 
 
 @triton.jit

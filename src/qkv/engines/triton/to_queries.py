@@ -12,7 +12,16 @@ from qkv.engines.triton.backward import Back, kept_of, pulled
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
-from qkv.engines.triton.tiles import LN2, fetch, finite, kept_share, launched, rows_at
+from qkv.engines.triton.tiles import (  # fmt: skip
+    EIGHT,
+    LN2,
+    fetch,
+    finite,
+    folded,
+    kept_share,
+    launched,
+    rows_at,
+)
 from qkv.engines.triton.weigh import slope, weigh
 
 
@@ -36,12 +45,12 @@ def queries_tiles(
         if F.DROP:
             dp = dp * kept_share(rows.drawn, j, z.dropped, scales.share)
         if F.CENTRE == 1:
-            one += tl.sum(tl.where(lean == 0, 0.0, lean * dp), 1)
-            two += tl.sum(lean, 1)
+            one += folded(tl.where(lean == 0, 0.0, lean * dp))
+            two += folded(lean)
         elif F.CENTRE == 2:
             ds = slope(p, lean, dp, middle, share, F)
-            one += tl.sum(ds, 1)
-            two += tl.sum(lean, 1)
+            one += folded(ds)
+            two += folded(lean)
             if RULED:
                 k = tl.where(finite(k), k, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
@@ -50,7 +59,7 @@ def queries_tiles(
             ds = slope(p, lean, dp, middle, share, F)
             logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
             if F.GATE:
-                one += tl.sum(logit, 1)
+                one += tl.sum(logit, 1)[:, None]
             if not F.WIDE:
                 if RULED:
                     k = tl.where(finite(k), k, 0.0)
@@ -85,11 +94,12 @@ def to_queries(
     top, share, middle = top[:, None], share[:, None], middle[:, None]
     do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
+    PARTS: tl.constexpr = EIGHT if F.CENTRE > 0 else 1  # of sums: those of a gate spill in parts
     LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
     state = (
         tl.zeros((F.ROWS, HELD), dtype=tl.float32),
-        tl.zeros((F.ROWS,), dtype=tl.float32),
-        tl.zeros((F.ROWS,), dtype=tl.float32),
+        tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
+        tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, LENT), dtype=tl.float32),
     )
     if F.LOWER and not F.LAYOUT and F.LISTED < 2:
@@ -105,6 +115,7 @@ def to_queries(
             state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
         )
     dq, one, two, lent = state
+    one, two = tl.sum(one, 1), tl.sum(two, 1)
     line = spot.line
     there = spot.batch * steps.o_b + spot.head * steps.o_h
     there += spot.row * tl.cast(steps.o_n, tl.int64)
