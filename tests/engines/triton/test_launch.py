@@ -126,3 +126,26 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
         attend(m=47)
     with pytest.raises(TypeError):
         attend(bias=True)
+
+
+@pytest.mark.parametrize(
+    ("programs", "rows", "waves", "found"),
+    [
+        (128, 966, 4, (1, 16)),  # three of four processors are busy, and the parts would be two
+        (128, 4096, 4, (4, 16)),
+        (64, 1024, 4, (2, 8)),
+        (128, 4096, 1, (1, 64)),
+        (132, 4096, 4, (1, 64)),
+        (1, 4096, 4, (8, 8)),
+    ],
+)
+def test_a_loop_is_split_where_processors_are_idle(monkeypatch, programs, rows, waves, found):
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    assert launch.parts(torch.device("cpu"), programs, rows, 64, waves) == found
+
+
+def test_a_gate_has_a_smaller_tile_of_keys():
+    about = (64, 64, 2, 4096, False, False)
+    assert (
+        launch.tile_of("to_keys", *about, gated=True).rows < launch.tile_of("to_keys", *about).rows
+    )

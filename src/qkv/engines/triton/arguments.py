@@ -135,8 +135,9 @@ class Arguments:
         size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
         banded = self.facts["LOWER"] or self.facts["UPPER"]
         return launch.OVERRIDE.get(name) or launch.tile_of(
-            name, self.w, self.d, size, rows, plain, banded, self.pairs is not None
-        )
+            name, self.w, self.d, size, rows, plain, banded, self.pairs is not None,
+            self.gate_key is not None,
+        )  # fmt: skip
 
     def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:
         """Run with the pass's tile, or with the largest smaller one that the device can hold."""

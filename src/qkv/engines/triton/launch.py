@@ -59,8 +59,9 @@ _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.cur
 
 @cache
 def tile_of(
-    name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False
-) -> Tile:
+    name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False,
+    gated: bool = False,
+) -> Tile:  # fmt: skip
     """The tile of a pass, for φ and values this wide, of this many bytes a number.
 
     The fastest of those tried on an H200, by the widths tried: 64, 128, and 768 for what is read
@@ -111,7 +112,9 @@ def tile_of(
             return Tile(32, 64, 64, 4, 4, described=True)
         tile = Tile(64, 128, 64, 8, 3) if banded else Tile(64, 64, 64, 4, 2)
         return tile._replace(described=True)
-    return Tile(64, 64, 64, 4, 3) if banded else Tile(128, 64, 64, 4, 2, described=True)
+    if banded or gated:  # a gate beside 128 queries does not fit the registers: five times as long
+        return Tile(64, 64, 64, 4, 3)
+    return Tile(128, 64, 64, 4, 2, described=True)
 
 
 def shrunk(tile: Tile) -> Tile:
