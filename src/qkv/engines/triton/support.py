@@ -30,8 +30,8 @@ WORD = tl.constexpr(32)
 
 
 def pays(query: Tensor, key: Tensor, banded: bool) -> bool:
-    """Whether lists are made: of many long rows, which a tile holds. Without a band, the search of
-    entmax is quicker in larger tiles than lists are of."""
+    """Whether lists are made: of many long rows, which a tile holds, of entmax with a band alone:
+    without one they were slower beside the larger tiles that it was searched by then."""
     (b, h, n, w), m = query.shape, key.shape[2]
     if not all(isinstance(x, int) for x in (b, h, n, m)):  # a graph of any length
         return False
