@@ -1,6 +1,7 @@
-"""How long does a first call on CUDA compile, and how quick is entmax where few weights are not 0?
+"""How long does a first call on CUDA compile, how quick is entmax where few weights are not 0, and
+softmax under a mask of floats?
 
-python -m bench.kernels [first lengths sparse]
+python -m bench.kernels [first lengths sparse floats]
 
 A first call is a process of its own with nothing compiled, forward and backward; the lengths are
 drawn from 60 to 1,500, as batches of text have them. With --small it runs on the CPU under Triton's
@@ -18,9 +19,10 @@ import time
 from collections.abc import Iterator
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import qkv
-from bench._formulas import there_and_back
+from bench._formulas import compiled, there_and_back
 from bench._results import show
 from bench._side_by_side import SMALL, Row, keep, peer, size
 from bench.gpu import CUDA, DEVICE, measure, one_way, randn, told
@@ -134,7 +136,31 @@ def sparse() -> Iterator[Row]:
             )
 
 
-ROWS = {f.__name__: f for f in (first, lengths, sparse)}
+def floats() -> Iterator[Row]:
+    """A mask of floats that all heads share, and with its gradient."""
+    n, d = size(4096, 32), 64
+    fused = compiled(flex_attention)
+
+    def flex(q, k, v, m):
+        return fused(q, k, v, score_mod=lambda s, b, h, i, j: s + m[i, j])
+
+    def attend(q, k, v, m):
+        return qkv.attend(q, k, v, mask=m)
+
+    def make():
+        q, k, v, g = randn(4, 4, 16, n, d)
+        return q, k, v, randn(n, n), g
+
+    for back, turn in ((False, one_way), (True, there_and_back)):
+        yield measure(
+            f"float mask (n, n) B4 H16 n{n} d{d}, {told(back)}",
+            {"qkv": turn(attend), "FlexAttention": turn(flex)},
+            make,
+            goals={"FlexAttention": 1.3},
+        )
+
+
+ROWS = {f.__name__: f for f in (first, lengths, sparse, floats)}
 
 
 def main() -> None:

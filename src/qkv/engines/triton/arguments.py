@@ -86,8 +86,6 @@ class Arguments:
         self.layout_size = layout_size
         self.layout_columns = 0 if layout is None else layout.shape[1]
         kind = kind_of(self.pairs)
-        plain = key_bias is None and gate_key is None and kind < 2
-        self.fold = weighting == "softmax" and plain and scale > 0
         bounds = (lower, upper, lengths, layout, self.pairs)
         self.masked = any(x is not None for x in bounds)
         there = (key_bias, gate_key, layout, self.seed)
@@ -111,8 +109,27 @@ class Arguments:
         )
         self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         even, unit = self._even(), 16 // query.element_size()
-        self.facts = self.facts | {"EVEN": unit if even and even % 16 else 1}
         self.described = launch.copy_engine(query.device) and even > 0
+        self.quick = self._quick(numbers.times)
+        self.facts = self.facts | {
+            "EVEN": unit if even and even % 16 else 1,
+            "QUICK": self.quick > 0,
+        }
+        plain = key_bias is None and gate_key is None and (kind < 2 or self.quick > 0)
+        self.fold = weighting == "softmax" and plain and scale > 0
+
+    def _quick(self, times: float) -> int:
+        """The bytes of a mask's number where softmax trusts its −∞ (`F.QUICK`), and else 0: floats
+        that descriptors read, beside 16-bit rows, and nothing else that moves a score or a weight.
+        """
+        others = (self.key_bias, self.gate_key, self.lengths, self.seed)
+        if self.weighting != "softmax" or any(x is not None for x in others):
+            return 0
+        fits = self.query.element_size() == 2 and max(self.w, self.d) <= launch.HELD_BACK
+        fits = fits and self.n % 8 == 0 and 0 not in self.strides[:9] and 1e-3 < times < 1e3
+        if self.pairs is None or not (fits and self.described and laid(self.pairs)):
+            return 0
+        return int(self.pairs.element_size())
 
     def _even(self) -> int:
         """What divides the step from row to row as 16 bytes do, the copy engine's unit; 0 where a
@@ -137,6 +154,7 @@ class Arguments:
         return launch.OVERRIDE.get(name) or launch.tile_of(
             name, self.w, self.d, size, rows, plain, banded, self.pairs is not None,
             self.gate_key is not None,
+            self.quick,
         )  # fmt: skip
 
     def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:
@@ -157,6 +175,7 @@ class Arguments:
             "SPLIT": splits > 1,
             "CUT": self.lengths is not None or self.m % tile.cols != 0,
             "TMA": tile.described and self.described,
+            "LAID": tile.described and self.described and laid(self.pairs),
         }
 
     def bounds(self, *more: int) -> tuple[int, ...]:
@@ -256,6 +275,7 @@ def _facts(
         "LAYOUT": layout,
         "DROP": drop,
         "LISTED": 0,
+        "LAID": False,
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,

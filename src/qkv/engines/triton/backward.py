@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton.score import pull_gate
-from qkv.engines.triton.tiles import launched
+from qkv.engines.triton.tiles import finite, launched
 
 
 class Back(NamedTuple):
@@ -51,6 +51,12 @@ def kept_of(back, line, F):
     if F.CENTRED:
         middle = tl.load(back.centre + line)
     return top, share, middle
+
+
+@triton.jit
+def sound(x):
+    """Whether all of a sum (rows, columns) is finite."""
+    return tl.max(tl.max((finite(x) == 0).to(tl.int32), 1), 0) == 0
 
 
 @triton.jit

@@ -44,21 +44,31 @@ def pool_tiles(
     """The state of the rows after tiles lo … hi of the keys: pooled values, top, total. CAREFUL
     pools `some` columns of the values alone: where they begin, and how many there are."""
     acc, top, total = state
-    RULED: tl.constexpr = MASKED or F.PAIRS > 0
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
+    ADDED: tl.constexpr = F.FOLD and F.PAIRS == 2
+    scale = scales.scale
+    times = scales.times
+    if ADDED:  # the mask's own numbers are added, and what multiplies them multiplies the sum
+        scale = scales.scale / scales.times
+        times = 1.0
     # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
     FLAT: tl.constexpr = F.WIDE and F.TMA
     for t in tl.range(lo, hi, flatten=FLAT):
-        start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, MASKED)
+        start, j, here, live, extra = tile_of(t, rows, keys, times, z, F, MASKED)
         if F.WEIGHTING == "average":
             p = live.to(tl.float32) if RULED else tl.full((F.ROWS, F.COLS), 1.0, tl.float32)
             total += tl.sum(p, 1)
         else:
             x, _ = product(rows, keys, start, here, F)
             if F.FOLD:
+                factor = scales.scale
+                if ADDED:
+                    x = x * scale + extra
+                    factor = scales.times
                 s = tl.where(live, x, NONE) if RULED else x
-                new = tl.maximum(top, tl.max(s, 1) * scales.scale)
+                new = tl.maximum(top, tl.max(s, 1) * factor)
                 base = tl.where(new == NONE, 0.0, new)
-                p = tl.exp2(s * scales.scale - base[:, None])
+                p = tl.exp2(s * factor - base[:, None])
             else:
                 s, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
                 if F.PAIRS == 2:
@@ -129,7 +139,13 @@ def pool(
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
     if F.LISTED < 2:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
-    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2:
+    if F.QUICK:
+        acc, top, total = state
+        good = tl.max((finite(total) == 0).to(tl.int32), 0) == 0
+        acc = tl.where(good, acc, 0.0)
+        state = (acc, tl.where(good, top, NONE), tl.where(good, total, 0.0))
+        inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
+    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2 or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -285,6 +301,9 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
         walks = call.walks(tile, splits)
         for own, at, counts, at_columns, more in walks:
             facts = call.known(own, wide, splits) | {"PACKED": packed, "FOLD": call.fold} | more
+            if call.quick and max(call.w, call.d) > 64:  # a mask's tile beside wide rows: too much
+                facts |= {"QUICK": False, "FOLD": False}
+            facts["LAID"] = facts["LAID"] and facts["QUICK"] and not packed
             if wide and packed:
                 facts["TMA"] = False  # stacked rows do not follow each other
             arrays = (call.inputs, at, counts, *targets)

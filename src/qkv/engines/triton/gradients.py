@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries
-from qkv.engines.triton.arguments import Arguments, laid, rounded
+from qkv.engines.triton.arguments import Arguments, rounded
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
 
@@ -156,6 +156,7 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
         for own, at, counts, at_columns, more in call.walks(tile, splits):
             facts = call.known(own, wide, splits) | {"PACKED": False} | more
+            facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
             arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
@@ -208,7 +209,8 @@ def _to_keys(
             ]
         for own, at, counts, at_columns, more in call.walks(tile, splits, by_key=True):
             facts = call.known(own, wide, splits) | {"UNEVEN": call.n % own.rows != 0} | more
-            facts["LAID"] = facts["TMA"] and laid(call.pairs)
+            many = call.b * call.h * call.n > launch.LARGE
+            facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
             arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
             whole = (
                 call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,

@@ -51,6 +51,18 @@ class Tile(NamedTuple):
 OVERRIDE: dict[str, Tile] = {}
 """Tiles by hand, of "pool", "split", "to_keys", "to_queries", "to_pairs" and "mend"."""
 
+# Registers are bounded where the loop that is done again with care would take more, and leave room
+# for fewer programs.
+_QUICK = Tile(64, 64, 64, 4, 3, described=True)
+_TALL = _QUICK._replace(rows=128, warps=8, registers=128)
+QUICK = {
+    "pool": (_TALL, _TALL._replace(stages=2)),
+    "to_keys": (_QUICK, _QUICK._replace(stages=2, registers=168)),
+    "to_queries": (_TALL, _QUICK),
+    "to_pairs": (_QUICK._replace(stages=2, registers=168),) * 2,
+}
+"""Tiles where a float mask's −∞ is trusted, of 2 bytes a number and of 4, for widths up to 64."""
+
 SMALLER: dict[tuple[Any, ...], Tile] = {}
 
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -61,13 +73,17 @@ _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.cur
 def tile_of(
     name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False,
     gated: bool = False,
+    quick: int = 0,
 ) -> Tile:  # fmt: skip
     """The tile of a pass, for φ and values this wide, of this many bytes a number.
 
     The fastest of those tried on an H200, by the widths tried: 64, 128, and 768 for what is read
-    in chunks. `plain` has neither bias nor gate, `ruled` reads a mask's array.
+    in chunks. `plain` has neither bias nor gate, `ruled` reads a mask's array; `quick` are the
+    bytes of its numbers where −∞ is trusted (`F.QUICK`).
     """
     wide = max(w, d)
+    if quick and wide <= 64 and name in QUICK:
+        return QUICK[name][quick == 4]
     if name == "mend":
         # Small: most of its programs only look, and a large one takes longer to start.
         if wide * size > 256:
@@ -323,7 +339,7 @@ def start(
         told = [*first, *sizes]
     dtypes = tuple([x if x is None else x.dtype for x in flat])
     about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
-    compiled, described = COMPILED.get(about), bool(facts.get("TMA"))
+    compiled, described = COMPILED.get(about), tile.described
     listed = ahead.LISTED.get()
     if listed is not None:
         if compiled is None and not any(odd):

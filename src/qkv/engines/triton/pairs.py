@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments
-from qkv.engines.triton.backward import Back, kept_of
+from qkv.engines.triton.backward import Back, kept_of, sound
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.tiles import (  # fmt: skip
     LN2,
+    NONE,
     alive,
     fetch,
     kept_share,
@@ -23,6 +24,54 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     ruled,
 )
 from qkv.engines.triton.weigh import slope, weigh
+
+
+@triton.jit
+def shared_tile(
+    given, back, extra, row, tile_i, tile_j, lane_own, lo, hi, steps, scales, own, z, F
+):
+    """ΣP ∘ (∂L/∂α − c) of a tile over the heads lo … hi that share it, copied by descriptors.
+
+    `extra` is the mask's tile in base 2, −∞ where a pair does not count: that its weight is 0 needs
+    no comparison as long as all is finite.
+    """
+    batches, batches_own, heads_own = own
+    own_heads = z.heads // heads_own
+    count = tl.cast(z.heads * z.n, tl.int64) * F.D
+    query = tl.make_tensor_descriptor(
+        given.query, [batches, z.heads, z.n, F.W], [steps.q_b, steps.q_h, steps.q_n, 1],
+        [1, 1, F.ROWS, F.BLOCK_W],
+    )  # fmt: skip
+    key = tl.make_tensor_descriptor(
+        given.key, [batches, z.heads // z.group, z.m, F.W], [steps.k_b, steps.k_h, steps.k_m, 1],
+        [1, 1, F.COLS, F.BLOCK_W],
+    )  # fmt: skip
+    value = tl.make_tensor_descriptor(
+        given.value, [batches, z.heads // z.group, z.m, F.D], [steps.v_b, steps.v_h, steps.v_m, 1],
+        [1, 1, F.COLS, F.BLOCK_D],
+    )  # fmt: skip
+    along = tl.make_tensor_descriptor(
+        back.along, [batches, z.heads, z.n, F.D], [count, tl.cast(z.n, tl.int64) * F.D, F.D, 1],
+        [1, 1, F.ROWS, F.BLOCK_D],
+    )  # fmt: skip
+    total = tl.zeros((F.ROWS, F.COLS), dtype=tl.float32)
+    for other in tl.range(lo, hi):
+        batch = lane_own // own_heads * batches_own + other // heads_own
+        head = lane_own % own_heads * heads_own + other % heads_own
+        shared = head // z.group
+        q = query.load([batch, head, tile_i * F.ROWS, 0]).reshape(F.ROWS, F.BLOCK_W)
+        k = key.load([batch, shared, tile_j * F.COLS, 0]).reshape(F.COLS, F.BLOCK_W)
+        do = along.load([batch, head, tile_i * F.ROWS, 0]).reshape(F.ROWS, F.BLOCK_D)
+        v = value.load([batch, shared, tile_j * F.COLS, 0]).reshape(F.COLS, F.BLOCK_D)
+        line = tl.cast(batch * z.heads + head, tl.int64) * z.n + row
+        top, share, middle = kept_of(back, line, F)
+        s = tl.dot(q, tl.trans(k)) * scales.scale
+        p, lean = weigh(
+            s, s, s, top[:, None] - extra, share[:, None], s, s, scales.alpha, F, False
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v))
+        total += slope(p, lean, dp, middle[:, None], share[:, None], F)
+    return total
 
 
 @launched
@@ -67,7 +116,24 @@ def to_pairs(
         there += tile_i * F.ROWS * tl.cast(steps.p_n, tl.int64)
         there += tile_j * F.COLS * tl.cast(steps.p_m, tl.int64)
         own_extra, own_live = ruled(inside, there, offset, scales.times, F.PAIRS, True)
-    for step in tl.range(part * span, tl.minimum(part * span + span, rounds)):
+        added = own_extra
+        if F.QUICK:
+            if F.EDGED:
+                added = tl.where(own_live, own_extra, NONE)
+            else:
+                added = tl.load(there + offset).to(tl.float32) * scales.times
+    begin = part * span
+    end = tl.minimum(begin + span, rounds)
+    if F.QUICK:
+        own = (lanes_own * others // heads, batches_own, heads_own)
+        row = tl.minimum(tile_i * F.ROWS + near_i, n - 1)
+        total = shared_tile(
+            given, back, added, row, tile_i, tile_j, lane_own, begin, end, steps, scales, own, z, F
+        )
+        good = sound(total)
+        total = tl.where(good, total, 0.0)
+        begin = tl.where(good, end, begin)  # else all again, with care
+    for step in tl.range(begin, end):
         at_j = (tile_j + step % loops_j) * F.COLS
         at_i = (tile_i + step // loops_j % loops_i) * F.ROWS
         other = step // (loops_j * loops_i)
@@ -146,14 +212,19 @@ def fill(
         span = max(-(-steps * programs // room), min(steps, 4))
         splits = -(-steps // span)
         out = dpairs
-        if splits > 1 or out.dtype != torch.float32 or not out.is_contiguous():
+        if splits > 1 or not out.is_contiguous():
             out = call.new(splits, *dpairs.shape)
         # Number by number a whole width is much code; else scores are as where the centre was.
         much = call.facts["APART"] and call.weighting == "topk"
         wide = max(call.w, call.d) > launch.HELD_BACK or much
         facts = call.facts | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"WIDE": wide, "BLOCK_W": call.block_w(tile, wide), "ONCE": own == list(tiles)}
-        facts |= {"TMA": False, "PACKED": False}
+        facts |= {"TMA": False, "PACKED": False, "LAID": False}
+        facts["QUICK"] = call.quick > 0 and facts["ONCE"] and tile.described
+        facts["EDGED"] = (
+            call.facts["LOWER"] or call.facts["UPPER"] or call.layout is not None
+            or call.n % tile.rows != 0 or call.m % tile.cols != 0
+        )  # fmt: skip
         arrays = (call.inputs, along, centre, kept, out)
         whole = (
             call.steps(out), call.n, call.m, call.h, call.group,

@@ -24,6 +24,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     row_hash,
     rows_at,
     ruled,
+    ruling,
 )
 
 
@@ -120,6 +121,11 @@ def place(given, steps, tile, lane, z, F):
         if F.PACKED:
             pairs += head * z.group * steps.p_h
             at = ((r // z.n) * tl.cast(steps.p_h, tl.int64) + pos * steps.p_n)[:, None]
+        elif F.LAID:
+            pairs += head * steps.p_h
+            step = tl.cast(steps.p_n, tl.int64)
+            pairs = described(pairs, z.n, step, z.m, F.ROWS, F.COLS, True)
+            at = first
         else:
             pairs += head * steps.p_h + first * tl.cast(steps.p_n, tl.int64)
             at = ((pos - first) * steps.p_n)[:, None]
@@ -225,9 +231,14 @@ def tile_of(t, rows, keys, times, z, F, MASKED: tl.constexpr):
         live = alive(rows.i, j, keys.end, keys.layout, z, F)
     extra = j
     if F.PAIRS:
-        spot = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
-        offset = rows.at + near[None, :] * keys.p_m
-        extra, live = ruled(live, spot, offset, times, F.PAIRS, MASKED)
+        QUICK: tl.constexpr = F.QUICK and not MASKED
+        if F.LAID:
+            read = rows.pairs.load([rows.at, start])
+            extra, live = ruling(read, live, times, F.PAIRS, MASKED, QUICK)
+        else:
+            spot = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
+            offset = rows.at + near[None, :] * keys.p_m
+            extra, live = ruled(live, spot, offset, times, F.PAIRS, MASKED, QUICK)
     return start, j, here, live, extra
 
 

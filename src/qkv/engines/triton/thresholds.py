@@ -15,7 +15,7 @@ from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
 from qkv.engines.triton.support import SHARED
 
-PLAIN = {"SPLIT": False, "PACKED": False}
+PLAIN = {"SPLIT": False, "PACKED": False, "LAID": False}
 
 
 def _tile(query: Tensor, kernel: Any, phase: int) -> Tile:

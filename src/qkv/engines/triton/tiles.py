@@ -115,7 +115,10 @@ def alive(i, j, end, layout, z, F):
 
 
 @triton.jit
-def ruled(live, place, offset, times, PAIRS: tl.constexpr, MASKED: tl.constexpr):
+def ruled(
+    live, place, offset, times,
+    PAIRS: tl.constexpr, MASKED: tl.constexpr, QUICK: tl.constexpr = False,
+):  # fmt: skip
     """What a mask's own array adds to the scores of a tile, and which pairs then count.
 
     The tile lies at `offset` from `place`. PAIRS is 1 for booleans, 2 for floats.
@@ -124,22 +127,27 @@ def ruled(live, place, offset, times, PAIRS: tl.constexpr, MASKED: tl.constexpr)
         x = tl.load(place + offset, mask=live, other=0)
     else:
         x = tl.load(place + offset)
-    return ruling(x, live, times, PAIRS, MASKED)
+    return ruling(x, live, times, PAIRS, MASKED, QUICK)
 
 
 @triton.jit
-def ruling(x, live, times, PAIRS: tl.constexpr, MASKED: tl.constexpr):
-    """The same of a tile of the array that is read."""
+def ruling(x, live, times, PAIRS: tl.constexpr, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
+    """The same of a tile of the array that is read. QUICK lets a −∞ rule pairs out by itself, as
+    long as their scores are finite."""
     if PAIRS == 1:
         added = x
         counts = x != 0
     else:
         added = x.to(tl.float32)
-        counts = added > NONE
+        counts = live
+        if not QUICK:
+            counts = added > NONE
     if MASKED:
         counts = counts & live
     if PAIRS == 2:
-        added = tl.where(counts, added * times, 0.0)
+        added = added * times
+        if not QUICK:
+            added = tl.where(counts, added, 0.0)
     return added, counts
 
 

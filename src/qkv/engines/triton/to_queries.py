@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.backward import Back, kept_of, pulled
+from qkv.engines.triton.backward import Back, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
@@ -31,15 +31,19 @@ def queries_tiles(
 ):
     """The gradients of a tile of queries after tiles lo … hi of the keys."""
     dq, one, two, lent = state
-    RULED: tl.constexpr = MASKED or F.PAIRS > 0
+    QUICK: tl.constexpr = F.QUICK and not MASKED
+    RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
     for t in tl.range(lo, hi):
         start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, MASKED)
         x, k = product(rows, keys, start, here, F)
         gated, steep = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
         s = gated
-        if F.PAIRS == 2:
+        peak = top
+        if QUICK:
+            peak = top - extra
+        elif F.PAIRS == 2:
             s = s + extra
-        p, lean = weigh(s, j, live, top, share, rows.row_a, rows.row_b, scales.alpha, F, RULED)
+        p, lean = weigh(s, j, live, peak, share, rows.row_a, rows.row_b, scales.alpha, F, RULED)
         v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
         dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         if F.DROP:
@@ -110,7 +114,13 @@ def to_queries(
         state = queries_tiles(
             state, rows, do, top, share, middle, keys, scales, z, inner_lo, inner_hi, F, False
         )
-    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2:
+    if F.QUICK:
+        dq, one, two, lent = state
+        good = sound(dq) & sound(one[:, None]) & sound(two[:, None])
+        dq = tl.where(good, dq, 0.0)
+        state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
+        inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
+    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2 or F.QUICK:
         state = queries_tiles(
             state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
         )

@@ -208,7 +208,7 @@ def _start(
     facts = call.facts | {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide} | more
     precision = "ieee" if call.facts["APART"] else "tf32"
     facts |= {"PRECISION": precision, "SCORES": precision}
-    facts |= {"WIDE": False, "PACKED": False, "TMA": False}
+    facts |= {"WIDE": False, "PACKED": False, "TMA": False, "LAID": False, "QUICK": False}
     whole = (*strides, call.n, call.m, call.h, call.group, call.upper)
     with launch.on(call.query.device):
         return launch.start(kernel, grid, (call.inputs, *arrays), scales, whole, facts, TILE)
