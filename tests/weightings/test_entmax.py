@@ -242,7 +242,11 @@ def test_in_fewer_bits(dtype):
     wide = (x.astype("float64") for x in (q, k, v))
     want = qkv.attend(*wide, weighting=Entmax(alpha.astype("float64")))
     assert found.dtype == dtype
-    np.testing.assert_allclose(found, want, atol={"float32": 1e-5, "float16": 2e-3}[dtype])
+    atol = {"float32": 1e-5, "float16": 2e-3}[dtype]
+    np.testing.assert_allclose(found[:3], want[:3], atol=atol)
+    # Above 2 a weight leaves 0 steeper than its score: of the last digit ε it makes ε^(1/(α − 1)).
+    steep = 4 * float(np.finfo(dtype).eps) ** (1 / 1.5)
+    np.testing.assert_allclose(found[3], want[3], atol=max(atol, steep))
 
 
 def test_the_number_of_keys_does_not_matter():

@@ -50,19 +50,6 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     return [f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''}" for key in jobs]
 
 
-def multiply_quickly() -> None:
-    """Let torch multiply 16 bits in 32: a CPU without such products takes minutes for a dry run."""
-    import torch
-
-    plain = torch.matmul
-
-    def product(x, y, *, out=None):
-        made = plain(x.float(), y.float()).to(x.dtype)
-        return made if out is None else out.copy_(made)
-
-    torch.matmul = torch.Tensor.matmul = torch.Tensor.__matmul__ = product
-
-
 def compiled() -> list[int]:
     """The bytes of kernels as they are compiled for Hopper, of records too."""
     import torch
@@ -133,7 +120,6 @@ def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
 
 
 if __name__ == "__main__":
-    multiply_quickly()
     random = Random(0)
     lengths = [random.randint(60, 1500) for _ in range(40)]
     told: dict = {kind: keys_of(kind, lengths) for kind in MOST}
