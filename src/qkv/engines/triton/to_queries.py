@@ -116,7 +116,7 @@ def to_queries(
         )
     if F.QUICK:
         dq, one, two, lent = state
-        good = sound(dq) & sound(one[:, None]) & sound(two[:, None])
+        good = sound(dq) & sound(one) & sound(two)
         dq = tl.where(good, dq, 0.0)
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
