@@ -151,10 +151,13 @@ def floats() -> Iterator[Row]:
         q, k, v, g = randn(4, 4, 16, n, d)
         return q, k, v, randn(n, n), g
 
+    def named(q, k, v, m):
+        return qkv.attend(q, k, v, mask=m, engine="triton")
+
     for back, turn in ((False, one_way), (True, there_and_back)):
         yield measure(
             f"float mask (n, n) B4 H16 n{n} d{d}, {told(back)}",
-            {"qkv": turn(attend), "FlexAttention": turn(flex)},
+            {"qkv": turn(attend), "qkv, engine='triton'": turn(named), "FlexAttention": turn(flex)},
             make,
             goals={"FlexAttention": 1.3},
         )
