@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from qkv.arrays import is_array
-from qkv.engines import dense, native, streaming
+from qkv.engines import dense, native, streaming, triton
 from qkv.engines.call import Call
 from qkv.engines.triton.form import form_of
 from qkv.errors import count
@@ -24,7 +24,7 @@ from qkv.types import Array
 
 NAME = "lowered"
 
-ENGINES = (native, streaming, dense)
+ENGINES = (native, triton, streaming, dense)
 
 ROOM = 2**26
 """Numbers that φ and ψ may have together; beyond, they are made block by block."""
