@@ -174,7 +174,7 @@ def test_a_short_causal_call_is_left_to_it(monkeypatch):
     assert declined(short, None) is None
 
 
-def test_a_large_float_mask_is_left_to_it(monkeypatch):
+def test_a_large_mask_is_left_to_it(monkeypatch):
     sdpa = pytest.importorskip("qkv.engines.native.sdpa")
     monkeypatch.setattr(sdpa, "on_device", lambda call: True)
     x = torch.ones(1, 1, 1024, 16, device=DEVICE, dtype=torch.bfloat16)
@@ -184,9 +184,10 @@ def test_a_large_float_mask_is_left_to_it(monkeypatch):
         return sdpa.declines(request(y, x, x, "scaled_dot", "softmax", mask, 0.0, None, None))
 
     floats = torch.zeros(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
-    assert "float mask" in declined(1024, floats)
+    for mask in (floats, floats == 0, masks.window(100)):
+        assert "a large mask" in declined(1024, mask)
     assert declined(1023, floats[:1023]) is None
-    assert declined(1024, floats == 0) is None
+    assert declined(1024, masks.causal) is declined(1024, None) is None
 
 
 def test_it_leaves_torch_func_to_others():

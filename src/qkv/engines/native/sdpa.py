@@ -26,7 +26,7 @@ SHORT = 512
 """Queries of a causal call, up to which asking for a second launch takes longer than the work."""
 
 TILED = 2**20
-"""Scores of a head from which on a float mask on CUDA is read sooner by our kernels."""
+"""Scores of a head from which on our kernels are quicker under a mask on CUDA."""
 
 FEW = 2**15
 """Numbers of an output that are looked at sooner than its last rows are cut out."""
@@ -53,9 +53,9 @@ def declines(call: Call) -> str | None:
     rows = call.bias is not None and call.bias.shape[-1] == 1 < call.m
     if rows and on_device(call) and call.fw.needs_gradient((call.bias,)):
         return "what is added to whole rows moves no weight, and its gradient here is rounding"
-    if call.bias is not None and on_device(call) and call.n * call.m >= TILED:
-        if triton().cannot(call) is None:
-            return "our kernels read a large float mask in a fraction of the time"
+    masked = call.bias is not None or not (call.rule is None or is_causal(call.rule))
+    if masked and on_device(call) and call.n * call.m >= TILED and triton().cannot(call) is None:
+        return "our kernels go over a large mask by tiles, in a fraction of the time"
     if not (short and is_causal(call.rule) and on_device(call) and call.query.dtype in HALF):
         return None
     if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):
