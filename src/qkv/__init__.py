@@ -7,7 +7,7 @@ array([[10.01]])
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,16 +84,6 @@ _ROOMS = (
 )
 
 
-_DOORS = {
-    "duckdb": "duckdb",
-    "keras": "keras",
-    "nn": "torch",
-    "sklearn": "sklearn",
-    "transformers": "transformers",
-}
-"""Rooms that open where another package is installed, and are listed there."""
-
-
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
@@ -109,5 +99,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    there = [name for name, needed in _DOORS.items() if importlib.util.find_spec(needed)]
-    return sorted((*__all__, *there, "__version__"))
+    # Less the rooms of frameworks: who looks at every name, as help() does, would load them all.
+    return [*__all__, "__version__"]
