@@ -21,6 +21,9 @@ NAMES = ["t.csv", "t.txt", "t.tsv", "t.json", "t.jsonl", "t.parquet", "t.arrow",
          "t.db", "t", "t.xyz"]  # fmt: skip
 PLAIN = (str, int, float, bool, bytes, list, dict, type(None))
 
+# Names that are drawn may well look like a row.
+pytestmark = pytest.mark.filterwarnings("ignore::qkv.NoHeader")
+
 # One folder serves all examples of a test.
 bounded = settings(
     max_examples=150,
