@@ -66,6 +66,13 @@ def test_csv_has_types_by_column(tmp_path):
     assert [type(x) for x in table.columns["year"]] == [int, int]
 
 
+def test_decimal_commas_do_not_part_cells_where_semicolons_do(tmp_path):
+    path = tmp_path / "cities.csv"
+    path.write_text("Berlin;3,6;1,5\nParis;2,1;0,5\n")
+    found = sources.read(path, names=["city", "people", "rank"]).columns
+    assert found == {"city": ["Berlin", "Paris"], "people": [3.6, 2.1], "rank": [1.5, 0.5]}
+
+
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("ending", ["csv", "txt"])
 def test_delimiter_is_sniffed(tmp_path, delimiter, ending):
