@@ -32,3 +32,34 @@ def _slope(query, key, value):
     alpha = qkv.weights(query, key)
     rows = alpha.reshape(-1, alpha.shape[-1]).sum(0)
     return np.broadcast_to(rows[:, None], value.shape)
+
+
+@pytest.mark.parametrize("score", ["gaussian", "laplace", "exact"])
+def test_pairs_of_vectors_on_five_axes(score):
+    # TensorFlow compares no two arrays of six axes that are 1 here and there by turns.
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.integers(0, 2, shape).astype("float64")
+        for shape in ((2, 3, 4, 2, 3), (2, 1, 4, 5, 3), (2, 1, 4, 5, 2))
+    )
+    want = qkv.attend(query, key, value, score=score)
+    arrays = [tf.constant(x) for x in (query, key, value)]
+    np.testing.assert_allclose(qkv.attend(*arrays, score=score), want, atol=1e-12)
+    one = qkv.scores.resolve(score)
+    np.testing.assert_allclose(one(arrays[1], arrays[0]), one(key, query), atol=1e-12)
+
+
+def test_a_batch_that_only_a_run_tells_may_be_one():
+    rng = np.random.default_rng(0)
+    shapes = {"query": (1, 1, 2, 3), "key": (3, 2, 4, 3), "value": (1, 2, 4, 5)}
+    query, key, value = (rng.normal(size=shape) for shape in shapes.values())
+    mask = rng.random((3, 1, 2, 4)) > 0.3
+    unknown = [tf.TensorSpec([None, None, None, shape[-1]], "float64") for shape in shapes.values()]
+    unknown.append(tf.TensorSpec([None, 1, None, None], "bool"))
+
+    @tf.function(autograph=False, input_signature=unknown)
+    def attend(query, key, value, mask):
+        return qkv.attend(query, key, value, mask=mask)
+
+    want = qkv.attend(query, key, value, mask=mask)
+    np.testing.assert_allclose(attend(query, key, value, mask), want, atol=1e-12)

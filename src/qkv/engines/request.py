@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -172,7 +173,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         parts = (query, key, value, rest["score"], rest["weighting"], rest.get("bias"))
         parts = map_arrays(fw, fw.inert, parts)
         query, key, value, rest["score"], rest["weighting"], rest["bias"] = parts
-    if lead != shapes["query"][:-2]:
+    if lead != shapes["query"][:-2] or None in lead:  # what only a run will tell may be 1
         sizes = (*_lengths(fw, lead, given), *fw.sizes(query)[-2:])
         query = fw.xp.broadcast_to(query, sizes)
     call = Call(query, key, value, **rest)
@@ -182,12 +183,13 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
 
 
 def _lengths(fw: Framework, lead: Shape, given: dict[str, Array]) -> list[Any]:
-    """The leading shape, with what only a run will tell from the array that has it."""
+    """The leading shape, with what only a run will tell from the first array that has not 1."""
     found: list[Any] = list(lead)
     for axis in (-1 - i for i, size in enumerate(lead[::-1]) if size is None):
         at = axis - 2
-        known = (x for x in given.values() if len(x.shape) >= -at and x.shape[at] is None)
-        found[axis] = fw.length(next(known), at)
+        having = [x for x in given.values() if len(x.shape) >= -at and x.shape[at] != 1]
+        sizes = [fw.length(x, at) for x in having]
+        found[axis] = reduce(lambda size, other: fw.xp.where(size == 1, other, size), sizes)
     return found
 
 

@@ -221,6 +221,11 @@ def largest(x: Array) -> float:
 
 def pairs(query: Array, key: Array) -> tuple[Array, Array]:
     """(…, n, 1, d) and (…, 1, m, d), ready to be compared number by number."""
+    if len(query.shape) == len(key.shape) > 4 and query.shape[:-2] != key.shape[:-2]:
+        # TensorFlow broadcasts no six axes of which now the one and now the other array has 1.
+        fw, axes = of(key), range(len(key.shape) - 2)
+        lead = [fw.length(query if key.shape[axis] == 1 else key, axis) for axis in axes]
+        query, key = (fw.xp.broadcast_to(x, (*lead, *fw.sizes(x)[-2:])) for x in (query, key))
     return query[..., None, :], key[..., None, :, :]
 
 
