@@ -293,6 +293,12 @@ def test_the_precision_of_x_is_kept():
         (lambda: AttentionRegressor().fit([["1", "b"], ["2", "c"]], [1, 2]),
          r"column 1 holds text, such as 'b': name it, categorical=\[1\]"),
         (lambda: AttentionTransformer().fit([["a", 1.0], ["b", 2.0]]), "column 0 .* numbers first"),
+        (lambda: AttentionClassifier().partial_fit(X, C, classes=[1, 2]),
+         r"classes are numbers, such as 1, but y is text, such as '\w+'"),
+        (lambda: AttentionClassifier().fit(X, C).partial_fit(X, np.ones(40)),
+         "y is numbers, such as 1.0, but the classes so far are text"),
+        (lambda: AttentionClassifier().partial_fit(X, np.c_[C, C], classes=["low"]),
+         "classes has 1 lists, but y 2 columns"),
         (lambda: AttentionTransformer(cells="some").fit(X), "unknown cells 'some'"),
         (lambda: AttentionTransformer("learned").fit(X), "needs a y"),
         (lambda: AttentionTransformer().fit(X * [1, np.nan, 1]), "column 1 has no value"),
@@ -301,6 +307,32 @@ def test_the_precision_of_x_is_kept():
 def test_what_is_wrong_is_said(work, match):
     with pytest.raises(QkvError, match=match):
         work()
+
+
+def test_columns_of_any_size_are_looked_at_alike():
+    want = AttentionRegressor("loo").fit(X, Y).predict(Q)
+    for size in (1e-200, 1e200):
+        found = AttentionRegressor("loo").fit(X * size, Y).predict(Q * size)
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_a_bandwidth_that_32_bits_do_not_hold():
+    thin, far = X.astype(np.float32), Q.astype(np.float32)
+    for width in (1e-60, 1e60):
+        want = AttentionRegressor(width).fit(X.astype(np.float32).astype(float), Y)
+        found = AttentionRegressor(width).fit(thin, Y).predict(far)
+        np.testing.assert_allclose(found, want.predict(far.astype(float)), rtol=1e-5)
+
+
+def test_dates_are_told_from_numbers():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1.0, 2.0], "day": pandas.date_range("2020-01-01", periods=2)})
+    with pytest.raises(QkvError, match=r"column 'day' holds dates, such as .*2020.*numbers"):
+        AttentionRegressor().fit(frame, [1, 2])
+    with pytest.raises(QkvError, match=r"column 'day' holds dates"):
+        AttentionRegressor(categorical=["x"]).fit(frame, [1, 2])
+    with pytest.raises(QkvError, match="column 1 holds dates"):
+        AttentionRegressor(categorical=["x"]).fit(frame.astype(object), [1, 2])
 
 
 def test_names_of_columns_are_looked_up():

@@ -30,12 +30,15 @@ from qkv.sklearn.bandwidth import (
     scott,
     squared,
 )
-from qkv.sklearn.columns import Features, Numbers, chosen, text_in
+from qkv.sklearn.columns import Features, Numbers, chosen, odd_in
 from qkv.sklearn.local import Line, line
 from qkv.weightings import Normalized, Softmax, Weighting
 
 BLOCK = 2**24
 """Moments of queries that are held at once, in numbers."""
+
+NARROW = 1e-9
+"""A bandwidth below which, or above its inverse, 32 bits may not hold keys in units of it."""
 
 RULES = ("scott", "loo", "learned")
 
@@ -92,7 +95,8 @@ class Attentive(BaseEstimator):
         self.bandwidth_, self.ridge_ = self._width(key, values[kept], counts[kept], spread)
         self._middle = np.average(key, axis=0, weights=counts[kept]) * self._sloped
         # A line is told by differences of moments, for which 32 bits are too few.
-        self._dtype = np.dtype(np.float64) if self.degree else key.dtype
+        held = (self.bandwidth_ > NARROW) & (self.bandwidth_ < 1 / NARROW)
+        self._dtype = np.dtype(np.float64) if self.degree or not held.all() else key.dtype
         self._keys = self._scaled(key)
 
     def _width(
@@ -114,7 +118,8 @@ class Attentive(BaseEstimator):
     def _searched(self, rows: Examples, fewer: float, spread: Numbers) -> tuple[Numbers, float]:
         """The bandwidth and the ridge by leave-one-out."""
         # Columns in their own units may be alike, as pixels are, or each in its deviations.
-        units = [np.ones(len(spread)), np.sqrt((spread**2).mean()) / spread]
+        of_all = spread.max() * np.sqrt(((spread / spread.max()) ** 2).mean())
+        units = [np.ones(len(spread)), of_all / spread]
         if self.bandwidth == "loo":
             ridges = RIDGES if rows.sloped.any() else (RIDGE,)
             width, ridge = common(rows.error, units, ridges)
@@ -164,19 +169,22 @@ class Attentive(BaseEstimator):
         return self._scaled(self._columns.vectors(self._checked(X, reset=False)))
 
     def _checked(self, X: Any, **options: Any) -> Any:
-        if self.categorical is None:
-            try:
-                return validate_data(self, X, dtype=[np.float64, np.float32], **options)
-            except ValueError as error:
-                if (found := text_in(X)) is None:
-                    raise
-                column, cell = found
-                step = "turn it into numbers first, or leave it out"
-                if "categorical" in self.get_params():
-                    step = f"name it, categorical=[{column!r}]"
-                told = f"X: column {column!r} holds text, such as {cell!r}: {step}"
-                raise ArgumentError(told) from error
-        return validate_data(self, X, dtype=None, ensure_all_finite=False, **options)
+        named = self.categorical is not None
+        if not named:
+            options["dtype"] = [np.float64, np.float32]
+        else:
+            options |= {"dtype": None, "ensure_all_finite": False}
+        try:
+            return validate_data(self, X, **options)
+        except (TypeError, ValueError) as error:
+            if (found := odd_in(X, words=not named)) is None:
+                raise
+            column, kind, cell = found
+            step = "turn it into numbers first, or leave it out"
+            if kind == "text" and "categorical" in self.get_params():
+                step = f"name it, categorical=[{column!r}]"
+            told = f"X: column {column!r} holds {kind}, such as {cell!r}: {step}"
+            raise ArgumentError(told) from error
 
     def _counted(self, sample_weight: Any, X: Numbers) -> Numbers:
         """How many rows each row counts as (m,)."""
@@ -242,9 +250,13 @@ def _same(one: Examples, two: Examples) -> bool:
 
 def _spread(key: Numbers, counts: Numbers, columns: Features) -> Numbers:
     """The standard deviation of each column (d,); of categories, how often two rows differ."""
-    middle = np.average(key, axis=0, weights=counts)
-    square = columns.of_owners(np.average((key - middle) ** 2, axis=0, weights=counts))
-    return np.where(square > 0, np.sqrt(square), 1.0)
+    apart = key - np.average(key, axis=0, weights=counts)
+    unit = np.max(np.abs(apart), axis=0, initial=0)  # so that no square is too large or too small
+    unit = np.where((unit > 0) & (columns.sloped), unit, 1)
+    square = columns.of_owners(np.average((apart / unit) ** 2, axis=0, weights=counts))
+    most = np.ones(len(square))
+    most[columns.owner] = unit
+    return np.where(square > 0, np.sqrt(square) * most, 1.0)
 
 
 def _numbers(given: Any, d: int) -> Numbers:

@@ -8,6 +8,7 @@ import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
+from qkv.errors import ArgumentError
 from qkv.sklearn.bandwidth import FLOOR, Examples, surprise
 from qkv.sklearn.base import Attentive
 from qkv.sklearn.columns import Numbers
@@ -46,6 +47,7 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         counts = self._counted(sample_weight, X)
         if first:
             return self._fit(X, y, counts, classes)
+        _alike("y is", y, "the classes so far are", self._y)
         if classes is None:
             classes = self.classes_
         return self._fit(*self._together(X, y, counts), classes)
@@ -55,6 +57,12 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         self._y, columns = y, y.reshape(len(y), -1).T
         known = [None] * len(columns) if classes is None else classes
         known = [known] if y.ndim == 1 and classes is not None else known
+        if len(known) != len(columns):
+            have = f"classes has {len(known)} lists, but y {len(columns)} columns"
+            raise ArgumentError(f"{have}: give one for each")
+        if classes is not None:
+            for column, told in zip(columns, known, strict=True):
+                _alike("classes are", np.asarray(told), "y is", column)
         found = [np.unique(column) if told is None else np.union1d(column, told)
                  for column, told in zip(columns, known, strict=True)]  # fmt: skip
         self.classes_ = found[0] if y.ndim == 1 else found
@@ -113,6 +121,17 @@ class AttentionClassifier(ClassifierMixin, Attentive):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _alike(one: str, these: Numbers, two: str, those: Numbers) -> None:
+    """Refuse classes of which some are numbers and others text: none would be equal."""
+    kinds = ["numbers" if x.dtype.kind in "biuf" else "text" for x in (these, those)]
+    if kinds[0] != kinds[1] and "O" not in (these.dtype.kind, those.dtype.kind):
+        some = [x.flat[0].item() if x.size else None for x in (these, those)]
+        raise ArgumentError(
+            f"{one} {kinds[0]}, such as {some[0]!r}, but {two} {kinds[1]}, such as {some[1]!r}: "
+            "give both in one kind"
+        )
 
 
 def _over_sum(found: Numbers) -> Numbers:

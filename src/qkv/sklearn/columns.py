@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date, timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from qkv.errors import ArgumentError, DtypeError, unknown
 
 Numbers = np.ndarray[Any, Any]
+
+DATES = (date, timedelta, np.datetime64, np.timedelta64)
 
 
 class Features(NamedTuple):
@@ -46,7 +49,11 @@ class Features(NamedTuple):
         try:
             numbers = table[:, self.numeric].astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise DtypeError(f"a column holds text ({error}): name it in categorical=") from None
+            at, kind, cell = odd_in(table[:, self.numeric]) or (0, "no number", str(error))
+            raise DtypeError(
+                f"X: column {self.numeric[at]} holds {kind}, such as {cell!r}: name it in "
+                "categorical=, or turn it into numbers first"
+            ) from None
         if not np.isfinite(numbers).all():
             raise ArgumentError(
                 "X: a column of numbers holds NaN or infinity: fill it, as AttentionTransformer "
@@ -80,16 +87,18 @@ def _distinct(column: Numbers) -> Numbers:
     return np.array(sorted(set(_told(column))), dtype=object)
 
 
-def text_in(table: Any) -> tuple[Any, str] | None:
-    """The first column, by name or place, that holds a word, and the word."""
+def odd_in(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:
+    """The first column, by name or place, that holds `words` or dates, which, and one of them."""
     cells = np.asarray(table, dtype=object)
     if cells.ndim != 2:
         return None
     names = getattr(table, "columns", range(cells.shape[-1]))
     for name, column in zip(names, cells.T, strict=False):
         for cell in column:
-            if isinstance(cell, str) and not _reads(cell):
-                return name, cell
+            if words and isinstance(cell, str) and not _reads(cell):
+                return name, "text", cell
+            if isinstance(cell, DATES):
+                return name, "dates", cell
     return None
 
 
