@@ -177,17 +177,26 @@ def test_a_short_causal_call_is_left_to_it(monkeypatch):
 def test_a_large_mask_is_left_to_it(monkeypatch):
     sdpa = pytest.importorskip("qkv.engines.native.sdpa")
     monkeypatch.setattr(sdpa, "on_device", lambda call: True)
-    x = torch.ones(1, 1, 1024, 16, device=DEVICE, dtype=torch.bfloat16)
 
-    def declined(n, mask):
-        y = x[:, :, :n]
-        return sdpa.declines(request(y, x, x, "scaled_dot", "softmax", mask, 0.0, None, None))
+    def declined(n, mask, learned=False, width=16, dtype=torch.bfloat16):
+        k = torch.ones(1, 1, 256, width, device=DEVICE, dtype=dtype)
+        q = k[:, :, :n].clone().requires_grad_(learned)
+        return sdpa.declines(request(q, k, k, "scaled_dot", "softmax", mask, 0.0, None, None))
 
-    floats = torch.zeros(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
-    for mask in (floats, floats == 0, masks.window(100)):
-        assert "a large mask" in declined(1024, mask)
-    assert declined(1023, floats[:1023]) is None
-    assert declined(1024, masks.causal) is declined(1024, None) is None
+    floats = torch.zeros(256, 256, device=DEVICE, dtype=torch.bfloat16)
+    for mask in (lambda n: floats[:n], lambda n: floats[:n] == 0, lambda n: masks.window(100)):
+        assert "a large mask" in declined(64, mask(64))
+        assert declined(63, mask(63)) is declined(255, mask(255), learned=True) is None
+        assert "a large mask" in declined(256, mask(256), learned=True)
+
+    assert declined(256, masks.causal, learned=True) is declined(256, None) is None
+
+    def wide(mask, learned):
+        return declined(256, mask, learned=learned, width=128, dtype=torch.float32)
+
+    assert wide(floats == 0, True) is None
+    assert "a large mask" in wide(floats == 0, False)
+    assert "a large mask" in wide(masks.window(100), True)
 
 
 def test_it_leaves_torch_func_to_others():

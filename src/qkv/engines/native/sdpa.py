@@ -17,6 +17,7 @@ from qkv.engines.call import Call
 from qkv.engines.native import backends, spans
 from qkv.engines.native.kernel import HIDES, as_mask, four_axes, kernel, smooth
 from qkv.masks import is_causal
+from qkv.masks.band import Band
 from qkv.types import Array, Arrays, Slopes
 
 SHARED = 32
@@ -25,8 +26,8 @@ SHARED = 32
 SHORT = 512
 """Queries of a causal call, up to which asking for a second launch takes longer than the work."""
 
-TILED = 2**20
-"""Scores of a head from which on our kernels are quicker under a mask on CUDA."""
+TILED, LEARNED = 2**14, 2**16
+"""Scores of a head from which on our kernels are quicker under a mask on CUDA; with a gradient."""
 
 FEW = 2**15
 """Numbers of an output that are looked at sooner than its last rows are cut out."""
@@ -53,14 +54,27 @@ def declines(call: Call) -> str | None:
     rows = call.bias is not None and call.bias.shape[-1] == 1 < call.m
     if rows and on_device(call) and call.fw.needs_gradient((call.bias,)):
         return "what is added to whole rows moves no weight, and its gradient here is rounding"
-    masked = call.bias is not None or not (call.rule is None or is_causal(call.rule))
-    if masked and on_device(call) and call.n * call.m >= TILED and triton().cannot(call) is None:
+    if on_device(call) and _tiled(call) and triton().cannot(call) is None:
         return "our kernels go over a large mask by tiles, in a fraction of the time"
     if not (short and is_causal(call.rule) and on_device(call) and call.query.dtype in HALF):
         return None
     if call.fw.needs_gradient(parts) or not _heals(call) or triton().cannot(call):
         return None
     return "of a short causal call our kernel is one launch, and this one with its repair two"
+
+
+def _tiled(call: Call) -> bool:
+    """Has it a mask and the size for which our kernels are quicker on CUDA?
+
+    Of a few queries torch's are, and of wide float32 with a gradient where a mask is no band.
+    """
+    if (call.bias is None and (call.rule is None or is_causal(call.rule))) or call.n < 16:
+        return False
+    if not call.fw.needs_gradient((call.query, call.key, call.value)):
+        return call.n * call.m >= TILED
+    whole = call.bias is not None or not isinstance(call.rule, Band)
+    slow = whole and call.query.dtype not in HALF and call.query.shape[-1] > 64
+    return call.n * call.m >= LEARNED and not slow
 
 
 def describe(call: Call) -> str:
