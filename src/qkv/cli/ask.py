@@ -41,13 +41,9 @@ def ask(
     top: options.Top = 5,
     where: options.Where = None,
     tolerance: options.Tolerance = None,
-    at: options.At = None,
-    table: options.Table = None,
     encoder: options.Encoder = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
     skip: options.Skip = False,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Iterator[Result]:
     """Answer QUERY from all rows, the best matches most.
 
@@ -56,9 +52,7 @@ def ask(
     if source == "-" and query == ["-"]:
         raise ArgumentError("stdin cannot be both the table and the queries")
     how = _how(score, weighting, top, where) | {"tolerance": tolerance}
-    columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    columns |= {"missing": missing, "names": names}
-    with opened(source, **columns, at=at, skip=skip, token=token) as database:
+    with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
             code = 0 if answer.rows else NOTHING
@@ -75,19 +69,13 @@ def get(
     ] = False,
     key: options.Key = None,
     value: options.Value = None,
-    at: options.At = None,
-    table: options.Table = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Result:
     """Look KEY up exactly.
 
     Where it is absent, the nearest keys are named and the exit code is 1.
     """
-    columns: dict[str, Any] = {"key": key, "value": value, "table": table}
-    columns |= {"missing": missing, "names": names}
-    with opened(source, **columns, at=at, token=token) as database:
+    with opened(source, read, key=key, value=value) as database:
         wanted = cell(database, key_text, "the key")
         if not all_rows:
             found = [database[wanted]]
@@ -120,13 +108,9 @@ def plot(
     weighting: options.Weighting = None,
     top: options.Top = 10,
     where: options.Where = None,
-    at: options.At = None,
-    table: options.Table = None,
     encoder: options.Encoder = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
     skip: options.Skip = False,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Result:
     """Ask, and draw the answer's weights into a file."""
     if query == ["-"]:
@@ -135,9 +119,7 @@ def plot(
     files.check_name(output, kinds)
     if len(query) > 1 and query[-1].lower().endswith(kinds):
         raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
-    columns: dict[str, Any] = {"key": key, "value": value, "table": table, "encoder": encoder}
-    columns |= {"missing": missing, "names": names}
-    with opened(source, **columns, at=at, skip=skip, token=token) as database:
+    with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)

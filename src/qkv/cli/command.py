@@ -6,6 +6,7 @@ A command is a function that returns a `Result`, or yields several. It prints no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -75,14 +76,21 @@ def as_command(function: Command) -> Callable[..., None]:
     """The function as typer wants it: with --json and --debug, and with errors made one line."""
     names = {"as_json": Json, "debug": Debug}
     signature = inspect.signature(function, eval_str=True)
+    groups = [p for p in signature.parameters.values() if dataclasses.is_dataclass(p.annotation)]
     alone = inspect.Parameter.KEYWORD_ONLY
     more = [inspect.Parameter(x, alone, annotation=names[x], default=False) for x in names]
     more.append(inspect.Parameter("context", alone, annotation=typer.Context))
+    own = [p for p in signature.parameters.values() if p not in groups]
+    inside = {p.name: inspect.signature(p.annotation, eval_str=True).parameters for p in groups}
+    parameters = [*own, *(x for group in inside.values() for x in group.values()), *more]
 
     @functools.wraps(function)
     def run(
         *, context: typer.Context, as_json: bool = False, debug: bool = False, **arguments: Any
     ) -> None:
+        for group in groups:
+            given = {name: arguments.pop(name) for name in inside[group.name]}
+            arguments[group.name] = group.annotation(**given)
         plugins, before = context.obj
         debug = debug or before
         try:
@@ -103,7 +111,6 @@ def as_command(function: Command) -> Callable[..., None]:
         if code != OK:
             raise typer.Exit(code)
 
-    parameters = [*signature.parameters.values(), *more]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=None
     )

@@ -9,7 +9,7 @@ import typer
 
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
-from qkv.cli.source import cell, held, is_url, listed, opened, picked, stored
+from qkv.cli.source import cell, held, is_url, opened, picked, stored
 from qkv.database import spelled
 from qkv.errors import ArgumentError, printable
 
@@ -39,12 +39,13 @@ def import_(
     """Read SOURCE into the new database PATH, all of it or nothing."""
     from qkv.database import Database
 
+    how = options.Read(table=table, missing=missing, names=names, token=token)
     if append:
         if key or value or encoder or unique:
             raise ArgumentError("--append takes columns and encoder as the database has them")
         with stored(path) as database:
             with screen.progress("importing") as progress:
-                read, _ = _read(source, token, table, missing, names, progress)
+                read, _ = _read(source, how, progress)
                 rows = (
                     dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
                 )
@@ -54,36 +55,31 @@ def import_(
         raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
     files.check_parent(path)
     with screen.progress("importing") as progress:
-        read, own = _read(source, token, table, missing, names, progress)
-        how: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
+        read, own = _read(source, how, progress)
         made = Database.from_columns(
             read,
             key=picked(key or own["key"]),
             value=picked(value or own["value"]),
+            path=path,
+            encoder=encoder,
+            unique=unique,
             progress=progress,
-            **how,
         )
     with made:
         return _kept(made)
 
 
 def _read(
-    source: str,
-    token: str | None,
-    table: str | None,
-    missing: list[str] | None,
-    names: str | None,
-    progress: Progress | None,
+    source: str, how: options.Read, progress: Progress | None
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The columns of SOURCE, and which of them are key and value where it says so."""
     from qkv.database import sources
     from qkv.database.schema import transposed
 
     if not is_url(source):
-        way: Any = {"table": table, "missing": missing or None, "names": listed(names)}
-        found = sources.read(source, **way, progress=progress)
+        found = sources.read(source, **how.of_tables(), progress=progress)
         return dict(found.columns), {"key": [], "value": []}
-    with opened(source, table=table, missing=missing, names=names, token=token) as database:
+    with opened(source, how) as database:
         about = database.info()
         own = {"key": about["key"], "value": about["value"]}
         return dict(transposed(database.rows())), own
@@ -168,18 +164,12 @@ def info(
     source: options.Source,
     key: options.Key = None,
     value: options.Value = None,
-    at: options.At = None,
-    table: options.Table = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Result:
     """Say what SOURCE holds: rows, columns, encoder, size."""
     from rich.filesize import decimal
 
-    columns: dict[str, Any] = {"key": key, "value": value, "table": table}
-    columns |= {"missing": missing, "names": names}
-    with opened(source, **columns, at=at, token=token) as database:
+    with opened(source, read, key=key, value=value) as database:
         about, described = database.info(), database.describe()
     types = {name: column["type"] for name, column in described.items()}
     missing_cells = {name: column["missing"] for name, column in described.items()}

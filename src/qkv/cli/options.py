@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -180,3 +181,26 @@ Skip = Annotated[
     bool,
     typer.Option("--skip-damaged", help="Leave out rows whose file is damaged, and say how many."),
 ]
+
+
+@dataclass(frozen=True)
+class Read:
+    """The options of every command that reads a SOURCE, as one parameter of its function."""
+
+    at: At = None
+    table: Table = None
+    missing: Missing = None
+    names: Names = None
+    token: Token = None
+
+    def of_tables(self) -> dict[str, Any]:
+        """Those that mean nothing to a database.
+
+        >>> Read(names="city, people").of_tables()["names"]
+        ['city', 'people']
+        """
+        names = None if self.names is None else [name.strip() for name in self.names.split(",")]
+        return {"table": self.table, "missing": self.missing or None, "names": names}
+
+
+READ = Read()

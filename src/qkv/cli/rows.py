@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,15 +30,11 @@ def rows(
         int, typer.Option("--count", "-n", metavar="ROWS", min=1, help="How many to show.")
     ] = 20,
     where: options.Where = None,
-    at: options.At = None,
-    table: options.Table = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
     skip: options.Skip = False,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Result:
     """Show rows of SOURCE with all their columns, the oldest first."""
-    with _looked_at(source, at, table, missing, names, skip, token) as database:
+    with _looked_at(source, read, skip) as database:
         wish = values.where(where)
         total = database.count(wish)
         found = list(database.rows(where=wish, start=start, count=count))
@@ -75,12 +71,8 @@ def export(
         bool, typer.Option("--overwrite", help="Take the place of a FILE that is there.")
     ] = False,
     where: options.Where = None,
-    at: options.At = None,
-    table: options.Table = None,
-    missing: options.Missing = None,
-    names: options.Names = None,
     skip: options.Skip = False,
-    token: options.Token = None,
+    read: options.Read = options.READ,
 ) -> Iterator[Result]:
     """Write the rows of SOURCE into FILE.
 
@@ -91,7 +83,7 @@ def export(
     if output.is_file() and not overwrite:
         step = "replace it with --overwrite, or choose another name"
         raise ArgumentError(f"{output} exists: {step}")
-    with _looked_at(source, at, table, missing, names, skip, token) as database:
+    with _looked_at(source, read, skip) as database:
         wish = values.where(where)
         found = database.rows(where=wish)
         if str(output) == "-":
@@ -105,17 +97,10 @@ def export(
 
 
 def _looked_at(
-    source: str,
-    at: int | None,
-    table: str | None,
-    missing: list[str] | None,
-    names: str | None,
-    skip: bool,
-    token: str | None,
+    source: str, read: options.Read, skip: bool
 ) -> contextlib.AbstractContextManager[Database | Remote]:
     """SOURCE with keys that nobody asks softly, so that a table need not be encoded for it."""
     from qkv.database.encoders import Exact
 
     encoder = None if is_store(source) else Exact(64)
-    how: dict[str, Any] = {"table": table, "encoder": encoder, "missing": missing, "names": names}
-    return opened(source, **how, at=at, skip=skip, token=token)
+    return opened(source, read, encoder=encoder, skip=skip)

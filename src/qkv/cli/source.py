@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
-from qkv.cli import screen, values
+from qkv.cli import options, screen, values
 from qkv.cli.command import Nothing
 from qkv.database import spelled
 from qkv.errors import ArgumentError
@@ -26,28 +26,22 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def opened(
     source: str | Path,
+    read: options.Read,
     *,
     key: Sequence[str] | None = None,
     value: Sequence[str] | None = None,
-    table: str | None = None,
     encoder: EncoderLike | None = None,
-    at: int | None = None,
     skip: bool = False,
-    missing: Sequence[str] | None = None,
-    names: str | None = None,
-    token: str | None = None,
 ) -> Iterator[Database | Remote]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
     from qkv.database import Database
 
     if is_store(source):
-        read = (("--missing", missing or None), ("--names", names))
-        own = (("--table", table), ("--encoder", encoder), *read)
-        for option, given in own:
+        for option, given in (read.of_tables() | {"encoder": encoder}).items():
             if given is not None:
-                raise ArgumentError(f"{option}: {source} is a database and has its own already")
-        with held(source, token, skip=skip) as database:
-            chosen = database if at is None else database.at(at)
+                raise ArgumentError(f"--{option}: {source} is a database and has its own already")
+        with held(source, read.token, skip=skip) as database:
+            chosen = database if read.at is None else database.at(read.at)
             if not key and not value:
                 yield chosen
                 return
@@ -58,7 +52,7 @@ def opened(
             with closing(other):
                 yield other
         return
-    if at is not None:
+    if read.at is not None:
         raise ArgumentError(
             f"--at: {named(source)} is a table and has no versions; `qkv import` it first"
         )
@@ -67,11 +61,9 @@ def opened(
             source,
             key=picked(key),
             value=picked(value),
-            table=table,
-            missing=missing or None,
-            names=listed(names),
             encoder=encoder,
             progress=progress,
+            **read.of_tables(),
         )
     with closing(database):
         yield database
@@ -155,15 +147,6 @@ def picked(names: Sequence[str] | None) -> Any:
     if not names:
         return None
     return names[0] if len(names) == 1 else tuple(names)
-
-
-def listed(names: str | None) -> list[str] | None:
-    """The names that stand between commas.
-
-    >>> listed("city, people")
-    ['city', 'people']
-    """
-    return None if names is None else [name.strip() for name in names.split(",")]
 
 
 def cell(database: Database | Remote, text: str, what: str = "the query") -> Any:
