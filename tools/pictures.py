@@ -36,7 +36,7 @@ def save(name: str, figure: Any) -> None:
 
 
 def model() -> None:
-    from qkv.cli.heads import look
+    from qkv.cli.sentence import look
 
     seen = look(SENTENCE, (2, 3))
     words, alpha = seen.words, seen.alpha

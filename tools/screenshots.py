@@ -14,7 +14,7 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from qkv.cli.heads import look
+from qkv.cli.sentence import look
 from qkv.page import to_html
 from qkv.page.heads import heads
 from qkv.page.sentence import sentence

@@ -17,7 +17,7 @@ import pytest
 import qkv
 from qkv import QkvError
 from qkv.errors import ArgumentError
-from qkv.page import bounds, packed
+from qkv.page import bounds
 from qkv.page.calls import call
 
 CSV = b"name,major,year\nAnn,art,1\nBo,law,2\n"
@@ -196,12 +196,12 @@ def test_what_an_arrow_file_unpacks_to_is_known_before(stream: bool, compression
     how = pyarrow.ipc.IpcWriteOptions(compression=compression)
     with kind(made, table.schema, options=how) as writer:
         writer.write_table(table, max_chunksize=16)
-    found = packed.length(made.getvalue())
+    found = bounds.arrow_length(made.getvalue())
     assert found == 0 if compression is None else 41_000 <= found <= 43_000
     if compression is None:
         return
     with pytest.raises(ArgumentError, match="ends before it says"):
-        packed.length(made.getvalue()[: -100 if stream else -20])
+        bounds.arrow_length(made.getvalue()[: -100 if stream else -20])
 
 
 def test_words_that_repeat_are_counted_before_they_are_written_out(

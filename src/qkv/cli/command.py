@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -15,12 +17,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from qkv.cli import plugin, screen
-from qkv.errors import MissingExtra, QkvError
+from qkv.cli import screen
+from qkv.errors import ArgumentError, MissingExtra, QkvError
 
 OK, NOTHING, USAGE, DAMAGED, LOCKED, EXTRA = range(6)
 BUG, STOPPED, PIPE = 70, 130, 141
@@ -95,7 +98,7 @@ def as_command(function: Command) -> Callable[..., None]:
         debug = debug or before
         try:
             with _listening() if debug else contextlib.nullcontext():
-                plugin.load(plugins)
+                _plug_in(plugins)
                 with warnings.catch_warnings():
                     warnings.showwarning = _warn
                     code = _print(function(**arguments), as_json)
@@ -203,3 +206,27 @@ def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def _plug_in(names: Iterable[str]) -> None:
+    """Import modules of the caller's own: files that end in .py, or by their dotted names."""
+    for name in names:
+        try:
+            _run_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+        except Exception as error:
+            told = error if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
+            raise ArgumentError(f"--plugin {name} cannot be imported: {told}") from error
+
+
+def _run_file(path: Path) -> None:
+    if not path.is_file():
+        raise ArgumentError("there is no such file")
+    name = f"plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from qkv.cli import files, heads, screen
+from qkv.cli import files, screen
 from qkv.cli.command import Result
 from qkv.errors import ArgumentError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     Weights: TypeAlias = "np.ndarray[Any, Any]"
+    from qkv.transformers.captured import Captured
 
 WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 MOST_WORDS = 200
@@ -87,8 +88,8 @@ def weights(
     elif others or causal or temperature != TEMPERATURE:
         raise ArgumentError("--model: its weights are its own: leave out the other options")
     else:
-        wish = None if head is None else heads.named(head)
-        seen, layer, at = heads.look(text, wish)
+        wish = None if head is None else head_named(head)
+        seen, layer, at = look(text, wish)
         words, alpha = seen.labels or [], seen.weights[layer, at]
         title = f"layer {layer}, head {at} of all-MiniLM-L6-v2"
         found = {"words": words, "layer": layer, "head": at, "weights": alpha.tolist()}
@@ -230,3 +231,38 @@ def _colours(share: float) -> tuple[str, str]:
     share = min(max(share, 0.0), 1.0)
     red, green, blue = (round(p + share * (d - p)) for p, d in zip(PALE, DEEP, strict=True))
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if share > 0.5 else "#333333"
+
+
+LAYERS, HEADS = 6, 12
+
+
+def head_named(text: str) -> tuple[int, int]:
+    """The layer and the head of "5.11".
+
+    >>> head_named("5.11")
+    (5, 11)
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if found is None or int(found[1]) >= LAYERS or int(found[2]) >= HEADS:
+        raise ArgumentError(
+            f"--head: expected LAYER.HEAD, layers 0 to {LAYERS - 1} and heads 0 to {HEADS - 1}, "
+            f"not {text!r}"
+        )
+    return int(found[1]), int(found[2])
+
+
+def look(sentence: str, wish: tuple[int, int] | None) -> tuple[Captured, int, int]:
+    """What the model weighs while it reads, from word to word, and a layer and a head of it:
+    without a wish, those that look farthest."""
+    from qkv.database.encoders import Sentences
+    from qkv.page.sentence import farthest, quiet
+
+    with quiet():
+        model = Sentences().loaded()
+    from qkv.transformers import capture
+
+    reader, tokenizer = model[0].auto_model, model.tokenizer
+    with capture(reader) as seen:
+        reader(**tokenizer(sentence, return_tensors="pt"))
+    told = seen.words(tokenizer, sentence)
+    return told, *(wish or divmod(farthest(told.weights), HEADS))

@@ -13,7 +13,7 @@ from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
 from qkv.attention import attend, weights
 from qkv.errors import DtypeError, fraction
-from qkv.keras.axes import Axes
+from qkv.keras.axes import Axes, check_shapes, three
 from qkv.keras.masks import merged
 from qkv.keras.scores import (
     LEARNED,
@@ -27,7 +27,6 @@ from qkv.keras.scores import (
     start,
     written,
 )
-from qkv.keras.shapes import check_shapes, three
 from qkv.types import Array, Shape
 
 Config = dict[str, Any]

@@ -8,7 +8,7 @@ import keras
 
 from qkv.errors import fraction, sizes, sizes_or_none
 from qkv.keras.attention import Config
-from qkv.keras.shapes import width
+from qkv.keras.axes import width
 from qkv.types import Shape
 
 

@@ -11,10 +11,9 @@ from keras import ops
 from qkv import masks
 from qkv.errors import ArgumentError, fraction, sizes, sizes_or_none
 from qkv.keras.attention import Attention, AttentionLayer, Config, spec
-from qkv.keras.axes import SEQUENCE, Axes
+from qkv.keras.axes import SEQUENCE, Axes, check_shapes, sequence, three
 from qkv.keras.masks import merged
 from qkv.keras.scores import ScoreConfig, WeightingConfig
-from qkv.keras.shapes import check_shapes, sequence, three
 from qkv.types import Array, Shape
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from qkv.masks.band import causal, dilated, global_tokens, is_causal, strided, window
-from qkv.masks.base import Mask, array, resolve
+from qkv.masks.base import Mask, array, resolve, seen
 from qkv.masks.custom import custom, has_functions, hoisted
-from qkv.masks.part import seen
 from qkv.masks.sequences import blocks, documents, lengths
 from qkv.types import Nested, Shaped
 

@@ -51,7 +51,7 @@ def read(text: str) -> dict[str, Any]:
     import torch
 
     from qkv.transformers import capture
-    from qkv.transformers.words import words_of
+    from qkv.transformers.captured import words_of
 
     reader, tokenizer = model[0].auto_model, model.tokenizer
     found = tokenizer(text, return_tensors="pt")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 
 from qkv.arrays.ragged import Ragged
 from qkv.bar import bar
+from qkv.database.encoders.calibrate import least, surprise
 from qkv.database.encoders.learned import (
     Bag,
     Input,
     Learned,
+    Projected,
     has_tokens,
     is_sparse,
     leaves,
@@ -25,9 +28,8 @@ from qkv.database.encoders.learned import (
     words_of,
 )
 from qkv.database.learn import checkpoint
-from qkv.database.learn.calibration import sharpness
 from qkv.database.learn.gradients import Batch, Shared, gradients, shared
-from qkv.database.learn.task import BLOCK, Task, blocks, taken
+from qkv.database.learn.task import BLOCK, Pairs, Task, blocks, taken
 from qkv.errors import ArgumentError
 from qkv.types import Progress
 
@@ -60,11 +62,11 @@ class Training:
     seed: int
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("batch", 1), ("hard", 0), ("patience", 1)):
+        for name, low in (("epochs", 0), ("batch", 1), ("hard", 0), ("patience", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or value < low:
                 raise ArgumentError(
-                    f"learn: {name} must be a whole number from {least}, not {value!r}"
+                    f"learn: {name} must be a whole number from {low}, not {value!r}"
                 )
         if not 0 < self.rate < math.inf:
             raise ArgumentError(f"learn: rate must be above 0, not {self.rate!r}")
@@ -287,3 +289,22 @@ class Descent:
     def fingerprint(self) -> str:
         how = replace(self.how, budget_s=None)
         return f"{self.task.fingerprint} {how}"
+
+
+def sharpness(
+    task: Task, learned: Learned, key: Projected, pairs: Pairs, seed: int
+) -> tuple[float, float]:
+    """The factor on τ that makes −ln α(query, right key) least over all keys, and that −ln α.
+
+    `key` are the vectors of all keys. Where there are many pairs, some of them tell enough.
+    """
+    count = min(len(pairs.query), max(16, BLOCK // 4 // len(task.keys)))
+    some = np.random.default_rng([seed, 3]).permutation(len(pairs.query))[:count]
+    pairs = pairs.take(some)
+    query = learned.project(taken(task.query_features, pairs.query), "query")
+    s = query.scores(key) * np.float32(learned.sharpness)
+    s -= s[np.arange(len(s)), pairs.key][:, None]
+    s[pairs.barred(task.others, task.numbers)] = -np.inf
+    loss = partial(surprise, s, pairs.weight / pairs.weight.sum())
+    factor = least(loss, -3.0, 3.0)
+    return factor, loss(factor)
