@@ -10,7 +10,6 @@ if importlib.util.find_spec("torch") is None:
     raise MissingExtra('qkv.nn needs PyTorch: pip install "qkv[torch]"')
 
 from qkv.nn.attention import Attention, SelfAttention
-from qkv.nn.bahdanau import BahdanauDecoder
 from qkv.nn.blocks import (
     Transformer,
     TransformerBlock,
@@ -23,7 +22,7 @@ from qkv.nn.describe import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.memory import Memory
-from qkv.nn.regression import KernelRegression
+from qkv.nn.models import BahdanauDecoder, KernelRegression, SqueezeExcitation
 from qkv.nn.rotary import Rotary
 from qkv.nn.scores import (
     AdditiveScore,
@@ -32,7 +31,6 @@ from qkv.nn.scores import (
     LearnedScore,
     MultiplicativeScore,
 )
-from qkv.nn.squeeze import SqueezeExcitation
 
 __all__ = [
     "AdditiveScore",

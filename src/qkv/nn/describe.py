@@ -12,9 +12,8 @@ from qkv.attention import explain
 from qkv.errors import DtypeError, sizes
 from qkv.nn import weightings
 from qkv.nn.attention import Attention, SelfAttention
-from qkv.nn.bahdanau import BahdanauDecoder
 from qkv.nn.heads import MultiHeadAttention
-from qkv.nn.regression import KernelRegression
+from qkv.nn.models import BahdanauDecoder, KernelRegression
 from qkv.nn.scores import built, told
 
 

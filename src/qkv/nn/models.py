@@ -1,0 +1,237 @@
+"""Models that attention is told with: the first paper's decoder, whose each step asks the encoder's
+states what to read next; a gate over channels; regression with a bandwidth that is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv import masks
+from qkv.attention import attend, weights
+from qkv.errors import ShapeError, fraction, sizes
+from qkv.nn import weightings
+from qkv.nn.attention import attended, words
+from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked
+from qkv.nn.tensors import called_as, check_tensors
+from qkv.weightings import WeightingLike
+
+
+class BahdanauDecoder(nn.Module):
+    """cᵢ = Σⱼ α(sᵢ₋₁, hⱼ) hⱼ, sᵢ = GRU([yᵢ₋₁; cᵢ], sᵢ₋₁), logits = W[sᵢ; cᵢ; yᵢ₋₁].
+
+    The query is the decoder's last state s, keys and values are the encoder's states h, compared
+    by the additive score. tokens (B, n) are the right answers so far, memory (B, m, memory_dim) the
+    encoder's states, mask (B, m) True for padding. s₀ = tanh(W h₁) where no state is given: the
+    first state of an encoder that reads both ways has seen everything.
+
+    >>> decoder = BahdanauDecoder(vocabulary=10, embed_dim=4, hidden=8, memory_dim=6)
+    >>> logits, state, weights = decoder(torch.tensor([[1, 2, 3]]), torch.zeros(1, 5, 6))
+    >>> logits.shape, state.shape, weights.shape
+    (torch.Size([1, 3, 10]), torch.Size([1, 8]), torch.Size([1, 3, 5]))
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        embed_dim: int,
+        hidden: int,
+        memory_dim: int,
+        score: LayerScore = "additive",
+        weighting: WeightingLike = "softmax",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes(vocabulary=vocabulary, embed_dim=embed_dim, hidden=hidden, memory_dim=memory_dim)
+        self.embedding = nn.Embedding(vocabulary, embed_dim)
+        self.score = checked(score, (hidden, memory_dim))
+        self.weighting = weightings.checked(weighting)
+        self.dropout = fraction("dropout", dropout)
+        self.start = nn.Linear(memory_dim, hidden)
+        self.cell = nn.GRUCell(embed_dim + memory_dim, hidden)
+        self.head = nn.Linear(hidden + memory_dim + embed_dim, vocabulary)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits (B, n, vocabulary), the last state (B, hidden), and α (B, n, m)."""
+        check_tensors(tokens=tokens, memory=memory)
+        if tokens.dim() != 2 or memory.dim() != 3 or tokens.shape[0] != memory.shape[0]:
+            raise ShapeError(
+                f"tokens must be (B, n) and memory (B, m, memory_dim), not {tuple(tokens.shape)} "
+                f"and {tuple(memory.shape)}"
+            )
+        if mask is not None and tuple(mask.shape) != tuple(memory.shape[:2]):
+            raise ShapeError(
+                f"mask must be (B, m) = {tuple(memory.shape[:2])}, not {tuple(mask.shape)}"
+            )
+        live = None if mask is None else ~mask[:, None, :]
+        state = torch.tanh(self.start(memory[:, 0])) if state is None else state
+        key, score = memory, self.score
+        if isinstance(score, LearnedScore):
+            score, key = score.ahead(memory)
+        found = []
+        for word in self.embedding(tokens).unbind(1):
+            logits, state, alpha = self._step(word, key, memory, score, live, state)
+            found.append((logits, alpha))
+        logits, alpha = (torch.stack(x, 1) for x in zip(*found, strict=True))
+        return logits, state, alpha
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def _step(
+        self,
+        word: Tensor,
+        key: Tensor,
+        memory: Tensor,
+        score: Any,
+        live: Tensor | None,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One word vector (B, embed_dim) further: logits, the next state, and α (B, m)."""
+        dropout = self.dropout if self.training else 0.0
+        context, alpha = attended(
+            state[:, None], key, memory, score, self.weighting, live, dropout, "heads"
+        )
+        context = context[:, 0]
+        state = self.cell(torch.cat((word, context), -1), state)
+        return self.head(torch.cat((state, context, word), -1)), state, alpha[:, 0]  # type: ignore[index]
+
+    def extra_repr(self) -> str:
+        return words(self)
+
+
+class SqueezeExcitation(nn.Module):
+    """out_c = α_c x_c, α_c = σ(q·k_c + b_c), q = relu(W₁z + b₁), z = the mean of x over its places.
+
+    Read as attention: squeezing is average pooling, the query q says what the picture shows, each
+    channel c has a key k_c (row c of W₂) and the value x_c, and the weights are sigmoids, which
+    need not sum to one: channels do not compete. x (B, channels, …).
+
+    >>> import torch
+    >>> SqueezeExcitation(8, reduction=2)(torch.ones(1, 8, 5, 5)).shape
+    torch.Size([1, 8, 5, 5])
+    """
+
+    def __init__(self, channels: int, reduction: int = 16) -> None:
+        super().__init__()
+        sizes(channels=channels, reduction=reduction)
+        self.fc1 = nn.Linear(channels, max(channels // reduction, 1))
+        self.fc2 = nn.Linear(max(channels // reduction, 1), channels)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """α (B, channels)"""
+        check_tensors(x=x)
+        if x.dim() < 3 or x.shape[1] != self.fc1.in_features:
+            raise ShapeError(
+                f"x must be (B, {self.fc1.in_features}, …) with at least one axis of places, "
+                f"not {tuple(x.shape)}"
+            )
+        places = x.flatten(2).transpose(1, 2)  # (B, places, channels)
+        anything = places[:, :1]
+        z = attend(anything, places, places, score="constant", weighting="average")
+        query = self.fc1(z).relu()
+        key, bias = self.fc2.weight.to(query.dtype), self.fc2.bias
+        return weights(query, key, score="dot", weighting="sigmoid", mask=bias)[:, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).to(x.dtype)
+        return x * gate.reshape(*gate.shape, *[1] * (x.dim() - 2))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def extra_repr(self) -> str:
+        return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc2.in_features}"
+
+
+class KernelRegression(nn.Module):
+    """f(q) = Σᵢ α(q, kᵢ) vᵢ with α the softmax of −‖(q − k)/σ‖²/2, and σ learned.
+
+    key (m, d) and value (m,) or (m, d_v) are the examples, kept as buffers; query (n, d) gives
+    (n,) or (n, d_v). `features=True` learns a bandwidth for each of the d features. `fit` lowers
+    the squared error that each example has when the others alone predict it.
+
+    >>> key = torch.linspace(0, 3, 40)[:, None]
+    >>> model = KernelRegression(key, key[:, 0].sin())
+    >>> losses = model.fit(50)
+    >>> bool(losses[-1] < losses[0]), model(torch.tensor([[1.5]])).shape
+    (True, torch.Size([1]))
+    """
+
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        bandwidth: float = 1.0,
+        features: bool = False,
+        score: LayerScore | None = None,
+        weighting: WeightingLike = "softmax",
+    ) -> None:
+        super().__init__()
+        check_tensors(key=key, value=value)
+        if key.dim() != 2 or value.dim() not in (1, 2) or len(key) != len(value):
+            raise ShapeError(
+                f"key must be (m, d) and value (m,) or (m, d_v), not {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
+            )
+        self.register_buffer("key", key)
+        self.register_buffer("value", value)
+        d, where = key.shape[1], {"device": key.device, "dtype": key.dtype}
+        if score is None:
+            score = GaussianScore(bandwidth, d if features else None, **where)
+        self.score = checked(score, (d, d), **where)
+        self.weighting = weightings.checked(weighting)
+        self.dropout = 0.0
+
+    def forward(self, query: Tensor) -> Tensor:
+        check_tensors(query=query)
+        return self._predicted(query, None)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
+    def held_out(self) -> Tensor:
+        """What the other examples predict for each of them."""
+        return self._predicted(self.key, ~masks.window(0))
+
+    def loss(self) -> Tensor:
+        """The mean squared error of `held_out`."""
+        return (self.held_out() - self.value).square().mean()
+
+    def fit(
+        self, steps: int = 100, lr: float = 0.1, told: Callable[[float], None] | None = None
+    ) -> list[float]:
+        """The losses of so many steps of Adam; `told` hears each one at once."""
+        optimizer = torch.optim.Adam(self.parameters(), lr=lr)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if told is not None:
+                told(losses[-1])
+        return losses
+
+    def _predicted(self, query: Tensor, mask: Any) -> Tensor:
+        value = self.value if self.value.dim() == 2 else self.value[:, None]
+        out = attended(query, self.key, value, self.score, self.weighting, mask)[0]
+        return out if self.value.dim() == 2 else out[..., 0]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.key)} examples, {words(self)}"
