@@ -64,7 +64,7 @@ class Framework:
         return str(x.dtype).rpartition(".")[2]
 
     def shape(self, x: Array) -> Shape:
-        return tuple(x.shape)
+        return tuple(x.shape)  # a length unknown until a graph runs is None
 
     def length(self, x: Array, axis: int) -> Any:
         """The length of an axis, as a number or, where only a run will tell, as an array."""

@@ -23,13 +23,10 @@ def _flat(function: Callable[..., Array]) -> Any:
     """
 
     def call(*args: Any, **options: Any) -> Array:
-        return function(*(_constant(x) for x in args), **options)
+        flat = (x.detach() if isinstance(x, mnp.ndarray) else x for x in args)
+        return function(*flat, **options)
 
     return staticmethod(call)
-
-
-def _constant(x: Any) -> Any:
-    return x.detach() if isinstance(x, mnp.ndarray) else x
 
 
 class _Namespace:

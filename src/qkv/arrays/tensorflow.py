@@ -87,9 +87,6 @@ class TensorFlow(Framework):
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)
 
-    def shape(self, x: Array) -> Shape:
-        return tuple(x.shape)  # a length unknown until the graph runs is None
-
     def length(self, x: Array, axis: int) -> Any:
         known = x.shape[axis]
         return tf.shape(x)[axis] if known is None else known

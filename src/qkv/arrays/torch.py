@@ -340,8 +340,10 @@ class Torch(Framework):
     ) -> tuple[Array, Callable[[Array], Slopes]]:
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
-            # itself, in one place; anything else is cut from its history.
-            kept = {id(x): i for i, x in reversed([*enumerate(args)]) if _is_leaf(x)}
+            # itself, in one place; anything else is cut from its history. A view of a leaf, made
+            # without a graph, says that it is one too.
+            leaves = [x.is_leaf and x.requires_grad and not x._is_view() for x in args]
+            kept = {id(x): i for i, x in reversed([*enumerate(args)]) if leaves[i]}
             args = tuple(
                 x if kept.get(id(x)) == i else x.detach().requires_grad_()
                 for i, x in enumerate(args)
@@ -406,11 +408,6 @@ def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) ->
         create_graph=True,
         allow_unused=True,
     )
-
-
-def _is_leaf(x: Array) -> bool:
-    # A view of a leaf, made without a graph, says that it is one too.
-    return bool(x.is_leaf and x.requires_grad and not x._is_view())
 
 
 def _graph_leaves(out: Array, known: Sequence[Array]) -> Arrays:

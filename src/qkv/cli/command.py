@@ -100,7 +100,7 @@ def as_command(function: Command) -> Callable[..., None]:
             with _listening() if debug else contextlib.nullcontext():
                 _plug_in(plugins)
                 with warnings.catch_warnings():
-                    warnings.showwarning = _warn
+                    warnings.showwarning = lambda told, *_, **__: screen.note(f"qkv: {told}")
                     code = _print(function(**arguments), as_json)
         except (Exception, KeyboardInterrupt) as error:
             code, message = diagnose(error)
@@ -109,8 +109,10 @@ def as_command(function: Command) -> Callable[..., None]:
             if code == PIPE:
                 _silence()
             else:
-                found = error.data if isinstance(error, Nothing) else {}
-                _complain({"error": message, "code": code, **found}, as_json)
+                if as_json:
+                    found = error.data if isinstance(error, Nothing) else {}
+                    screen.print_json({"error": message, "code": code, **found})
+                screen.note(f"qkv: {message}")
         if code != OK:
             raise typer.Exit(code)
 
@@ -151,7 +153,7 @@ def _code(error: QkvError) -> int:
 
 def _print(results: Result | Iterable[Result], as_json: bool) -> int:
     code = OK
-    for result in _each(results):
+    for result in [results] if isinstance(results, Result) else results:
         if as_json:
             screen.print_json(result.data)
         else:
@@ -160,19 +162,6 @@ def _print(results: Result | Iterable[Result], as_json: bool) -> int:
             sys.stdout.flush()
         code = max(code, result.code)
     return code
-
-
-def _each(results: Result | Iterable[Result]) -> Iterator[Result]:
-    if isinstance(results, Result):
-        yield results
-    else:
-        yield from results
-
-
-def _complain(fault: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        screen.print_json(fault)
-    screen.note(f"qkv: {fault['error']}")
 
 
 @contextlib.contextmanager
@@ -191,10 +180,6 @@ def _listening() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    screen.note(f"qkv: {message}")
 
 
 def _silence() -> None:

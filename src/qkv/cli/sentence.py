@@ -222,15 +222,10 @@ def _block(
         text = shades[round(share * (len(shades) - 1))] * size
     if not coloured:
         return text, ""
-    back, ink = _colours(share)
-    return text, f"{ink} on {back}"
-
-
-def _colours(share: float) -> tuple[str, str]:
-    """The ground of a cell from pale to deep red, and an ink to be read on it."""
     share = min(max(share, 0.0), 1.0)
     red, green, blue = (round(p + share * (d - p)) for p, d in zip(PALE, DEEP, strict=True))
-    return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if share > 0.5 else "#333333"
+    ink = "#ffffff" if share > 0.5 else "#333333"
+    return text, f"{ink} on #{red:02x}{green:02x}{blue:02x}"
 
 
 LAYERS, HEADS = 6, 12

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -82,10 +83,6 @@ def write_csv(file: BinaryIO, columns: Sequence[str], rows: Rows, delimiter: str
     return count
 
 
-def _tsv(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
-    return write_csv(file, columns, rows, "\t")
-
-
 def _json_lines(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
     count = 0
     for row in map(_present, rows):
@@ -115,7 +112,7 @@ def _parquet(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
 
 FORMS: dict[str, Callable[[BinaryIO, Sequence[str], Rows], int]] = {
     ".csv": write_csv,
-    ".tsv": _tsv,
+    ".tsv": partial(write_csv, delimiter="\t"),
     ".jsonl": _json_lines,
     ".parquet": _parquet,
 }

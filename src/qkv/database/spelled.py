@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 import re
 from collections.abc import Mapping
@@ -78,7 +77,11 @@ def like(text: str, example: Any, what: str = "the query") -> Any:
                 for part, wish in zip(parts, example, strict=True)
             )
         case "date":
-            return _date(text, example, what)
+            try:
+                return type(example).fromisoformat(text)
+            except ValueError:
+                form = example.isoformat()
+                raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}") from None
         case "bytes":
             return _bytes(text)
         case _:
@@ -140,14 +143,6 @@ def _bytes(text: str) -> bytes:
     except (TypeError, ValueError):
         found = text
     return found if isinstance(found, bytes) else text.encode()
-
-
-def _date(text: str, example: datetime.date | datetime.time, what: str) -> Any:
-    try:
-        return type(example).fromisoformat(text)
-    except ValueError:
-        form = example.isoformat()
-        raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}") from None
 
 
 def score(text: str | None) -> Any:

@@ -249,7 +249,7 @@ def folded(call: Call, across: Across | None) -> tuple[State, State]:
     """What a search over all processes has found, and the state of the keys that are here."""
     single = alone(call)
     if single is not None:
-        return (), state_of(single)
+        return (), _state(single, *choose(single).run(single)[:2])
     call = call.precise()
     counts: set[int] = set()
 
@@ -304,11 +304,6 @@ def alone(call: Call) -> Call | None:
             return None
         rule = None if inside else rule
     return replace(call, rule=rule, at=None, wants_lse=True)
-
-
-def state_of(call: Call) -> State:
-    """Softmax's state of all the keys of such a call."""
-    return _state(call, *choose(call).run(call)[:2])
 
 
 def opened(call: Call) -> tuple[State, Back]:

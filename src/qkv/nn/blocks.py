@@ -130,19 +130,14 @@ class TransformerBlock(nn.Module):
         steps: list[Callable[[Tensor], Tensor]] = [attend, look] if self.cross else [attend]
         steps.append(partial(feed, self))
         for i, step in enumerate(steps, 1):
-            x = self._residual(x, step, i)
+            norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
+            x = x + dropout(step(norm(x))) if self.norm_first else norm(x + dropout(step(x)))
         return x
 
     if TYPE_CHECKING:
 
         @called_as(forward)
         def __call__(self) -> None: ...
-
-    def _residual(self, x: Tensor, step: Callable[[Tensor], Tensor], i: int) -> Tensor:
-        norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
-        if self.norm_first:
-            return x + dropout(step(norm(x)))
-        return norm(x + dropout(step(x)))
 
 
 class _Stack(nn.Module):

@@ -49,8 +49,9 @@ def page(views: list[dict[str, Any]], title: str, still: str = "") -> str:
     True
     """
     code, (data, parts) = module(), _bundle(views)
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode("ascii")
     return _HTML.format(
-        module=_hash(code),
+        module=f"sha256-{digest}",
         title=html.escape(title),
         still=still,
         data=data,
@@ -77,7 +78,3 @@ def _bundle(views: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
 def _squeezed(data: bytes) -> str:
     """base64 of gzip; without the time, so that the same page is the same file."""
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

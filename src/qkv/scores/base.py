@@ -138,7 +138,11 @@ class Score(Record):
 
     def check(self, query: Shape, key: Shape) -> None:
         """Raise where arrays of these shapes cannot be compared."""
-        same_width(self, query, key)
+        if query[-1] != key[-1]:
+            raise ShapeError(
+                f"{type(self).__name__} compares vectors of one width: query has {query[-1]} "
+                f"numbers a row and key {key[-1]}. Multiplicative and Additive take two widths."
+            )
 
     def footprint(self, width: int) -> int:
         """Numbers held at once per pair, for vectors of this width: it sets the block size."""
@@ -148,14 +152,6 @@ class Score(Record):
 OTHERWISE = {"affine", "aside", "beside", "closeness", "form", "form_width", "linear", "lowered"}
 OTHERWISE |= {"radial", "ranged"}
 """What a score says of its formula, or how it comes to the same in another way."""
-
-
-def same_width(score: Score, query: Shape, key: Shape) -> None:
-    if query[-1] != key[-1]:
-        raise ShapeError(
-            f"{type(score).__name__} compares vectors of one width: query has {query[-1]} "
-            f"numbers a row and key {key[-1]}. Multiplicative and Additive take two widths."
-        )
 
 
 def array_of(owner: Any, name: str, *axes: str) -> Shape:

@@ -137,7 +137,8 @@ class Guard:
 
     def _refuses(self, headers: Headers, scope: Scope) -> Refused | None:
         host = headers.get("host", "")
-        if not self._ours(host):
+        name = re.sub(r":\d+$", "", host).lower()
+        if name not in self.hosts and not _is_address(name.removeprefix("[").removesuffix("]")):
             return Refused(421, f"the Host {host[:80]!r} is not this server: use its address")
         origin = headers.get("origin")
         if origin is not None and origin != f"{scope['scheme']}://{host}":
@@ -147,12 +148,6 @@ class Guard:
             refused.headers["retry-after"] = "1"
             return refused
         return None
-
-    def _ours(self, host: str) -> bool:
-        name = re.sub(r":\d+$", "", host).lower()
-        if name in self.hosts:
-            return True
-        return _is_address(name.removeprefix("[").removesuffix("]"))
 
 
 @functools.lru_cache(256)

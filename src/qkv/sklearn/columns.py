@@ -30,7 +30,8 @@ class Features(NamedTuple):
     def of(cls, table: Numbers, categorical: Sequence[int]) -> Features:
         """The layout of a table, some of whose columns are categories."""
         numeric = np.setdiff1d(np.arange(table.shape[1]), categorical)
-        categories = {int(j): _distinct(table[:, j]) for j in categorical}
+        cells = {int(j): sorted(set(_told(table[:, j]))) for j in categorical}
+        categories = {j: np.array(told, dtype=object) for j, told in cells.items()}
         owner = np.repeat(
             [*numeric, *categories], [1] * len(numeric) + [*map(len, categories.values())]
         )
@@ -81,10 +82,6 @@ def _told(column: Numbers) -> Numbers:
 def _whole(cell: Any) -> Any:
     number = isinstance(cell, float | np.floating) and float(cell).is_integer()
     return int(cell) if number else cell
-
-
-def _distinct(column: Numbers) -> Numbers:
-    return np.array(sorted(set(_told(column))), dtype=object)
 
 
 def odd_in(table: Any, words: bool = True) -> tuple[Any, str, Any] | None:

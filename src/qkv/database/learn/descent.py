@@ -126,7 +126,11 @@ class Descent:
     def descend(self, path: Path | None, progress: Progress | None) -> str:
         """Step down until it is time to stop; says why it stopped."""
         how, total = self.how, self.how.epochs * self.steps_an_epoch
-        self._fit_sharpness()
+        # A wrong τ would cost the first epochs.
+        learned = self.learned(self.now)
+        key = self.task.vectors(learned, "key")
+        factor, _ = sharpness(self.task, learned, key, self.task.train, how.seed)
+        self.now["scales"] += np.float32(math.log(factor))
         self.best = {name: array.copy() for name, array in self.now.items()}
         if self.task.holds_out:
             self.best_mark = self.mark()
@@ -268,13 +272,6 @@ class Descent:
         key = task.vectors(learned, "key")
         reciprocal = np.average(1 / (1.0 + task.ranks(learned, key)), weights=task.held.weight)
         return float(reciprocal), -sharpness(task, learned, key, task.held, self.how.seed)[1]
-
-    def _fit_sharpness(self) -> None:
-        """Begin with the τ that suits the pairs: a wrong one would cost the first epochs."""
-        learned = self.learned(self.now)
-        key = self.task.vectors(learned, "key")
-        factor, _ = sharpness(self.task, learned, key, self.task.train, self.how.seed)
-        self.now["scales"] += np.float32(math.log(factor))
 
     def calibrated(self) -> Learned:
         """The best parameters, with the τ that suits what was held out."""

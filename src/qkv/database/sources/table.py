@@ -178,10 +178,6 @@ def _decimals(cells: list[Decimal | None]) -> list[Any]:
     kind: type = str
     if all(number.as_tuple().exponent == 0 for number in numbers):
         kind = int
-    elif all(not number.is_finite() or _exact(number) for number in numbers):
+    elif all(not x.is_finite() or Decimal(repr(float(x))) == x for x in numbers):
         kind = float
     return [None if number is None else kind(number) for number in cells]
-
-
-def _exact(number: Decimal) -> bool:
-    return Decimal(repr(float(number))) == number

@@ -57,12 +57,8 @@ def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
     sheets = [x for x in book.sheets_metadata if x.typ == calamine.SheetTypeEnum.WorkSheet]
     if named is None:
         seen = calamine.SheetVisibleEnum.Visible
-        sheets = [x for x in sheets if x.visible == seen and _holds(book, x.name)]
+        sheets = [x for x in sheets if x.visible == seen and book.get_sheet_by_name(x.name).height]
     return [x.name for x in sheets]
-
-
-def _holds(book: Any, name: str) -> bool:
-    return bool(book.get_sheet_by_name(name).height)
 
 
 def _cells(column: Sequence[Any], words: set[str]) -> list[Any]:

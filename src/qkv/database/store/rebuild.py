@@ -349,10 +349,6 @@ def _add_files(found: _Found, folder: Path, known: Mark | None) -> None:
     found.entries.sort(key=lambda entry: (entry.generation, entry.first))
 
 
-def _as_it_is(path: Path) -> None:
-    pass
-
-
 def _with_header(path: Path) -> None:
     """Put right what is the same in the header of every catalogue, and make up for cut pages."""
     with open(path, "r+b") as file:
@@ -395,7 +391,7 @@ def _with_first_page(vacuumed: bool) -> Callable[[Path], None]:
 
 
 _REMEDIES: tuple[Callable[[Path], None], ...] = (
-    _as_it_is,
+    lambda path: None,
     _with_header,
     _with_first_page(False),
     _with_first_page(True),
