@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -15,6 +15,20 @@ class _Nothing:
 
 NOTHING: Any = _Nothing()
 """No value was given, or none was found; None is a value."""
+
+
+class Closing:
+    """What is closed at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
 
 Array: TypeAlias = Any
 """An array of any framework. No common base class exists, so this is a name for the reader."""

@@ -67,14 +67,8 @@ def learn(
                 seed=seed,
                 progress=progress,
             )
-        version = database.version
-    data: dict[str, Any] = {"path": str(path), "version": version, **screen.fields(report)}
-
-    def show() -> None:
-        screen.line(str(report))
-        screen.line(f"kept as version {version}; --at {version - 1} is how it was", "dim")
-
-    return Result(data, show, STOPPED if report.interrupted else OK)
+        code = STOPPED if report.interrupted else OK
+        return _kept(path, database.version, report, screen.fields(report), code)
 
 
 def calibrate(
@@ -95,14 +89,17 @@ def calibrate(
     with stored(path) as database:
         columns = _columns(pairs, table, database)
         promise = database.calibrate(list(zip(*columns[:2], strict=True)), coverage)
-        version = database.version
-    data: dict[str, Any] = {"path": str(path), "version": version, **promise.to_dict()}
+        return _kept(path, database.version, promise, promise.to_dict())
+
+
+def _kept(path: Path, version: int, found: Any, told: dict[str, Any], code: int = OK) -> Result:
+    """What was found of pairs, and the version that has it."""
 
     def show() -> None:
-        screen.line(str(promise))
+        screen.line(str(found))
         screen.line(f"kept as version {version}; --at {version - 1} is how it was", "dim")
 
-    return Result(data, show)
+    return Result({"path": str(path), "version": version, **told}, show, code)
 
 
 def _columns(pairs: str, table: str | None, database: Database) -> list[list[Any]]:

@@ -19,7 +19,7 @@ from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
 from qkv.log import listener
-from qkv.types import NOTHING, A, Array, K, Shaped, T, V
+from qkv.types import NOTHING, A, Array, Closing, K, Shaped, T, V
 
 # Loaded when something is asked or encoded: an exact look-up needs none of it.
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Info(TypedDict):
     bytes: int | None
 
 
-class Reading(Generic[K, V]):
+class Reading(Closing, Generic[K, V]):
     """The rows of a store, of its newest version or of the one that is pinned."""
 
     def __init__(
@@ -429,12 +429,6 @@ class Reading(Generic[K, V]):
     def close(self) -> None:
         if self._pin is None:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         where = "in memory" if self.path is None else str(self.path)

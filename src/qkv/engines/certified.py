@@ -15,7 +15,7 @@ from qkv.arrays import is_array
 from qkv.arrays.rows import Rows, Weighed
 from qkv.engines import flat, stored
 from qkv.engines.coded import Coded
-from qkv.engines.doubt import Doubt
+from qkv.engines.doubt import Doubt, from_largest
 from qkv.engines.scan import Pruned, Scan
 from qkv.engines.stored import Few
 from qkv.errors import CombinationError
@@ -241,7 +241,7 @@ def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
         tops[i], sums[i] = s[i, chosen[0]], w.sum()
         alpha[i, at[chosen]] = w / w.sum()
         if k > 1:
-            error[i] = _among(s[i, chosen], slack[i, chosen]) + 4 * np.finfo(alpha.dtype).eps
+            error[i] = from_largest(s[i, chosen], slack[i, chosen]) + 4 * np.finfo(alpha.dtype).eps
         high, low = s[i] + slack[i], s[i] - slack[i]
         near = others[high[others] >= low[chosen].min()]
         if len(near):
@@ -254,15 +254,6 @@ def _best(asked: Coded, k: int, tolerance: float) -> Weighed | str:
     bound = Bound(tops, sums, sums * error, sums * error)
     lse = tops + np.log(np.where(sums > 0, sums, 1.0)) if asked.weighting.has_lse else None
     return _told(asked, alpha, stored.entropy(alpha), lse, error, bound)
-
-
-def _among(s: np.ndarray, slack: np.ndarray) -> float:
-    """How far softmax of these scores may be off, measured from the first, the largest."""
-    x, delta = s - s[0], slack + slack[0]
-    delta[0] = 0
-    w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
-    sums = (np.atleast_1d(y) for y in (w.sum(), (high - w).sum(), (w - low).sum()))
-    return float(Bound(np.zeros(1), *sums).error[0])
 
 
 def _alike(asked: Coded, at: np.ndarray) -> bool:

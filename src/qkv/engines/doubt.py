@@ -115,12 +115,7 @@ class Doubt:
         with np.errstate(all="ignore"):
             deltas = self.deltas(slice(None)).astype(float)
             for i, s in enumerate(self.scores.astype(float)):
-                t = int(s.argmax())
-                x, delta = s - s[t], deltas[i] + deltas[i, t]
-                delta[t] = 0
-                w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
-                sums = w.sum(), (high - w).sum(), (w - low).sum()
-                out[i] = Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0]
+                out[i] = from_largest(s, deltas[i])
         return np.minimum(out + 8 * self.unit, 1.0)  # the quotients are rounded too
 
     def weights(self, out: np.ndarray) -> np.ndarray:
@@ -186,6 +181,16 @@ class Doubt:
         if self.dead is not None:
             found[self.dead] = False
         return np.flatnonzero(found)
+
+
+def from_largest(s: np.ndarray, slack: np.ndarray) -> float:
+    """How far softmax of scores (m,) may be off, measured from the largest."""
+    t = int(s.argmax())
+    x, delta = s - s[t], slack + slack[t]
+    delta[t] = 0
+    w, high, low = np.exp(x), np.exp(x + delta), np.exp(x - delta)
+    sums = w.sum(), (high - w).sum(), (w - low).sum()
+    return float(Bound(np.zeros(1), *map(np.atleast_1d, sums)).error[0])
 
 
 def _added(one: Bound, two: Bound) -> Bound:

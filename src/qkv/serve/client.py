@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from qkv.serve.remote import Remote
 from qkv.serve.transport import Transport
-from qkv.types import NOTHING, Shaped
+from qkv.types import NOTHING, Closing, Shaped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qkv.database.reading import Info
 
 
-class Client:
+class Client(Closing):
     """The databases that `qkv serve` serves at `url`; threads may share it.
 
     `client["books"]` is one of them, with the methods that it has in-process; `client.ask("books",
@@ -83,12 +83,6 @@ class Client:
 
     def close(self) -> None:
         self._transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Client {self.url}>"

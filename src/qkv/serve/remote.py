@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.serve.transport import Transport
-from qkv.types import NOTHING, Shaped
+from qkv.types import NOTHING, Closing, Shaped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ _NEAR = ("error_bound", "rows_read", "statistical")
 _PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
 
 
-class Remote(Leaving):
+class Remote(Closing, Leaving):
     """The database `name` of a server; `at(version)` is what it was."""
 
     def __init__(self, transport: Transport, name: str, version: int | None = None):
@@ -322,12 +322,6 @@ class Remote(Leaving):
 
     def close(self) -> None:
         self._transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         past = "" if self._pin is None else f", version {self._pin}"

@@ -20,6 +20,7 @@ from qkv.database.store.lines import ALWAYS, Lines
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment, in_advance
 from qkv.errors import ArgumentError
+from qkv.types import Closing
 
 
 class _Listing(NamedTuple):
@@ -36,7 +37,7 @@ class _Moved(Exception):
     """A compaction put another segment in this one's place."""
 
 
-class Snapshot:
+class Snapshot(Closing):
     """The rows of one version; get one from `Store.at`. Its version is kept until `close`.
 
     >>> from qkv.database.store import Store
@@ -108,12 +109,6 @@ class Snapshot:
 
     def __len__(self) -> int:
         return self._edition.rows
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let a compaction drop this version; what was read stays valid."""

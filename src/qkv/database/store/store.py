@@ -29,7 +29,7 @@ from qkv.database.store.segments import Entry, Segment, follow
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
 from qkv.database.store.snapshot import Snapshot
 from qkv.errors import ArgumentError, CombinationError, DtypeError
-from qkv.types import Progress
+from qkv.types import Closing, Progress
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -54,7 +54,7 @@ class Version:
     rows: int
 
 
-class Store:
+class Store(Closing):
     """Rows with ids that only grow, kept as versions.
 
     A row is a record (text), a digest to find it by, and named tensors. `path=None` keeps all in
@@ -140,12 +140,6 @@ class Store:
         if path is None:
             self._reader.fill(content)
             self._shelf = self._lines.shelf = shelf
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         try:
