@@ -56,15 +56,9 @@ def import_(
     files.check_parent(path)
     with screen.progress("importing") as progress:
         read, own = _read(source, how, progress)
-        made = Database.from_columns(
-            read,
-            key=picked(key or own["key"]),
-            value=picked(value or own["value"]),
-            path=path,
-            encoder=encoder,
-            unique=unique,
-            progress=progress,
-        )
+        columns = {"key": picked(key or own["key"]), "value": picked(value or own["value"])}
+        kept: dict[str, Any] = {"path": path, "encoder": encoder, "unique": unique}
+        made = Database.from_columns(read, **columns, **kept, progress=progress)
     with made:
         return _kept(made)
 

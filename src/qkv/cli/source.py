@@ -17,7 +17,6 @@ from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.database import Database
-    from qkv.database.encoders import EncoderLike
     from qkv.serve.remote import Remote
 
     Held = TypeVar("Held", Database, Remote)
@@ -30,7 +29,7 @@ def opened(
     *,
     key: Sequence[str] | None = None,
     value: Sequence[str] | None = None,
-    encoder: EncoderLike | None = None,
+    encoder: Any = None,
     skip: bool = False,
 ) -> Iterator[Database | Remote]:
     """The database that SOURCE and the options of its columns name, closed at the end."""
