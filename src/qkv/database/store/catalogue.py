@@ -16,6 +16,7 @@ from zlib import crc32
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
 from qkv.database.store.mark import Watch
+from qkv.types import Closing
 
 FILE = "catalogue.sqlite"
 FORMAT = 4
@@ -68,7 +69,7 @@ class Edition(NamedTuple):
         return cls(number, last, rows, generation, settings)
 
 
-class Catalogue:
+class Catalogue(Closing):
     """A connection that threads share, whose errors name the file.
 
     >>> catalogue = Catalogue(None)

@@ -57,8 +57,10 @@ def prepare(folder: Path, create: bool) -> None:
     # A store that was ever finished has one of these.
     old = names & {READERS, WRITER} or any(name.endswith(SUFFIX) for name in names)
     there = FILE in names
-    if there and _identified(path):
-        return
+    if there:
+        with Catalogue(path, write=False) as catalogue:
+            if catalogue.identify():
+                return
     if old:
         raise Damaged(
             f"{path} is {'empty' if there else 'missing'}: restore it from a copy, or save what "
@@ -120,14 +122,6 @@ def beside(path: Path) -> Iterator[Path]:
             Files().fsync_folder(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _identified(path: Path) -> bool:
-    catalogue = Catalogue(path, write=False)
-    try:
-        return catalogue.identify()
-    finally:
-        catalogue.close()
 
 
 def size(path: Path) -> int:

@@ -160,8 +160,7 @@ def _write(
         told.append(f"the settings are lost{older if found.older else ''}")
     text = text or found.older or "{}"
 
-    catalogue = Catalogue(path, create=True)
-    try:
+    with Catalogue(path, create=True) as catalogue:
         with catalogue.transaction():
             for table in ("versions", "settings", "generations"):
                 catalogue.run(f"DELETE FROM {table}")
@@ -190,8 +189,6 @@ def _write(
             catalogue.run("UPDATE counters SET files = ?", found.files)
             catalogue.enter(Edition(version, last, live, generation, 0), "repair", 0, 0)
         catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
-    finally:
-        catalogue.close()
     Files().sync(path)
     return told, {entry.file for entry in entries} | {str(arrays[0])}
 
@@ -223,18 +220,16 @@ def _salvaged(folder: Path, place: Path, known: Mark | None) -> _Found | None:
 def _read(path: Path) -> _Found:
     found = _Found()
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
+        opened = sqlite3.connect(path, isolation_level=None)
     except sqlite3.Error:
         return found
-    try:
+    with contextlib.closing(opened) as connection:
         connection.text_factory = lambda text: text.decode("utf-8", "strict")
         try:
             found.whole = {sql for (sql,) in connection.execute(WRITTEN)} == STATEMENTS
         except _FAULTS:
             found.whole = False
         _read_tables(connection, found)
-    finally:
-        connection.close()
     return found
 
 
@@ -377,11 +372,10 @@ def _with_first_page(vacuumed: bool) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         model = path.with_suffix(".model")
-        catalogue = Catalogue(model, create=True)
-        if vacuumed:
-            catalogue.run("VACUUM")
-        catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
-        catalogue.close()
+        with Catalogue(model, create=True) as catalogue:
+            if vacuumed:
+                catalogue.run("VACUUM")
+            catalogue.all("PRAGMA wal_checkpoint(TRUNCATE)")
         page = model.read_bytes()[:4096]
         with open(path, "r+b") as file:
             file.write(page)

@@ -107,8 +107,7 @@ def _problems(
             yield Problem(FILE, fault)
         return
     disk = Disk(folder)
-    catalogue = Catalogue(folder / FILE, write=repair)
-    try:
+    with Catalogue(folder / FILE, write=repair) as catalogue:
         if repair and known is None:
             desk = Desk.at(catalogue, disk)
             lock.acknowledge(desk.edition.number, desk.files)
@@ -116,8 +115,6 @@ def _problems(
         yield from _files(catalogue, disk, progress)
         for what in _counts(catalogue, disk):
             yield Problem(FILE, what)
-    finally:
-        catalogue.close()
 
 
 def _catalogue_faults(folder: Path, known: Mark | None) -> list[str]:
@@ -125,25 +122,21 @@ def _catalogue_faults(folder: Path, known: Mark | None) -> list[str]:
     if not (folder / FILE).exists():
         return ["it is missing"]
     try:
-        catalogue = Catalogue(folder / FILE, write=False)
+        with Catalogue(folder / FILE, write=False) as catalogue:
+            tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('rows', 'resting')"
+            ours = catalogue.value("PRAGMA application_id") == APPLICATION
+            if not ours and catalogue.value(tables) == 2:
+                return ["its header is not what was written"]
+            if not catalogue.identify():
+                return ["it is empty"]
+            told = [str(line) for (line,) in catalogue.all("PRAGMA integrity_check(20)")]
+            if told != ["ok"]:
+                return [f"SQLite says: {line}" for line in told]
+            leftovers(catalogue, [], None)
+            refuse_older(catalogue, known)
+            return [*_torn(catalogue), *_missed(catalogue, folder)]
     except Damaged as fault:
         return [_reason(fault)]
-    try:
-        tables = "SELECT count(*) FROM sqlite_master WHERE name IN ('rows', 'resting')"
-        if catalogue.value("PRAGMA application_id") != APPLICATION and catalogue.value(tables) == 2:
-            return ["its header is not what was written"]
-        if not catalogue.identify():
-            return ["it is empty"]
-        told = [str(line) for (line,) in catalogue.all("PRAGMA integrity_check(20)")]
-        if told != ["ok"]:
-            return [f"SQLite says: {line}" for line in told]
-        leftovers(catalogue, [], None)
-        refuse_older(catalogue, known)
-        return [*_torn(catalogue), *_missed(catalogue, folder)]
-    except Damaged as fault:
-        return [_reason(fault)]
-    finally:
-        catalogue.close()
 
 
 def _reason(fault: Exception) -> str:
