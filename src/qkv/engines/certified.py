@@ -56,22 +56,12 @@ def run(
 ) -> Weighed | str:
     """The weights to within the tolerance, or why they are not certified: then they are exact."""
     refused = _refusal(rows, score, weighting)
-    if refused is not None:
-        return refused
-    return _coded(rows, query, score, weighting, tolerance, confidence)
+    return refused or _coded(Coded(rows, query, score, weighting), tolerance, confidence)
 
 
-def _coded(
-    rows: Rows,
-    query: np.ndarray,
-    score: Score,
-    weighting: Weighting,
-    tolerance: float,
-    confidence: float | None,
-) -> Weighed | str:
-    asked = Coded(rows, query, score, weighting)
-    if weighting.few is not None:
-        return _best(asked, weighting.few, tolerance)
+def _coded(asked: Coded, tolerance: float, confidence: float | None) -> Weighed | str:
+    if asked.weighting.few is not None:
+        return _best(asked, asked.weighting.few, tolerance)
     if asked.profile is not None:
         return _windowed(asked, tolerance)
     return _soft(asked, tolerance, confidence)
@@ -94,7 +84,8 @@ def pooled(
     rest = query if known is None else query[~known[1]]
     step, outs = max(AT_ONCE // max(rows.shape[0], 1), 1), []
     for at in range(0, max(len(rest), known is None), step):
-        found = _coded(rows, rest[at : at + step], score, weighting, tolerance, confidence)
+        asked = Coded(rows, rest[at : at + step], score, weighting)
+        found = _coded(asked, tolerance, confidence)
         if isinstance(found, str):
             return found
         outs.append(found.out)

@@ -83,8 +83,42 @@ class SelfAttention(Attention):
         }
 
 
+class ManyHeads(AttentionLayer):
+    """The two places where Keras's layers of many heads let another attention in; `_heads` are the
+    query's, `_axes` those that are attended over, `_window` the sliding one."""
+
+    _axes = SEQUENCE
+
+    def _compute_attention_mask(
+        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
+    ) -> masks.Mask | None:
+        how = {"causal": use_causal_mask, "window": self._window, **given}
+        return merged(query, value, self._heads, self._axes, **how)
+
+    def _compute_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        attention_mask: masks.Mask | None = None,
+        training: bool | None = None,
+        return_attention_scores: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Array, Array | None]:
+        if return_attention_scores is None:  # a layer of grouped heads keeps it
+            return_attention_scores = self._return_attention_scores
+        q, k, v = (self._axes.rows(x) for x in (query, key, value))
+        dropout = self.dropout if training else 0.0
+        seeds = getattr(self._dropout_layer, "seed_generator", None)
+        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, return_attention_scores)
+        if alpha is not None and len(self._axes.attended) > 1:
+            asked, given = ops.shape(query)[:-1], ops.shape(key)[:-1]
+            alpha = ops.reshape(alpha, self._axes.scores(asked, given, self._heads))
+        return self._axes.back(out, query), alpha
+
+
 @keras.saving.register_keras_serializable("qkv")
-class MultiHeadAttention(AttentionLayer, keras.layers.MultiHeadAttention):  # type: ignore[misc]
+class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: ignore[misc]
     """Σₕ S⁽ʰ⁾ W_O⁽ʰ⁾ + b, where S⁽ʰ⁾ = α(Q W_Q⁽ʰ⁾, K W_K⁽ʰ⁾) V W_V⁽ʰ⁾: many heads at once.
 
     query (batch, n, d), value and key (batch, m, ·) → (batch, n, d), and with
@@ -145,34 +179,8 @@ class MultiHeadAttention(AttentionLayer, keras.layers.MultiHeadAttention):  # ty
                 "attention_axes must lie between the batch, 0, and the width, the last of the "
                 f"query's {len(query)}; counted from the end −2 is the one before the width"
             )
+        self._heads, self._window = self.num_heads, self._sliding_window
         self._build_score(self.key_dim, self.key_dim)
-
-    # The two places where keras.layers.MultiHeadAttention lets another attention in.
-
-    def _compute_attention_mask(
-        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
-    ) -> masks.Mask | None:
-        how = {"causal": use_causal_mask, "window": self._sliding_window, **given}
-        return merged(query, value, self.num_heads, self._axes, **how)
-
-    def _compute_attention(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        attention_mask: masks.Mask | None = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Array, Array | None]:
-        q, k, v = (self._axes.rows(x) for x in (query, key, value))
-        dropout = self.dropout if training else 0.0
-        seeds = getattr(self._dropout_layer, "seed_generator", None)
-        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, return_attention_scores)
-        if alpha is not None and len(self._axes.attended) > 1:
-            asked, given = ops.shape(query)[:-1], ops.shape(key)[:-1]
-            alpha = ops.reshape(alpha, self._axes.scores(asked, given, self.num_heads))
-        return self._axes.back(out, query), alpha
 
     def compute_output_spec(
         self,
@@ -190,7 +198,7 @@ class MultiHeadAttention(AttentionLayer, keras.layers.MultiHeadAttention):  # ty
 
 
 @keras.saving.register_keras_serializable("qkv")
-class GroupedQueryAttention(AttentionLayer, keras.layers.GroupQueryAttention):  # type: ignore[misc]
+class GroupedQueryAttention(ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]
     """`MultiHeadAttention` whose keys and values have fewer heads, each shared by a group of the
     query's.
 
@@ -243,29 +251,8 @@ class GroupedQueryAttention(AttentionLayer, keras.layers.GroupQueryAttention):  
             sequence(name, shape)
         check_shapes(query, value, key)
         super().build(query, value, key)
+        self._heads, self._window = self.num_query_heads, self.sliding_window
         self._build_score(self.head_dim, self.head_dim)
-
-    def _compute_attention_mask(
-        self, query: Array, value: Array, use_causal_mask: bool = False, **given: Any
-    ) -> masks.Mask | None:
-        how = {"causal": use_causal_mask, "window": self.sliding_window, **given}
-        return merged(query, value, self.num_query_heads, SEQUENCE, **how)
-
-    def _compute_attention(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        attention_mask: masks.Mask | None = None,
-        training: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Array, Array | None]:
-        q, k, v = (SEQUENCE.rows(x) for x in (query, key, value))
-        dropout = self.dropout if training else 0.0
-        seeds = getattr(self._dropout_layer, "seed_generator", None)
-        wanted = self._return_attention_scores
-        out, alpha = self._attend(q, k, v, attention_mask, dropout, seeds, wanted)
-        return SEQUENCE.back(out, query), alpha
 
     def compute_output_shape(
         self, query_shape: Any, value_shape: Any, key_shape: Any = None
