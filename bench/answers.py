@@ -28,8 +28,8 @@ from bench._results import RESULTS, commit, machine
 from bench._side_by_side import peer
 from qkv.arrays.ragged import Wide
 from qkv.database.encoders import Characters, Encoder, Heads, Sentences, Text, Words
-from qkv.database.encoders.calibrate import slip
 from qkv.database.encoders.characters import plain
+from qkv.database.encoders.text import slip
 from qkv.weightings import Softmax
 
 TECHNICAL = ("scipy", "sklearn", "numpy", "networkx", "pandas")

@@ -7,10 +7,9 @@ from typing import Any
 from ray import cloudpickle
 
 from qkv.cluster.cluster import Cluster
-from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Fleet, Request, owners
 from qkv.cluster.shard import Shard
-from qkv.database.faults import Unreadable
+from qkv.database.faults import LostShard, Unreadable
 
 
 class Here:

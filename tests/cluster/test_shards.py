@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import qkv
 from qkv import scores, weightings
-from qkv.cluster import LostShard, cached, split
+from qkv.cluster import LostShard, split, stores
 from qkv.database import cells
 from qkv.database.schema import Schema
 from qkv.errors import ArgumentError, CombinationError
@@ -486,7 +486,7 @@ def test_what_a_bucket_names_stays_in_the_cache(
 
     monkeypatch.setattr(type(local), "get_file", get)
     place = tmp_path / "a" / "cache"
-    copy = cached.local(f"file://{store}", str(place))
+    copy = stores.local(f"file://{store}", str(place))
     names = {file.name for file in copy.iterdir()}
     assert "catalogue.sqlite" in names and not names & {"deep", "evil.py"}
     assert not list(tmp_path.rglob("*escaped*"))

@@ -13,11 +13,11 @@ from qkv.answer import Row, Source
 from qkv.arrays import framework, is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
-from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Many, Sent
 from qkv.cluster.shard import First, Heaviest, Job, Summed
 from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
+from qkv.database.faults import LostShard
 from qkv.database.view import View
 from qkv.errors import CombinationError
 from qkv.scores import Score

@@ -14,8 +14,8 @@ import numpy as np
 
 from qkv import parts
 from qkv.arrays.ragged import Ragged, joined
-from qkv.cluster.faults import LostShard
 from qkv.cluster.shard import Job, Profile, Slice
+from qkv.database.faults import LostShard
 from qkv.database.schema import Schema
 from qkv.database.view import CHUNK
 from qkv.errors import ArgumentError, CombinationError

@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv.cluster.faults import LostShard
 from qkv.cluster.fleet import Request
 from qkv.cluster.shard import Job, Shard
-from qkv.database.faults import Unreadable
+from qkv.database.faults import LostShard, Unreadable
 from qkv.errors import ArgumentError, MissingExtra, QkvError
 
 try:

@@ -14,7 +14,7 @@ import numpy as np
 from qkv import attention, parts
 from qkv.arrays import framework, threads
 from qkv.arrays.rows import Rows, Weighed
-from qkv.cluster import cached
+from qkv.cluster import stores
 from qkv.database.ask import Asked, Scatter
 from qkv.database.database import Database
 from qkv.database.database import open as open_database
@@ -348,7 +348,7 @@ class Shard:
 
     def _path(self, source: int) -> Path:
         place = self._sources[source]
-        return cached.local(place, self._cache) if cached.is_url(place) else Path(place)
+        return stores.local(place, self._cache) if stores.is_url(place) else Path(place)
 
     def _store(self, source: int) -> Store:
         if source not in self._stores:
@@ -364,7 +364,7 @@ class Shard:
         try:
             return self._store(source).at(version)
         except UnknownVersion:
-            if not cached.is_url(self._sources[source]):
+            if not stores.is_url(self._sources[source]):
                 raise
             del self._stores[source]  # an actor that began later has copied a newer state
             return self._store(source).at(version)

@@ -111,3 +111,17 @@ class NoHeader(UserWarning):
 
 class ChangedCells(UserWarning):
     """A file was written that cannot hold some cells as they are."""
+
+
+class LostShard(Unreadable, RuntimeError):
+    """A shard does not answer, and was not back in time.
+
+    `shard` is its number.
+    """
+
+    def __init__(self, told: str, shard: int):
+        super().__init__(told)
+        self.shard = shard
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.shard)

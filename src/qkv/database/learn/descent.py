@@ -15,7 +15,6 @@ import numpy as np
 
 from qkv.arrays.ragged import Ragged
 from qkv.bar import bar
-from qkv.database.encoders.calibrate import least, surprise
 from qkv.database.encoders.learned import (
     Bag,
     Input,
@@ -27,6 +26,7 @@ from qkv.database.encoders.learned import (
     table_of,
     words_of,
 )
+from qkv.database.encoders.text import least, surprise
 from qkv.database.learn import checkpoint
 from qkv.database.learn.gradients import Batch, Shared, gradients, shared
 from qkv.database.learn.task import BLOCK, Pairs, Task, blocks, taken
