@@ -28,13 +28,32 @@ from qkv.serve.bodies import (
     TEXT,
     WEIGHTS,
     WHERE,
+    list_of,
     record,
 )
-from qkv.serve.route import Given, Refused, Route
+from qkv.serve.route import Given, Refused, Routes
 from qkv.serve.served import Kept, Served, few, options, short
 
+ONE = "/v1/databases/{name}"
 
+ROUTES = Routes()
+
+
+@ROUTES(
+    "GET", "/v1/databases", record("Databases", {"databases": list_of(record("Database", SHORT))})
+)
+def databases(served: Served, given: Given) -> Any:
+    """The databases that are served."""
+    return {"databases": [_short(kept) for kept in list(served.databases.values())]}
+
+
+def _short(kept: Kept) -> dict[str, Any]:
+    return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
+
+
+@ROUTES("POST", f"{ONE}/ask", {"anyOf": [ANSWER, list_of(ANSWER)]}, body=ASK)
 async def ask(served: Served, given: Given) -> Any:
+    """Answer a query, or each of a list, from all rows: Σ α(q, k) v."""
     kept, how = given.kept, dict(given.body)
     query = how.pop("query")
     more = [name for name in ("weights", "spread") if how.pop(name, False)]
@@ -54,7 +73,9 @@ def _more(answers: list[Answer], names: list[str], told: list[dict[str, Any]]) -
         one |= {name: getattr(answer, name) for name in names}
 
 
+@ROUTES("POST", f"{ONE}/attend", record("Pooled", {"value": {}}), body=ATTEND)
 def attend(served: Served, given: Given) -> Any:
+    """Pool the values for a query, or for each of a list, as numbers alone."""
     kept, how = given.kept, dict(given.body)
     query, version = how.pop("query"), how.pop("at", None)
     queries, single = kept.queries(query)
@@ -63,29 +84,19 @@ def attend(served: Served, given: Given) -> Any:
     return {"value": value[0] if single else value}
 
 
-def weights(served: Served, given: Given) -> Any:
-    import qkv
-
-    how = dict(given.body)
-    query, key = (_array(name, how.pop(name)) for name in ("query", "key"))
-    if query.shape[-2] * key.shape[-2] > limits.NUMBERS:
-        raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
-    mask = how.pop("mask", None)
-    mask = np.asarray(mask, dtype=bool) if isinstance(mask, list) else mask
-    return {"weights": qkv.weights(query, key, mask=mask, **options(how))}
-
-
-def _array(name: str, given: Any) -> np.ndarray:
-    try:
-        found = np.asarray(given, dtype=float)
-    except (ValueError, OverflowError):
-        found = np.zeros(0)
-    if found.ndim != 2 or not found.size:
-        raise ArgumentError(f"{name} must be rows of equally many numbers")
-    return found
-
-
+@ROUTES(
+    "GET",
+    f"{ONE}/rows",
+    record("Rows", {"from": COUNT, "total": COUNT, "rows": list_of(RECORD)}),
+    query={
+        "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
+        "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
+        "where": WHERE,
+        "at": AT,
+    },
+)
 def rows(served: Served, given: Given) -> Any:
+    """Rows with all their columns, the oldest first."""
     at = given.at
     database, where = given.kept.at(at.get("at")), at.get("where")
     start, count = at.get("from", 0), at.get("count", 20)
@@ -93,7 +104,16 @@ def rows(served: Served, given: Given) -> Any:
     return {"from": start, "total": database.count(where), "rows": found}
 
 
+@ROUTES(
+    "POST",
+    f"{ONE}/rows",
+    record("Added", NOW, inserted=COUNT),
+    right="write",
+    body=ADD,
+    refuses=(409,),
+)
 async def add(served: Served, given: Given) -> Any:
+    """Add rows, all or none; they are on disk before the answer comes."""
     kept = _writable(given.kept)
     return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body))
 
@@ -133,7 +153,17 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
     return {**_now(kept), "inserted": inserted}
 
 
+@ROUTES(
+    "GET",
+    f"{ONE}/rows/{{key}}",
+    record("Found", {"key": {}}, value={}, values={"type": "array"}),
+    query={
+        "all": {"type": "boolean", "description": "Every value of a key that repeats."},
+        "at": AT,
+    },
+)
 def get(served: Served, given: Given) -> Any:
+    """Look a key up exactly; where it is absent, the nearest are named."""
     database, key = given.kept.at(given.at.get("at")), _key(given)
     if given.at.get("all"):
         found = database.all(key) or [database[key]]
@@ -149,7 +179,15 @@ def _key(given: Given) -> Any:
         raise Refused(404, str(error), kind="AbsentKey", key=given.key, nearest=[]) from None
 
 
+@ROUTES(
+    "DELETE",
+    f"{ONE}/rows/{{key}}",
+    record("Removed", {"removed": COUNT, **NOW}),
+    right="write",
+    refuses=(409,),
+)
 async def remove(served: Served, given: Given) -> Any:
+    """Take out every row that has a key."""
     kept = _writable(given.kept)
 
     def removed() -> dict[str, Any]:
@@ -169,12 +207,20 @@ def _now(kept: Kept) -> dict[str, Any]:
     return {"name": kept.name, "rows": len(kept.database), "version": kept.database.version}
 
 
+@ROUTES(
+    "GET",
+    f"{ONE}/versions",
+    record("Versions", {"name": TEXT, "versions": list_of({"type": "object"})}),
+)
 def versions(served: Served, given: Given) -> Any:
+    """Every version that is kept, the oldest first."""
     found = given.kept.database.versions()
     return {"name": given.kept.name, "versions": [asdict(version) for version in found]}
 
 
+@ROUTES("GET", f"{ONE}/info", INFO, query={"at": AT})
 def info(served: Served, given: Given) -> Any:
+    """What a database holds: rows, columns, encoder, size."""
     database = given.kept.at(given.at.get("at"))
     about, described = dict(database.info()), database.describe()
     del about["path"]  # where it lies is the server's own
@@ -187,133 +233,37 @@ def info(served: Served, given: Given) -> Any:
     }
 
 
-def databases(served: Served, given: Given) -> Any:
-    return {"databases": [_short(kept) for kept in list(served.databases.values())]}
+@ROUTES("POST", "/v1/weights", record("Weighed", {"weights": {"type": "array"}}), body=WEIGHTS)
+def weights(served: Served, given: Given) -> Any:
+    """α(q, k) of vectors that are given: a row for each query."""
+    import qkv
+
+    how = dict(given.body)
+    query, key = (_array(name, how.pop(name)) for name in ("query", "key"))
+    if query.shape[-2] * key.shape[-2] > limits.NUMBERS:
+        raise Refused(413, f"query and key: at most {limits.NUMBERS:,} weights at a time")
+    mask = how.pop("mask", None)
+    mask = np.asarray(mask, dtype=bool) if isinstance(mask, list) else mask
+    return {"weights": qkv.weights(query, key, mask=mask, **options(how))}
 
 
-def _short(kept: Kept) -> dict[str, Any]:
-    return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
+def _array(name: str, given: Any) -> np.ndarray:
+    try:
+        found = np.asarray(given, dtype=float)
+    except (ValueError, OverflowError):
+        found = np.zeros(0)
+    if found.ndim != 2 or not found.size:
+        raise ArgumentError(f"{name} must be rows of equally many numbers")
+    return found
 
 
+@ROUTES("GET", "/healthz", record("Health", {"status": TEXT, "databases": COUNT}), right=None)
 async def health(served: Served, given: Given) -> Any:
+    """Whether the server answers."""
     return {"status": "ok", "databases": len(served.databases)}
 
 
+@ROUTES("GET", "/metrics", TEXT, media="text/plain")
 def metrics(served: Served, given: Given) -> Any:
+    """What was counted, for Prometheus."""
     return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-ONE = "/v1/databases/{name}"
-
-ROUTES: list[Route] = [
-    Route(
-        "GET",
-        "/v1/databases",
-        databases,
-        "The databases that are served.",
-        record(
-            "Databases",
-            {"databases": {"type": "array", "items": record("Database", SHORT)}},
-        ),
-    ),
-    Route(
-        "POST",
-        f"{ONE}/ask",
-        ask,
-        "Answer a query, or each of a list, from all rows: Σ α(q, k) v.",
-        {"anyOf": [ANSWER, {"type": "array", "items": ANSWER}]},
-        body=ASK,
-    ),
-    Route(
-        "POST",
-        f"{ONE}/attend",
-        attend,
-        "Pool the values for a query, or for each of a list, as numbers alone.",
-        record("Pooled", {"value": {}}),
-        body=ATTEND,
-    ),
-    Route(
-        "GET",
-        f"{ONE}/rows",
-        rows,
-        "Rows with all their columns, the oldest first.",
-        record("Rows", {"from": COUNT, "total": COUNT, "rows": {"type": "array", "items": RECORD}}),
-        query={
-            "from": {**COUNT, "maximum": 2**53, "description": "The first one; 0 is the oldest."},
-            "count": {**COUNT, "maximum": limits.ROWS, "description": "How many; 20 by default."},
-            "where": WHERE,
-            "at": AT,
-        },
-    ),
-    Route(
-        "POST",
-        f"{ONE}/rows",
-        add,
-        "Add rows, all or none; they are on disk before the answer comes.",
-        record("Added", NOW, inserted=COUNT),
-        right="write",
-        body=ADD,
-        refuses=(409,),
-    ),
-    Route(
-        "GET",
-        f"{ONE}/rows/{{key}}",
-        get,
-        "Look a key up exactly; where it is absent, the nearest are named.",
-        record("Found", {"key": {}}, value={}, values={"type": "array"}),
-        query={
-            "all": {"type": "boolean", "description": "Every value of a key that repeats."},
-            "at": AT,
-        },
-    ),
-    Route(
-        "DELETE",
-        f"{ONE}/rows/{{key}}",
-        remove,
-        "Take out every row that has a key.",
-        record("Removed", {"removed": COUNT, **NOW}),
-        right="write",
-        refuses=(409,),
-    ),
-    Route(
-        "GET",
-        f"{ONE}/versions",
-        versions,
-        "Every version that is kept, the oldest first.",
-        record(
-            "Versions", {"name": TEXT, "versions": {"type": "array", "items": {"type": "object"}}}
-        ),
-    ),
-    Route(
-        "GET",
-        f"{ONE}/info",
-        info,
-        "What a database holds: rows, columns, encoder, size.",
-        INFO,
-        query={"at": AT},
-    ),
-    Route(
-        "POST",
-        "/v1/weights",
-        weights,
-        "α(q, k) of vectors that are given: a row for each query.",
-        record("Weighed", {"weights": {"type": "array"}}),
-        body=WEIGHTS,
-    ),
-    Route(
-        "GET",
-        "/healthz",
-        health,
-        "Whether the server answers.",
-        record("Health", {"status": TEXT, "databases": COUNT}),
-        right=None,
-    ),
-    Route(
-        "GET",
-        "/metrics",
-        metrics,
-        "What was counted, for Prometheus.",
-        TEXT,
-        media="text/plain",
-    ),
-]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkv.serve import limits
 from qkv.serve.fit import Schema
 
@@ -22,7 +24,10 @@ WHERE: Schema = {
     "maxLength": 10_000,
     "description": "Rows that pass: \"year < 1900 and genre == 'poetry'\".",
 }
-TEXTS: Schema = {"type": "array", "items": TEXT}
+
+
+def list_of(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
 
 
 def record(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
@@ -38,6 +43,7 @@ def body(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
     return {**record(title, required, **more), "additionalProperties": False}
 
 
+TEXTS = list_of(TEXT)
 HOW: dict[str, Schema] = {
     "score": {
         "type": ["string", "null"],
@@ -82,7 +88,7 @@ ANSWER = record(
     {
         "query": {},
         "value": {},
-        "rows": {"type": "array", "items": ROW},
+        "rows": list_of(ROW),
         "entropy": NUMBER,
         "effective_rows": NUMBER,
         "total": COUNT,
@@ -94,16 +100,16 @@ ANSWER = record(
         "engine": TEXT,
         "score": TEXT,
         "weighting": TEXT,
-        "values": {"type": "array", "items": record("Share", {"value": {}, "weight": NUMBER})},
+        "values": list_of(record("Share", {"value": {}, "weight": NUMBER})),
         "lse": NUMBER,
         "version": COUNT,
     },
-    weights={"type": "array", "items": NUMBER},
+    weights=list_of(NUMBER),
     spread={},
     coverage={"type": "number", "description": "With what probability `set` has the right row."},
     abstains={"type": "boolean", "description": "Whether no row fits: `set` is empty."},
     set_rows={**COUNT, "description": "Rows in `set`."},
-    set={"type": "array", "items": ROW, "description": "The set, where it is small."},
+    set=list_of(ROW, description="The set, where it is small."),
 )
 ASK = body(
     "Ask",
@@ -117,11 +123,7 @@ ASK = body(
     spread={"type": "boolean", "description": "Give how far the pooled values lie apart too."},
 )
 ATTEND = body("Attend", {"query": QUERY}, **HOW, **NEAR, where=WHERE_OR_CELLS, at=AT)
-MATRIX: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "array", "minItems": 1, "items": {"type": "number"}},
-}
+MATRIX = list_of(list_of({"type": "number"}, minItems=1), minItems=1)
 WEIGHTS = body(
     "Weights",
     {"query": MATRIX, "key": MATRIX},
@@ -130,7 +132,7 @@ WEIGHTS = body(
         "description": "Which pairs count: a mask's name, or a row of booleans for each query.",
         "anyOf": [
             {"type": "string", "maxLength": 64},
-            {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
+            list_of(list_of({"type": "boolean"})),
             {"type": "null"},
         ],
     },
@@ -138,7 +140,7 @@ WEIGHTS = body(
 RECORD: Schema = {"type": "object", "description": "A cell for each column, by its name."}
 ADD = body(
     "Add",
-    {"rows": {"type": "array", "items": RECORD, "minItems": 1, "maxItems": limits.ROWS}},
+    {"rows": list_of(RECORD, minItems=1, maxItems=limits.ROWS)},
     update={"type": "boolean", "description": "Replace the newest row that has a row's key."},
 )
 NOW: dict[str, Schema] = {"name": TEXT, "rows": COUNT, "version": COUNT}

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from qkv.answer import Answer
 from qkv.errors import ArgumentError
 from qkv.serve import limits, tensors
-from qkv.serve.bodies import ASK, TEXT, TEXTS, body, record
+from qkv.serve.bodies import ASK, TEXT, TEXTS, body, list_of, record
 from qkv.serve.fit import deep, fault, whole
-from qkv.serve.route import Given, Route
+from qkv.serve.route import Given, Routes
 from qkv.serve.served import Kept, Served, few
 from qkv.serve.tensors import Tensor
 from qkv.told import jsonable
@@ -40,19 +40,44 @@ PARAMETERS = body(
 )
 
 
+TENSORS = list_of({"type": "object"})
+INFER = record(
+    "Infer",
+    {"inputs": list_of(tensors.TENSOR, minItems=1)},
+    outputs=list_of(record("Output", {"name": TEXT}, parameters={"type": "object"})),
+    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
+    id=TEXT,
+)
+ONE = "/v2/models/{name}"
+ROUTES = Routes()
+
+
+@ROUTES("GET", "/v2", record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}))
 def server(served: Served, given: Given) -> Any:
+    """The server, and the extensions of the Open Inference Protocol that it has."""
     import qkv
 
     return {"name": "qkv", "version": qkv.__version__, "extensions": ["binary_tensor_data"]}
 
 
+@ROUTES("GET", f"{ONE}/ready", record("Ready", {}))
+@ROUTES("GET", "/v2/health/ready", record("Ready", {}), right=None)
+@ROUTES("GET", "/v2/health/live", record("Live", {}), "Whether the server runs.", right=None)
 async def well(served: Served, given: Given) -> Any:
-    """That it runs, and that it answers."""
+    """Whether it answers."""
     return {}
 
 
+@ROUTES(
+    "GET",
+    ONE,
+    record(
+        "Model",
+        {"name": TEXT, "versions": TEXTS, "platform": TEXT, "inputs": TENSORS, "outputs": TENSORS},
+    ),
+)
 def model(served: Served, given: Given) -> Any:
-    """What the model takes and gives; its version is the database's."""
+    """What a database takes and gives as a model of the Open Inference Protocol."""
     kept = given.kept
     return {
         "name": kept.name,
@@ -63,8 +88,16 @@ def model(served: Served, given: Given) -> Any:
     }
 
 
+@ROUTES(
+    "POST",
+    f"{ONE}/infer",
+    record("Inferred", {"model_name": TEXT, "model_version": TEXT, "outputs": TENSORS}, id=TEXT),
+    body=INFER,
+    raw=("application/octet-stream", ""),  # the clients of Triton name no type
+    also=("application/octet-stream",),
+)
 async def infer(served: Served, given: Given) -> Any:
-    """Answer a batch of queries, as one with those of other clients."""
+    """Answer queries that come as a tensor by tensors, in JSON or as bytes behind it."""
     kept = given.kept
     request, how, queries = await served.work(_read, kept, given)
     same = json.dumps(how, sort_keys=True)
@@ -209,60 +242,3 @@ def _values(answers: list[Answer], datatype: str, shape: list[int]) -> np.ndarra
 def _text(cell: Any) -> bytes:
     """A cell as the bytes of its text: text as it is, anything else as JSON."""
     return (cell if isinstance(cell, str) else json.dumps(jsonable(cell))).encode()
-
-
-TENSORS = {"type": "array", "items": {"type": "object"}}
-INFER = record(
-    "Infer",
-    {"inputs": {"type": "array", "items": tensors.TENSOR, "minItems": 1}},
-    outputs={
-        "type": "array",
-        "items": record("Output", {"name": TEXT}, parameters={"type": "object"}),
-    },
-    parameters={"type": "object", "description": "Options of ask: top, score, weighting, where."},
-    id=TEXT,
-)
-ONE = "/v2/models/{name}"
-
-ROUTES: list[Route] = [
-    Route(
-        "GET",
-        "/v2",
-        server,
-        "The server, and the extensions of the Open Inference Protocol that it has.",
-        record("Server", {"name": TEXT, "version": TEXT, "extensions": TEXTS}),
-    ),
-    Route("GET", "/v2/health/live", well, "Whether the server runs.", record("Live", {}), None),
-    Route("GET", "/v2/health/ready", well, "Whether it answers.", record("Ready", {}), None),
-    Route(
-        "GET",
-        ONE,
-        model,
-        "What a database takes and gives as a model of the Open Inference Protocol.",
-        record(
-            "Model",
-            {
-                "name": TEXT,
-                "versions": TEXTS,
-                "platform": TEXT,
-                "inputs": TENSORS,
-                "outputs": TENSORS,
-            },
-        ),
-    ),
-    Route("GET", f"{ONE}/ready", well, "Whether it answers.", record("Ready", {})),
-    Route(
-        "POST",
-        f"{ONE}/infer",
-        infer,
-        "Answer queries that come as a tensor by tensors, in JSON or as bytes behind it.",
-        record(
-            "Inferred",
-            {"model_name": TEXT, "model_version": TEXT, "outputs": TENSORS},
-            id=TEXT,
-        ),
-        body=INFER,
-        raw=("application/octet-stream", ""),  # the clients of Triton name no type
-        also=("application/octet-stream",),
-    ),
-]

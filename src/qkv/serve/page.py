@@ -16,8 +16,8 @@ from qkv.page.file import module
 from qkv.page.pack import pack
 from qkv.page.views import views
 from qkv.serve import limits
-from qkv.serve.bodies import COUNT, SHORT, TEXT, record
-from qkv.serve.route import Given, Refused, Route
+from qkv.serve.bodies import COUNT, SHORT, TEXT, body, list_of, record
+from qkv.serve.route import Given, Refused, Route, Routes
 from qkv.serve.served import NAME, Served, options
 
 if TYPE_CHECKING:
@@ -78,8 +78,53 @@ def _static(name: str) -> str:
     return resources.files("qkv.serve").joinpath("static", name).read_text(encoding="utf-8")
 
 
+FILE = ("text/csv", "text/tab-separated-values", "application/octet-stream")
+NAMED = {"type": "string", "pattern": NAME}
+PICKED = list_of(TEXT, minItems=1, maxItems=64)
+CALLED = record("Called", {"result": {}, "buffers": list_of(TEXT)})
+SKIPPED = list_of(
+    record("Skipped", {"why": TEXT, "rows": list_of(COUNT)}),
+    description="Rows that were left out, by their numbers in the file: the first is 1.",
+)
+ROUTES = Routes(
+    [
+        _file("/", "The page.", "text/html", lambda: HTML),
+        _file("/page/qkv.js", "Its module.", "text/javascript", module),
+        _file("/page/boot.js", "What starts it.", "text/javascript", partial(_static, "boot.js")),
+        _file("/page/page.css", "Around it.", "text/css", partial(_static, "page.css")),
+        _file(
+            "/page/reference.css", "How this is set.", "text/css", partial(_static, "reference.css")
+        ),
+    ]
+)
+
+
+@ROUTES(
+    "POST",
+    "/page/call/columns",
+    CALLED,
+    right="upload",
+    body=body("Columns", {"database": TEXT, "key": PICKED}, name=NAMED, value=PICKED),
+    refuses=(409,),
+)
+def columns(served: Served, given: Given) -> Any:
+    """What the page asks to be kept: the rows of a database by another key and value."""
+    return _packed(_answered("columns", served, given.body))
+
+
+@ROUTES(
+    "POST",
+    "/page/call/{call}",
+    CALLED,
+    body={
+        "title": "Call",
+        "type": "object",
+        "properties": {"top": {"type": "integer", "minimum": 1, "maximum": limits.TOP}},
+    },
+    refuses=(404,),
+)
 def call(served: Served, given: Given) -> Any:
-    """A call of the page, answered as a notebook answers it."""
+    """What the page asks, by name."""
     name = given.path["call"]
     if name not in {"views", *calls.CALLS} - KEEPS:
         known = ", ".join(sorted({"views", *calls.CALLS} - KEEPS))
@@ -92,10 +137,6 @@ TABS = 6
 
 KEEPS = {"upload", "columns"}
 """Calls that keep something, and so need more than to read."""
-
-
-def columns(served: Served, given: Given) -> Any:
-    return _packed(_answered("columns", served, given.body))
 
 
 def _answered(name: str, served: Served, args: dict[str, Any]) -> Any:
@@ -138,87 +179,38 @@ def _view(name: str, database: Database) -> list[dict[str, Any]]:
     return [{**view, "title": name, "data": {**view["data"], "database": name}} for view in found]
 
 
+@ROUTES(
+    "POST",
+    "/v1/databases",
+    record("Uploaded", SHORT | {"skipped": SKIPPED}),
+    right="upload",
+    raw=FILE,
+    most=limits.UPLOAD,
+    query={
+        "name": NAMED,
+        "format": {"type": "string", "enum": list(tables.FORMATS)},
+        "key": {**TEXT, "description": "The key's columns, with commas between."},
+        "value": {**TEXT, "description": "The value's columns, with commas between."},
+    },
+    needs=("name", "format"),
+    refuses=(409,),
+)
 def upload(served: Served, given: Given) -> Any:
+    """Read a file's rows into memory, to be asked until the server ends."""
     at = given.at
     how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
     args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
     return {**tables.upload(args, Databases(served)), "uploaded": True}
 
 
+@ROUTES(
+    "DELETE",
+    "/v1/databases/{name}",
+    record("Forgotten", {"name": TEXT}),
+    right="upload",
+    refuses=(409,),
+)
 def forget(served: Served, given: Given) -> Any:
+    """Forget an upload."""
     served.drop(given.kept.name)
     return {"name": given.kept.name}
-
-
-FILE = ("text/csv", "text/tab-separated-values", "application/octet-stream")
-NAMED = {"type": "string", "pattern": NAME}
-PICKED = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 64}
-CALLED = record("Called", {"result": {}, "buffers": {"type": "array", "items": TEXT}})
-SKIPPED = {
-    "type": "array",
-    "items": record("Skipped", {"why": TEXT, "rows": {"type": "array", "items": COUNT}}),
-    "description": "Rows that were left out, by their numbers in the file: the first is 1.",
-}
-ROUTES: list[Route] = [
-    _file("/", "The page.", "text/html", lambda: HTML),
-    _file("/page/qkv.js", "Its module.", "text/javascript", module),
-    _file("/page/boot.js", "What starts it.", "text/javascript", partial(_static, "boot.js")),
-    _file("/page/page.css", "Around it.", "text/css", partial(_static, "page.css")),
-    _file("/page/reference.css", "How this is set.", "text/css", partial(_static, "reference.css")),
-    Route(
-        "POST",
-        "/page/call/columns",
-        columns,
-        "What the page asks to be kept: the rows of a database by another key and value.",
-        CALLED,
-        right="upload",
-        body={
-            "title": "Columns",
-            "type": "object",
-            "properties": {"database": TEXT, "name": NAMED, "key": PICKED, "value": PICKED},
-            "required": ["database", "key"],
-            "additionalProperties": False,
-        },
-        refuses=(409,),
-    ),
-    Route(
-        "POST",
-        "/page/call/{call}",
-        call,
-        "What the page asks, by name.",
-        CALLED,
-        body={
-            "title": "Call",
-            "type": "object",
-            "properties": {"top": {"type": "integer", "minimum": 1, "maximum": limits.TOP}},
-        },
-        refuses=(404,),
-    ),
-    Route(
-        "POST",
-        "/v1/databases",
-        upload,
-        "Read a file's rows into memory, to be asked until the server ends.",
-        record("Uploaded", SHORT | {"skipped": SKIPPED}),
-        right="upload",
-        raw=FILE,
-        most=limits.UPLOAD,
-        query={
-            "name": NAMED,
-            "format": {"type": "string", "enum": list(tables.FORMATS)},
-            "key": {**TEXT, "description": "The key's columns, with commas between."},
-            "value": {**TEXT, "description": "The value's columns, with commas between."},
-        },
-        needs=("name", "format"),
-        refuses=(409,),
-    ),
-    Route(
-        "DELETE",
-        "/v1/databases/{name}",
-        forget,
-        "Forget an upload.",
-        record("Forgotten", {"name": TEXT}),
-        right="upload",
-        refuses=(409,),
-    ),
-]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from qkv.serve.fit import Schema
 from qkv.serve.wire import CELLS
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from qkv.serve.served import Kept, Served
 
 Right = Literal["read", "write", "upload"]
+Method = Literal["GET", "POST", "DELETE"]
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Refused(Exception):
@@ -61,7 +63,7 @@ class Route:
     refusals, beside those that every route has; `also` the media types of an answer in bytes.
     """
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Method
     path: str
     call: Callable[[Served, Given], Any]
     tells: str
@@ -80,3 +82,24 @@ class Route:
     def named(self) -> bool:
         """Whether the path names a database."""
         return "{name}" in self.path
+
+
+class Routes(list[Route]):
+    """A table into which functions enter themselves, each as a route that its docstring tells of.
+
+    >>> routes = Routes()
+    >>> @routes("GET", "/healthz", {}, right=None)
+    ... def health(served, given):
+    ...     '''Whether the server answers.'''
+    >>> routes[0].path, routes[0].tells
+    ('/healthz', 'Whether the server answers.')
+    """
+
+    def __call__(
+        self, method: Method, path: str, answer: Schema, tells: str = "", **more: Any
+    ) -> Callable[[Call], Call]:
+        def enter(call: Call) -> Call:
+            self.append(Route(method, path, call, tells or str(call.__doc__), answer, **more))
+            return call
+
+        return enter
