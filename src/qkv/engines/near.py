@@ -78,16 +78,12 @@ def cannot(call: Call) -> str | None:
         return "it takes one bandwidth for all"
     if fw.gradients and fw.needs_gradient(learned):
         return "it gives no gradient for a learned bandwidth or temperature"
-    return _unreadable(call)
-
-
-def _unreadable(call: Call) -> str | None:
-    if call.fw.tracing(call.query):
+    if fw.tracing(call.query):
         return TRACED
-    if any(call.fw.concrete(x) is None for x in (call.query, call.key, call.value)):
+    if any(fw.concrete(x) is None for x in (call.query, call.key, call.value)):
         return "the numbers are not on the host, where the boxes are laid out"
     narrow = _narrow(call)
-    query, key, value = (call.fw.to_numpy(x) for x in (call.query, call.key, call.value))
+    query, key, value = (fw.to_numpy(x) for x in (call.query, call.key, call.value))
     # A NaN is below nothing.
     in_range = all(float(np.max(np.abs(x))) * narrow < 1e150 for x in (query, key))
     if not (in_range and math.isfinite(np.sum(value, dtype=np.float64))):
