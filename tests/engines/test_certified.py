@@ -19,7 +19,7 @@ from qkv.database.store.snapshot import Snapshot
 from qkv.engines import certified, coded
 from qkv.errors import ArgumentError, CombinationError
 from qkv.weightings import Normalized, Softmax, TopK
-from qkv.weightings.bound import Bound, missing
+from qkv.weightings.bound import Bound
 
 WIDTH = 32
 SCORES = [
@@ -525,7 +525,9 @@ def test_bounds_of_pieces_merge_into_one_of_the_whole(sizes, seed):
         parts.append(Bound(*(np.atleast_1d(x) for x in (top, *sums))))
         nu.append(np.exp(s))
         mu.append(np.exp(s + error))
-    parts.append(missing(3, 1.0))
+    parts.append(
+        Bound(*np.array([[1.0], [0.0], [3.0], [0.0]]))
+    )  # three rows that nobody could read
     nu.append(np.zeros(3))
     mu.append(np.exp(rng.uniform(-3, 1, 3)))
     order = rng.permutation(len(parts))

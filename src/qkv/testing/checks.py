@@ -132,7 +132,7 @@ def gradients(case: Case, fw: Framework, engine: str) -> None:
 def dtype(case: Case, fw: Framework, engine: str, dtype: str) -> None:
     """Sums run in float32 at least: the error is that of rounding the arguments and the result."""
     given = case.made(fw, dtype)
-    want = case.attend(_widened(given), engine="dense")
+    want = case.attend(widened(given), engine="dense")
     with served(case, fw, engine):
         out = case.attend(given, engine=engine)
     assert of(out).dtype(out) == dtype
@@ -140,18 +140,7 @@ def dtype(case: Case, fw: Framework, engine: str, dtype: str) -> None:
     np.testing.assert_allclose(to_numpy(out), want, atol=atol)
 
 
-def dtype_gradients(case: Case, fw: Framework, engine: str, dtype: str) -> None:
-    """As near to the gradients in float64 as rounding the arguments allows."""
-    given = case.made(fw, dtype)
-    wide = {name: fw.make(x) for name, x in _widened(given).items()}
-    with served(case, fw, engine):
-        found = case.gradients(fw, given, engine)
-    for name, got, want in zip(given, found, case.gradients(fw, wide, "dense"), strict=True):
-        error, size = np.linalg.norm(got - want), np.linalg.norm(want) + 1
-        assert error < 2 * TOLERANCE[dtype] * size, f"the gradient of {name} is {error} away"
-
-
-def _widened(arrays: Arrays) -> dict[str, np.ndarray]:
+def widened(arrays: Arrays) -> dict[str, np.ndarray]:
     host = {name: to_numpy(x) for name, x in arrays.items()}
     return {n: x.astype("float64") if x.dtype.kind == "f" else x for n, x in host.items()}
 

@@ -52,9 +52,3 @@ class Bound(NamedTuple):
             found = np.maximum(above, below) * ROUNDED
         known = np.isfinite(found) & np.isfinite(self.total + self.gain + self.loss)
         return np.where(known, np.minimum(found, 1.0), 1.0)
-
-
-def missing(rows: int, most: float | np.ndarray) -> Bound:
-    """The bound of rows that nobody could read, whose scores are at most so high."""
-    top = np.atleast_1d(np.asarray(most, float))
-    return Bound(top, np.zeros_like(top), np.full_like(top, rows), np.zeros_like(top))
