@@ -452,6 +452,11 @@ def test_masks_given_by_hand() -> None:
     out = Attention(score="dot")([q, v], mask=[query_mask, value_mask])
     close(out, keras.layers.Attention()([q, v], mask=[query_mask, value_mask]))
     assert np.abs(to_numpy(out)[0, 1]).max() == 0
+    layer = MultiHeadAttention(num_heads=2, key_dim=3)
+    given = {"query_mask": query_mask, "return_attention_scores": True}
+    alpha = to_numpy(layer(q, v, **given)[1])
+    plain = to_numpy(layer(q, v, return_attention_scores=True)[1])
+    close(alpha, plain * query_mask[:, None, :, None])
 
 
 def test_four_axes_have_masks_too() -> None:

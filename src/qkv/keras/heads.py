@@ -173,6 +173,7 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
         query, value, key = three([query_shape, value_shape, key_shape or value_shape])
         check_shapes(query, value, key)
         super().build(query, value, key)
+        self._query_mask = None
         self._axes = Axes(tuple(self._attention_axes), len(query))
         if not all(0 < axis < len(query) - 1 for axis in self._axes.attended):
             raise ArgumentError(
@@ -181,6 +182,33 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
             )
         self._heads, self._window = self.num_heads, self._sliding_window
         self._build_score(self.key_dim, self.key_dim)
+
+    def call(
+        self,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        # Keras takes the mask that came with the query's tensor, and drops one that is passed.
+        self._query_mask = query_mask
+        masks_given = None, value_mask, key_mask, attention_mask
+        how = return_attention_scores, training, use_causal_mask
+        try:
+            return super().call(query, value, key, *masks_given, *how)
+        finally:
+            self._query_mask = None
+
+    def _compute_attention_mask(self, *args: Any, **given: Any) -> masks.Mask | None:
+        if self._query_mask is not None:
+            given["query_mask"] = self._query_mask
+        return super()._compute_attention_mask(*args, **given)
 
     def compute_output_spec(
         self,
