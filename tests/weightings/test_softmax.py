@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 from qkv import weightings
-from qkv.errors import DtypeError
+from qkv.errors import CombinationError, DtypeError
 
 
 def test_the_temperature_s_gradient_does_not_meet_dead_scores():
@@ -65,6 +65,31 @@ def test_weights_of_whole_rows_alone_are_not_taken_for_those_of_blocks():
     np.testing.assert_allclose(Whole()(x), weightings.Softmax()(x))
     with pytest.raises(NotImplementedError, match="Whole weighs whole rows only: write `weight`"):
         Whole().weight(x[:, :20], None, np.arange(20)[None], ())
+    x = np.random.default_rng(0).normal(size=(600, 4))  # a call in blocks, if it could
+    np.testing.assert_allclose(qkv.attend(x, x, x, weighting=Whole()), qkv.attend(x, x, x))
+    with pytest.raises(CombinationError, match="Whole weighs whole rows only: write `weight`"):
+        qkv.Database(x, x).attend(x, weighting=Whole())
+
+
+@pytest.mark.parametrize("base", [weightings.Weighting, weightings.Sigmoid])
+def test_weights_without_a_slope_of_their_own_have_their_gradient_whole(base):
+    torch = pytest.importorskip("torch")
+
+    class Squared(base):
+        def weights(self, scores, live, k):
+            return scores * scores
+
+        def weight(self, scores, live, k, found):
+            return self.weights(scores, live, k)
+
+    x = torch.randn(600, 4, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(qkv.attend(x, x, x, weighting=Squared()).sum(), x)[0]
+    want = torch.autograd.grad(((x @ x.T / 2) ** 2 @ x).sum(), x)[0]
+    torch.testing.assert_close(found, want)
+    out = qkv.Database(np.eye(3), np.eye(3)).attend(torch.eye(3, requires_grad=True), score="dot",
+                                                  weighting=Squared())  # fmt: skip
+    with pytest.raises(CombinationError, match=r"Squared has no `slope`.*write it"):
+        out.sum().backward()
 
 
 def test_a_weight_of_its_own_score_alone_may_be_written_anew():

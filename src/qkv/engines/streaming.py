@@ -56,6 +56,11 @@ def cannot(call: Call) -> str | None:
     fw = call.fw
     if None in (*fw.shape(call.query), *fw.shape(call.key)):
         return UNKNOWN
+    lacks = call.weighting.lacks(False)
+    if lacks is None and (lacks := call.weighting.lacks(True)):
+        lacks = lacks if fw.needs_gradient(tree.leaves(fw, call)) else None
+    if lacks:
+        return lacks
     if any(fw.captures_unseen(function) for function in functions_in(call.score)):
         return (
             f"the score is a function that holds arrays, whose gradient {fw.name} would lose in "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from qkv.arrays import of, tree
 from qkv.arrays.base import Framework
-from qkv.errors import DtypeError
+from qkv.errors import CombinationError, DtypeError
 from qkv.scores import Score
 from qkv.types import Array, Keep, Live, Shape, Span
 
@@ -30,6 +30,10 @@ class Fold(Protocol):
         merge: Callable[[State, State], State],
         init: Callable[[Array], State],
     ) -> State: ...
+
+
+class Unwritten(CombinationError, NotImplementedError):
+    """A call needs a step that the weighting's class does not write."""
 
 
 class Weighting(tree.Record):
@@ -63,6 +67,9 @@ class Weighting(tree.Record):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        owner: Any = next(x for x in cls.__mro__ if "slope" in vars(x))
+        if "weights" in vars(cls) and owner is not cls and owner.weights is not Weighting.weights:
+            setattr(cls, "slope", Weighting.slope)  # noqa: B010  # the base's is of other weights
         if "weights" not in vars(cls) or not vars(cls).keys().isdisjoint(STEPS):
             return
         if cls.weight not in (Weighting.weight, Alone.weight):
@@ -154,6 +161,21 @@ class Weighting(tree.Record):
         left out; None where they do not stay in proportion."""
         return None
 
+    def lacks(self, learning: bool) -> str | None:
+        """Why its rows must be whole, with a gradient or without: a step that is not written."""
+        kind, name = type(self), type(self).__name__
+        if kind.weight is Weighting.weight and (learning or kind.lift is Weighting.lift):
+            return (
+                f"{name} weighs whole rows only: write `weight`, and the other steps of "
+                "`qkv.weightings.Weighting`, for rows that come in blocks or from several shards"
+            )
+        if learning and self.smooth and kind.slope is Weighting.slope:
+            return (
+                f"{name} has no `slope`, by which a gradient goes back through rows that come in "
+                "blocks: write it, ∂L/∂score of ∂L/∂α, or `smooth = False` where there is none"
+            )
+        return None
+
     def among(self, count: int) -> Weighting:
         """The weighting that gives the same where there are no more keys than this."""
         return self
@@ -185,16 +207,13 @@ class Weighting(tree.Record):
 
     def weight(self, scores: Array, live: Live, k: Array, found: State) -> Array:
         """The weights of one block, once the row is known."""
-        raise NotImplementedError(
-            f"{type(self).__name__} weighs whole rows only: write `weight`, and the other steps of "
-            "`qkv.weightings.Weighting`, for rows that come in blocks or from several shards"
-        )
+        raise Unwritten(self.lacks(False))
 
     def slope(
         self, scores: Array, weight: Array, along: Array, centre: Array, found: State
     ) -> Array:
         """The gradient of the block's scores: `along` is ∂L/∂α, `centre` (…, r, 1) is c·∂L/∂out."""
-        raise NotImplementedError(f"{type(self).__name__} does not define this")
+        raise Unwritten(self.lacks(True))
 
     def lse_of(self, scores: Array, live: Live, k: Array) -> Array:
         """log Σ exp(score) (…, n, 1), literally."""
