@@ -20,6 +20,7 @@ from qkv.errors import (
     QkvError,
     ShapeError,
     printable,
+    unknown,
 )
 
 Q, K, V = np.ones((4, 3)), np.ones((6, 3)), np.ones((6, 2))
@@ -773,3 +774,8 @@ def test_a_bound_beyond_all_positions_is_none(far: int) -> None:
 def test_one_thing_in_the_place_of_another_is_named(call, says) -> None:
     with pytest.raises(QkvError, match=says):
         call()
+
+
+def test_known_names_with_blanks_are_shown_with_them() -> None:
+    told = "unknown column 'name': did you mean 'name '? Known: ' age', 'name ', town."
+    assert str(unknown("column", "name", ["name ", " age", "town"])) == told

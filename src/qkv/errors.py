@@ -128,7 +128,8 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     near = difflib.get_close_matches(str(name)[:80].lower(), known, n=1, cutoff=0.4)
     hint = f": did you mean {near[0]!r}?" if near else "."
     told = told if len(told) <= 80 else f"{told[:79]}…"
-    names = ", ".join(name if name.isprintable() else repr(name) for name in known)
+    bare = (name.isprintable() and name == name.strip() for name in known)
+    names = ", ".join(name if x else repr(name) for name, x in zip(known, bare, strict=True))
     return ArgumentError(f"unknown {kind} {told}{hint} Known: {names}.{more}")
 
 

@@ -37,6 +37,7 @@ TUPLES = qkv.Database.from_columns({"a": ["x", "y"], "b": ["p", "q"], "v": [1, 2
         (TEXT, "", ArgumentError, "^query 0 is empty.*: say what to look for$"),
         (TEXT, ["a", " \n"], ArgumentError, "^query 1 is empty"),
         (TUPLES, "", ArgumentError, "^query 0 is empty"),
+        (TUPLES, {}, ArgumentError, "^query 0 is empty.*: say what to look for in 'a' or 'b'$"),
         (NUMBERS, "a", DtypeError, "^query 0 must be a number, not 'a'$"),
         (NUMBERS, [1, "a"], DtypeError, "^query 1 must be a number"),
         (NUMBERS, 10**400, ArgumentError, "^query 0 is a number of about 401 digits: too large"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from qkv.errors import QkvError
+
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where this package lies."""
 
 
 class Damaged(QkvError, OSError):
@@ -99,6 +105,14 @@ def skip(fault: SkippedRows, stacklevel: int) -> None:
         warnings.warn(fault, stacklevel=stacklevel + 1)
     else:
         told.append(fault)
+
+
+def warn(told: str, kind: type[Warning]) -> None:
+    """Warn at the line that called qkv, however deep below it this is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(told, kind, stacklevel=level)
 
 
 class MixedColumn(UserWarning):

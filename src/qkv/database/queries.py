@@ -38,7 +38,7 @@ class Asking(How, total=False):
 
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
-    kind = view.schema.key_kind
+    kind, names = view.schema.key_kind, view.schema.key
     if kind == "date" and is_array(query) and (times := to_numpy(query)).dtype.kind == "M":
         query = times.astype("M8[us]").tolist()
     if kind == "vector" or (is_array(query) and kind != "number"):
@@ -70,6 +70,9 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             if not one.strip() and not view.find(one) and not view.encoder.any_query:
                 told = "and every row would match it alike"
                 raise ArgumentError(f"query {i} is empty, {told}: say what to look for")
+        elif isinstance(one, dict) and not one and (len(names) > 1 or not view.find(one)):
+            told = f"query {i} is empty, and every row would match it alike: say what to look for"
+            raise ArgumentError(f"{told} in {' or '.join(map(repr, names))}")
         elif kind == "text" and not view.encoder.any_query:
             told = f"not {cells.shown(one)} ({type(one).__name__})"
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")

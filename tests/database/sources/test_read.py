@@ -135,8 +135,10 @@ def test_decimal_commas_of_many_files(tmp_path):
 )
 def test_a_first_line_of_numbers_above_numbers_is_told_of(tmp_path, text, names):
     path = write(tmp_path, "t.csv", text)
-    with pytest.warns(NoHeader, match="line 1 looks like a row, not like names: .* names="):
+    told = "line 1 looks like a row, not like names: .* names="
+    with pytest.warns(NoHeader, match=told) as found:
         assert len(read(path)) == 1
+    assert [x.filename for x in found] == [__file__]  # the line that called
     assert len(read(path, names=list(names))) == 2
 
 

@@ -6,13 +6,12 @@ import csv
 import io
 import re
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-from qkv.database.faults import NoHeader
+from qkv.database.faults import NoHeader, warn
 from qkv.database.sources import files
 from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed
 from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
@@ -72,19 +71,19 @@ def read(
             file=file,
             line=line,
         )
-    row = not lines.names and is_row(names, [cells for _, cells in columns], lines.missing)
+    found, cells = dict(columns), [cells for _, cells in columns]
+    if delimiter == ";" and len(found) == len(columns):
+        found = pointed(found, lines.missing)
+        cells = [*found.values()]
+    row = not lines.names and is_row(names, cells, lines.missing)
     check_names(names, file, line, f"; if this is a row, {_NAMES}" if row else "")
     if progress is not None:
         progress(len(text), len(text))
     if not columns[0][1]:
         raise no_rows(file)
-    found = dict(columns)
-    if delimiter == ";":
-        found = pointed(found, lines.missing)
-        row = not lines.names and is_row(names, [*found.values()], lines.missing)
     if row:
         told = f"{file}, line {line} looks like a row, not like names: if it is one, {_NAMES}"
-        warnings.warn(told, NoHeader, stacklevel=2)
+        warn(told, NoHeader)
     return Table(name, found if lines.text else typed(found, lines.missing))
 
 

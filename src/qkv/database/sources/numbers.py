@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from qkv.database.faults import MixedColumn
+from qkv.database.faults import MixedColumn, warn
 
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Up to 17 digits and a point: a float keeps them.
@@ -69,11 +68,10 @@ def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str,
         if words:
             told = f"column {name!r} is text for {sum(words.values()):,} of {len(cells):,} cells"
             named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*words][:3]]
-            warnings.warn(
+            warn(
                 f"{told} that are no numbers, such as {', '.join(named)}: name such words as "
                 "missing, if that is what they mean",
                 MixedColumn,
-                stacklevel=2,
             )
     return found
 
@@ -102,7 +100,7 @@ def pointed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[st
             text = commas[name]
             either = f"{text!r} may be {text.replace(',', '.')} or {text.replace(',', '')}"
             told = f"column {name!r} is text: {either}, so write which"
-            warnings.warn(told, MixedColumn, stacklevel=2)
+            warn(told, MixedColumn)
         return dict(columns)
     marks = str.maketrans({".": None, ",": "."})
     return {
