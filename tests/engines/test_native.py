@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -270,3 +272,60 @@ def test_a_nan_among_the_few_keys_that_a_mask_leaves_is_not_hidden():
     key[0, 64] = float("nan")
     out = qkv.attend(query, key, value, mask=seen)
     assert torch.isnan(out[0]).all() and torch.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "booleans", "floats"])
+def test_a_gradient_of_torchs_kernel_can_be_differentiated_whatever_came_before(mask):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 18, 8, dtype=torch.float64, requires_grad=True)
+    if mask == "booleans":
+        mask = torch.rand(18, 18) < 0.7
+        mask[3] = False
+    elif mask == "floats":
+        mask = torch.randn(18, 18, dtype=torch.float64)
+
+    def slopes(engine, before):
+        out = qkv.attend(x, 2 * x, x.sin(), mask=mask, engine=engine)
+        for created in before:  # the kernel's node is met, and in one of them not run
+            torch.autograd.grad(out.sum(), out, retain_graph=True, create_graph=created)
+            torch.autograd.grad(out.sum(), x, retain_graph=True, create_graph=created)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return slope, *torch.autograd.grad(slope.square().sum(), x)
+
+    want = slopes("dense", ())
+    for before in (), (False,), (True, True):
+        torch.testing.assert_close(slopes("native", before), want)
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(slopes("native", ()), want)
+
+
+@pytest.mark.parametrize("created", [False, True])
+def test_nothing_outlives_a_gradient_of_torchs_kernel(created):
+    torch = pytest.importorskip("torch")
+    x = torch.randn(1, 2, 18, 8, requires_grad=True)
+    query = 2 * x
+    held = weakref.ref(query)
+    gc.disable()
+    try:
+        slope = torch.autograd.grad(qkv.attend(query, x, x).sum(), x, create_graph=created)
+        del query, slope
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("n", [16, 128])
+def test_one_value_behind_the_causal_mask_does_not_leak(n, learned, number):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 8, n, 64)
+    value[0, 3, 9, 2] = number
+    for x in (query, key, value):
+        x.requires_grad_(learned)
+    found = qkv.attend(query, key, value, mask=masks.causal)
+    want = qkv.attend(query, key, value, mask=masks.causal, engine="dense")
+    assert found[0, 3, :9].isfinite().all() and not found[0, 3, 9:, 2].isfinite().any()
+    torch.testing.assert_close(found, want, equal_nan=True)
