@@ -11,8 +11,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 
 from qkv import scores
-from qkv.arrays import framework, of, to_numpy, tree
+from qkv.arrays import KNOWN, framework, of, to_numpy, tree
 from qkv.arrays.rows import Rows, Weighed, taken
+from qkv.arrays.tree import KIND
 from qkv.engines import certified, sharded, stored, streaming
 from qkv.engines import nearest as best
 from qkv.engines import plan as plans
@@ -21,6 +22,7 @@ from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
 from qkv.errors import DtypeError, FrameworkError
 from qkv.masks import MaskLike
+from qkv.names import EDITION
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
@@ -138,9 +140,22 @@ def attend(
     flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
-    kind, plan = plans.find(query, key, value, score, weighting, mask, flags)
+    fw, kind, plan = KNOWN.get(type(query)), None, None
+    sign = None if fw is None else fw.signature(query, key, value)
+    if sign is not None and type(score) is type(weighting) is str:
+        rule = None if mask is None else getattr(mask, KIND, mask)
+        if rule is not mask or mask is None:  # as most calls are: what `find` does, without it
+            try:
+                plan = plans.SEEN.get((sign, score, weighting, rule, flags, EDITION[0]))
+            except TypeError:  # a flag that is none: the check of the arguments says so
+                sign = None
+    if plan is None:
+        kind, plan = plans.find(query, key, value, score, weighting, mask, flags, sign)
     if plan is not None:
-        found = plan.run(query, key, value, score, weighting, mask, seed)
+        if plan.bare is not None:
+            found = plan.bare(query, key, value)
+        else:
+            found = plan.run(query, key, value, score, weighting, mask, seed)
         if found is not None:
             return found
     how = (mask, dropout_p, seed, tolerance)
@@ -255,9 +270,7 @@ def _looked(
     known = _known(door, options, Options.__optional_keys__)
     filled = {**(attend.__kwdefaults__ or {}), **known}
     score, weighting, mask = (filled[name] for name in ("score", "weighting", "mask"))
-    p, seed, tolerance, engine = (
-        filled[name] for name in ("dropout_p", "seed", "tolerance", "engine")
-    )
+    p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))
     flags: plans.Kind = (p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)

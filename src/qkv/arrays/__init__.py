@@ -34,7 +34,7 @@ ROOTS = {
 # into a number that it does not know yet.
 _NAMES: dict[type, str | None] = dict.fromkeys((int, float, bool, str, tuple, list, type(None)))
 _FRAMEWORKS: dict[str, Framework] = {}
-_OF: dict[type, Framework | None] = {type(None): None}
+KNOWN: dict[type, Framework | None] = {type(None): None}
 
 
 def _name(x: object) -> str | None:
@@ -58,7 +58,7 @@ def framework(name: str) -> Framework:
             framework("numpy")
         _FRAMEWORKS[name] = _adapter(name)
         _NAMES.update(dict.fromkeys(_FRAMEWORKS[name].kinds, name))
-        _OF.update(dict.fromkeys(_FRAMEWORKS[name].kinds, _FRAMEWORKS[name]))
+        KNOWN.update(dict.fromkeys(_FRAMEWORKS[name].kinds, _FRAMEWORKS[name]))
     return _FRAMEWORKS[name]
 
 
@@ -82,11 +82,11 @@ def is_array(x: object) -> bool:
 
 def framework_of(x: object) -> Framework | None:
     """The framework an array belongs to, None for anything else."""
-    found = _OF.get(type(x))
+    found = KNOWN.get(type(x))
     if found is None:
         name = _name(x)
         if name is not None:
-            found = _OF[type(x)] = framework(name)
+            found = KNOWN[type(x)] = framework(name)
     return found
 
 
@@ -96,7 +96,7 @@ def of(x: Array) -> Framework:
     >>> of(np.ones(3)).name
     'numpy'
     """
-    found = _OF.get(type(x)) or framework_of(x)
+    found = KNOWN.get(type(x)) or framework_of(x)
     if found is None:
         raise DtypeError(
             f"expected an array of {', '.join(sorted(set(ROOTS.values()) - {'strict'}))}, "

@@ -10,6 +10,7 @@ from typing import Any
 import array_api_compat.torch
 import numpy as np
 import torch
+from torch import compiler
 from torch.autograd import forward_ad
 
 from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
@@ -21,7 +22,7 @@ from qkv.types import Array, Arrays, Live, Slopes
 _AS_IT_IS = nullcontext()
 
 # Asked in every call, so under names that are found at once.
-_compiles: Callable[[], bool] = torch.compiler.is_compiling
+_compiles: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _traced: Callable[[], bool] = torch._C._is_tracing
@@ -31,7 +32,8 @@ _record: Callable[[bool], None] = torch._C._set_grad_enabled
 
 def _tracing() -> bool:
     return (
-        _compiles()  # compile, export
+        _compiles()
+        or compiler._is_compiling_flag  # export
         or _transforms()
         or forward_ad._current_level >= 0
         or _modes() > 0  # make_fx, fake tensors
@@ -156,7 +158,15 @@ class Torch(Framework):
         return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if _tracing() or _autocasts():
+        if (  # as `_tracing` asks, without a call of it
+            _compiles()
+            or compiler._is_compiling_flag
+            or _transforms()
+            or forward_ad._current_level >= 0
+            or _modes()
+            or _traced()
+            or _autocasts()
+        ):
             return None
         last = key if value is None else value
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkv import arrays
 from qkv.arrays.base import Framework
@@ -16,6 +17,15 @@ from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, At, Block, Live, Shape, Span, derived
 from qkv.weightings import Weighting
 from qkv.weightings.base import of_rows
+
+
+class Bare(NamedTuple):
+    """What an engine does with calls that are nothing but three arrays: `of(query, key, value)`."""
+
+    of: Callable[[Array, Array, Array], Any]
+
+    def run(self, query: Array, key: Array, value: Array, *_: Any) -> Any:
+        return self.of(query, key, value)
 
 
 @dataclass(frozen=True)

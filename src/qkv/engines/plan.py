@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from qkv import masks
 from qkv.arrays import framework_of, tree
 from qkv.arrays.tree import KIND
-from qkv.engines.call import Call, results
+from qkv.engines.call import Bare, Call, results
 from qkv.engines.choose import Choice
 from qkv.engines.request import bias_of, resolved, seed_of
 from qkv.errors import QkvError
@@ -27,13 +27,15 @@ Kind = tuple[Hashable, ...]
 
 
 class Plan(NamedTuple):
-    """`run(query, key, value, score, weighting, mask, seed)`: the results, or None: choose anew."""
+    """`run(query, key, value, score, weighting, mask, seed)`: the results, or None: choose anew.
+    `bare(query, key, value)` is the same where there is nothing else to know."""
 
     choice: Choice
     run: Callable[..., Any]
+    bare: Callable[[Array, Array, Array], Any] | None = None
 
 
-_SEEN: dict[Kind, Plan] = {}
+SEEN: dict[Kind | None, Plan] = {}
 _KINDS: dict[Kind, Plan] = {}
 
 
@@ -45,11 +47,13 @@ def find(
     weighting: Any,
     mask: Any,
     flags: tuple[Hashable, ...],
+    sign: Any = None,
 ) -> tuple[Kind | None, Plan | None]:
     """All that a choice hangs on, with exact shapes, None for what cannot be told by that; and the
-    plan for calls of this kind, where one is kept."""
+    plan for calls of this kind, where one is kept. `sign` is the arrays' signature, if known."""
     fw = framework_of(query)
-    sign = None if fw is None else fw.signature(query, key, value)
+    if sign is None and fw is not None:
+        sign = fw.signature(query, key, value)
     if fw is None or sign is None:
         return None, None
     try:
@@ -63,14 +67,14 @@ def find(
         return None, None
     kind = sign, score, weighting, mask, flags, EDITION[0]
     try:
-        plan = _SEEN.get(kind)
+        plan = SEEN.get(kind)
     except TypeError:  # a flag that is none: the check of the arguments says so
         return None, None
     if plan is None:
         wide = _class_of(kind)
         plan = None if wide is None else _KINDS.get(wide)
         if plan is not None:
-            _put(_SEEN, kind, plan)
+            _put(SEEN, kind, plan)
     return kind, plan
 
 
@@ -79,15 +83,16 @@ def keep(kind: Kind, call: Call, choice: Choice) -> Plan | None:
     looks = getattr(choice.engine, "looks", None)
     if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)):
         return None
-    plan = Plan(choice, _bound(call, choice, kind))
-    _put(_SEEN, kind, plan)
+    run = _bound(call, choice, kind)
+    plan = Plan(choice, run) if not isinstance(run, Bare) else Plan(choice, run.run, run.of)
+    _put(SEEN, kind, plan)
     wide = _class_of(kind)
     if wide is not None:
         _put(_KINDS, wide, plan)
     return plan
 
 
-def _put(table: dict[Kind, Plan], kind: Kind, plan: Plan) -> None:
+def _put(table: dict[Any, Plan], kind: Kind, plan: Plan) -> None:
     if len(table) >= MOST:
         table.clear()
     table[kind] = plan
@@ -114,7 +119,7 @@ def _class_of(kind: Kind) -> Kind | None:
     return leads, widths, n.bit_length(), m.bit_length(), rest, score, weighting, mask, *flags
 
 
-def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
+def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any] | Bare:
     """The chosen engine as a function of the arguments of `attend`."""
     fw, engine = call.fw, choice.engine
     learned, masked = tree.has_arrays(kind[1:3]), tree.has_arrays(kind[3])
@@ -122,7 +127,7 @@ def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any]:
     plain = not (call.dropout or call.wants_lse or call.wants_weights)
     plain = plain and (bare or not masked) and call.bias is None
     if plain and call.value is not None and hasattr(engine, "direct") and not fw.equal_spans:
-        direct: Callable[..., Any] | None = engine.direct(call)
+        direct: Callable[..., Any] | Bare | None = engine.direct(call)
         if direct is not None:
             return direct
     run = choice.bind(call)

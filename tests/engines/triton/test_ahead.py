@@ -61,7 +61,7 @@ def met(monkeypatch):
             monkeypatch.setattr(module, name, Ready(getattr(module, name), early, late))
     for name in ("COMPILED", "MADE"):
         monkeypatch.setattr(launch, name, {})
-    for name in ("_SEEN", "_KINDS"):
+    for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "processors", lambda device: 1)
@@ -144,7 +144,7 @@ def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
 
 
 def test_warm_keeps_a_plan_where_nothing_is_compiled(monkeypatch):
-    for name in ("_SEEN", "_KINDS"):
+    for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     arrays = [x.detach() for x in arrays_of()]
     assert qkv.warm(*arrays, weighting="sigmoid").planned

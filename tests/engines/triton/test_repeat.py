@@ -86,7 +86,7 @@ def counted(monkeypatch):
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     for name in ("COMPILED", "MADE"):
         monkeypatch.setattr(launch, name, {})
-    for name in ("_SEEN", "_KINDS"):
+    for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(ahead, "compile_all", lambda known: None)
     monkeypatch.setattr(launch, "interpreted", lambda: False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from qkv.arrays import is_array
 from qkv.engines import streaming
-from qkv.engines.call import Call
+from qkv.engines.call import Bare, Call
 from qkv.scores import Dot, ScaledDot
 from qkv.types import Array
 from qkv.weightings import Softmax
@@ -85,7 +85,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, None, None] | None]:
     return bound
 
 
-def direct(call: Call) -> Callable[..., Array | None] | None:
+def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     """The same of the three arrays alone, for a kind that is nothing but them."""
     return _kernels(call).direct(call)  # type: ignore[no-any-return]
 

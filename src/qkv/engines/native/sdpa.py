@@ -13,12 +13,14 @@ from qkv.arrays import threads, tree
 from qkv.arrays.torch import HALF, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
-from qkv.engines.call import Call
+from qkv.engines.call import Bare, Call
 from qkv.engines.native import backends, spans
 from qkv.engines.native.kernel import HIDES, as_mask, four_axes, kernel, smooth
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.types import Array, Arrays, Slopes
+
+record: Callable[[bool], None] = torch._C._set_grad_enabled
 
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
@@ -30,7 +32,7 @@ TILED, LEARNED = 2**14, 2**16
 """Scores of a head from which on our kernels are quicker under a mask on CUDA; with a gradient."""
 
 FEW = 2**15
-"""Numbers of an output that are looked at sooner than its last rows are cut out."""
+"""Numbers of an output that are looked at sooner than its last row is cut out."""
 
 
 def cannot(call: Call) -> str | None:
@@ -145,7 +147,7 @@ def guarded(call: Call) -> Array | None:
     return out if finite(*looked) else None
 
 
-def direct(call: Call) -> Callable[..., Array | None] | None:
+def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     """SDPA itself, for calls of this kind that are just what it takes."""
     causal, bare = is_causal(call.rule), None
     if call.rule is not None and not causal:
@@ -167,28 +169,40 @@ def direct(call: Call) -> Callable[..., Array | None] | None:
         sdpa = partial(sdpa, scale=scale)
     learning, short = call.fw.needs_gradient(arrays), call.m < HIDES
     if call.rule is None and not (learning or short):
-        return lambda query, key, value, score, weighting, mask, seed: sdpa(query, key, value)
-    alone = call.rule is None
-    last = causal and call.m <= call.n and call.query.numel() > FEW
+        return Bare(sdpa)
+    alone, few = call.rule is None, call.query.numel() <= FEW
+    # The last query sees every key: what leaks past a causal mask to others is there too.
+    last = causal and call.m <= call.n and not few
 
-    def careful(
-        query: Array, key: Array, value: Array, score: Any, weighting: Any, mask: Any, seed: Any
-    ) -> Array | None:
+    def careful(query: Array, key: Array, value: Array, mask: Any = None) -> Array | None:
         if short and not finite(query, key):
             return None
-        mask = None if causal else mask
         out = sdpa(query, key, value, mask, 0.0, causal)
         if learning:
             smooth(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
-        # The last query sees every key: what leaks past a causal mask to others is there too.
-        shown = out.detach().select(2, -1) if last else out
-        if not learning:
-            return out if math.isfinite(shown.sum()) else None
-        return out if finite(shown, key, *(() if causal else (query,))) else None
+        if learning:
+            return out if _clear(out, last, (key,) if causal else (key, query)) else None
+        if few:  # what leaks is NaN, and of a few the largest number is found soonest
+            top = out.max().item()
+            return out if top == top else None
+        return out if math.isfinite((out.select(2, -1) if last else out).sum()) else None
 
-    return careful
+    if alone or causal:
+        return Bare(careful)
+    return lambda query, key, value, score, weighting, mask, seed: careful(query, key, value, mask)
+
+
+def _clear(out: Array, last: bool, spoils: Sequence[Array]) -> bool:
+    """Whether no number of the output, or of its last row, is NaN, and all of those that may spoil
+    a gradient are finite."""
+    record(False)  # no graph of what is only looked at
+    try:
+        top = (out.select(2, -1) if last else out).max().item()
+        return top == top and all(math.isfinite(x.sum().item()) for x in spoils)
+    finally:
+        record(True)
 
 
 def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
