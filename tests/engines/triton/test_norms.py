@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import qkv
-from qkv import masks, scores
-from qkv.engines.request import request
-from qkv.engines.triton import columns, norms
+from qkv.engines.triton import norms
 from qkv.errors import DtypeError, EngineError, ShapeError
 from qkv.scores import product
 
@@ -57,47 +54,6 @@ def test_square(shape, dtype):
     want, slope = wanted(lambda x: -0.5 * (x * x).sum(-1, keepdim=True), x, grad)
     close(out.detach(), want, torch.float32)
     close(torch.autograd.grad(out, x, grad)[0], slope, dtype)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_gaussian_by_columns():
-    """By torch's own kernel: rows with ones behind them, and keys with their squares."""
-    query, key, value = (given((2, h, 37, 32), torch.bfloat16, h) for h in (4, 4, 2))
-    key, value = key.transpose(1, 2).contiguous().transpose(1, 2)[:, :2], value
-    wide = norms.widened(key, True)
-    assert (wide[..., :32] == key).all() and not wide[..., 35:].any()
-    close(wide[..., 32:35].double().sum(-1), -0.5 * key.double().square().sum(-1), torch.float32)
-    one = norms.widened(query, False)
-    assert (one[..., 32:35] == 1).all() and not one[..., 35:].any()
-    got = columns.attend(query, key, value, 0.3)
-    how = {"score": scores.Gaussian(0.3**-0.5), "engine": "dense"}
-    want = qkv.attend(*(x.double() for x in (query, key, value)), **how)
-    assert (got.double() - want).norm() < 4e-3 * want.norm()
-    key[0, 0, 3] = torch.inf  # as the square of it is
-    assert norms.widened(key, True)[0, 0, 3, 32:35].tolist() == [-torch.inf, 0, 0]
-
-
-@pytest.mark.parametrize("large", [True, False])
-def test_which_gaussians_go_by_columns(large, monkeypatch):
-    monkeypatch.setattr(columns, "WIDTH", 32)
-    monkeypatch.setattr(columns.backends, "WORTH", 2**10 if large else 2**40)
-    monkeypatch.setattr(columns.launch, "copy_engine", lambda device: True)
-    x = given((2, 4, 20, 32), torch.bfloat16)
-
-    def bound(score="gaussian", weighting="softmax", mask=None, x=x):
-        return columns.bound(request(x, x, x, score, weighting, mask, 0.0, None, None))
-
-    assert (bound(scores.Gaussian(2.0)) is not None) == large
-    for how in (
-        {"score": "dot"},
-        {"score": scores.Gaussian(torch.tensor(2.0, dtype=torch.bfloat16))},
-        {"weighting": "entmax15"},
-        {"mask": masks.causal},
-        {"x": x.half()},
-        {"x": x[..., :16]},
-        {"x": x.clone().requires_grad_()},
-    ):
-        assert bound(**how) is None
 
 
 @pytest.mark.parametrize("size", [1e38, 1e16, 1e-16, 1e-30, 1e-42])

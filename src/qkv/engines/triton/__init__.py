@@ -133,10 +133,6 @@ def describe(call: Call) -> str:
         if call.fw.dtype(call.query) == "float32":
             return "tanh itself, tile by tile"
         return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
-    from qkv.engines.triton import columns
-
-    if columns.bound(call) is not None:
-        return "its squares as columns beside the keys, by torch's own kernel"
     return "dot products tile by tile, no n × m matrix"
 
 
@@ -149,15 +145,12 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
-    from qkv.engines.triton import columns, ops, thresholds
+    from qkv.engines.triton import ops, thresholds
     from qkv.engines.triton.arguments import Numbers
     from qkv.engines.triton.records import Arrays
 
     if _is_plain_additive(call):
         return _together(_additive)
-    whole = columns.bound(call)
-    if whole is not None:
-        return _together(lambda call: (whole(call.query, call.key, call.value), None, None))
     weighting = WEIGHTINGS[type(call.weighting)]
     found = lowering(call)
     expanded = is_narrow(call) and isinstance(found[0], Expanded)
@@ -287,12 +280,8 @@ def waits(call: Call) -> str:
 
 def direct(call: Call) -> Callable[..., Array] | None:
     """What makes the launches of calls without a gradient again, where φ and ψ are q and k."""
-    from qkv.engines.triton import columns
     from qkv.engines.triton.operators import PLAIN
 
-    whole = columns.bound(call)
-    if whole is not None:
-        return whole
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
     if call.fw.needs_gradient(arrays) or any(type(x) not in PLAIN for x in arrays):

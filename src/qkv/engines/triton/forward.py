@@ -9,6 +9,7 @@ No kernel uses atomics: a sum has one program.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -281,8 +282,25 @@ def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, kept
 
 
+@cache
+def _hopper(device: torch.device) -> Any:
+    """The module of kernels for Hopper; None on others, and where Triton has another Gluon."""
+    known = [3, 6] <= [int(x) for x in triton.__version__.split(".")[:2]] <= [3, 9]
+    if not known or launch.interpreted() or device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    from qkv.engines.triton import hopper
+
+    return hopper
+
+
 def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
     """Fill out, lse and kept; the launch, if it is one and none of its arrays are made for it."""
+    hopper = _hopper(out.device)
+    if hopper is not None and hopper.fits(call):
+        made: Launch | None = hopper.pool(call, out, lse, kept)
+        return made
     packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)

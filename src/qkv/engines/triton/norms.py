@@ -1,5 +1,4 @@
-"""x / ‖x‖ and factor · ‖x‖² of each row, as torch operators that pass over the memory once; and
-rows with −‖x‖²/2 behind them, for a kernel that knows products alone.
+"""x / ‖x‖ and factor · ‖x‖² of each row, as torch operators that pass over the memory once.
 
 Rows are the last axis, of any width; any axes may lead, in any order in memory. Numbers are
 bfloat16, float16 or float32, and the arithmetic is float32. A program holds a few rows whole.
@@ -20,9 +19,6 @@ from qkv.errors import DtypeError, ShapeError
 
 TILE = 4096
 """Numbers that a program takes, unless one row is wider."""
-
-ROOM = 16
-"""Columns behind a row that is widened: three are used, and rows still begin evenly."""
 
 
 @triton.jit
@@ -80,29 +76,6 @@ def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, row
 
 
 @launched
-def _widen_kernel(x, out, x_b, x_h, x_m, heads, length, rows, F: tl.constexpr):
-    """Rows of x (B, H, m, W) as they lie, W a power of 2, and behind them ROOM columns."""
-    row, _, inside = _place(rows, F)
-    lane = row // length
-    start = lane // heads * x_b + lane % heads * x_h + row % length * x_m
-    column = tl.arange(0, F.BLOCK)[None, :]
-    y = tl.load(x + start[:, None] + column, mask=inside, other=0.0)
-    line = (out + row * (F.W + F.ROOM))[:, None]
-    tl.store(line + column, y, mask=inside)
-    y = y.to(tl.float32)
-    rest = -0.5 * tl.sum(y * y, 1)[:, None]
-    column = tl.arange(0, F.ROOM)[None, :]
-    behind = tl.where(column < 3, 1.0, 0.0) + tl.zeros((F.ROWS, F.ROOM), tl.float32)
-    if F.SQUARED:
-        behind = tl.zeros((F.ROWS, F.ROOM), tl.float32)
-        for i in tl.static_range(3):
-            piece = rest.to(out.dtype.element_ty).to(tl.float32)
-            behind = tl.where(column == i, piece, behind)
-            rest = tl.where(tl.abs(piece) < float("inf"), rest - piece, 0.0)
-    tl.store(line + F.W + column, behind.to(out.dtype.element_ty), mask=(row < rows)[:, None])
-
-
-@launched
 def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
     row, at, inside = _place(rows, F)
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -124,16 +97,6 @@ def square(x: Tensor, factor: float) -> Tensor:
     """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
     _check(x)
     out: Tensor = _square(x, factor)
-    return out
-
-
-def widened(x: Tensor, squared: bool) -> Tensor:
-    """x (B, H, rows, W) with ROOM columns behind: 1, 1, 1, 0 …, or if squared the parts of −‖x‖²/2
-    that keep its digits. The product of one and the other is q·k − ‖k‖²/2. It has no gradient."""
-    b, heads, length, w = x.shape
-    out = x.new_empty((b, heads, length, w + ROOM))
-    whole = (*x.stride()[:3], heads, length)
-    _launch(_widen_kernel, x, (x, out), (), whole, ROOM=ROOM, SQUARED=squared)
     return out
 
 
@@ -170,10 +133,9 @@ def _launch(
     arrays: tuple[Tensor, ...],
     numbers: tuple[float, ...] = (),
     whole: tuple[int, ...] = (),
-    **more: Any,
 ) -> None:
     """Start a kernel on arrays of x's size, or of a number for each of its rows."""
-    about = (kernel, x.shape, *whole, *more.values(), *[y.dtype for y in arrays], x.device)
+    about = (kernel, x.shape, *whole, *[y.dtype for y in arrays], x.device)
     made = launch.MADE.get(about)
     if not x.numel() or (made is not None and made.again(arrays, numbers)):
         return
@@ -182,7 +144,7 @@ def _launch(
     block = launch.power_of_2(w)
     tall = max(TILE // block, 1)
     tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
-    facts = {"W": w, "ROWS": tall, "BLOCK": block} | more
+    facts = {"W": w, "ROWS": tall, "BLOCK": block}
     with launch.on(x.device):
         made = launch.start(kernel, -(-rows // tall), arrays, numbers, (*whole, rows), facts, tile)
     launch.keep(about, made)

@@ -1,0 +1,111 @@
+"""Which calls go to the kernel for Hopper, and where there is one, what it says beside float64.
+
+Gluon has no interpreter: test_compiles compiles it without a device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qkv
+from qkv.engines.triton import forward, launch, norms, ops
+from qkv.engines.triton.arguments import Arguments
+from qkv.scores import Gaussian
+
+hopper = pytest.importorskip("qkv.engines.triton.hopper", reason="this Triton has another Gluon")
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def arrays_of(b=2, h=4, hk=4, n=200, m=300, w=128, d=128, dtype=torch.bfloat16, device="cpu"):
+    shapes = ((b, h, n, w), (b, hk, m, w), (b, hk, m, d))
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A Hopper with four processors, as the choice sees it."""
+    monkeypatch.setattr(launch, "copy_engine", lambda device: True)
+    monkeypatch.setattr(launch, "processors", lambda device: 4)
+
+
+def fits(bias=True, places=(), numbers=(), **shape):
+    query, key, value = arrays_of(**shape)
+    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * 10]
+    for at, x in places:
+        given[at] = x
+    return hopper.fits(Arguments(*given, 0.3, *numbers))
+
+
+def test_which_calls_it_takes(device):
+    assert fits() and fits(hk=2) and fits(dtype=torch.float16) and fits(n=129, m=4097)
+    few = {"b": 1, "h": 1, "hk": 1}
+    for shape in ({"w": 64}, {"w": 64, "d": 64}, {"dtype": torch.float32}, {"m": 100}, few):
+        assert not fits(**shape)
+    assert not fits(bias=False)
+    assert not fits(numbers=("average",))
+    assert not fits(numbers=("softmax", 0.0, None, 0)), "causal"
+    assert not fits(places=[(8, torch.tensor([3, 300]))]), "lengths"
+    assert not fits(places=[(10, torch.zeros(200, 300))]), "a float mask"
+    assert not fits(places=[(11, torch.zeros(1, dtype=torch.int32))]), "dropout"
+    assert not fits(places=[(3, torch.zeros(1, 1, 300).expand(2, 4, 300))]), "a bias for all heads"
+    assert not fits(places=[(3, torch.zeros(2, 4, 301)[..., 1:])]), "or one that begins oddly"
+    assert not fits(places=[(2, torch.randn(2, 4, 1, 128).bfloat16().expand(2, 4, 300, 128))])
+
+
+def test_what_fits_is_handed_over(monkeypatch):
+    """With the room for all that the way back wants, which it fills."""
+
+    class Stand:
+        fits = staticmethod(lambda call: call.key_bias is not None)
+
+        @staticmethod
+        def pool(call, out, lse, kept):
+            out.fill_(call.floats.scale)
+            lse.fill_(1.0)
+            kept.fill_(2.0)
+
+    monkeypatch.setattr(forward, "_hopper", lambda device: Stand)
+    query, key, value = arrays_of(n=8, m=8, w=16, d=16, dtype=torch.float32)
+    out, lse = ops.attend(query, key, value, scale=0.5, key_bias=norms.square(key, -0.25)[..., 0])
+    assert (out == torch.tensor(0.5 * 1.4426950408889634)).all() and (lse == 1).all()
+    out, _ = ops.attend(query, key, value, scale=0.5)
+    assert out.std() > 0
+
+
+def test_other_devices_have_none():
+    assert HOPPER or forward._hopper(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not HOPPER, reason="it runs on a Hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 40, 40, 256, 256, 128),
+        (2, 40, 20, 1000, 777, 128),
+        (1, 132, 132, 65, 129, 128),
+        (2, 8, 8, 4096, 4096, 128),
+    ],
+    ids=str,
+)
+def test_beside_float64(shape, dtype, monkeypatch):
+    """Any lengths, heads that share keys, rows in any order in memory; the same bits each time."""
+    started = []
+    pool = hopper.pool
+    monkeypatch.setattr(hopper, "pool", lambda *given: started.append(1) or pool(*given))
+    b, h, hk, n, m, w = shape
+    arrays = arrays_of(b, h, hk, n, m, w, w, dtype, "cuda")
+    arrays[0] = arrays[0].transpose(1, 2).contiguous().transpose(1, 2)
+    how = {"score": Gaussian(3.4)}
+    want = qkv.attend(*(x.double() for x in arrays), **how, engine="dense")
+    found = [qkv.attend(*arrays, **how) for _ in range(4)]
+    assert started and all(torch.equal(found[0], x) for x in found)
+    close = 4e-3 if dtype == torch.bfloat16 else 6e-4
+    assert (found[0].double() - want).norm() < close * want.norm()
+    key, scale = arrays[1], 3.4**-2
+    _, lse = ops.attend(*arrays, scale=scale, key_bias=norms.square(key, -scale / 2)[..., 0])
+    keys = key.double().repeat_interleave(h // hk, 1)
+    scores = scale * (arrays[0].double() @ keys.mT - keys.square().sum(-1)[..., None, :] / 2)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-5)
