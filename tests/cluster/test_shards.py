@@ -18,7 +18,7 @@ from qkv import scores, weightings
 from qkv.cluster import LostShard, split, stores
 from qkv.database import cells
 from qkv.database.schema import Schema
-from qkv.errors import ArgumentError, CombinationError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 from qkv.page.views import views
 from tests.cluster.here import cluster
 
@@ -332,6 +332,10 @@ def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
         c.add("key 8", 8.0)
         c.add(["key 9", "key 10"], [9.0, 10.0])
         c.add({"key 11": 11.0})
+        with pytest.raises(ShapeError, match="2 keys came with 1 values"):
+            c.add(["key 12", "key 13"], [12.0])
+        with pytest.raises(DtypeError, match="data must be a mapping or pairs"):
+            c.add("key 12")
         c.extend([{"key": "key 12", "value": 12.0}])
         assert c.update("key 3", 33.0) == 0 and c.update({"key 13": 13.0}) == 1
         assert c.remove("key 0") == 1

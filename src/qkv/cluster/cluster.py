@@ -17,7 +17,7 @@ from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
 from qkv.database.leaving import Leaving
 from qkv.database.reading import AbsentKey, Reading
-from qkv.database.writing import several
+from qkv.database.schema import pairs_of, several
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
 from qkv.scores import Score
 from qkv.types import NOTHING, Array
@@ -147,11 +147,7 @@ class Cluster(Leaving, Reading[Any, Any]):
         if len(self._fleet.sources) == 1:
             self._fleet.write(0, "add", keys, *(() if values is NOTHING else (values,)))
             return
-        if values is not NOTHING:
-            many = several(keys, getattr(self._schema, "key_kind", None))
-            pairs = list(zip(keys, values, strict=True)) if many else [(keys, values)]
-        else:
-            pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
+        pairs = pairs_of(keys, values, several(keys, getattr(self._schema, "key_kind", None)))
         for source, some in self._routed(pairs, lambda pair: pair[0]).items():
             self._fleet.write(source, "add", some)
 

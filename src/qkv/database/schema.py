@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.database import cells
 from qkv.database.faults import Damaged, SkippedRows, skip
 from qkv.errors import ArgumentError, DtypeError, ShapeError, unknown
+from qkv.types import NOTHING
 
 Cells = dict[str, Any]
 """A column's name → its cells: a list, or an array (m, d) with a vector for each row."""
@@ -297,6 +299,41 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
             raise DtypeError(f"a row must be a mapping of columns, not {type(row).__name__}")
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def several(keys: Any, kind: str | None) -> bool:
+    """Whether these are several keys rather than one of a database whose keys are of a kind."""
+    if is_array(keys):
+        return len(keys.shape) > (1 if kind == "vector" else 0)
+    return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
+        isinstance(keys, Iterator) or hasattr(keys, "to_list")
+    )
+
+
+def pairs_of(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
+    """What `add` was given as pairs (key, value)."""
+    if values is not NOTHING:
+        return list(zip(*matched(keys, values), strict=True)) if many else [(keys, values)]
+    pairs = keys.items() if isinstance(keys, Mapping) else keys
+    try:
+        return [(key, value) for key, value in pairs]
+    except (TypeError, ValueError):
+        step = "keys and values apart are Database(keys, values)"
+        if isinstance(keys, str | PathLike):
+            step = "a table in a file is Database.from_source(path), a database qkv.open(path)"
+        elif hasattr(keys, "columns"):
+            step = "a data frame is Database.from_frame(frame)"
+        raise DtypeError(f"data must be a mapping or pairs (key, value); {step}") from None
+
+
+def matched(keys: Any, values: Any) -> tuple[Any, Any]:
+    """Several keys and as many values, as lists or arrays."""
+    if isinstance(values, str | bytes) or not getattr(values, "shape", hasattr(values, "__len__")):
+        raise DtypeError(f"values must be as many as the keys, not one {type(values).__name__}")
+    keys, values = (x if is_array(x) else list(x) for x in (keys, values))
+    if len(keys) != len(values):
+        raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
+    return keys, values
 
 
 def _example(column: Any, wish: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from qkv.arrays import is_array, to_numpy
@@ -18,13 +17,23 @@ from qkv.database.leaving import Leaving
 from qkv.database.piece import some_value
 from qkv.database.queries import listed
 from qkv.database.reading import AbsentKey, Reading
-from qkv.database.schema import Cells, Schema, keyed, length, plain, transposed, vectors
+from qkv.database.schema import (
+    Cells,
+    Schema,
+    keyed,
+    length,
+    matched,
+    pairs_of,
+    plain,
+    several,
+    transposed,
+    vectors,
+)
 from qkv.errors import (
     ArgumentError,
     CombinationError,
     DtypeError,
     QkvError,
-    ShapeError,
     callable_or_none,
 )
 from qkv.types import NOTHING, K, Progress, V
@@ -37,15 +46,6 @@ if TYPE_CHECKING:
 
 REFITTED = 2**17
 """Rows up to which an encoder that fits itself to the keys does so anew when they have doubled."""
-
-
-def several(keys: Any, kind: str | None) -> bool:
-    """Whether these are several keys rather than one of a database whose keys are of a kind."""
-    if is_array(keys):
-        return len(keys.shape) > (1 if kind == "vector" else 0)
-    return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
-        isinstance(keys, Iterator) or hasattr(keys, "to_list")
-    )
 
 
 class Writing(Leaving, Reading[K, V]):
@@ -65,32 +65,13 @@ class Writing(Leaving, Reading[K, V]):
             self._add_any(keys)
             return
         many = several(keys, getattr(self._schema, "key_kind", None))
-        if not many:
-            keys, values = [keys], [values]
-        elif isinstance(values, str | bytes) or not getattr(
-            values, "shape", hasattr(values, "__len__")
-        ):
-            raise DtypeError(f"values must be as many as the keys, not one {type(values).__name__}")
-        keys = keys if is_array(keys) else list(keys)
-        values = values if is_array(values) else list(values)
-        if len(keys) != len(values):
-            raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
-        self._write(self._named(keys, values))
+        self._write(self._named(*(matched(keys, values) if many else ([keys], [values]))))
 
     def _add_any(self, data: Any) -> None:
         if isinstance(data, Leaving):
             self.extend(data.rows())  # type: ignore[attr-defined]
             return
-        pairs = data.items() if isinstance(data, Mapping) else data
-        try:
-            pairs = [(key, value) for key, value in pairs]
-        except (TypeError, ValueError):
-            step = "keys and values apart are Database(keys, values)"
-            if isinstance(data, str | PathLike):
-                step = "a table in a file is Database.from_source(path), a database qkv.open(path)"
-            elif hasattr(data, "columns"):
-                step = "a data frame is Database.from_frame(frame)"
-            raise DtypeError(f"data must be a mapping or pairs (key, value); {step}") from None
+        pairs = pairs_of(data, NOTHING, False)
         if pairs:
             keys, values = map(list, zip(*pairs, strict=True))
             self._write(self._named(keys, values))

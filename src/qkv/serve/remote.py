@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
 from qkv.database.leaving import Leaving
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.serve.transport import Transport
 from qkv.types import NOTHING, Closing, Shaped
 
@@ -218,15 +218,9 @@ class Remote(Closing, Leaving):
 
     def add(self, keys: Any, values: Any = NOTHING) -> None:
         """One row, or many: lists and arrays are many keys with as many values."""
-        if values is NOTHING:
-            pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
-        elif self._several(keys):
-            keys, values = list(keys), list(values)
-            if len(keys) != len(values):
-                raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
-            pairs = list(zip(keys, values, strict=True))
-        else:
-            pairs = [(keys, values)]
+        from qkv.database.schema import pairs_of
+
+        pairs = pairs_of(keys, values, values is not NOTHING and self._several(keys))
         self.extend([self._cells(key, value) for key, value in pairs])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -248,7 +242,7 @@ class Remote(Closing, Leaving):
 
     def _several(self, keys: Any) -> bool:
         from qkv.arrays import is_array
-        from qkv.database.writing import several
+        from qkv.database.schema import several
 
         return several(keys, self.info()["key_kind"] if is_array(keys) else None)
 
