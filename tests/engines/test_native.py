@@ -286,7 +286,8 @@ def test_a_gradient_of_torchs_kernel_can_be_differentiated_whatever_came_before(
         mask = torch.randn(18, 18, dtype=torch.float64)
 
     def slopes(engine, before):
-        out = qkv.attend(x, 2 * x, x.sin(), mask=mask, engine=engine)
+        given = x, 2 * x, x.sin()
+        out = qkv.attend(*given, mask=mask, engine=engine)
         for created in before:  # the kernel's node is met, and in one of them not run
             torch.autograd.grad(out.sum(), out, retain_graph=True, create_graph=created)
             torch.autograd.grad(out.sum(), x, retain_graph=True, create_graph=created)
@@ -329,3 +330,21 @@ def test_one_value_behind_the_causal_mask_does_not_leak(n, learned, number):
     want = qkv.attend(query, key, value, mask=masks.causal, engine="dense")
     assert found[0, 3, :9].isfinite().all() and not found[0, 3, 9:, 2].isfinite().any()
     torch.testing.assert_close(found, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", range(3))
+def test_a_number_under_a_mask_spoils_no_gradient_beside_weights(at, number):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    mask = torch.rand(5, 6) < 0.6
+    mask[:, 2] = torch.tensor([True, False, False, True, False])
+    arrays = [-torch.rand(1, 2, n, 4, dtype=torch.float64) for n in (5, 6, 6)]
+    arrays[at][0, 1, 2, 3] = number
+    found = []
+    for engine in (None, "dense"):
+        given = [x.clone().requires_grad_() for x in arrays]
+        out, alpha = qkv.attend(*given, mask=mask, engine=engine, return_weights=True)
+        loss = out.sum() + alpha.square().sum()
+        found.append([out, alpha, *torch.autograd.grad(loss, given)])
+    torch.testing.assert_close(*found, equal_nan=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.utils import checkpoint
 
 from qkv import masks
 from qkv.arrays import framework
@@ -120,13 +119,13 @@ def smooth(
     """
     node = out.grad_fn
     name = type(node).__name__
-    if name == ON_CPU and MARK is not None:
+    if name == ON_CPU and MARK is not None and node._raw_saved_query.unpack_hook is None:
         node._register_hook_dict(MARK)
         return out
     if not name.startswith("ScaledDotProduct"):
         return out  # made of operations that have all derivatives
     # Torch keeps the three for the way back. A hook that held them would keep them where an
-    # activation checkpoint has let them go.
+    # activation checkpoint has let them go, and that may be asked for them once alone.
     held = [weakref.ref(x) for x in parts]
 
     def again(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
@@ -145,16 +144,14 @@ def _before(_: Array | None) -> None:
     node: Any = torch._C._current_autograd_node()
     if type(node).__name__ != ON_CPU:
         return
-    arrays: list[Any] = [None] * 3
-    mask, scale = None, node._saved_scale
     try:
-        # What an activation checkpoint has let go may be asked for once, and the node will.
-        if getattr(node._raw_saved_query.unpack_hook, "__module__", "") != checkpoint.__name__:
-            arrays = [node._saved_query, node._saved_key, node._saved_value]
-            mask = masks.causal if node._saved_is_causal else _given(node._saved_attn_mask)
-            scale = 1 / math.sqrt(arrays[0].shape[-1]) if scale is None else scale
+        arrays = [node._saved_query, node._saved_key, node._saved_value]
+        mask = masks.causal if node._saved_is_causal else _given(node._saved_attn_mask)
+        scale = node._saved_scale
     except RuntimeError:  # it was let go, or written over: the node says so if it runs at all
         return
+    if scale is None:
+        scale = 1 / math.sqrt(arrays[0].shape[-1])
 
     def again(inner: Sequence[Array | None], outer: Sequence[Array]) -> Any:
         handle.remove()
