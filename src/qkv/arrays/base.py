@@ -266,7 +266,8 @@ class Framework:
 
     def cut(self, x: Array, span: Span, axis: int) -> Array:
         """The span of an axis (−1 or −2); an axis of length one is shared by all."""
-        if x.shape[axis] == 1:
+        size = x.shape[axis]
+        if size == 1 or (type(span.start) is int and span.start == 0 and size == span.size):
             return x
         piece = slice(span.start, span.start + span.size)
         return x[..., piece] if axis == -1 else x[..., piece, :]

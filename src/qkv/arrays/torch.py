@@ -71,7 +71,7 @@ def finite(*arrays: Array) -> bool:
     try:
         for x in arrays:
             total = x.sum(dtype=torch.float32) if x.dtype in HALF else x.sum()
-            if not math.isfinite(total):
+            if not math.isfinite(total.item()):  # sooner than by __float__
                 return False
         return True
     finally:

@@ -20,8 +20,6 @@ from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.types import Array, Arrays, Slopes
 
-record: Callable[[bool], None] = torch._C._set_grad_enabled
-
 SHARED = 32
 """Queries that torch's kernel on the CPU gives to one core."""
 
@@ -182,27 +180,18 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
             smooth(out, (query, key, value), mask, causal, scale)
         if alone:
             return out
-        if learning:
-            return out if _clear(out, last, (key,) if causal else (key, query)) else None
-        if few:  # what leaks is NaN, and of a few the largest number is found soonest
+        if few and not learning:
+            # What leaks is NaN, and of a few the largest number is found soonest. A gradient is
+            # spoiled by an infinite one too.
             top = out.max().item()
             return out if top == top else None
-        return out if math.isfinite((out.select(2, -1) if last else out).sum()) else None
+        shown = out.detach().select(2, -1) if last else out
+        spoils = () if not learning else (key,) if causal else (key, query)
+        return out if finite(shown, *spoils) else None
 
     if alone or causal:
         return Bare(careful)
     return lambda query, key, value, score, weighting, mask, seed: careful(query, key, value, mask)
-
-
-def _clear(out: Array, last: bool, spoils: Sequence[Array]) -> bool:
-    """Whether no number of the output, or of its last row, is NaN, and all of those that may spoil
-    a gradient are finite."""
-    record(False)  # no graph of what is only looked at
-    try:
-        top = (out.select(2, -1) if last else out).max().item()
-        return top == top and all(math.isfinite(x.sum().item()) for x in spoils)
-    finally:
-        record(True)
 
 
 def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qkv.arrays.torch import finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
@@ -35,12 +36,13 @@ def at_once(call: Call) -> tuple[Array, Array] | None:
         live = live.expand(*lead, *live.shape[-2:]).flatten(0, -3)
     parts: list[Any] = [call.query, call.key, call.value]
     query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in parts)
-    bias = torch.where(live, query.new_zeros(()), -math.inf)
+    bias = live.to(query.dtype).log_()  # 0, or −∞
     s = torch.baddbmm(bias, query, key.mT, alpha=native.scale_of(call))
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value).view(*lead, call.n, -1)
-    looked = (out, call.query, call.key) if out.requires_grad else (out,)
-    if not all(call.fw.surely_finite(x) for x in looked):
+    # What leaks is NaN, and so is the row of a query that is not finite. Of such a key all scores
+    # may be −∞, which does not show until 0 · ∞ spoils the gradient of a query that sees it not.
+    if not (finite(out, key) if out.requires_grad else out.max().item() < math.inf):
         return None
     alpha = alpha.view(*lead, *alpha.shape[-2:])
     return out, alpha.mean(-3) if call.wants_weights == "mean" else alpha
