@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -71,3 +73,20 @@ def test_a_compiled_function_may_hold_queries_and_keys(learned):
     np.testing.assert_allclose(*slopes, atol=1e-12)
     looped = jax.lax.scan(lambda none, x: (none, call(x)), None, given[None])[1][0]
     np.testing.assert_allclose(looped, call(given), atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["sparsemax", "entmax15"])
+def test_a_threshold_is_searched_in_each_shard(weighting):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    x = jax.numpy.asarray(np.random.default_rng(0).standard_normal((3, 2, 5, 4)))
+
+    def loss(attend, query):
+        return (attend(query, x[1], x[2]) ** 2).sum()
+
+    attend = partial(qkv.attend, weighting=weighting)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+    found, slope = jax.value_and_grad(partial(loss, sharded))(x[0])
+    want, truth = jax.value_and_grad(partial(loss, attend))(x[0])
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    np.testing.assert_allclose(slope, truth, rtol=1e-5, atol=1e-6)

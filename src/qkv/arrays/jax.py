@@ -159,6 +159,7 @@ class Jax(Framework):
         def unfinished(pair: tuple[Any, Array]) -> Array:
             return jnp.logical_and(pair[1] < limit, jnp.logical_not(done(pair[0])))
 
+        state = _spread(state, jax.eval_shape(step, state))
         return lax.while_loop(unfinished, lambda pair: (step(pair[0]), pair[1] + 1), (state, 0))[0]
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
@@ -206,6 +207,22 @@ class Jax(Framework):
 
         function.defjvp(push, symbolic_zeros=True)
         return function(*leaves)
+
+
+def _spread(state: Any, like: Any) -> Any:
+    """A state that differs among the processes of `jax.shard_map` where a step makes it so."""
+
+    def spread(x: Array, y: Any) -> Array:
+        axes = tuple(_axes(y) - _axes(jax.typeof(x)))
+        return lax.pcast(x, axes, to="varying") if axes else x
+
+    return jax.tree.map(spread, state, like)
+
+
+def _axes(kind: Any) -> frozenset[str]:
+    """The axes of a mesh along which it differs; `vma` before JAX 0.10."""
+    varying = getattr(getattr(kind, "manual_axis_type", None), "varying", None)
+    return varying or getattr(kind, "vma", None) or frozenset()
 
 
 def _scan(body: Callable[..., Any], carry: Any, items: Any) -> Any:
