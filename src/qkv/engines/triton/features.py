@@ -239,7 +239,8 @@ def features_of(
     tiles_a, tiles_b = -(-rows_of(a) // tall), -(-rows_of(b) // tall)
     if tiles_a + tiles_b:
         facts, whole = _known(fit, pairs, h, tall, wide), (rows_of(a), rows_of(b), tiles_a, h)
-        launch.start(_features_kernel, tiles_a + tiles_b, arrays, (), whole, facts, PLAIN)
+        busy = PLAIN._replace(warps=8)
+        launch.start(_features_kernel, tiles_a + tiles_b, arrays, (), whole, facts, busy)
     return phi, psi
 
 
