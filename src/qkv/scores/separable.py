@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,12 @@ FINER = 4
 """Points looked at per point of interpolation, along each axis."""
 STEP = 1.1
 """Ranges are rounded up by at most this factor, so that one set of functions serves many."""
-FINE_STEP = 1.03
+FINE_STEP = 1.06
 """The same in the table, where reaches are rounded for nothing."""
 GROUP = 8
 """Units whose functions are made together: their polynomials stay in the cache."""
 SLACK = 1 / math.cos(math.pi / (2 * FINER)) ** 2
 """What a polynomial may rise to between the points looked at, along both axes."""
-FINEST = 8
-"""Points looked at for the table, which is made once, and what they leave."""
-FINE_SLACK = 1 / math.cos(math.pi / (2 * FINEST)) ** 2
 
 
 class Factors(NamedTuple):
@@ -205,77 +202,31 @@ def _at(coefficients: np.ndarray, odd: int, x: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def table(pairs: int, error: float, most: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reaches A, ascending, how many pairs of functions each takes, and their coefficients.
+def table(pairs: int, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """Reaches A, ascending, and for each the coefficients of √σⱼ eⱼ and √σⱼ oⱼ of its `pairs`.
 
-    tanh(a + b) ≈ m(a) + m(b) + Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b) for |a|, |b| ≤ A, m and o odd and e
-    even, by the fewest pairs within the error, and by all `pairs` up to where that is off by
-    `most`. What is added for a or for b alone takes no product. The mean square that these pairs
-    make least counts the middle most (`_weights`): numbers are seldom as large as their largest.
-
-    Coefficients (reaches, 2 · pairs + 1, K) are of e on T₀, T₂, …, then of o and of m on T₁, T₃, …
-    of a / A.
+    tanh(a + b) ≈ Σⱼ eⱼ(a) oⱼ(b) + oⱼ(a) eⱼ(b) within the error for |a|, |b| ≤ A. Coefficients
+    (reaches, 2, pairs, K): of e on T₀, T₂, … and of o on T₁, T₃, … of a / A.
     """
-    reaches, counts, found = [], [], []
-    for step in itertools.count(-20):
-        reach = FINE_STEP**step
-        count, off, *parts = _pairs(reach, pairs, error)
-        if off > most:
+    reaches, found = [], []
+    for step in itertools.count(-10):
+        factors = _Kernel((FINE_STEP**step, FINE_STEP**step), error / 8).best(2 * pairs)
+        if factors.error > error:
             break
-        longest = max(len(x[0]) for x in parts) + 1
-        even, odd, main = (np.pad(x, ((0, 0), (0, longest - len(x[0])))) for x in parts)
-        rows = np.zeros((2 * pairs + 1, longest))
-        rows[:count] = even
-        rows[pairs : pairs + count], rows[-1:] = _odd(odd), _odd(main)
-        reaches.append(reach)
-        counts.append(count)
-        found.append(rows)
-    longest = max(x.shape[-1] for x in found)
-    padded = [np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in found]
-    return np.array(reaches), np.array(counts), np.array(padded)
+        reaches.append(FINE_STEP**step)
+        found.append(_pairs(factors, pairs))
+    longest = max(x.shape[-1] for both in found for x in both)
+    padded = [[np.pad(x, ((0, 0), (0, longest - x.shape[-1]))) for x in both] for both in found]
+    return np.array(reaches), np.array(padded)
 
 
-def _pairs(reach: float, pairs: int, error: float) -> tuple[Any, ...]:
-    """How many pairs, what they are off by, and p of e, of o and of m."""
-    points, slip = _points(reach, error / 64)
-    x, fine = _nodes(points), _nodes(FINEST * points)
-    share = _weights(x)
-    kernel, exact = _even_half(reach, x), _even_half(reach, fine)
-    main = share @ kernel
-    root = np.sqrt(share)
-    left, _, right = _svd(root[:, None] * (kernel - main) * root)
-    mean = _shortened(main[None], 1, error)
-    for count in range(1, pairs + 1):
-        even = _shortened(left[:count] / root, 0, error)
-        odd = _shortened(right[:count] / root, 1, error)
-        near = _at(even, 0, fine).T @ _at(odd, 1, fine) + _at(mean, 1, fine)
-        off = np.abs(near - exact)
-        # The odd half is the same, turned.
-        bound = (float((off + off.T).max()) + slip) * FINE_SLACK + slip
-        if bound <= error:
-            break
-    return count, bound, even, odd, mean
-
-
-def _weights(x: np.ndarray) -> np.ndarray:
-    """How much each of Chebyshev's points counts: as numbers do whose largest are five times as
-    large as they spread, and a little everywhere."""
-    weights = 0.2 + 0.8 * np.exp(-((x / 0.2) ** 2) / 2)
-    return np.asarray(weights / weights.sum())
-
-
-def _even_half(reach: float, x: np.ndarray) -> np.ndarray:
-    """The part of tanh(a + b) that is even in a, at a and b of reach · x."""
-    left, right = reach * x[:, None], reach * x
-    return np.asarray((np.tanh(right + left) + np.tanh(right - left)) / 2)
-
-
-def _odd(p: np.ndarray) -> np.ndarray:
-    """x p(y) on T₁, T₃, …, of p whose last coefficient is 0: x T₂ₖ = (T₂ₖ₊₁ + T₂ₖ₋₁) / 2."""
-    odd = p / 2
-    odd[:, :-1] += p[:, 1:] / 2
+def _pairs(factors: Factors, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """The coefficients of e and o. Over a square the odd half has the same, the other way round."""
+    fuller = max(factors.even, factors.odd[::-1], key=lambda half: len(half[0]))
+    even, p = (np.pad(x, ((0, pairs - len(x)), (0, 1))) for x in fuller)
+    odd = p[:, :-1] / 2 + p[:, 1:] / 2  # x T₂ₖ = (T₂ₖ₊₁ + T₂ₖ₋₁) / 2
     odd[:, 0] += p[:, 0] / 2
-    return np.asarray(odd)
+    return even, odd
 
 
 class Half(NamedTuple):

@@ -8,9 +8,8 @@ import torch
 from qkv.engines.triton import PAIRS, exact
 from qkv.engines.triton import additive as join
 from qkv.engines.triton.additive import additive
-from qkv.engines.triton.features import width_of
 from qkv.errors import DtypeError, EngineError, ShapeError
-from tests.engines.triton.test_features import DEVICE, GRID, TABLE, WIDEST
+from tests.engines.triton.test_features import DEVICE, GRID, TABLE
 
 INFINITY = float("inf")
 # NumPy, which the interpreter runs on, speaks of overflows that are meant.
@@ -34,7 +33,7 @@ def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.flo
 
 
 def additive_exact(a, b, v, value, lower=None, upper=None, lengths=None):
-    return join._additive(a, b, v, value, None, None, lower, upper, lengths, None)[:2]
+    return join._additive(a, b, v, value, None, None, lower, upper, lengths)[:2]
 
 
 def formula(a, b, v, value, lower=None, upper=None, lengths=None):
@@ -188,7 +187,7 @@ def joined(a, b, v, value, *rest):
 )
 def test_the_join(scale, rtol, rest):
     given = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    within = max(x.abs().max() for x in given[:2]) <= WIDEST
+    within = max(x.abs().max() for x in given[:2]) <= GRID[-1]
     assert within == (scale < 1)
     agree(joined, given, *rest, rtol=rtol)
 
@@ -196,7 +195,7 @@ def test_the_join(scale, rtol, rest):
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
     given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
-    given[side][0, 0, 3, 2] = 3 * WIDEST
+    given[side][0, 0, 3, 2] = 3 * GRID[-1]
     for one, two in zip(gradients(joined, given), gradients(additive_exact, given), strict=True):
         assert torch.equal(one, two)
 
@@ -215,7 +214,7 @@ def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
     want = gradients(joined, given, None, 5, LENGTHS)
     a, b = given[:2]
-    each = 2 * width_of(4, PAIRS) * (2 * a.shape[2] + b.shape[2]) * 2
+    each = 4 * PAIRS * 4 * (2 * a.shape[2] + b.shape[2]) * 2
     for held, pieces in {1: 4, 2: 2, 3: 2, 4: 1, 100: 1}.items():
         monkeypatch.setattr(join, "ROOM", held * each + 1)
         assert len(join._pieces(a, b, PAIRS)) == pieces
@@ -280,7 +279,7 @@ def test_the_join_under_autocast():
 
 def test_the_operators_keep_their_promises():
     given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
-    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None, None))
+    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None))
 
 
 def test_torch_compile_sees_through():

@@ -39,8 +39,6 @@ PAIRS = 8
 """Pairs of functions that stand for tanh in 16 bits."""
 COARSE = 2.0**-7
 """What they may be off by, about what rounding W₁q + W₂k to bfloat16 does to tanh."""
-FINE = {"bfloat16": COARSE, "float16": 2.0**-10}
-"""From where on no further pair is taken."""
 
 
 def cannot(call: Call) -> str | None:
@@ -134,8 +132,7 @@ def describe(call: Call) -> str:
     if _is_plain_additive(call):
         if call.fw.dtype(call.query) == "float32":
             return "tanh itself, tile by tile"
-        told = f"up to {PAIRS} pairs of functions for each tanh, within {COARSE:.1g}"
-        return f"{told}; beyond, tanh itself"
+        return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
     return "dot products tile by tile, no n × m matrix"
 
 
@@ -366,26 +363,19 @@ _TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
 def _additive(call: Call) -> tuple[Array, Array | None, None]:
-    from qkv.engines.triton import hidden
     from qkv.engines.triton.additive import additive
-    from qkv.engines.triton.fit import tables
+    from qkv.engines.triton.features import tables
 
     bounds = bounds_of(call)
-    score = call.score
-    assert isinstance(score, Additive)
-    given, parts = (call.query, call.key, score.w_query, score.w_key, score.bias), None
-    if hidden.knows(*given):
-        a, b, parts = hidden.hidden(*given)
-    else:
-        a, b = score.hidden(call.query, call.key)
+    assert isinstance(call.score, Additive)
+    a, b = call.score.hidden(call.query, call.key)
     heads = key_heads(call)
     a, b = four_axes(call, a, batch_and_heads(call)[1]), four_axes(call, b, heads)
     value = four_axes(call, call.value, heads)
-    device, dtype = call.query.device, str(a.dtype).removeprefix("torch.")
-    about = (device, FINE.get(dtype, COARSE))
-    if about not in _TABLES:
-        _TABLES[about] = tables(PAIRS, about[1], COARSE, device)
-    coefficients, grid = _TABLES[about]
+    device = call.query.device
+    if device not in _TABLES:
+        _TABLES[device] = tables(PAIRS, COARSE, device)
+    coefficients, grid = _TABLES[device]
     lower, upper, lengths, *_ = bounds
-    found = additive(a, b, score.v, value, coefficients, grid, lower, upper, lengths, parts)
+    found = additive(a, b, call.score.v, value, coefficients, grid, lower, upper, lengths)
     return _as_asked(call, *found)

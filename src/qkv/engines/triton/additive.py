@@ -6,21 +6,19 @@ the exact kernels, which come second, do nothing or overwrite.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv.engines.triton import exact, features, forward, gradients, launch, ops
-from qkv.engines.triton import fit as fits
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
 from qkv.errors import DtypeError, EngineError, ShapeError
 
 WIDEST_VALUE = 256
-ROOM = 160 * 2**20
+ROOM = 128 * 2**20
 """Bytes of features and of their gradients that the way back holds at once."""
 
 
@@ -34,18 +32,16 @@ def additive(
     lower: int | None = None,
     upper: int | None = None,
     lengths: Tensor | None = None,
-    parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
 
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
-    of that precision would cost more than they save. Masks are those of `exact.Asked`, the parts
-    those of `hidden.hidden`.
+    of that precision would cost more than they save. Masks are those of `exact.Asked`.
     """
     a, b, value = ops.cast(a, b, value)
     _check(a, b, v, value)
     by = (None, None) if a.dtype == torch.float32 else (table, grid)
-    out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths, parts)
+    out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths)
     return out, lse
 
 
@@ -77,7 +73,7 @@ def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]
     batch, heads, n, h = a.shape
     few, m = b.shape[1:3]
     group = heads // few
-    each = 2 * features.width_of(h, pairs) * (group * n + m) * a.element_size()
+    each = 2 * (2 * pairs * h) * (group * n + m) * a.element_size()
     fit = max(ROOM // max(each, 1), 1)
     if fit >= few:
         step = _even(batch, fit // few)
@@ -116,15 +112,12 @@ def _additive_backward(
     kept: Tensor,
     fit: Tensor,
     beyond: Tensor,
-    spans: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """da, db, dv, dvalue. The features, if there are `pairs` of them, are made again: they are
     wide, and quick to make. They and their gradients are the most that is held, so they come in
     pieces.
     """
     a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
-    if grad_lse is not None:  # a row without keys has no score to move
-        grad_lse = torch.where(lse == -math.inf, 0.0, grad_lse)
     da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
     parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
     pieces = _pieces(a, b, pairs) if pairs else []
@@ -132,12 +125,11 @@ def _additive_backward(
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
-            phi, psi = features.features_of(some_a, some_b, v, fit, spans, pairs)
+            phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
             short = None if lengths is None else lengths[batches]
-            some_lse = None if grad_lse is None else grad_lse[ours].contiguous()
-            arrays = Arrays(phi, psi, value[theirs], lengths=short, width=spans)
             dphi, dpsi, dsome, *_ = gradients.attend_backward(
-                grad[ours], some_lse, out[ours], kept[:, *ours].contiguous(), *arrays,
+                grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
+                kept[:, *ours].contiguous(), *Arrays(phi, psi, value[theirs], lengths=short),
                 *numbers, *(True, True, False),
             )  # fmt: skip
             del phi, psi
@@ -145,8 +137,10 @@ def _additive_backward(
                 dvalue[theirs] = dsome
             else:
                 dvalue = dsome
-            known = (some_lse, some_a, some_b, v, fit, spans, pairs, (da[ours], db[theirs]))
-            parts.append(features.features_grad(dphi, dpsi, *known)[2])
+            into = da[ours], db[theirs]
+            parts.append(
+                features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
+            )
             del dphi, dpsi, dsome, _
         given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         others, places = torch.cat(parts) if parts else None, (da, db, dv, dvalue)
@@ -156,22 +150,22 @@ def _additive_backward(
 
 def _additive_fake(
     a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = a.shape[:3]
-    found: tuple[Tensor, ...] = tuple(a.new_empty(0) for _ in range(3))
-    if table is not None:
-        found = fits.room(a, table.shape[1] * table.shape[2], fits.pairs_of(table))
+    fitted = 0 if table is None else 1
+    _, _, pairs, order = (0, 0, 0, 0) if table is None else table.shape
     return (
         value.new_empty((*rows, value.shape[3])),
         a.new_empty(rows, dtype=torch.float32),
-        a.new_empty((0 if table is None else 2, *rows), dtype=torch.float32),
-        *found,
+        a.new_empty((2 * fitted, *rows), dtype=torch.float32),
+        a.new_empty((fitted + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
+        a.new_empty(fitted, dtype=torch.int32),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b, v, value, table, _, ctx.lower, ctx.upper, lengths, _ = inputs
-    ctx.pairs = 0 if table is None else fits.pairs_of(table)
+    a, b, v, value, table, _, ctx.lower, ctx.upper, lengths = inputs
+    ctx.pairs = 0 if table is None else table.shape[2]
     ctx.save_for_backward(a, b, v, value, lengths, *output)
     ctx.set_materialize_grads(False)
 
@@ -185,7 +179,7 @@ def _differentiate(
     grads = _additive_backward(
         grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
-    return *grads, *(None,) * 6
+    return *grads, *(None,) * 5
 
 
 @operator(_additive_fake, _differentiate, _save)
@@ -199,20 +193,18 @@ def _additive(
     lower: int | None,
     upper: int | None,
     lengths: Tensor | None,
-    parts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, what `ops` keeps of the rows, and what `fit.fit_of` gives;
-    the last four are empty without a table, where all is exact."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag; the last
+    three are empty without a table, where all is exact."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
     with launch.on(a.device):
         if table is None or grid is None:
             room = _additive_fake(a, b, v, value, None)
             exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths), *room[:2])
             return room
-        fit, beyond, spans = fits.fit_of(a, b, table, grid, parts)
-        phi, psi = features.features_of(a, b, v, fit, spans, fits.pairs_of(table))
+        fit, beyond = features.fit_of(a, b, table, grid)
+        phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
         numbers = Numbers(1.0, lower=lower, upper=upper)
-        arrays = Arrays(phi, psi, value, lengths=lengths, width=spans)
-        out, lse, kept = forward.attend(*arrays, *numbers)
+        out, lse, kept = forward.attend(*Arrays(phi, psi, value, lengths=lengths), *numbers)
         exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths, beyond), out, lse)
-    return out, lse, kept, fit, beyond, spans
+    return out, lse, kept, fit, beyond

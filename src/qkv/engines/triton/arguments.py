@@ -73,7 +73,7 @@ class Arguments:
         self.row_b = None if row_b is None else row_b.contiguous()
         self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
         self.layout = None if layout is None else (layout != 0).contiguous().view(torch.uint8)
-        self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
+        self.pairs, self.seed = arrays.pairs, arrays.seed
         self.b, self.h, self.n, self.w = query.shape
         _, self.hk, self.m, self.d = value.shape
         self.group = self.h // self.hk
@@ -96,7 +96,6 @@ class Arguments:
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
-            width=arrays.width,
         )  # fmt: skip
         self.support: Any = arrays.lists
         self.marks: Any = arrays.marks
@@ -152,11 +151,8 @@ class Arguments:
     def tile(self, name: str, rows: int) -> Tile:
         size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
         banded = self.facts["LOWER"] or self.facts["UPPER"]
-        w = self.w if self.width is None else max(self.w, launch.HELD + 1)
-        if name == "to_keys" and self.width is not None and self.described and self.d <= 64:
-            return launch.OVERRIDE.get(name, launch.COPIED)
         return launch.OVERRIDE.get(name) or launch.tile_of(
-            name, w, self.d, size, rows, plain, banded, self.pairs is not None,
+            name, self.w, self.d, size, rows, plain, banded, self.pairs is not None,
             self.gate_key is not None,
             self.quick,
         )  # fmt: skip

@@ -309,10 +309,8 @@ def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | N
         programs = lanes * -(-rows // tile.rows)
         splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
         # Scores that are made number by number are much code: a chunk of the width at a time.
-        wide = (
-            call.w > launch.HELD
-            or call.width is not None
-            or (call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"])
+        wide = call.w > launch.HELD or (
+            call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"]
         )
         targets = (out, lse, kept)
         if splits > 1:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries, wide
+from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries
 from qkv.engines.triton.arguments import Arguments, rounded
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
@@ -56,12 +56,10 @@ def attend_backward(
         return grads
     along = along.contiguous()
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
-    broad = max(call.w, call.d) > launch.HELD_BACK or call.width is not None
+    wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.facts = call.facts | {"CENTRED": centred}
-    if broad:  # a copied tile of score gradients must not reach into those of the next head
-        apart = call.group == 1 or call.n % call.tile("to_keys", call.m).rows == 0
-        call.described = call.described and call.width is not None and apart
-    fused = call.weighting == "entmax" and for_queries and not broad and call.gate_query is None
+    call.described = call.described and not wide
+    fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
     # That of softmax is taken from the rounded output, which is near enough where what a row's
     # gradients add up to does not count. It does for a temperature, for a gate of few rows, and for
@@ -69,7 +67,7 @@ def attend_backward(
     few = call.n <= (launch.FEW if call.gate_query is not None else 1)
     whole = call.weighting == "entmax" or few or call.whole
     near = fused or not whole
-    way = Way(call, along, None, kept, grads, broad and call.weighting != "average")
+    way = Way(call, along, None, kept, grads, wide and call.weighting != "average")
     way = way._replace(centre=_centre(way, along_lse, out, near))
     if fused:
         way = way._replace(centre=_to_queries(way, fused)[0])
@@ -80,7 +78,7 @@ def attend_backward(
             x.zero_()
         if for_keys:
             _to_keys(way)
-    elif broad:
+    elif wide:
         _through_scratch(way, for_queries, for_keys)
         if for_queries and call.gate_query is not None:
             _to_queries(way)
@@ -249,7 +247,6 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     phi = call.query.reshape(pairs, wide_n, call.w).to(dtype)
     psi = call.key.reshape(pairs, call.m, call.w).to(dtype)
     whole = keys_n >= call.m
-    ours = call.described and whole and for_queries and for_keys
     if not for_keys:
         way = way._replace(grads=_places(call.inputs, False, True, False))
     total: Tensor | None = None
@@ -264,11 +261,7 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             make = torch.zeros if call.masked else torch.empty
             ds = make((size, width, call.group, line), dtype=dtype, device=device)
             _to_keys(way, (pair, size), (first, width), ds)
-            if ours:
-                dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
-                wide.fill(ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width)
-            # A dry run: the products launch no kernel of ours.
-            if ours or ahead.LISTED.get() is not None:
+            if ahead.LISTED.get() is not None:  # a dry run: the products launch no kernel of ours
                 continue
             ds = ds[..., : call.n].flatten(2)
             if for_keys:

@@ -63,9 +63,6 @@ QUICK = {
 }
 """Tiles where a float mask's −∞ is trusted, of 2 bytes a number and of 4, for widths up to 64."""
 
-COPIED = Tile(128, 128, 64, 8, 4, 1, described=True)
-"""On the way to the keys, where φ's width is known to the device alone."""
-
 SMALLER: dict[tuple[Any, ...], Tile] = {}
 
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -121,7 +118,7 @@ def tile_of(
             return Tile(64, 64, 64, 4, 3, described=plain)
         return Tile(128, 64, 64, 4, 3, described=ruled)
     if w > HELD_BACK or d > HELD_BACK:
-        return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3, described=True)
+        return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
     if name == "to_queries":
         return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
     if ruled and wide <= 64:

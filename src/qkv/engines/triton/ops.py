@@ -138,9 +138,9 @@ def _check_masks(arrays: Arrays, numbers: Numbers) -> None:
 _GIVEN = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
     "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, "
-    "Tensor? pairs, Tensor? seed, Tensor? lists, Tensor? marks, Tensor? width, float scale, "
-    "str weighting, float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool whole, "
-    "float times, float dropout, SymInt hashed"
+    "Tensor? pairs, Tensor? seed, Tensor? lists, Tensor? marks, float scale, str weighting, "
+    "float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool whole, float times, "
+    "float dropout, SymInt hashed"
 )
 
 _backward = operator(

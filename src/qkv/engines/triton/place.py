@@ -25,7 +25,6 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     rows_at,
     ruled,
     ruling,
-    width_of,
 )
 
 
@@ -168,12 +167,11 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
     if F.LAYOUT or F.LISTED > 1:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
     end = length_of(given.lengths, batch, z.m)
-    width = width_of(given.width, F)
     k_m = tl.cast(steps.k_m, tl.int64)
     v_m = tl.cast(steps.v_m, tl.int64)
     key = described(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = described(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
-    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, width)
+    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end)
 
 
 @triton.jit
@@ -249,13 +247,13 @@ def product(rows, keys, start, here, F):
     """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole."""
     if F.WIDE and F.TMA:
         x = products_described(
-            rows.query, 0, keys.key, start, keys.width, F.ROWS, F.COLS, F.BLOCK_W, F.SCORES
+            rows.query, 0, keys.key, start, F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES
         )
         k = x
     elif F.WIDE:
         there = keys.key + start * keys.k_m
         x = products(
-            rows.query, rows.offset, there, here * keys.k_m, keys.width,
+            rows.query, rows.offset, there, here * keys.k_m,
             F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES,
         )  # fmt: skip
         k = x

@@ -64,7 +64,6 @@ class Arrays(NamedTuple):
     seed: Tensor | None = None
     lists: Tensor | None = None
     marks: Tensor | None = None
-    width: Tensor | None = None
 
 
 ARRAYS = len(Arrays._fields)
@@ -158,8 +157,7 @@ class Spot(NamedTuple):
 
 class Keys(NamedTuple):
     """The keys of a head and what belongs to them, with the step from key to key; those of them
-    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed; φ
-    and ψ have `width` columns."""
+    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed."""
 
     key: Any
     k_m: Any
@@ -171,4 +169,3 @@ class Keys(NamedTuple):
     at: Any
     p_m: Any
     end: Any
-    width: Any

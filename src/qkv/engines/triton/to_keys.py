@@ -25,12 +25,10 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     listed,
     portion,
     products,
-    products_described,
     row_hash,
     rows_at,
     ruled,
     ruling,
-    width_of,
 )
 from qkv.engines.triton.weigh import slope, weigh
 
@@ -38,7 +36,7 @@ from qkv.engines.triton.weigh import slope, weigh
 class Down(NamedTuple):
     """A tile of keys, down: ψ(k) (COLS, w), v (COLS, d), and of each (COLS, 1) its position, its
     place in the mask's array, its bias and the gate's half; which of them are written, and where
-    in `ds` (by descriptors from `offset` on); the first of them; how many columns ψ has."""
+    in `ds`; the first of them."""
 
     key: Any
     offset: Any
@@ -52,7 +50,6 @@ class Down(NamedTuple):
     stored: Any
     line: Any
     first: Any
-    width: Any
 
 
 class Across(NamedTuple):
@@ -80,7 +77,6 @@ def keys_tiles(
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
     q_n = tl.cast(steps.q_n, tl.int64)
-    COPIED: tl.constexpr = F.WIDE and F.TMA
     for t in tl.range(lo, hi):
         near = tl.arange(0, F.ROWS)
         if F.LISTED == 2:
@@ -118,8 +114,7 @@ def keys_tiles(
         else:
             top, share, middle = kept_of(back, line, F)
         row_a, row_b, a = found_of(given, line, F)
-        if not COPIED:
-            do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
+        do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
         if F.WEIGHTING == "average":
             p, lean = weigh(
                 i, own.j, live, 0.0, share[None, :], row_a, row_b, scales.alpha, F, RULED
@@ -128,15 +123,9 @@ def keys_tiles(
                 p = p * keep
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
-            if COPIED:
-                x = products_described(
-                    own.key, own.first, head.query, start, own.width,
-                    F.COLS, F.ROWS, F.BLOCK_W, F.SCORES,
-                )  # fmt: skip
-                do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, True)
-            elif F.WIDE:
+            if F.WIDE:
                 x = products(
-                    own.key, own.offset, head.query + start * q_n, here * q_n, own.width,
+                    own.key, own.offset, head.query + start * q_n, here * q_n,
                     F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
                 )  # fmt: skip
             else:
@@ -167,13 +156,10 @@ def keys_tiles(
             if F.BIAS:
                 dbias += tl.sum(ds, 1)
             if F.WIDE:
+                spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
+                spot += (head.member * steps.o_n + start + near)[None, :]
                 ds = (ds * left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
-                if COPIED:
-                    own.line.store([own.offset, head.member * steps.o_n + start], ds)
-                else:
-                    spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
-                    spot += (head.member * steps.o_n + start + near)[None, :]
-                    tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
+                tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
             else:
                 if RULED:
                     q = tl.where(finite(q), q, 0.0)
@@ -260,17 +246,7 @@ def to_keys(
     near = tl.arange(0, F.COLS)
     stored = (first + near < m) & (first + near < first_key + keys_n)
     here = tl.minimum(near, m - 1 - first)
-    key = given.key + batch * steps.k_b + head * steps.k_h
-    offset = here * steps.k_m
-    above = tl.cast(pair - first_pair, tl.int64) * keys_n
-    ds_line = above + (first - first_key) + near
-    if F.WIDE and F.TMA:
-        key = described(key, m, tl.cast(steps.k_m, tl.int64), F.W, F.COLS, F.BLOCK_W, True)
-        wide = tl.cast(steps.o_h, tl.int64)
-        ds_line = described(ds + above * wide, keys_n, wide, wide, F.COLS, F.ROWS, True)
-        offset = first - first_key
-    else:
-        key += first * tl.cast(steps.k_m, tl.int64)
+    key = given.key + batch * steps.k_b + head * steps.k_h + first * tl.cast(steps.k_m, tl.int64)
     value = given.value + batch * steps.v_b + head * steps.v_h
     value += first * tl.cast(steps.v_m, tl.int64)
     end = length_of(given.lengths, batch, m)
@@ -304,9 +280,10 @@ def to_keys(
     if F.SPLIT:
         lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     state = nothing_yet(F)
+    ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     own = Down(
         key,
-        offset,
+        here * steps.k_m,
         k,
         v,
         j,
@@ -317,7 +294,6 @@ def to_keys(
         stored,
         ds_line,
         first,
-        width_of(given.width, F),
     )
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
     for g in tl.range(0, group):
