@@ -8,8 +8,9 @@ from qkv.errors import CombinationError, DtypeError
 from qkv.names import Names
 from qkv.scores import Score
 from qkv.weightings import nodes as _nodes  # noqa: F401, they are found by name
+from qkv.weightings.average import Average
 from qkv.weightings.base import State, Weighting, pool
-from qkv.weightings.hard import Average, Hard
+from qkv.weightings.hard import Hard
 from qkv.weightings.normalized import Normalized, Raw, Sigmoid
 from qkv.weightings.softmax import Softmax, TopK
 from qkv.weightings.sparse import Entmax, Sparsemax

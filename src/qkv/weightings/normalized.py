@@ -9,8 +9,9 @@ from qkv.arrays import of
 from qkv.errors import ArgumentError, FrameworkError, unknown
 from qkv.scores import Score, is_open
 from qkv.types import Array, Keep, Live
+from qkv.weightings.average import Average
 from qkv.weightings.base import INFINITY, Alone, State, Weighting, pool, row_sum
-from qkv.weightings.hard import Average, Hard
+from qkv.weightings.hard import Hard
 
 
 class Unknown(Average):
