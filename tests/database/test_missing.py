@@ -105,8 +105,9 @@ def test_a_messy_table(tmp_path):
         encoding="utf-8",
         newline="",
     )
-    with pytest.warns(SkippedRows, match="1 of 5"):
+    with pytest.warns(SkippedRows, match="1 of 5") as told:
         made = qkv.Database.from_source(path, value="age", path=tmp_path / "d.qkv")
+    assert told[0].filename == __file__
     assert made['Li "the first"'] == 34 and made["Mu"] is None
     assert made.describe() == {
         "name": {"type": "text", "missing": 0},

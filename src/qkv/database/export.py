@@ -9,7 +9,6 @@ import io
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from qkv.database.cells import is_missing
-from qkv.database.faults import ChangedCells
+from qkv.database.faults import ChangedCells, warn
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import cell as exact
@@ -74,11 +73,10 @@ def write_csv(file: BinaryIO, columns: Sequence[str], rows: Rows, delimiter: str
     text.detach()
     changed = [name for about, name in zip(seen, columns, strict=True) if about.changes]
     if changed:
-        warnings.warn(
+        warn(
             f"column{'s' * (len(changed) > 1)} {', '.join(changed)}: some cells are read again as "
             "something else, since CSV has no types: .jsonl and .parquet keep more of them",
             ChangedCells,
-            stacklevel=4,
         )
     return count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -13,8 +14,8 @@ from typing import Any
 
 from qkv.errors import QkvError
 
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where this package lies."""
+OURS = f"{Path(__file__).parents[1]}{os.sep}", functools.__file__, contextlib.__file__
+"""Where this package lies, and what stands between two calls of it."""
 
 
 class Damaged(QkvError, OSError):
@@ -98,16 +99,16 @@ def skipping() -> Iterator[list[SkippedRows]]:
         _told.reset(token)
 
 
-def skip(fault: SkippedRows, stacklevel: int) -> None:
+def skip(fault: SkippedRows) -> None:
     """Tell who listens that rows were skipped, or warn."""
     told = _told.get()
     if told is None:
-        warnings.warn(fault, stacklevel=stacklevel + 1)
+        warn(fault)
     else:
         told.append(fault)
 
 
-def warn(told: str, kind: type[Warning]) -> None:
+def warn(told: str | Warning, kind: type[Warning] | None = None) -> None:
     """Warn at the line that called qkv, however deep below it this is."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):

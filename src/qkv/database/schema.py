@@ -238,7 +238,7 @@ def keyed(columns: Cells, key: Sequence[str]) -> Cells:
     if skipped == size:
         raise ArgumentError(f"no row has a key: every cell is missing ({names})")
     told = f"{skipped:,} of {size:,} rows {'has' if skipped == 1 else 'have'} no key ({names})"
-    skip(SkippedRows(f"{told}: skipped", (1 + np.flatnonzero(~present)).tolist()), stacklevel=4)
+    skip(SkippedRows(f"{told}: skipped", (1 + np.flatnonzero(~present)).tolist()))
     kept = np.flatnonzero(present).tolist()
     return {
         name: to_numpy(column)[present] if is_array(column) else [column[i] for i in kept]

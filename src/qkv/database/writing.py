@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.arrays.made import Late
 from qkv.database import cells, encoding
 from qkv.database import columns as typed
-from qkv.database.faults import DuplicateKey, StaleFit
+from qkv.database.faults import DuplicateKey, StaleFit, warn
 from qkv.database.leaving import Leaving
 from qkv.database.piece import some_value
 from qkv.database.queries import listed
@@ -295,7 +294,7 @@ class Writing(Leaving, Reading[K, V]):
                 self.encode()
         except (QkvError, OSError, MemoryError) as fault:
             told = f"the rows were added, but the encoder was not fitted anew to them: {fault}"
-            warnings.warn(told, StaleFit, stacklevel=4)
+            warn(told, StaleFit)
 
     def encode(
         self,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from qkv.database.faults import Damaged, SkippedRows
+from qkv.database.faults import Damaged, SkippedRows, warn
 from qkv.database.store import ledger, sizes
 from qkv.database.store.bundles import GENERATION, LAYOUT, Bundle, Line
 from qkv.database.store.catalogue import Catalogue, Edition, row_crc
@@ -193,7 +192,7 @@ class Lines:
                     raise
                 lost.append(entry)
                 rows = f"{entry.rows:,} rows were left out"
-                warnings.warn(f"{rows}: {fault}", SkippedRows, stacklevel=5)
+                warn(f"{rows}: {fault}", SkippedRows)
         return _State(newest, tuple(bundles), tuple(lost), loose)
 
     def _same(self, state: _State) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from qkv.arrays.ragged import Ragged, joined
-from qkv.database.faults import Damaged, SkippedRows, UnknownRow
+from qkv.database.faults import Damaged, SkippedRows, UnknownRow, warn
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition
 from qkv.database.store.layout import ANY, Layout
@@ -155,7 +154,7 @@ class Snapshot(Closing):
                 except Damaged as fault:
                     if not self._skip_damaged:
                         raise
-                    warnings.warn(f"1 row was left out: {fault}", SkippedRows, stacklevel=2)
+                    warn(f"1 row was left out: {fault}", SkippedRows)
 
     def ids(self) -> np.ndarray:
         """The ids of the live rows (m,), ascending."""
@@ -278,7 +277,7 @@ class Snapshot(Closing):
         lost -= self._listing().damaged if lost > 0 else 0
         if lost > 0 and all(entry.file in self._open for entry in self._listing().entries):
             told = f"rows without their vectors, which are lost, were left out: {lost:,}"
-            warnings.warn(told, SkippedRows, stacklevel=4)
+            warn(told, SkippedRows)
         return ids
 
     def _lost(self, row: int, rows: int = 1) -> Damaged:
@@ -337,7 +336,7 @@ class Snapshot(Closing):
                 if strict or not self._skip_damaged:
                     raise
                 rows = f"{entry.rows:,} rows were left out"
-                warnings.warn(f"{rows}: {fault}", SkippedRows, stacklevel=4)
+                warn(f"{rows}: {fault}", SkippedRows)
                 return None
             self._open[entry.file] = segment
         return segment
@@ -390,7 +389,7 @@ def rested(
         if not skip_damaged:
             raise fault
         left = len(rows) - len(sound)
-        warnings.warn(f"{left:,} rows were left out: {fault}", SkippedRows, stacklevel=4)
+        warn(f"{left:,} rows were left out: {fault}", SkippedRows)
     ids = np.fromiter((row for row, _, _ in sound), np.int64, len(sound))
     return Segment(ids, layout.unpack([packed for _, packed, _ in sound]))
 
