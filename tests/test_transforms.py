@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import masks
+from qkv import masks, scores
 from qkv.errors import EngineError
 from tests import cases
 from tests.transforms import OPTIONS, TORCH, arrays, cells, made
@@ -107,6 +107,15 @@ def test_masks_may_be_written_where_torch_compiles():
     x, seen = torch.randn(2, 5, 4), torch.eye(5) < 1
     got = torch.compile(given, backend="eager", fullgraph=True)(x, seen)
     torch.testing.assert_close(got, given(x, seen))
+
+
+def test_a_gate_may_be_written_where_torch_compiles():
+    def given(x, w):
+        return qkv.attend(x, x, x, score=scores.Gated(w, -w))
+
+    x, w = torch.randn(2, 5, 4), torch.randn(4)
+    got = torch.compile(given, backend="eager", fullgraph=True)(x, w)
+    torch.testing.assert_close(got, given(x, w))
 
 
 @pytest.mark.parametrize("how", [{"weighting": "sparsemax"}, {"score": "gaussian"}])

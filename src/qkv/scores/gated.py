@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from qkv.arrays import is_array, namespace, to_numpy
 from qkv.errors import DtypeError, ShapeError
 from qkv.scores.base import Affine, Form, Score, array_of, differ, inner_score, sigmoid
-from qkv.scores.product import Dot
 from qkv.types import Array, Shape
 
 
@@ -25,7 +24,7 @@ class Gated(Score):
     w_query: Array
     w_key: Array
     bias: float | Array | None = None
-    score: Score = field(default_factory=Dot)
+    score: Score = "dot"  # type: ignore[assignment]  # no object: torch.compile traces none here
 
     def __post_init__(self) -> None:
         array_of(self, "w_query", "d_q")
