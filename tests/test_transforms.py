@@ -118,6 +118,15 @@ def test_a_gate_may_be_written_where_torch_compiles():
     torch.testing.assert_close(got, given(x, w))
 
 
+def test_a_scale_may_be_left_open_where_torch_compiles():
+    def given(x, scale):
+        return qkv.scaled_dot_product_attention(x, x, x, scale=scale)
+
+    compiled, x = torch.compile(given, backend="eager", fullgraph=True, dynamic=True), arrays(5)[0]
+    for scale in (0.5, 2.5):
+        torch.testing.assert_close(compiled(torch.tensor(x), scale), given(torch.tensor(x), scale))
+
+
 @pytest.mark.parametrize("how", [{"weighting": "sparsemax"}, {"score": "gaussian"}])
 def test_compiled_values_that_do_not_count_may_be_anything(how):
     rng = np.random.default_rng(4)

@@ -58,6 +58,8 @@ class ScaledDot(Score):
             positive(self, "softcap")
         if self.scale is None or is_array(self.scale):
             return
+        if type(self.scale) is float and -math.inf < self.scale < math.inf:
+            return  # also one that torch.compile leaves open, which nothing of math takes
         if not isinstance(self.scale, Real):
             raise DtypeError(f"ScaledDot: scale must be a number, not {self.scale!r}")
         if not math.isfinite(as_float(self.scale)):
