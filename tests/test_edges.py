@@ -301,6 +301,8 @@ def test_width_zero_compares_nothing(kit: Kit, engine: str, weighting: str) -> N
     close(out, np.broadcast_to(v.mean(0), (N, DV)))
     none = attend(engine, *map(kit, data()[:2]), kit(np.zeros((M, 0))))
     assert to_numpy(none).shape == (N, 0)
+    x = kit(np.zeros((1, 1, N, 0)))
+    assert to_numpy(attend(engine, x, x, x, score=scores.ScaledDot(2.0))).shape == (1, 1, N, 0)
 
 
 # Nothing to attend to
@@ -672,6 +674,7 @@ def strange_views(framework: str) -> Iterator[tuple[str, Callable[[np.ndarray], 
             lambda x: np.frombuffer(b"\0" * 3 + x.tobytes(), x.dtype, offset=3).reshape(x.shape),
         )
         yield "read only", lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape)
+        yield "other bytes", lambda x: x.astype(x.dtype.newbyteorder())
     else:
         torch = kit_of("torch").module
         yield "transposed", lambda x: torch.tensor(x).mT.contiguous().mT

@@ -88,16 +88,17 @@ class NumPy(Framework):
         return x if self.dtype(x) == dtype else x.astype(dtype)  # bfloat16 is ml_dtypes' own
 
     def plain(self, x: Array) -> Array:
-        return x if type(x) is numpy.ndarray else numpy.asarray(x)  # a matrix multiplies otherwise
+        x = x if type(x) is numpy.ndarray else numpy.asarray(x)  # a matrix multiplies otherwise
+        return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
     def signature(self, query: Array, key: Array, value: Array | None) -> Any:
-        if not type(query) is type(key) is numpy.ndarray:
+        last = key if value is None else value
+        if not type(query) is type(key) is type(last) is numpy.ndarray:
             return None
-        if value is None:
-            return query.shape, key.shape, None, query.dtype, key.dtype
-        if type(value) is not numpy.ndarray:
+        kinds = query.dtype, key.dtype, last.dtype
+        if not (kinds[0].isnative and kinds[1].isnative and kinds[2].isnative):
             return None
-        return query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype
+        return query.shape, key.shape, None if value is None else value.shape, kinds
 
     def outline(self, x: Array) -> Array:
         return numpy.empty(0, x.dtype)

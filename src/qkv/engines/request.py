@@ -148,7 +148,9 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
             step = TEXT if dtype.startswith(("object", "<U")) else "so cast it"
-            raise DtypeError(f"{name} is an array of {dtype}: attention needs floats, {step}")
+            raise DtypeError(
+                f"{name} is an array of {dtype}: attention needs floats of 64 bits or fewer, {step}"
+            )
         if dtype != dtypes["query"]:
             raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
     shapes = {name: fw.shape(x) for name, x in given.items()}

@@ -235,13 +235,13 @@ def array(values: Any) -> Mask:
         except ValueError:
             raise DtypeError("mask is no rectangle: its rows differ in length") from None
     fw = of(values)
+    values = fw.plain(values)
     kind = fw.dtype(values)
     if kind != "bool" and "float" not in kind:
         raise DtypeError(
             f"mask is an array of {kind}: pass booleans (True: may attend) or floats "
             "(added to the scores), so that 0 and 1 cannot be misread"
         )
-    values = fw.plain(values)
     while len(values.shape) < 2:
         values = values[None, ...]
     return Values(values, is_bias=kind != "bool")

@@ -156,7 +156,7 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     shapes = [x.shape for x in arrays]
     if any(len(x) != 4 or x[:2] != shapes[0][:2] or x[-1] != shapes[0][-1] for x in shapes):
         return None
-    if call.dropout or _splits(call):
+    if call.dropout or not shapes[0][-1] or _splits(call):
         return None
     if call.query.device.type == "cuda":
         return _direct_on_device(call)
