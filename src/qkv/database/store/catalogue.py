@@ -189,17 +189,13 @@ class Catalogue(Closing):
                 f"{self._name()} was opened before this process was forked: open it again here"
             )
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> contextlib.AbstractContextManager[None]:
         """All of it or nothing, durable at the end."""
-        with self._bracket("BEGIN IMMEDIATE"):
-            yield
+        return self._bracket("BEGIN IMMEDIATE")
 
-    @contextlib.contextmanager
-    def view(self) -> Iterator[None]:
+    def view(self) -> contextlib.AbstractContextManager[None]:
         """Several reads of one state."""
-        with self._bracket("BEGIN"):
-            yield
+        return self._bracket("BEGIN")
 
     @contextlib.contextmanager
     def _bracket(self, begin: str) -> Iterator[None]:

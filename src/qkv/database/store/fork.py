@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
-
-
-class Forked(Protocol):
-    """What goes on in a child."""
-
-    def quiet(self) -> Any:
-        """A lock that can be had while nothing is half done."""
-
-    def begin_anew(self) -> None:
-        """Forget the threads of the parent, and what they hold."""
-
 
 _KNOWN: WeakSet[Any] = WeakSet()
 _ONE = threading.RLock()
 _held: list[Any] = []
 
 
-def survive(thing: Forked) -> None:
-    """Let it be used by a child, too."""
+def survive(thing: Any) -> None:
+    """Let it be used by a child, too: its `quiet()` is a lock that can be had while nothing is half
+    done, and `begin_anew()` forgets the threads of the parent, and what they hold."""
     with _ONE:  # one that is added while all are counted would end the counting
         _KNOWN.add(thing)
 

@@ -37,16 +37,6 @@ def rest(
     catalogue.many("INSERT INTO resting VALUES (?, ?, ?, ?)", lines)
 
 
-def wake(catalogue: Catalogue, generation: int) -> None:
-    """Resting rows are in a segment now."""
-    catalogue.run("DELETE FROM resting WHERE generation = ?", generation)
-
-
-def generation(catalogue: Catalogue, number: int) -> None:
-    """A new generation."""
-    catalogue.run("INSERT INTO generations (number) VALUES (?)", number)
-
-
 def shape(catalogue: Catalogue, generation: int, layout: Layout) -> None:
     """Fix the tensors of a generation, which a release of an older format may misread."""
     catalogue.run(f"PRAGMA user_version = {FORMAT}")

@@ -55,9 +55,10 @@ class Lines:
     """
 
     def __init__(self, catalogue: Catalogue, shelf: Shelf, skip_damaged: bool = False) -> None:
-        self.catalogue, self.shelf, self.graves = catalogue, shelf, Graves()
+        self.catalogue, self.shelf = catalogue, shelf
         self._skip_damaged = skip_damaged
         self._state = _NOTHING
+        self._buried = 0, np.zeros(0, np.int64)
 
     def find(self, digest: bytes, span: Span) -> list[int]:
         """The ids of the rows with this digest that live, oldest first."""
@@ -132,11 +133,25 @@ class Lines:
 
     def dead(self, version: int) -> np.ndarray:
         """The ids that are dead in a version, or lost in bundles that are skipped; ascending."""
-        dead = self.graves.at(self.catalogue, version)
+        dead = self._dead(version)
         if not self._skip_damaged:
             return dead
         lost = [np.arange(entry.first, entry.last + 1) for entry in self._now().lost]
         return np.unique(np.concatenate([dead, *lost]))
+
+    def _dead(self, version: int) -> np.ndarray:
+        """Those that are dead, remembered from one version to the next."""
+        with self.catalogue.lock:
+            newer = version >= self._buried[0]
+            since, dead = self._buried if newer else (0, self._buried[1][:0])
+            # Lost rows that a repair listed have died in version 0.
+            statement = "SELECT id FROM rows WHERE died > ? AND died <= ?"
+            more = self._column(statement, since or -1, version)
+            if len(more):
+                dead = np.sort(np.concatenate([dead, more]))
+            if newer:
+                self._buried = version, dead
+            return dead
 
     def checked(self, line: Line) -> tuple[int, str]:
         """The id and the record of a row, refused where it is not what was written."""
@@ -198,28 +213,3 @@ class Lines:
     def _same(self, state: _State) -> bool:
         """Whether what was read of the catalogue since is of this state, too."""
         return not (state.loose and state.bundles) or self.catalogue.newest() is state.edition
-
-
-class Graves:
-    """The ids that are dead, ascending, remembered from one version to the next."""
-
-    def __init__(self) -> None:
-        self._version = 0
-        self._dead = np.zeros(0, np.int64)
-
-    def at(self, catalogue: Catalogue, version: int) -> np.ndarray:
-        with catalogue.lock:
-            newer = version >= self._version
-            since, dead = (self._version, self._dead) if newer else (0, self._dead[:0])
-            found = catalogue.all(
-                # Lost rows that a repair listed have died in version 0.
-                "SELECT id FROM rows WHERE died > ? AND died <= ?",
-                since or -1,
-                version,
-            )
-            if found:
-                more = np.fromiter((row for (row,) in found), np.int64, len(found))
-                dead = np.sort(np.concatenate([dead, more]))
-            if newer:
-                self._version, self._dead = version, dead
-            return dead

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -67,34 +67,8 @@ class Files:
         self.sync(folder)
 
 
-class Shelf(Protocol):
-    """Where immutable files are kept: a folder, or memory."""
-
-    def put(
-        self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
-    ) -> tuple[int, bytes]:
-        """Keep the parts as one segment; give its size and checksum."""
-
-    def put_arrays(self, file: str, arrays: Tensors, notes: Notes) -> tuple[int, bytes]: ...
-
-    def settle(self) -> None:
-        """After this, what was put survives a loss of power."""
-
-    def get(self, entry: Entry, layout: Layout) -> Segment: ...
-
-    def get_arrays(self, file: str, size: int) -> dict[str, np.ndarray]: ...
-
-    def verify(self, file: str, size: int, checksum: bytes) -> None:
-        """Read all of a file and raise `Damaged` where it is not what was written."""
-
-    def discard(self, file: str) -> None: ...
-
-    def files(self) -> list[str]:
-        """The names of all segments, arrays and temporary files that are there."""
-
-
 class Memory:
-    """A shelf in memory."""
+    """A shelf in memory: what was put there is never cut or changed, and goes with the process."""
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
@@ -103,6 +77,7 @@ class Memory:
     def put(
         self, file: str, layout: Layout, parts: Sequence[Segment], notes: Notes
     ) -> tuple[int, bytes]:
+        """Keep the parts as one segment; give its size and checksum."""
         ids = _joined([part.ids for part in parts])
         tensors: dict[str, Tensor] = {
             n: (joined if n == layout.ragged else _joined)([part.tensors[n] for part in parts])
@@ -119,7 +94,7 @@ class Memory:
         return sum(array.nbytes for array in arrays.values()), b""
 
     def settle(self) -> None:
-        pass
+        """After this, what was put survives a loss of power, on a disk."""
 
     def get(self, entry: Entry, layout: Layout) -> Segment:
         return self._segments[entry.file]
@@ -128,13 +103,14 @@ class Memory:
         return dict(self._arrays[file])
 
     def verify(self, file: str, size: int, checksum: bytes) -> None:
-        pass
+        """Read all of a file and raise `Damaged` where it is not what was written."""
 
     def discard(self, file: str) -> None:
         self._segments.pop(file, None)
         self._arrays.pop(file, None)
 
     def files(self) -> list[str]:
+        """The names of all segments, arrays and temporary files that are there."""
         return [*self._segments, *self._arrays]
 
 
@@ -250,6 +226,9 @@ class Disk:
         except OSError as error:
             raise _unwritable(path, error) from error
         return length, checksum.digest() + SHA
+
+
+Shelf = Memory | Disk
 
 
 def _unwritable(path: Path, error: OSError) -> Unwritable:

@@ -94,9 +94,8 @@ class Store(Closing):
         self._skip_damaged, self._closed = skip_damaged, False
         self._writer: Catalogue | None = None
         self._write_lock: WriteLock | None = None
-        self._shelf: Shelf
         if self.path is None:
-            self._shelf = Memory()
+            self._shelf: Shelf = Memory()
             self._reader = self._writer = Catalogue(None)
             fork.survive(self)
         else:
@@ -243,7 +242,7 @@ class Store(Closing):
                 if layout is not None and desk.layout is None:
                     ledger.shape(catalogue, edition.generation, layout)
                 if full:
-                    ledger.wake(catalogue, edition.generation)
+                    catalogue.run("DELETE FROM resting WHERE generation = ?", edition.generation)
                 elif records and layout is not None:
                     ledger.rest(catalogue, edition.generation, ids, layout.pack(fitted, len(ids)))
                 ledger.discard(catalogue, absorbed)
@@ -313,7 +312,7 @@ class Store(Closing):
             draft.settle()
 
             with catalogue.transaction():
-                ledger.generation(catalogue, draft.generation)
+                catalogue.run("INSERT INTO generations (number) VALUES (?)", draft.generation)
                 if layout is not None:
                     ledger.shape(catalogue, draft.generation, layout)
                     for part in held:
