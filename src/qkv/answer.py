@@ -23,6 +23,12 @@ EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
 """The weight of a key from which it does."""
 
+TOLD = (
+    *("query", "value", "rows", "entropy", "effective_rows", "total", "missing", "exact"),
+    *("error_bound", "rows_read", "statistical", "engine"),
+)
+"""What an answer says of itself wherever it is written."""
+
 SMALL = 100
 """Rows of a set that travel with the answer."""
 LEAST = 0.0005
@@ -313,21 +319,8 @@ class Answer(Shown):
 
     def told(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What it says of itself, by name, each row as `row` tells of it."""
-        return {
-            "query": self.query,
-            "value": self.value,
-            "rows": list(map(row, self.rows)),
-            "entropy": self.entropy,
-            "effective_rows": self.effective_rows,
-            "total": self.total,
-            "missing": self.missing,
-            "exact": self.exact,
-            "error_bound": self.error_bound,
-            "rows_read": self.rows_read,
-            "statistical": self.statistical,
-            "engine": self.engine,
-            **self._promised(row),
-        }
+        found = {name: getattr(self, name) for name in TOLD}
+        return found | {"rows": list(map(row, self.rows))} | self._promised(row)
 
     def _promised(self, row: Callable[[Row], Any]) -> dict[str, Any]:
         """What is promised: nothing where nothing is, the set where it is small."""

@@ -15,7 +15,6 @@ from qkv.arrays import KNOWN, framework, of, to_numpy, tree
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.arrays.tree import KIND
 from qkv.engines import certified, sharded, stored, streaming
-from qkv.engines import nearest as best
 from qkv.engines import plan as plans
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
@@ -391,7 +390,7 @@ def nearest(rows: Rows, query: Array, k: int, *, score: ScoreLike) -> tuple[Arra
     score = scores.resolve(score)
     score.check(tuple(query.shape), rows.key.shape)
     with fw.quiet():
-        return best.run(Call(fw.detach(query), rows.key, None, score, Weighting()), k)
+        return streaming.nearest(Call(fw.detach(query), rows.key, None, score, Weighting()), k)
 
 
 def among(

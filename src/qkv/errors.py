@@ -106,6 +106,13 @@ def file_name(path: Any) -> Path:
     raise DtypeError(f"path must be the name of a file, not a {type(path).__name__}")
 
 
+def in_folder(path: Path) -> Path:
+    """The path, if there is a folder for it."""
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{path}: there is no folder {path.parent}; make it first")
+    return path
+
+
 def count(number: int) -> str:
     """A number as sentences have it; torch.compile may know it only when it runs.
 

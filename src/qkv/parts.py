@@ -169,10 +169,7 @@ def across(
 
     leaves = tree.leaves(fw, call)
     with fw.quiet():
-        if fw.needs_gradient(leaves):
-            out = fw.custom(forward, backward, reference, leaves)[0]
-        else:
-            out = forward(*leaves)[0][0]
+        out = fw.differentiable(forward, backward, reference, leaves)[0]
         return fw.astype(out, fw.dtype(query))
 
 

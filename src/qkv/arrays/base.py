@@ -383,6 +383,13 @@ class Framework:
         """
         return forward(*leaves)[0]
 
+    def differentiable(
+        self, forward: Forward, backward: Backward, reference: Reference, leaves: Sequence[Array]
+    ) -> Arrays:
+        """`custom` where a gradient is wanted, else what `forward` gives."""
+        wanted = self.gradients and self.needs_gradient(leaves)
+        return self.custom(forward, backward, reference, leaves) if wanted else forward(*leaves)[0]
+
 
 def captured_arrays(function: Callable[..., Any], root: str) -> bool:
     """Whether a function's closure, defaults, globals or owner hold arrays of a framework."""

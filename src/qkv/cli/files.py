@@ -20,12 +20,6 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def check_parent(path: Path) -> None:
-    """Refuse a path in a folder that is not there."""
-    if not path.parent.is_dir():
-        raise ArgumentError(f"{path}: there is no folder {path.parent}; make it first")
-
-
 def check_name(path: Path, endings: Sequence[str]) -> None:
     """Refuse a file whose ending is none of these, before any work is done for it."""
     if path.suffix.lower() not in endings:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qkv.cli import files, options, screen, values
+from qkv.cli import options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
 from qkv.cli.source import cell, held, is_url, opened, picked, stored
 from qkv.database import spelled
-from qkv.errors import ArgumentError, printable
+from qkv.errors import ArgumentError, in_folder, printable
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -53,7 +53,7 @@ def import_(
             return _kept(database)
     if path.exists():
         raise ArgumentError(f"{path} exists: add to it with --append, or choose another name")
-    files.check_parent(path)
+    in_folder(path)
     with screen.progress("importing") as progress:
         read, own = _read(source, how, progress)
         columns = {"key": picked(key or own["key"]), "value": picked(value or own["value"])}
@@ -186,9 +186,7 @@ def info(
 def versions(path: options.Place, token: options.Token = None) -> Result:
     """List the versions of the database PATH, for --at."""
     with held(path, token) as database:
-        found = [
-            {name: getattr(version, name) for name in VERSION} for version in database.versions()
-        ]
+        found = [screen.fields(version) for version in database.versions()]
 
     def show() -> None:
         rows = [tuple(screen.cell(version[name]) for name in VERSION) for version in found]
@@ -219,9 +217,7 @@ def check(
     data = {
         "path": str(path),
         "clean": not left,
-        "problems": [
-            {"file": str(p.file), "what": p.what, "repaired": p.repaired} for p in problems
-        ],
+        "problems": [screen.fields(problem) for problem in problems],
     }
 
     def show() -> None:

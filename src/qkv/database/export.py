@@ -24,7 +24,7 @@ from qkv.database.faults import ChangedCells, warn
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import cell as exact
-from qkv.errors import ArgumentError, MissingExtra, file_name
+from qkv.errors import ArgumentError, MissingExtra, file_name, in_folder
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
 
@@ -122,9 +122,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of whatever `path` held when it is finished, by a rename."""
     if path.is_dir():
         raise ArgumentError(f"{path} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"{path}: there is no folder {path.parent}; make it first")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=in_folder(path).parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

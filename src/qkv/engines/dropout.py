@@ -12,7 +12,6 @@ import numpy as np
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
-from qkv.errors import fraction
 from qkv.types import Array, Block
 
 BITS = 0x7FFFFFFF
@@ -46,10 +45,6 @@ def keep_factor(like: Array, p: float, seed: Array, block: Block) -> Array:
         x = _mix(xp.bitwise_xor(x, block.k))
         kept = xp.bitwise_and(x, BITS) >= min(int(p * (BITS + 1)), BITS)
         return fw.astype(kept, fw.dtype(like)) * (1 / (1 - p) if p < 1 else 0.0)
-
-
-def check(p: Any) -> float:
-    return fraction("dropout_p", p)
 
 
 def seed_array(fw: Framework, seed: Any, like: Array) -> Array:

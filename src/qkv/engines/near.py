@@ -139,17 +139,6 @@ def share_of(call: Call) -> float:
     return max(call.tolerance or 0.0, own)
 
 
-def bound(call: Call) -> Numbers:
-    """For each query, (…, n): the share of its weight that `run` leaves out, at most."""
-    call = call.precise()
-
-    def lost(query: Numbers, boxes: Boxes) -> tuple[Numbers]:
-        return (grid.reach(query, boxes, share_of(call)).lost[:, None].astype(np.float64),)
-
-    parts = [_in_chunks(q, grid.boxed(k, v), lost)[0] for _, q, k, v in _parts(call)]
-    return np.concatenate(parts).reshape(*call.lead, call.n)
-
-
 def run(call: Call) -> tuple[Array, Array | None, None]:
     """The output (…, n, d_v) and, where wanted, the log-sum-exp (…, n, 1)."""
     call = call.precise()
@@ -175,10 +164,7 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
         found = _backward(tree.rebuild(fw, call, arrays), share, kept, gradients)
         return (*found, *[None] * (len(arrays) - 3))
 
-    if fw.gradients and fw.needs_gradient(leaves):
-        outputs = fw.custom(forward, backward, dense.reference(call), leaves)
-    else:
-        outputs = forward(*leaves)[0]
+    outputs = fw.differentiable(forward, backward, dense.reference(call), leaves)
     return outputs[0], outputs[1] if call.wants_lse else None, None
 
 

@@ -14,7 +14,7 @@ from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
 from qkv.engines.call import Call
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, fraction
 from qkv.scores import Score, ScoreLike
 from qkv.scores.base import differ
 from qkv.types import Array, At, Shape
@@ -45,7 +45,7 @@ def request(
     score, weighting = resolved(score, weighting, bias)
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):
         raise ArgumentError(f"tolerance must be None or a number of at least 0, not {tolerance!r}")
-    p = dropout.check(dropout_p)
+    p = fraction("dropout_p", dropout_p)
     like = next((x for x in (query, key, value) if is_array(x)), None)
     query = as_array("query", query, like)
     fw = _one_framework(query, score, weighting, rule)

@@ -71,8 +71,7 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
     call = _hoisted(call)
     way = (Together if call.weighting.searches else Ring) if across.rows else Same
     leaves = tree.leaves(fw, call)
-    learning = fw.needs_gradient(leaves)
-    steps = way(across, learning)
+    steps = way(across, fw.needs_gradient(leaves))
 
     def forward(*arrays: Array) -> tuple[Arrays, Arrays]:
         fresh = tree.rebuild(fw, call, arrays)
@@ -90,10 +89,7 @@ def run(call: Call, across: Across) -> tuple[Array, Array | None]:
             "gather the keys and call attend"
         )
 
-    if learning:
-        outputs = fw.custom(forward, backward, reference, leaves)
-    else:
-        outputs = forward(*leaves)[0]
+    outputs = fw.differentiable(forward, backward, reference, leaves)
     return outputs[0], outputs[1] if call.wants_lse else None
 
 

@@ -25,7 +25,7 @@ from qkv.engines.read import Held, loops_of, pulled, whole
 from qkv.errors import count
 from qkv.scores import functions_in
 from qkv.types import Array, Arrays, Slopes, Span
-from qkv.weightings import State, Weighting
+from qkv.weightings import State, TopK, Weighting
 from qkv.weightings.base import of_rows
 
 NAME = "streaming"
@@ -126,10 +126,7 @@ def run(call: Call, size: tuple[int, int] | None = None) -> tuple[Array, Array |
         out, lse, _ = dense.run(whole(tree.rebuild(fw, call, arrays)))
         return (out,) if lse is None else (out, lse)
 
-    if learning:
-        outputs = fw.custom(forward, backward, reference, leaves)
-    else:
-        outputs = forward(*leaves)[0]
+    outputs = fw.differentiable(forward, backward, reference, leaves)
     return outputs[0], outputs[1] if call.wants_lse else None, None
 
 
@@ -389,3 +386,15 @@ def _in_order(call: Call, main: list[Array], parameters: list[Array]) -> Slopes:
     out += [None] * len(tree.leaves(call.fw, call.rule))
     out += [] if call.bias is None else [dbias]
     return (*out, *[None] * len(tree.leaves(call.fw, call.seed)))
+
+
+def nearest(call: Call, k: int) -> tuple[Array, Array]:
+    """The scores (…, n, k) of the k best keys of each query, the best first, and where they stand;
+    −∞ where there are fewer. By the state of `TopK` alone: no value is read."""
+    best, call = TopK(k), call.precise()
+
+    def found(rows: Span, keys: Any) -> Arrays:
+        return Passes(call, rows, keys).fold(best.lift_best, best.merge_best, best.init_best)
+
+    most, at = loops_of(call).tiled(found, tiling_of(call, *block_size(call)))
+    return most, at

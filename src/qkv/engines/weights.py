@@ -152,10 +152,7 @@ def _in_pieces(call: Call, spans: list[Span]) -> tuple[Array | None, Array | Non
     def reference(*arrays: Array) -> Arrays:
         return tuple(x for x in _some(tree.rebuild(fw, call, arrays), None) if x is not None)
 
-    if fw.needs_gradient(leaves):
-        made = iter(fw.custom(forward, backward, reference, leaves))
-    else:
-        made = iter(forward(*leaves)[0])
+    made = iter(fw.differentiable(forward, backward, reference, leaves))
     return tuple(next(made) if is_there else None for is_there in has)  # type: ignore[return-value]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qkv.errors import ArgumentError, MissingExtra, ShapeError, file_name
+from qkv.errors import ArgumentError, MissingExtra, ShapeError, file_name, in_folder
 from qkv.plot.data import Matrix, Pool
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ def keep(figure: Figure, path: Any) -> None:
     place, known = file_name(path), figure.canvas.get_supported_filetypes()
     if place.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"{place}: the name must end in .{', .'.join(sorted(known))}")
-    if not place.parent.is_dir():
-        raise ArgumentError(f"{place}: there is no folder {place.parent}; make it first")
-    figure.savefig(place, dpi=160, bbox_inches="tight")
+    figure.savefig(in_folder(place), dpi=160, bbox_inches="tight")
 
 
 def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:

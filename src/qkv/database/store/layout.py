@@ -16,21 +16,12 @@ from qkv.arrays.ragged import Ragged
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 IDS = "ids"
-_TYPES = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "u1",
-    "BOOL": "?",
-}
-DTYPES = {code: np.dtype(text) for code, text in _TYPES.items()}
+DTYPES = {
+    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
+    for kind, sizes in (("F", (8, 4, 2)), ("I", (8, 4, 2, 1)), ("U", (8, 4, 2, 1)))
+    for size in sizes
+} | {"BOOL": np.dtype("?")}
+"""The types of tensors, by the names that safetensors has for them."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -29,6 +29,12 @@ def segments(catalogue: Catalogue, generation: int | None = None) -> list[Entry]
     return [Entry(*line) for line in found]
 
 
+def files(catalogue: Catalogue) -> set[str]:
+    """The files that are part of the store."""
+    every = "SELECT file FROM segments UNION SELECT arrays FROM generations"
+    return {str(file) for (file,) in catalogue.all(every) if file is not None}
+
+
 def rest(
     catalogue: Catalogue, generation: int, ids: Iterable[int], packed: Iterable[bytes]
 ) -> None:

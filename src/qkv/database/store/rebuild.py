@@ -7,6 +7,7 @@ new one does not use are moved into a folder beside it: nothing is deleted.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import sqlite3
@@ -394,11 +395,9 @@ _REMEDIES: tuple[Callable[[Path], None], ...] = (
 
 def _new_folder(folder: Path) -> Path:
     """A new folder for what is replaced."""
-    count = 1
-    while True:
+    for count in itertools.count(1):
         kept = folder / f"{KEPT}-{count}"
-        try:
+        with contextlib.suppress(FileExistsError):
             kept.mkdir()
             return kept
-        except FileExistsError:
-            count += 1
+    raise AssertionError

@@ -223,8 +223,7 @@ def _leftovers(
     finally:
         if not held:
             lock.drop()
-    used = {file for (file,) in catalogue.all("SELECT file FROM segments")}
-    used |= {file for (file,) in catalogue.all("SELECT arrays FROM generations")}
+    used = ledger.files(catalogue)
     for file in disk.files():
         if file not in used and file not in found:
             yield Problem(file, "no version uses it, and it may be yours: move it elsewhere")
@@ -255,20 +254,12 @@ def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Itera
                 if entry is not None:
                     disk.get(entry, Layout.parse(layouts[entry.generation]))
             except (Damaged, Unreadable) as fault:
-                if _used(catalogue, file):
+                if file in ledger.files(catalogue):  # and no compaction has replaced it meanwhile
                     rows = f" ({entry.rows:,} rows)" if entry is not None else ""
                     yield Problem(file, f"{_reason(fault)}{rows}")
             size += length
             if progress is not None:
                 progress(size, total)
-
-
-def _used(catalogue: Catalogue, file: str) -> bool:
-    """Whether a file is still part of the store: a compaction may have replaced it meanwhile."""
-    return bool(
-        catalogue.value("SELECT count(*) FROM segments WHERE file = ?", file)
-        or catalogue.value("SELECT count(*) FROM generations WHERE arrays = ?", file)
-    )
 
 
 def _counts(catalogue: Catalogue, disk: Disk) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from qkv.database.store import ledger
 from qkv.database.store.catalogue import FILE, Catalogue
 from qkv.database.store.mark import Mark
 from qkv.database.store.segments import TEMPORARY, number
@@ -33,9 +34,8 @@ def leftovers(catalogue: Catalogue, files: Sequence[str], known: Mark | None) ->
     with catalogue.view():
         following = catalogue.value("SELECT files FROM counters")
         discarded = {file for (file,) in catalogue.all("SELECT file FROM discarded")}
-        used = {file for (file,) in catalogue.all("SELECT file FROM segments")}
-        used |= {file for (file,) in catalogue.all("SELECT arrays FROM generations")}
-    highest = max((number(str(file)) or 0 for file in used), default=0)
+        used = ledger.files(catalogue)
+    highest = max((number(file) or 0 for file in used), default=0)
     if not isinstance(following, int) or following <= highest:
         raise catalogue.damaged("its count of files is not what was written")
     found = {}
