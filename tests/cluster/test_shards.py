@@ -592,3 +592,16 @@ def test_bounds_of_shards_count_from_one_unit(
         assert 0.5 * np.abs(found.weights - np.exp(s - whole)).sum() <= found.error_bound <= 0.01
         assert "codes of" in found.engine and 0 < found.rows_read < 3000
         assert abs(found.lse - whole) < 0.02
+
+
+def test_shards_in_8_bits_prove_softmax_alone(tmp_path: Path) -> None:
+    key = np.random.default_rng(4).normal(size=(300, 48)).astype(np.float32)
+    place = str(tmp_path / "d.qkv")
+    with qkv.open(place, precision="int8") as D:
+        D.add(key, key[:, :2])
+    with cluster([place], 2) as c:
+        assert 0 < c.ask(key[0], tolerance=0.5).error_bound <= 0.5
+        for asked in (c.ask, c.attend):
+            with pytest.raises(CombinationError, match=r"softmax alone.*8 bits"):
+                asked(key[0], tolerance=0.5, weighting="hard")
+        assert c.ask(key[0], weighting="hard").error_bound == 0  # as its codes say

@@ -394,6 +394,37 @@ def test_scores_that_float32_does_not_hold(size, score, how):
             np.testing.assert_allclose(found.weights.sum(), 1)
 
 
+@pytest.mark.parametrize(
+    ("score", "how", "tolerance"),
+    [
+        ("scaled_dot", "softmax", 0),
+        ("scaled_dot", "sparsemax", 0.5),
+        ("scaled_dot", "sigmoid", 0.5),
+        ("laplace", "softmax", 0.5),
+    ],
+)
+def test_keys_in_8_bits_prove_nothing_where_there_is_no_bound(score, how, tolerance):
+    keys = np.random.default_rng(3).normal(size=(300, 64)).astype(np.float32)
+    D = qkv.Database(keys, keys[:, :2], precision="int8")
+    for asked in (D.ask, D.attend):
+        with pytest.raises(CombinationError, match=r"proven.*8 bits"):
+            asked(keys[7], score=score, weighting=how, tolerance=tolerance)
+    assert D.ask(keys[7], score=score, weighting=how).error_bound == 0  # as its codes say
+    D = qkv.Database(keys, keys[:, :2])
+    found = D.ask(keys[7], score=score, weighting=how, tolerance=tolerance)
+    assert found.error_bound < 1e-9
+    found = D.attend(keys[7], score=score, weighting=how, tolerance=tolerance)
+    np.testing.assert_allclose(found, D.attend(keys[7], score=score, weighting=how), rtol=1e-5)
+
+
+def test_a_tolerance_of_0_says_what_float64_cannot_tell():
+    keys = np.random.default_rng(3).normal(size=(50, 64))
+    keys[:, 0] += 1e13
+    D = qkv.Database(keys.astype(np.float32), np.arange(50.0))
+    found = D.ask(keys.mean(0), score="cosine", weighting="hard", tolerance=0)
+    assert found.error_bound == 1
+
+
 def test_what_float32_rounds_to_nothing_is_no_tie():
     keys = (3e-45 * np.arange(1, 33)[:, None] * np.ones(WIDTH)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(32)], precision="int8")

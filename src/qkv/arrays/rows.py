@@ -53,6 +53,11 @@ class Stored(NamedTuple):
     near: Near | None = None
     check: Callable[[], None] | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the vectors that were given are nowhere, but for a bound."""
+        return self.scale is not None and self.near is not None and self.near.residual is not None
+
     def some(self, at: slice) -> Stored:
         near = None if self.near is None else self.near.some(at)
         value, live, scale = (None if x is None else x[at] for x in self[1:4])

@@ -139,6 +139,12 @@ class Gathered(Asked):
         self._read_as, weighting = parts.resolved(score, weighting, None)
         self.weighting, self.tolerance = weighting.among(len(view)), tolerance
         self.promise, self.library, self._but = promise, library, but
+        lost = tolerance is not None and view.rounded and view.kept.coded
+        if lost and type(self.weighting) is not Softmax:
+            raise CombinationError(
+                "tolerance: shards prove it for softmax alone, and the vectors are kept in 8 bits. "
+                "Ask without one, or keep them as float32"
+            )
         self.live = self.places = None
         self.refused = ""
         self.total = self.missing = 0

@@ -126,7 +126,7 @@ def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | Non
         raise ArgumentError(f"confidence must lie between 0 and 1, not {confidence!r}")
     if confidence is not None and tolerance is None:
         raise ArgumentError("confidence is that of a tolerance: pass tolerance=0.01 with it")
-    return tolerance or None, confidence
+    return tolerance, confidence
 
 
 def listed(pairs: Any, what: str, right: str) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.arrays import is_array
-from qkv.arrays.rows import Rows, Weighed
+from qkv.arrays.rows import Near, Rows, Weighed
 from qkv.engines import flat, stored
 from qkv.engines.coded import Coded
 from qkv.engines.doubt import Doubt, from_largest
@@ -99,9 +99,18 @@ def pooled(
 
 def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
     first = rows.first()
-    near = None if first is None else first.near
-    if near is None or not rows.shape[0]:
+    if first is None or first.near is None or not rows.shape[0]:
         return "the rows have no codes beside their vectors"
+    why = _unbounded(first.near, rows.shape[1], score, weighting)
+    if why and first.lost:
+        raise CombinationError(
+            f"tolerance: it cannot be proven, since {why} and the vectors are kept in 8 bits. Ask "
+            "without one, or keep them as float32"
+        )
+    return why
+
+
+def _unbounded(near: Near, width: int, score: Score, weighting: Weighting) -> str | None:
     how = type(weighting)
     if how not in (Softmax, TopK, Hard, Normalized) or getattr(
         weighting, "straight_through", False
@@ -109,7 +118,7 @@ def _refusal(rows: Rows, score: Score, weighting: Weighting) -> str | None:
         return f"{how.__name__} has no bound"
     if how is Softmax and is_array(weighting.temperature):  # type: ignore[attr-defined]
         return "a temperature that is an array has no bound"
-    form = score.affine(np.zeros((1, rows.shape[1])), np.ones(1))
+    form = score.affine(np.zeros((1, width)), np.ones(1))
     if form is None:
         return f"{type(score).__name__} is no product with a key, so codes do not bound it"
     if (how is Normalized) != hasattr(score, "profile"):

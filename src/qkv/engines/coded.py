@@ -44,8 +44,7 @@ class Coded:
         self.cooled = float(getattr(weighting, "temperature", 1.0))
         some = rows.first()
         assert some is not None and some.near is not None
-        # What a code has lost is nowhere.
-        self.lost = some.scale is not None and some.near.residual is not None
+        self.lost = some.lost
         self.read, self.most = 0, np.zeros(len(query))
         self._cuts: list[list[Cut]] | None = None
         self.size = max(int(2 * AT_ONCE / max(len(query), 4) ** 0.5), 1)
