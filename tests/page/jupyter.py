@@ -58,7 +58,7 @@ class Lab:
         }
         (self.root / "page.ipynb").write_text(json.dumps(book))
         page.goto(f"{self.url}/lab/tree/page.ipynb?token={self.token}")
-        page.get_by_text("| Idle").wait_for(timeout=60_000)
+        page.get_by_text("| Idle").wait_for()
         page.locator(".jp-Notebook .jp-Cell .cm-content").first.click()
         for _ in cells:
             page.keyboard.press("Shift+Enter")

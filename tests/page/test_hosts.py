@@ -138,7 +138,7 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
             with np.errstate(divide="ignore", invalid="ignore"):
                 due = -np.nansum(alpha * np.log(alpha), -1).mean(-1)
             words = f"Entropy {due[0, 0]:.3f}"
-            at.get_by_test_id("head-entropy").filter(has_text=words).wait_for(timeout=60_000)
+            at.get_by_test_id("head-entropy").filter(has_text=words).wait_for()
             for i, j in np.ndindex(*due.shape):
                 assert number(at, f"entropy-{i}-{j}") == pytest.approx(due[i, j], abs=0.006)
 
@@ -147,7 +147,7 @@ def test_a_server(page: Any, tmp_path: Path) -> None:
         due = call("sentence", {"text": at.get_by_test_id("sentence").input_value()}, {})
         assert due["words"] == due["tokens"]
         at.get_by_test_id("sentence-model").select_option("minilm")
-        at.get_by_test_id("head-5-11").wait_for(timeout=60_000)
+        at.get_by_test_id("head-5-11").wait_for()
         row = due["weights"].reshape(-1, *due["weights"].shape[2:])[due["first"], 0]
         for j, weight in enumerate(row):
             assert number(at, f"weight-{j}") == pytest.approx(weight, abs=6e-4)
@@ -165,5 +165,5 @@ def test_a_notebook(page: Any, lab: Lab) -> None:
         f"qkv.show(*{VIEWS}, heads(np.array({ALPHA}), ['layer']))",
     )
     cell = page.locator(".jp-CodeCell").first
-    cell.get_by_test_id("tab-database").wait_for(timeout=60_000)
+    cell.get_by_test_id("tab-database").wait_for()
     toured(cell)

@@ -77,7 +77,7 @@ def test_two_widgets_in_jupyterlab(page: Any, lab: Lab) -> None:
             assert abs(shown - row.weight) < 1e-3
 
     # The kernel encodes what is typed: the page has no such encoder of its own.
-    first.get_by_test_id("answer-value").wait_for(timeout=60_000)
+    first.get_by_test_id("answer-value").wait_for()
     counts("Zhang")
     first.get_by_test_id("query").press("ControlOrMeta+a")
     page.keyboard.type("bdd Smoler")  # b adds a cell, d d cuts it, where a notebook hears them
