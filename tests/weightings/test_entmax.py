@@ -249,6 +249,20 @@ def test_in_fewer_bits(dtype):
     np.testing.assert_allclose(found[3], want[3], atol=max(atol, steep))
 
 
+@pytest.mark.parametrize("alpha", [1 + 1e-12, 1 + 1e-7, 1.001, 1.03])
+@pytest.mark.parametrize("keys", [50, 200])
+def test_a_number_near_one_keeps_its_digits(alpha, keys):
+    scores = (3 * rng.normal(size=(3, keys))).astype("float32")
+    want = Entmax(np.array(alpha))(scores.astype("float64"))
+    if alpha < 1.0001:
+        np.testing.assert_allclose(want, near_one(scores.astype("float64"), alpha), atol=1e-9)
+    np.testing.assert_allclose(Entmax(alpha)(scores), want, atol=5e-7)
+    np.testing.assert_allclose(Entmax(alpha)(scores.astype("float64")), want, atol=1e-13)
+    query, key, value = np.eye(3, dtype="float32"), scores.T.copy(), np.eye(keys, dtype="float32")
+    found = qkv.attend(query, key, value, score="dot", weighting=Entmax(alpha))
+    np.testing.assert_allclose(found, want, atol=5e-7)
+
+
 def test_the_number_of_keys_does_not_matter():
     for alpha in (0.5, 1.0, 3.0):
         found = weightings.Entmax(np.array(alpha))(np.zeros((1, 5000)))
