@@ -19,7 +19,7 @@ import numpy as np
 from qkv.attention import attend
 from qkv.database import Database, encoders, open, spelled
 from qkv.database.sources.sql import literal, quoted
-from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError, extra
 from qkv.told import jsonable
 
 if TYPE_CHECKING:
@@ -70,11 +70,9 @@ def register(con: DuckDBPyConnection) -> DuckDBPyConnection:
     >>> con.sql("SELECT attend(2.1, [1, 2, 3], [10, 20, 30], score := 'gaussian:0.2')").fetchall()
     [(20.0004...,)]
     """
-    try:
+    with extra("duckdb", "SQL needs duckdb and pyarrow"):
         import duckdb
         import pyarrow  # noqa: F401, what goes to and fro
-    except ImportError:
-        raise MissingExtra('SQL needs duckdb and pyarrow: pip install "qkv[duckdb]"') from None
     if not isinstance(con, duckdb.DuckDBPyConnection):
         raise DtypeError(
             "register: con must be a connection, duckdb.connect() or duckdb.connect('file'), not a "

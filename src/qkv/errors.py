@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ class EngineError(QkvError, ValueError):
 
 class MissingExtra(QkvError, ImportError):
     """An optional dependency is not installed."""
+
+
+@contextlib.contextmanager
+def extra(name: str, needs: str) -> Iterator[None]:
+    """Inside of this, a package that cannot be imported is told of with the extra that brings it.
+
+    >>> with extra("tables", "reading a frame needs narwhals"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    qkv.errors.MissingExtra: reading a frame needs narwhals: pip install "qkv[tables]"
+    """
+    try:
+        yield
+    except ImportError:
+        raise MissingExtra(f'{needs}: pip install "qkv[{name}]"') from None
 
 
 def as_float(value: Real) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv import arrays, masks
 from qkv.attention import attend, weights
-from qkv.errors import ArgumentError, DtypeError, MissingExtra, ShapeError
+from qkv.errors import ArgumentError, DtypeError, ShapeError, extra
 from qkv.scores import ScaledDot
 
 if TYPE_CHECKING:
@@ -207,11 +207,8 @@ def _pad(fw: Framework, attn_mask: Array, m: int) -> Array:
 
 def _operator() -> type:
     """The operator as onnx's reference evaluator wants it, found by its class's name."""
-    try:
+    with extra("onnx", "qkv.onnx.Attention needs onnx"):
         from onnx.reference.op_run import OpRun
-    except ImportError as error:
-        message = 'qkv.onnx.Attention needs onnx: pip install "qkv[onnx]"'
-        raise MissingExtra(message) from error
 
     class Attention(OpRun):  # type: ignore[misc]
         """ONNX `Attention` on qkv, for `ReferenceEvaluator(model, new_ops=[Attention])`.

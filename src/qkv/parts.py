@@ -7,7 +7,7 @@ the holders may be threads, processes or machines.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -108,26 +108,8 @@ class Portion(NamedTuple):
 # The whole
 
 
-class Holders(Protocol):
-    """Who holds the rows. Each call is made of all of them, and what they give is merged."""
-
-    def fold(self, lift: Any, merge: Any, init: Any) -> State:
-        """What a search asks of the scores."""
-        ...
-
-    def state(self, found: State) -> State:
-        """The weighting's state of all rows, once a search has found what it must know."""
-        ...
-
-
-class Differentiable(Holders, Protocol):
-    def slopes(self, kept: State, gradients: Arrays) -> Sequence[Array | None]:
-        """The gradients of the query and of every array in score and weighting."""
-        ...
-
-
 def across(
-    begin: Callable[[Array, Score, Weighting], Differentiable],
+    begin: Callable[[Array, Score, Weighting], Any],
     query: Array,
     shape: tuple[int, int, int],
     *,
@@ -136,7 +118,9 @@ def across(
 ) -> Array:
     """`attend` over m rows that others hold, with gradients: query (n, d) → (n, d_v).
 
-    `shape` is (m, d_k, d_v); `begin` tells the holders what is asked.
+    `shape` is (m, d_k, d_v); `begin` tells the holders what is asked, and gives what asks all of
+    them and merges what they say: `fold` and `state`, as `Passes` has them, and
+    `slopes(kept, gradients)`, those of the query and of every array in score and weighting.
     """
     fw, (m, d, width) = of(query), shape
     score, weighting = resolved(score, weighting, None)

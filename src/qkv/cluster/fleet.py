@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from qkv.errors import ArgumentError, CombinationError
 from qkv.types import Arrays
 from qkv.weightings import State
 
+if TYPE_CHECKING:
+    from qkv.cluster.ray import Actors  # who run the shards
+
 FRESH = 1.0
 """Seconds for which the newest version that was seen is taken for the newest."""
 
@@ -30,24 +33,6 @@ MOST = 2**31 - 2
 
 Request = tuple[int, str, tuple[Any, ...]]
 """A shard, a method of `Shard`, and its arguments."""
-
-
-class Workers(Protocol):
-    """Who runs the shards: `cluster.ray.Actors`."""
-
-    def put(self, job: Job) -> Any:
-        """Where all of them read it."""
-        ...
-
-    def each(self, requests: Sequence[Request]) -> list[Any]:
-        """The results, in the order of the requests, or `LostShard`."""
-        ...
-
-    def once(self, request: Request) -> Any:
-        """The result of a request that is made once, and not again where it was interrupted."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def owners(sources: int, shards: int) -> list[list[int]]:
@@ -66,7 +51,7 @@ class Fleet:
     """The stores that a cluster reads, and those who read them."""
 
     def __init__(
-        self, sources: Sequence[str], shards: list[list[int]], workers: Workers, partial: bool
+        self, sources: Sequence[str], shards: list[list[int]], workers: Actors, partial: bool
     ):
         self.sources, self.shards, self.workers = sources, shards, workers
         self.partial, self.closed = partial, False

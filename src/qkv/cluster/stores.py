@@ -17,7 +17,7 @@ from qkv.database.faults import Unreadable
 from qkv.database.store import Store, folder
 from qkv.database.store.folder import is_part
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, MissingExtra
+from qkv.errors import ArgumentError, extra
 
 
 def split(source: str | os.PathLike[str], targets: Sequence[str | os.PathLike[str]]) -> None:
@@ -73,10 +73,8 @@ def local(url: str, cache: str | None = None) -> Path:
 
     It lies in `cache`, by default in the user's folder of caches. Nothing in it is removed.
     """
-    try:
+    with extra("ray", "a URL needs fsspec"):
         import fsspec
-    except ImportError:
-        raise MissingExtra("a URL needs fsspec: pip install 'qkv[ray]'") from None
     try:
         system, root = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as fault:

@@ -24,7 +24,7 @@ from qkv.database.faults import ChangedCells, warn
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.table import cell as exact
-from qkv.errors import ArgumentError, MissingExtra, file_name, in_folder
+from qkv.errors import ArgumentError, extra, file_name, in_folder
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
 
@@ -97,10 +97,8 @@ def _plain(cell: Any) -> Any:
 
 
 def _parquet(file: BinaryIO, columns: Sequence[str], rows: Rows) -> int:
-    try:
+    with extra("tables", "writing Parquet needs pyarrow"):
         import pyarrow.parquet
-    except ImportError:
-        raise MissingExtra('writing Parquet needs pyarrow: pip install "qkv[tables]"') from None
     found = transposed(map(_present, rows))
     made = {name: arrow(name, found.get(name, [])) for name in columns}
     table = pyarrow.table(made)

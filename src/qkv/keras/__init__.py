@@ -14,12 +14,10 @@ them are where training starts: each becomes a weight of the layer. The scores "
 
 from __future__ import annotations
 
-from qkv.errors import MissingExtra
+from qkv.errors import extra
 
-try:
+with extra("keras", "qkv.keras needs Keras 3"):
     import keras.ops  # noqa: F401
-except ImportError as error:
-    raise MissingExtra('qkv.keras needs Keras 3: pip install "qkv[keras]"') from error
 
 from qkv.keras.attention import AdditiveAttention, Attention
 from qkv.keras.feedforward import FeedForward

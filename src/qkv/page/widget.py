@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import MissingExtra
+from qkv.errors import extra
 
-try:
+with extra("widget", "show needs anywidget"):
     import anywidget
     import traitlets
-except ImportError:
-    raise MissingExtra('show needs anywidget: pip install "qkv[widget]"') from None
 
 from qkv.page.calls import call
 from qkv.page.file import module

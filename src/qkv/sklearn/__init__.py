@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-from qkv.errors import MissingExtra
+from qkv.errors import extra
 
-try:
+with extra("sklearn", "qkv.sklearn needs scikit-learn"):
     import sklearn.base  # noqa: F401
-except ImportError as error:
-    raise MissingExtra('qkv.sklearn needs scikit-learn: pip install "qkv[sklearn]"') from error
 
 from qkv.sklearn.classifier import AttentionClassifier
 from qkv.sklearn.regressor import AttentionRegressor

@@ -21,6 +21,18 @@ class NumPy:
         return x.astype(dtype) if x.dtype.kind == "f" else x
 
     def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Of each array, 0 for those that are no floats."""
+        at = [i for i, x in enumerate(arrays) if "float" in str(x.dtype)]
+
+        def of_floats(*chosen: Any) -> Any:
+            full = dict(enumerate(arrays)) | dict(zip(at, chosen, strict=True))
+            return loss(*full.values())
+
+        found = dict(zip(at, self.slopes(of_floats, [arrays[i] for i in at]), strict=True))
+        return [_full(x, found.get(i)) for i, x in enumerate(arrays)]
+
+    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
+        """The gradient of each, as a user would take it; None: there is none."""
         raise NotImplementedError
 
 
@@ -45,15 +57,11 @@ class Torch(NumPy):
         x = torch.as_tensor(np.array(x))
         return x.to(getattr(torch, dtype)) if x.is_floating_point() else x
 
-    def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import torch
 
-        given = [x.clone().requires_grad_(x.is_floating_point()) for x in arrays]
-        value = loss(*given)
-        wanted = [x for x in given if x.requires_grad]
-        found = iter(torch.autograd.grad(value, wanted, allow_unused=True))
-        out = [next(found) if x.requires_grad else None for x in given]
-        return [_full(x, g) for x, g in zip(given, out, strict=True)]
+        given = [x.clone().requires_grad_() for x in floats]
+        return torch.autograd.grad(loss(*given), given, allow_unused=True)  # type: ignore[no-any-return]
 
 
 class Jax(NumPy):
@@ -69,24 +77,10 @@ class Jax(NumPy):
         x = jnp.asarray(np.asarray(x))
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import jax
 
-        floating = [i for i, x in enumerate(arrays) if "float" in str(x.dtype)]
-
-        def of_floats(*chosen: Any) -> Any:
-            full = list(arrays)
-            for i, x in zip(floating, chosen, strict=True):
-                full[i] = x
-            return loss(*full)
-
-        found = jax.jit(jax.grad(of_floats, argnums=tuple(range(len(floating)))))(
-            *(arrays[i] for i in floating)
-        )
-        out: list[Any] = [None] * len(arrays)
-        for i, g in zip(floating, found, strict=True):
-            out[i] = g
-        return [_full(x, g) for x, g in zip(arrays, out, strict=True)]
+        return jax.jit(jax.grad(loss, argnums=tuple(range(len(floats)))))(*floats)  # type: ignore[no-any-return]
 
 
 class TensorFlow(NumPy):
@@ -100,15 +94,13 @@ class TensorFlow(NumPy):
         x = tf.constant(np.asarray(x))
         return tf.cast(x, dtype) if x.dtype.is_floating else x
 
-    def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
-            tape.watch([x for x in arrays if x.dtype.is_floating])
-            value = loss(*arrays)
-        return [
-            _full(x, g) for x, g in zip(arrays, tape.gradient(value, list(arrays)), strict=True)
-        ]
+            tape.watch(floats)
+            value = loss(*floats)
+        return tape.gradient(value, list(floats))  # type: ignore[no-any-return]
 
 
 class MXNet(NumPy):
@@ -122,17 +114,16 @@ class MXNet(NumPy):
         x = np.asarray(x)
         return mx.np.array(x, dtype=dtype if x.dtype.kind == "f" else x.dtype)
 
-    def grads(self, loss: Callable[..., Any], arrays: Sequence[Any]) -> list[np.ndarray]:
+    def slopes(self, loss: Callable[..., Any], floats: Sequence[Any]) -> Sequence[Any]:
         from mxnet import autograd
 
-        given = [x.copy() for x in arrays]
+        given = [x.copy() for x in floats]
         for x in given:
-            if x.dtype.kind == "f":
-                x.attach_grad()
+            x.attach_grad()
         with autograd.record():
             value = loss(*given)
         value.backward()
-        return [_full(x, x.grad if x.dtype.kind == "f" else None) for x in given]
+        return [x.grad for x in given]
 
 
 def _full(x: Any, gradient: Any) -> np.ndarray:

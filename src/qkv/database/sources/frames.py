@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
-from qkv.errors import DtypeError, MissingExtra
+from qkv.errors import DtypeError, extra
 from qkv.types import Progress
 
 PARQUET, FILE, STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -28,10 +28,8 @@ def from_frame(frame: Any) -> Table:
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
     {'name': ['Li', None], 'age': [34, 35]}
     """
-    try:
+    with extra("tables", "reading a frame needs narwhals"):
         import narwhals
-    except ImportError:
-        raise MissingExtra('reading a frame needs narwhals: pip install "qkv[tables]"') from None
     if hasattr(frame, "to_arrow_table"):  # a query of DuckDB's is one when it is asked for
         frame = frame.to_arrow_table()
     try:
@@ -118,11 +116,9 @@ def _check_text(cells: list[Any], name: str) -> None:
 def from_file(path: Path, kind: str, progress: Progress | None = None) -> Table:
     """The table of a file of Parquet or of Arrow (of Feather version 2 too); types as in
     `convert`."""
-    try:
+    with extra("tables", f"reading {kind} needs pyarrow"):
         import pyarrow.ipc
         import pyarrow.parquet
-    except ImportError:
-        raise MissingExtra(f'reading {kind} needs pyarrow: pip install "qkv[tables]"') from None
     file = str(path)
     try:
         read = _parquet(path) if kind == "Parquet" else _arrow(path)

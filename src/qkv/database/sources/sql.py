@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
-from qkv.errors import CombinationError, MissingExtra, unknown
+from qkv.errors import CombinationError, extra, unknown
 from qkv.types import Progress
 
 SQLITE = b"SQLite format 3\0"
@@ -122,12 +122,8 @@ def postgres(url: str, wish: Wish, progress: Progress | None = None) -> Table:
     What Python has no plain type for is text: dates in ISO form, ranges and addresses as
     PostgreSQL writes them; numeric becomes a number where all cells are exact and else text.
     """
-    try:
+    with extra("postgres", "reading PostgreSQL needs psycopg"):
         import psycopg
-    except ImportError:
-        raise MissingExtra(
-            'reading PostgreSQL needs psycopg: pip install "qkv[postgres]"'
-        ) from None
     file = without_password(url)
     # How long to wait for a server that does not answer, unless the address says.
     patience: dict[str, Any] = {} if "connect_timeout=" in url else {"connect_timeout": 10}

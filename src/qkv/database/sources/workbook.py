@@ -8,7 +8,7 @@ from typing import Any
 
 from qkv.database.sources.sql import Wish
 from qkv.database.sources.table import SourceError, Table, build, cell, check_names, no_rows
-from qkv.errors import MissingExtra
+from qkv.errors import extra
 from qkv.types import Progress
 
 MAGIC = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
@@ -22,12 +22,8 @@ def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[st
     missing if it is empty, an error, or one of the words `missing`. Empty rows are left out, and
     columns without a name that hold nothing.
     """
-    try:
+    with extra("tables", "reading a workbook needs python-calamine"):
         import python_calamine as calamine
-    except ImportError:
-        raise MissingExtra(
-            'reading a workbook needs python-calamine: pip install "qkv[tables]"'
-        ) from None
     file = str(path)
     try:
         with calamine.load_workbook(path) as book:

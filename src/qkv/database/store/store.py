@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from qkv.database.faults import Closed, UnknownVersion
-from qkv.database.store import births, compaction, fork, ledger, mark, sizes, sweep
+from qkv.database.store import compaction, fork, ledger, mark, sizes, sweep
 from qkv.database.store.catalogue import FILE, Catalogue, Edition
 from qkv.database.store.compaction import CompactReport
-from qkv.database.store.desk import Desk, gather, rests
+from qkv.database.store.desk import Desk, bear, bury, distinct, gather, rests
 from qkv.database.store.draft import Draft
 from qkv.database.store.folder import named, prepare
 from qkv.database.store.layout import Layout, Tensors
@@ -235,10 +235,10 @@ class Store(Closing):
             with draft.beside(layout, rows) as written, catalogue.transaction():
                 records, digests = list(records), list(digests)
                 lines = Lines(catalogue, self._shelf)
-                births.bury(lines, gone, edition.number + 1)
+                bury(lines, gone, edition.number + 1)
                 if unique:
-                    births.distinct(lines, digests, look=bool(edition.rows))
-                absorbed += births.bear(lines, draft, ids, digests, records)
+                    distinct(lines, digests, look=bool(edition.rows))
+                absorbed += bear(lines, draft, ids, digests, records)
                 if layout is not None and desk.layout is None:
                     ledger.shape(catalogue, edition.generation, layout)
                 if full:
