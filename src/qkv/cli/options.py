@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from dataclasses import dataclass
@@ -42,36 +43,19 @@ def _no_url(path: Path) -> Path:
     return path
 
 
+_FOLDER = "The folder of a database, such as books.qkv"
+_named = functools.partial(typer.Argument, show_default=False, autocompletion=_files)
 Source = Annotated[
     str,
-    typer.Argument(
+    _named(
         metavar="SOURCE",
         help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON, Parquet, Arrow, "
         "Excel or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
         "PostgreSQL URL, or - for CSV on stdin.",
-        show_default=False,
-        autocompletion=_files,
     ),
 ]
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        help="The folder of a database, such as books.qkv.",
-        show_default=False,
-        autocompletion=_files,
-        callback=_no_url,
-    ),
-]
-Place = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH",
-        help="The folder of a database, such as books.qkv, or the URL of one that is served.",
-        show_default=False,
-        autocompletion=_files,
-    ),
-]
+Folder = Annotated[Path, _named(metavar="PATH", help=f"{_FOLDER}.", callback=_no_url)]
+Place = Annotated[str, _named(metavar="PATH", help=f"{_FOLDER}, or the URL of one that is served.")]
 Token = Annotated[
     str | None,
     typer.Option(

@@ -277,6 +277,9 @@ def _told(about: Profile, name: str) -> Any:
 class Sent:
     """A job as the leaves have it: what they find is merged in a tree of their order."""
 
+    asks = "fold", "state"
+    """The methods of a leaf that fold a search, and give the weighting's state."""
+
     def __init__(self, many: Many, job: Job, without: Collection[int] = ()):
         self.many, self.job, self.without = many, job, without
         self.ref = many.fleet.workers.put(job)
@@ -285,20 +288,16 @@ class Sent:
         return self.many.each(name, *args, job=self.ref, without=self.without)
 
     def fold(self, lift: Any, merge: Any, init: Any) -> State:
-        return parts.merged(self.each("fold", lift, merge, init), merge)
+        return parts.merged(self.each(self.asks[0], lift, merge, init), merge)
 
     def state(self, found: State, width: int = 0) -> State:
-        return parts.merged(self.each("state", found, width), self.job.weighting.merge)
+        return parts.merged(self.each(self.asks[1], found, width), self.job.weighting.merge)
 
 
 class Attended(Sent):
     """The same with values pooled in the query's framework, and with gradients."""
 
-    def fold(self, lift: Any, merge: Any, init: Any) -> State:
-        return parts.merged(self.each("search", lift, merge, init), merge)
-
-    def state(self, found: State, width: int = 0) -> State:
-        return parts.merged(self.each("pooled", found), self.job.weighting.merge)
+    asks = "search", "pooled"
 
     def slopes(self, kept: State, gradients: Arrays) -> list[Any]:
         def add(one: list[Any], two: list[Any]) -> list[Any]:

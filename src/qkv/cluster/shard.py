@@ -262,7 +262,7 @@ class Leaf:
     def search(self, lift: Any, merge: Any, init: Any) -> State:
         return self.passes.fold(lift, merge, init)  # type: ignore[no-any-return]
 
-    def pooled(self, found: State) -> State:
+    def pooled(self, found: State, width: int = 0) -> State:
         state: State = self.passes.state(found)
         del self.passes  # a weighting may have written over its scores
         return state

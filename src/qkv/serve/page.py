@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -41,28 +41,6 @@ HTML = """<!doctype html>
 <script type="module" src="/page/boot.js"></script>
 </html>
 """
-
-
-class Databases(MutableMapping[str, "Database"]):
-    """What is served, for the page's calls: what they put there is an upload, and only those go."""
-
-    def __init__(self, served: Served):
-        self.served = served
-
-    def __getitem__(self, name: str) -> Database:
-        return self.served.databases[name].database
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self.served.databases))
-
-    def __len__(self) -> int:
-        return len(self.served.databases)
-
-    def __setitem__(self, name: str, database: Database) -> None:
-        self.served.keep(name, database)
-
-    def __delitem__(self, name: str) -> None:
-        self.served.drop(name)
 
 
 def _file(path: str, tells: str, media: str, text: Callable[[], str]) -> Route:
@@ -145,7 +123,7 @@ def _answered(name: str, served: Served, args: dict[str, Any]) -> Any:
             options({"weighting": args["weighting"]})
         if args.get("database") in served.databases:
             served.find(args["database"])
-        return calls.call(name, args, Databases(served))
+        return calls.call(name, args, served)
     except QkvError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -165,7 +143,7 @@ def shown(served: Served) -> list[dict[str, Any]]:
     first = list(served.databases.values())[:TABS]
     found = [view for kept in first for view in _view(kept.name, kept.database)]
     rest = ["data", "sentence", "regression", "scores", "model"]
-    own = tables.databases({}, Databases(served))
+    own = tables.databases({}, served)
     return [
         *(found or views({"view": "database", "data": {"examples": True}})),
         *views(
@@ -200,7 +178,7 @@ def upload(served: Served, given: Given) -> Any:
     at = given.at
     how = {name: at[name].split(",") for name in ("key", "value") if at.get(name)}
     args = {"name": at["name"], "format": at["format"], "data": given.body, **how}
-    return {**tables.upload(args, Databases(served)), "uploaded": True}
+    return {**tables.upload(args, served), "uploaded": True}
 
 
 @ROUTES(
@@ -212,5 +190,5 @@ def upload(served: Served, given: Given) -> Any:
 )
 def forget(served: Served, given: Given) -> Any:
     """Forget an upload."""
-    served.drop(given.kept.name)
+    del served[given.kept.name]
     return {"name": given.kept.name}

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -176,8 +176,9 @@ def options(how: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class Served:
-    """All databases by name, and the threads that work on them.
+class Served(MutableMapping[str, "Database"]):
+    """All databases by name, and the threads that work on them. What a page puts there is an
+    upload, and only those go.
 
     >>> from qkv import Database
     >>> served = Served()
@@ -208,7 +209,16 @@ class Served:
         kept = self.databases[name] = Kept(name, database, self.metrics, uploaded)
         return kept
 
-    def keep(self, name: str, database: Database) -> Kept:
+    def __getitem__(self, name: str) -> Database:
+        return self.databases[name].database
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.databases))
+
+    def __len__(self) -> int:
+        return len(self.databases)
+
+    def __setitem__(self, name: str, database: Database) -> None:
         """Serve an upload, in place of one that had its name."""
         with self._lock:
             taken = self.databases.get(name)
@@ -221,10 +231,10 @@ class Served:
                     409, f"{limits.UPLOADS} uploads are kept, the limit; remove one: {told}"
                 )
             if taken is not None:
-                self.drop(name)
-            return self.put(name, database, uploaded=True)
+                del self[name]
+            self.put(name, database, uploaded=True)
 
-    def drop(self, name: str) -> None:
+    def __delitem__(self, name: str) -> None:
         """Forget an upload; what was asked of it is answered first."""
         with self._lock:
             if not self.find(name).uploaded:
