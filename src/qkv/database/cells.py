@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays import is_array, to_numpy
+from qkv.database.faults import Damaged
 from qkv.errors import ArgumentError, DtypeError
 
 DIGEST = 16
@@ -143,8 +144,10 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 def loads(text: str) -> dict[str, Any]:
     try:
         cells, _ = _scan(text, 0)  # what `json.loads` comes to, of text that `dumps` made
-    except StopIteration:
-        raise json.JSONDecodeError("no JSON", text, 0) from None
+    except (StopIteration, ValueError):
+        cells = None
+    if type(cells) is not dict:
+        raise Damaged(f"a record is not what was written: {shown(text)}. qkv check names its file")
     if "$" in text:
         return {name: restored(cell) for name, cell in cells.items()}
     return cells  # type: ignore[no-any-return]

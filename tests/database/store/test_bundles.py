@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+import qkv
 from qkv.database.faults import Damaged, DuplicateKey, SkippedRows
 from qkv.database.store import Store, bundles, check, sizes
 from qkv.database.store.catalogue import FILE
@@ -137,6 +138,21 @@ def test_a_damaged_bundle(tmp_path):
         assert [part.ids[part.live].tolist() for part in snap.parts() if part.live is not None]
     file.write_bytes(sound)
     assert check(tmp_path) == []
+
+
+@pytest.mark.parametrize("mask", [1, 2, 16])
+def test_where_a_record_begins_is_damaged(tmp_path, mask):
+    """The CRC is of digest and record as one, so that it cannot tell where one ends."""
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add([f"key {i}" for i in range(20)], list(range(20)))
+    [file] = files(tmp_path / "d.qkv")
+    at = file.read_bytes().index(20 * b"\x10")
+    flip(file, at + 17, mask)
+    with qkv.open(tmp_path / "d.qkv") as D:
+        assert D["key 3"] == 3
+        for read in (D.items, D.rows, lambda: D, lambda: D.ask("key 17").rows):
+            with pytest.raises(Damaged, match="not what was written"):
+                list(read())
 
 
 @pytest.mark.parametrize("harm", ["rows", "catalogue"])
