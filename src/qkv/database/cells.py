@@ -150,7 +150,7 @@ def loads(text: str) -> dict[str, Any]:
         raise Damaged(f"a record is not what was written: {shown(text)}. qkv check names its file")
     if "$" in text:
         return {name: restored(cell) for name, cell in cells.items()}
-    return cells  # type: ignore[no-any-return]
+    return cells
 
 
 def plain(cell: Any) -> Any:
