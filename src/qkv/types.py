@@ -63,6 +63,16 @@ Arrays: TypeAlias = tuple[Array, ...]
 Slopes: TypeAlias = tuple[Array | None, ...]
 """Gradients, one for each array; None for zero."""
 
+Arithmetic: TypeAlias = Callable[..., Array]
+"""A function of arrays."""
+
+Pull: TypeAlias = Callable[[Array], Slopes]
+"""From the gradient of what a function gives to those of its arrays."""
+
+Lift: TypeAlias = Callable[[Any], Any]
+Merge: TypeAlias = Callable[[Any, Any], Any]
+"""A part as a state, and two states as one."""
+
 Live: TypeAlias = Array | None
 """Which pairs count, as booleans; None: all."""
 

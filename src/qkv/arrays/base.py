@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.errors import DtypeError, FrameworkError
-from qkv.types import Array, Arrays, Live, Shape, Slopes, Span
+from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Merge, Pull, Shape, Slopes, Span
 
 Tiling = list[tuple[Span, list[Span]]]
 """For each span of queries, the spans of keys that a mask leaves to look at."""
@@ -279,13 +279,7 @@ class Framework:
             carry = step(carry, span)
         return carry
 
-    def reduce(
-        self,
-        lift: Callable[[Span], Any],
-        merge: Callable[[Any, Any], Any],
-        start: Any,
-        spans: Sequence[Span],
-    ) -> Any:
+    def reduce(self, lift: Lift, merge: Merge, start: Any, spans: Sequence[Span]) -> Any:
         """The merged states of the spans; `merge` is associative, and `start` is its identity."""
         return self.fold(lambda state, span: merge(state, lift(span)), start, spans)
 
@@ -320,15 +314,11 @@ class Framework:
 
     # Control
 
-    def when(
-        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
-    ) -> Array:
+    def when(self, condition: Array, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
         """yes(*args) where the one boolean holds, else no(*args)."""
         return yes(*args) if bool(condition) else no(*args)
 
-    def until(
-        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
-    ) -> Any:
+    def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:
         """state ← step(state) until done(state), at most `limit` times."""
         for _ in range(limit):
             if bool(done(state)):
@@ -356,9 +346,7 @@ class Framework:
         """x, where no result depends on it, so that its gradient is 0."""
         return x
 
-    def hoist(
-        self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], Arrays]:
+    def hoist(self, function: Arithmetic, *example: Array) -> tuple[Arithmetic, Arrays]:
         """function(*example, *captured): the arrays it held, made into further arguments."""
         return function, ()
 
@@ -366,9 +354,7 @@ class Framework:
         """Whether the function may hold arrays whose gradient `hoist` cannot find."""
         return False
 
-    def vjp(
-        self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], Slopes]]:
+    def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         """function(*args), and the map from the gradient of that to the gradients of args."""
         raise FrameworkError(f"{self.name} has no gradients")
 

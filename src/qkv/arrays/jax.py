@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
 from qkv.arrays.transposed import both_ways
 from qkv.errors import ArgumentError
-from qkv.types import Array, Arrays, Slopes, Span
+from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Span
 
 
 class _Spans(NamedTuple):
@@ -148,14 +148,10 @@ class Jax(Framework):
 
         return _scan(body, carry, _table(tiling))
 
-    def when(
-        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
-    ) -> Array:
+    def when(self, condition: Array, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
         return lax.cond(condition, yes, no, *args)
 
-    def until(
-        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
-    ) -> Any:
+    def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:
         def unfinished(pair: tuple[Any, Array]) -> Array:
             return jnp.logical_and(pair[1] < limit, jnp.logical_not(done(pair[0])))
 
@@ -165,9 +161,7 @@ class Jax(Framework):
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
         return tuple(lax.top_k(x, k))  # type: ignore[return-value]
 
-    def hoist(
-        self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], Arrays]:
+    def hoist(self, function: Arithmetic, *example: Array) -> tuple[Arithmetic, Arrays]:
         # jax.closure_convert would leave whole numbers behind, and vmap may have made them.
         traced = jax.make_jaxpr(function)(*example)
 
@@ -177,9 +171,7 @@ class Jax(Framework):
 
         return converted, tuple(traced.consts)
 
-    def vjp(
-        self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], Slopes]]:
+    def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         return jax.vjp(function, *args)  # type: ignore[return-value]
 
     def custom(

@@ -13,7 +13,7 @@ from mxnet.base import MXNetError
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
 from qkv.errors import FrameworkError
-from qkv.types import Array, Arrays, Slopes
+from qkv.types import Arithmetic, Array, Arrays, Pull, Slopes
 
 
 def _flat(function: Callable[..., Array]) -> Any:
@@ -133,9 +133,7 @@ class MXNet(Framework):
     def captures_unseen(self, function: Callable[..., Any]) -> bool:
         return captured_arrays(function, "mxnet")
 
-    def vjp(
-        self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], Slopes]]:
+    def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         args = tuple(x.detach() for x in args)
         for x in args:
             if _floating(x):

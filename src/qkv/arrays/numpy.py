@@ -13,7 +13,7 @@ import numpy
 
 from qkv.arrays import threads
 from qkv.arrays.base import Framework, Tiling
-from qkv.types import Array, Arrays, Live, Span
+from qkv.types import Array, Arrays, Lift, Live, Merge, Span
 
 _DTYPES: dict[Any, str] = {}
 
@@ -132,13 +132,7 @@ class NumPy(Framework):
             threads.each(fill, tiling)
         return tuple(outs)
 
-    def reduce(
-        self,
-        lift: Callable[[Span], Any],
-        merge: Callable[[Any, Any], Any],
-        start: Any,
-        spans: Sequence[Span],
-    ) -> Any:
+    def reduce(self, lift: Lift, merge: Merge, start: Any, spans: Sequence[Span]) -> Any:
         """Each core merges its own run of the spans, unless the queries keep the cores busy."""
         if len(spans) < 2 or threads.CORES < 2 or threads.inside():
             return super().reduce(lift, merge, start, spans)

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.arrays.base import Framework, Tiling
 from qkv.arrays.ragged import Wide
 from qkv.bar import bar
-from qkv.types import Array, Arrays, Shape, Span
+from qkv.types import Array, Arrays, Lift, Merge, Shape, Span
 
 CACHED = 2**18
 """Numbers of keys that are made floats at a time, so that they are compared in cache."""
@@ -278,13 +278,7 @@ class Reader:
                 carry = step(carry, cut)
         return carry
 
-    def reduce(
-        self,
-        lift: Callable[[Cut], Any],
-        merge: Callable[[Any, Any], Any],
-        start: Any,
-        cuts: Iterable[list[Cut]],
-    ) -> Any:
+    def reduce(self, lift: Lift, merge: Merge, start: Any, cuts: Iterable[list[Cut]]) -> Any:
         if self.fw.equal_spans:
             return self.fold(lambda state, cut: merge(state, lift(cut)), start, cuts)
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from qkv.arrays.base import Backward, Forward, Framework, Reference, captured_arrays
-from qkv.types import Array, Arrays, Shape, Slopes, Span
+from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Shape, Span
 
 
 class _Namespace:
@@ -139,14 +139,10 @@ class TensorFlow(Framework):
     def total(self, accumulator: Any) -> Array:
         return accumulator.join()
 
-    def when(
-        self, condition: Array, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
-    ) -> Array:
+    def when(self, condition: Array, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
         return tf.cond(condition, lambda: yes(*args), lambda: no(*args))
 
-    def until(
-        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
-    ) -> Any:
+    def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:
         if not self.tracing(done(state)):
             return super().until(done, step, state, limit)
         return tf.while_loop(
@@ -156,9 +152,7 @@ class TensorFlow(Framework):
     def captures_unseen(self, function: Callable[..., Any]) -> bool:
         return captured_arrays(function, "tensorflow")
 
-    def vjp(
-        self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], Slopes]]:
+    def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         args = _apart(args)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(args)

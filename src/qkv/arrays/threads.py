@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+from qkv.types import Lift, Merge
+
 NAME = "qkv-core"
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -49,9 +51,7 @@ def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     return list(map(function, items) if inside() else _workers().map(function, items))
 
 
-def reduced(
-    lift: Callable[[Any], Any], merge: Callable[[Any, Any], Any], start: Any, items: Sequence[Any]
-) -> Any:
+def reduced(lift: Lift, merge: Merge, start: Any, items: Sequence[Any]) -> Any:
     """The merged states of the items, each core merging its own run of them."""
     size = -(-len(items) // CORES)
 

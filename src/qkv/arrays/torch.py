@@ -17,7 +17,7 @@ from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
 from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
 from qkv.errors import FrameworkError
-from qkv.types import Array, Arrays, Live, Slopes
+from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Pull, Slopes
 
 _AS_IT_IS = nullcontext()
 
@@ -304,15 +304,11 @@ class Torch(Framework):
             return torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
         return generator if isinstance(generator, torch.Tensor) else super().seed_from(generator)
 
-    def when(
-        self, condition: Any, yes: Callable[..., Array], no: Callable[..., Array], *args: Array
-    ) -> Array:
+    def when(self, condition: Any, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
         # `no` is the careful branch everywhere: right in both cases, so a traced graph takes it.
         return no(*args) if self.tracing(condition) else super().when(condition, yes, no, *args)
 
-    def until(
-        self, done: Callable[[Any], Array], step: Callable[[Any], Any], state: Any, limit: int
-    ) -> Any:
+    def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:
         if not self.tracing(state[0]):
             return super().until(done, step, state, limit)
         for _ in range(min(limit, UNROLLED)):  # a graph cannot look whether it is done
@@ -334,9 +330,7 @@ class Torch(Framework):
         found: Array = torch.ops.qkv.rows(x, live, array, name, alone)
         return found
 
-    def hoist(
-        self, function: Callable[..., Array], *example: Array
-    ) -> tuple[Callable[..., Array], Arrays]:
+    def hoist(self, function: Arithmetic, *example: Array) -> tuple[Arithmetic, Arrays]:
         if _transforms():  # which differentiate the function itself
             return function, ()
         with torch.enable_grad():
@@ -345,9 +339,7 @@ class Torch(Framework):
         # The function goes on reading its own tensors: `vjp` asks for their gradients in place.
         return lambda *args: function(*args[: len(example)]), found
 
-    def vjp(
-        self, function: Callable[..., Array], *args: Array
-    ) -> tuple[Array, Callable[[Array], Slopes]]:
+    def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
             # itself, in one place; anything else is cut from its history. A view of a leaf, made

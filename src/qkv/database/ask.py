@@ -140,14 +140,7 @@ class Asked:
         code = np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
         return Query(code, found.asked)
 
-    def _answer(
-        self,
-        query: Any,
-        found: Weighed,
-        at: int,
-        keep: bool,
-        **told: Any,
-    ) -> Answer:
+    def _answer(self, query: Any, found: Weighed, at: int, keep: bool, **told: Any) -> Answer:
         alpha, pooled = found.weights[at], found.out[at] if self.view.schema.pools else None
         error = found.error
         if isinstance(query, np.ndarray) and query.ndim == 0:

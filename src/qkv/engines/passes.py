@@ -9,7 +9,7 @@ from qkv.arrays.rows import Cut, Cuts, taken
 from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.read import Held, loops_of
-from qkv.types import Array, Live, Span
+from qkv.types import Array, Live, Merge, Span
 from qkv.weightings import State, Weighting
 from qkv.weightings.base import of_rows
 
@@ -73,12 +73,7 @@ class Passes:
             self._known[at] = found
         return found
 
-    def fold(
-        self,
-        lift: Callable[[Array, Live, Array], State],
-        merge: Callable[[State, State], State],
-        init: Callable[[Array], State],
-    ) -> State:
+    def fold(self, lift: Callable[..., State], merge: Merge, init: Any) -> State:
         """What `Weighting.search` asks of the scores."""
 
         def lifted(cols: Any) -> State:

@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.arrays import of
 from qkv.errors import ShapeError
-from qkv.scores.base import Form, Score, agree, array_of, differ, pairs
+from qkv.scores.base import Form, Lowering, Score, agree, array_of, differ, pairs
 from qkv.scores.features import features
 from qkv.scores.separable import Units, units
 from qkv.types import Array, Shape
@@ -64,9 +64,7 @@ class Additive(Score):
             key = fw.inner(key, self.w_key)
         return from_query, key
 
-    def lowered(
-        self, query: Array, key: Array, tolerance: float | None, dtype: str
-    ) -> tuple[Score, float] | str:
+    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
         fw = of(query)
         least = ACCURACY.get(dtype, 0.0)
         mass = float(fw.xp.sum(fw.xp.abs(fw.detach(self.v))))

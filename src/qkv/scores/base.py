@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from qkv.arrays import is_array, of
 from qkv.arrays.tree import Record
@@ -63,6 +63,10 @@ class Affine(NamedTuple):
     gate: tuple[Array, Array, Array] | None = None
 
 
+Lowering: TypeAlias = "tuple[Score, float] | str"
+"""A score that has a `form`, and a bound on its error; or why there is none."""
+
+
 class Score(Record):
     """s = score(query, key): (…, n, d_q), (…, m, d_k) → (…, n, m).
 
@@ -107,9 +111,7 @@ class Score(Record):
         """The same as a dot product, for a score that is one."""
         raise NotImplementedError(f"{type(self).__name__} is no dot product")
 
-    def lowered(
-        self, query: Array, key: Array, tolerance: float | None, dtype: str
-    ) -> tuple[Score, float] | str:
+    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
         """A score that has a `form`, as near to this one as asked, and a bound on its error.
 
         `tolerance` None asks for the accuracy of the caller's dtype. Or why there is none.

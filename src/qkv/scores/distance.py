@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from qkv.arrays import is_array, namespace, of, over, tree
 from qkv.errors import positive
-from qkv.scores.base import Affine, Form, Score, fits, largest, pairs
+from qkv.scores.base import Affine, Form, Lowering, Score, fits, largest, pairs
 from qkv.types import Array, Shape
 
 
@@ -52,9 +52,7 @@ class Gaussian(Score):
     def affine(self, query: Array, norm: Array) -> Affine | None:
         return square(query, norm, self.bandwidth, 0.5) if self.radial else None
 
-    def lowered(
-        self, query: Array, key: Array, tolerance: float | None, dtype: str
-    ) -> tuple[Score, float] | str:
+    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
         fw = of(query)
         if dtype in ("float16", "bfloat16"):
             # Products of 16-bit numbers are exact in float32, and its sums lose less than the

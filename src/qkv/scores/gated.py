@@ -7,7 +7,7 @@ from numbers import Real
 
 from qkv.arrays import is_array, namespace, to_numpy
 from qkv.errors import DtypeError, ShapeError
-from qkv.scores.base import Affine, Form, Score, array_of, differ, inner_score, sigmoid
+from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, inner_score, sigmoid
 from qkv.types import Array, Shape
 
 
@@ -56,9 +56,7 @@ class Gated(Score):
         from_query, from_key = self.halves(query, key)
         return self.score.form(query, key)._replace(gate_query=from_query, gate_key=from_key)
 
-    def lowered(
-        self, query: Array, key: Array, tolerance: float | None, dtype: str
-    ) -> tuple[Score, float] | str:
+    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
         if isinstance(self.score, Gated):
             return "a gate within a gate is no dot product"
         inner = self.score.lowered(query, key, tolerance, dtype)

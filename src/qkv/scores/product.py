@@ -9,7 +9,7 @@ from typing import Any
 
 from qkv.arrays import is_array, namespace, of, to_numpy
 from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, plain, positive
-from qkv.scores.base import Affine, Form, Score, array_of, differ, fits
+from qkv.scores.base import Affine, Form, Lowering, Score, array_of, differ, fits
 from qkv.types import Array, Shape
 
 
@@ -97,9 +97,7 @@ class ScaledDot(Score):
             return None
         return Affine(query * self.factor(query), cap=self.softcap)
 
-    def lowered(
-        self, query: Array, key: Array, tolerance: float | None, dtype: str
-    ) -> tuple[Score, float] | str:
+    def lowered(self, query: Array, key: Array, tolerance: float | None, dtype: str) -> Lowering:
         return (self, 0.0) if self.softcap is None else "a softcap bends the dot product"
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from qkv.arrays import of, tree
 from qkv.arrays.base import Framework
 from qkv.errors import CombinationError, DtypeError
 from qkv.scores import Score
-from qkv.types import Array, Keep, Live, Shape, Span
+from qkv.types import Array, Keep, Live, Merge, Shape, Span
 
 State = tuple[Array, ...]
 """What a weighting remembers of the keys it has seen: a few arrays (…, n, ·)."""
@@ -21,15 +21,8 @@ NOWHERE = 2**31 - 1
 """The position of no key: behind every other."""
 
 
-class Fold(Protocol):
-    """fold(lift, merge, init): lift each block of the rows' scores, and merge the states."""
-
-    def __call__(
-        self,
-        lift: Callable[[Array, Array | None, Array], State],
-        merge: Callable[[State, State], State],
-        init: Callable[[Array], State],
-    ) -> State: ...
+Fold = Callable[[Callable[..., State], Merge, Callable[[Array], State]], State]
+"""fold(lift, merge, init): lift(s, live, k) of each block of the rows' scores, merged."""
 
 
 class Unwritten(CombinationError, NotImplementedError):

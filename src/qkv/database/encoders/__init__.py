@@ -6,12 +6,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from qkv.arrays import is_array
 from qkv.database import cells
 from qkv.database.encoders.arrays import Arrays
-from qkv.database.encoders.base import Encoder
+from qkv.database.encoders.base import Encoder, Held, Told
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.custom import Custom
 from qkv.database.encoders.exact import Exact
@@ -75,9 +73,7 @@ __all__ = [
 ]
 
 
-def load(
-    settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None = None
-) -> Encoder:
+def load(settings: Told, arrays: Held, given: Encoder | None = None) -> Encoder:
     """The encoder that a database was written with; `given` is what its reader has passed.
 
     >>> load(Characters(128).settings(), {})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from qkv.arrays import is_array, to_numpy
-from qkv.database.encoders.base import Encoder, batch
+from qkv.database.encoders.base import Encoder, Held, Told, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import ScaledDot, Score
 
@@ -59,7 +59,7 @@ class Arrays(Encoder):
         return {"kind": self.kind, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Arrays:
+    def build(cls, settings: Told, arrays: Held) -> Arrays:
         return cls(settings["width"])
 
 

@@ -18,6 +18,10 @@ from qkv.scores import ScaledDot, Score
 from qkv.scores.base import Form
 from qkv.types import Array
 
+Told = Mapping[str, Any]
+Held = Mapping[str, np.ndarray]
+"""What a store has of an encoder: its settings as JSON, and what it has learned as arrays."""
+
 
 class Encoder(ABC):
     """k ↦ vector: keys (m of them) → (m, width) float32, queries (n) → (n, width).
@@ -179,14 +183,12 @@ class Encoder(ABC):
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Encoder:
+    def build(cls, settings: Told, arrays: Held) -> Encoder:
         """The encoder of these settings and arrays."""
         return cls(**{name: x for name, x in settings.items() if name != "kind"}, **arrays)
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Encoder:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Encoder:
         """The encoder of what a store tells, which may be a stranger's.
 
         Functions, folders and files that it names are taken from the encoder that the caller has

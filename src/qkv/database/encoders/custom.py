@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.arrays import is_array, to_numpy
 from qkv.database.cells import shown
-from qkv.database.encoders.base import Encoder, batch
+from qkv.database.encoders.base import Encoder, Held, Told, batch
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 from qkv.scores import ScaledDot, Score
 
@@ -99,7 +99,7 @@ class Custom(Encoder):
         return {"kind": self.kind, "name": self.name, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Custom:
+    def build(cls, settings: Told, arrays: Held) -> Custom:
         name = settings["name"]
         if name not in _SEEN:
             what = f"the function {name!r}" if name else "a function without a name"
@@ -109,9 +109,7 @@ class Custom(Encoder):
         return cls(_SEEN[name], settings["width"], name)
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Custom:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Custom:
         name = settings["name"]
         if isinstance(given, cls) and (given.name == name or name not in _SEEN):
             return cls(given.function, settings["width"], name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.arrays.ragged import Ragged, numbers, places, sparse
 from qkv.database.cells import shown
-from qkv.database.encoders.base import Encoder, batch, under
+from qkv.database.encoders.base import Encoder, Held, Told, batch, under
 from qkv.database.encoders.characters import scramble
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -144,13 +144,11 @@ class Heads(Encoder):
         }
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Heads:
+    def build(cls, settings: Told, arrays: Held) -> Heads:
         return cls.restore(settings, arrays, None)
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Heads:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Heads:
         from qkv.database.encoders import load
 
         own = given.heads if isinstance(given, Heads) else ()

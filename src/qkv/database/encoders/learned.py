@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.arrays.ragged import Ragged, numbers, places, product
 from qkv.arrays.ragged import sparse as sparse_of
-from qkv.database.encoders.base import Encoder, batch, sharpness, under, unit
+from qkv.database.encoders.base import Encoder, Held, Told, batch, sharpness, under, unit
 from qkv.database.encoders.heads import Heads, together
 from qkv.database.encoders.lexical import Lexical
 from qkv.database.encoders.text import Text
@@ -275,13 +275,11 @@ class Learned(Encoder):
         return found
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Learned:
+    def build(cls, settings: Told, arrays: Held) -> Learned:
         return cls.restore(settings, arrays, None)
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Learned:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Learned:
         from qkv.database.encoders import load
 
         given = given.base if isinstance(given, cls) else given

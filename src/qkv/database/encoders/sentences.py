@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
 from qkv.errors import ArgumentError, MissingExtra
 from qkv.log import listener
 
@@ -68,7 +68,7 @@ class Sentences(Encoder):
         return {"kind": self.kind, "model": self.model, "width": self.size}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Sentences:
+    def build(cls, settings: Told, arrays: Held) -> Sentences:
         if settings["model"] != BUNDLED:
             raise ArgumentError(
                 f"the keys were encoded by the model in {settings['model']!r}, and a database's "
@@ -78,9 +78,7 @@ class Sentences(Encoder):
         return cls(BUNDLED, size=settings["width"])
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Sentences:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Sentences:
         # A folder that was moved keeps its name.
         if isinstance(given, cls) and Path(given.model).name == Path(settings["model"]).name:
             return replace(given, size=settings["width"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arrays.ragged import Ragged, abreast, sparse
-from qkv.database.encoders.base import Encoder, batch, sharpness, texts
+from qkv.database.encoders.base import Encoder, Held, Told, batch, sharpness, texts
 from qkv.database.encoders.characters import Characters
 from qkv.database.encoders.heads import Heads
 from qkv.database.encoders.lexical import Lexical
@@ -134,9 +134,7 @@ class Text(Heads):
         return super().settings() | {name: getattr(self, name) for name in OWN}
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Text:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Text:
         heads = Heads.restore(settings, arrays, given)
         told = {"sharp": 1.0, "rare": OLDER, "flat": 0.0, "exact": 0.0} | {
             name: settings[name] for name in OWN if name in settings

@@ -6,7 +6,7 @@ import gzip
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.bar import bar
-from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
 from qkv.errors import ArgumentError, QkvError
 
 BLOCK = 1 << 22
@@ -103,14 +103,12 @@ class Vectors(Encoder):
         }
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Vectors:
+    def build(cls, settings: Told, arrays: Held) -> Vectors:
         _present(Path(settings["path"]))
         return cls(*(settings[name] for name in ("path", "limit", "width", "checksum")))
 
     @classmethod
-    def restore(
-        cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray], given: Encoder | None
-    ) -> Vectors:
+    def restore(cls, settings: Told, arrays: Held, given: Encoder | None) -> Vectors:
         path = given.path if isinstance(given, cls) else settings["path"]
         return cls.build({**settings, "path": path}, arrays)
 

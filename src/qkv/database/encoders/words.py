@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.database.encoders.base import Encoder, texts, unit
+from qkv.database.encoders.base import Encoder, Held, Told, texts, unit
 from qkv.database.encoders.spelling import Pieces
 from qkv.database.store.layout import DTYPES
 from qkv.errors import MissingExtra
@@ -95,7 +95,7 @@ class Words(Encoder):
         return {"kind": self.kind, "model": MODEL, "lower": self.lower}
 
     @classmethod
-    def build(cls, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Words:
+    def build(cls, settings: Told, arrays: Held) -> Words:
         folder()
         return cls(settings["lower"])
 

@@ -229,10 +229,7 @@ def read_notes(path: Path) -> tuple[dict[str, str], Entry]:
     return notes, Entry(path.name, generation, first, last, len(ids), len(memory), checksum)
 
 
-def chunks(
-    columns: Sequence[Column],
-    notes: Notes,
-) -> Iterator[Any]:
+def chunks(columns: Sequence[Column], notes: Notes) -> Iterator[Any]:
     """The bytes of a file, some megabytes at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "qkv", **notes}}
     begin = 0

@@ -202,12 +202,7 @@ class Disk:
             raise damaged(self._folder / "catalogue.sqlite", f"it names the file {file!r}")
         return self._folder / file
 
-    def _put(
-        self,
-        file: str,
-        columns: Sequence[Column],
-        notes: Notes,
-    ) -> tuple[int, bytes]:
+    def _put(self, file: str, columns: Sequence[Column], notes: Notes) -> tuple[int, bytes]:
         checksum = summing()
         length = 0
 
