@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import masks, scores
+from qkv import masks, scores, weightings
 from qkv.errors import EngineError
 from tests import cases
 from tests.transforms import OPTIONS, TORCH, arrays, cells, made
@@ -118,13 +118,20 @@ def test_a_gate_may_be_written_where_torch_compiles():
     torch.testing.assert_close(got, given(x, w))
 
 
-def test_a_scale_may_be_left_open_where_torch_compiles():
-    def given(x, scale):
-        return qkv.scaled_dot_product_attention(x, x, x, scale=scale)
-
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x, number: qkv.scaled_dot_product_attention(x, x, x, scale=number),
+        lambda x, number: qkv.attend(x, x, x, weighting=weightings.Softmax(number)),
+    ],
+    ids=["scale", "temperature"],
+)
+def test_a_number_may_be_left_open_where_torch_compiles(given):
     compiled, x = torch.compile(given, backend="eager", fullgraph=True, dynamic=True), arrays(5)[0]
-    for scale in (0.5, 2.5):
-        torch.testing.assert_close(compiled(torch.tensor(x), scale), given(torch.tensor(x), scale))
+    for number in (0.5, 2.5):
+        torch.testing.assert_close(
+            compiled(torch.tensor(x), number), given(torch.tensor(x), number)
+        )
 
 
 @pytest.mark.parametrize("how", [{"weighting": "sparsemax"}, {"score": "gaussian"}])

@@ -69,6 +69,8 @@ class Softmax(Exponential):
         positive(self, "temperature")
 
     def fits(self, lead: Shape, n: int) -> None:
+        if isinstance(self.temperature, int | float):  # torch.compile may leave it open
+            return
         shape: Shape = tuple(getattr(self.temperature, "shape", ()))
         wanted = (*lead, n, 1)
         pairs = zip(shape[-2::-1], wanted[-2::-1], strict=False)
