@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 
@@ -183,6 +184,22 @@ def test_a_block_can_be_copied():
 def test_what_is_wrong_is_refused(call, match):
     with pytest.raises(QkvError, match=match):
         call(torch.zeros(N, L, D))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True where it is called"),
+        (TransformerBlock, {"batch_first": True}, "'batch_first'"),
+        (partial(TransformerEncoder, 1), {"scor": "dot"}, "'scor': did you mean 'score'"),
+        (partial(TransformerDecoder, 1), {"is_causal": True}, "is_causal=True where"),
+        (Transformer, {"kdim": 3}, "'kdim'"),
+    ],
+)
+def test_a_keyword_is_told_of_by_the_class_that_was_called(kind, given, told):
+    name = getattr(kind, "func", kind).__name__
+    with pytest.raises(TypeError, match=rf"^{name}: unknown keyword argument.*{told}"):
+        kind(D, H, **given)
 
 
 def test_a_cache_of_another_model_is_refused():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from qkv.errors import ArgumentError, sizes
+from qkv.errors import ArgumentError, sizes, unknown
 from qkv.masks import MaskLike
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
@@ -42,6 +42,16 @@ class BlockOptions(HeadOptions, total=False):
     bias: bool
     device: Any
     dtype: Any
+
+
+def _known(layer: nn.Module, given: Any, options: Any) -> None:
+    """Refuse what a layer would hand on to one inside, which does not know it either."""
+    names = options.__optional_keys__
+    for name in given:
+        if name not in names:
+            step = " Say is_causal=True where it is called." if "causal" in name else ""
+            told = unknown("keyword argument", name, names, step)
+            raise TypeError(f"{type(layer).__name__}: {told}")
 
 
 class TransformerBlock(nn.Module):
@@ -78,6 +88,7 @@ class TransformerBlock(nn.Module):
         **heads: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
+        _known(self, heads, HeadOptions)
         where = {"device": device, "dtype": dtype}
         common = {"dropout": dropout, "bias": bias, "batch_first": True, **where}
         self.norm_first, self.cross = norm_first, cross
@@ -147,6 +158,7 @@ class _Stack(nn.Module):
         self, num_layers: int, d_model: int, nhead: int, norm: bool, cross: bool, block: Any
     ) -> None:
         super().__init__()
+        _known(self, block, BlockOptions)
         sizes(num_layers=num_layers)
         self.layers = nn.ModuleList()
         for i in range(num_layers):
@@ -282,6 +294,7 @@ class Transformer(nn.Module):
         **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__()
+        _known(self, block, BlockOptions)
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
         block = drawn(block)
         self.decoder = TransformerDecoder(num_decoder_layers, d_model, nhead, norm=True, **block)
