@@ -11,6 +11,8 @@ __all__ = ["browser", "page"]
 settings.register_profile("qkv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("qkv")
 
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")  # read when JAX starts: shards need two
+
 if find_spec("torch") is not None and find_spec("triton") is not None:
     import torch
 

@@ -90,3 +90,29 @@ def test_a_threshold_is_searched_in_each_shard(weighting):
     want, truth = jax.value_and_grad(partial(loss, attend))(x[0])
     np.testing.assert_allclose(found, want, rtol=1e-6)
     np.testing.assert_allclose(slope, truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("score", "weighting", "shared"),
+    [("gaussian", "softmax", False), ("gaussian", "entmax15", True), ("cosine", "hard", True)],
+)
+def test_blocks_in_each_shard(score, weighting, shared):
+    """Both ways, beside the equation in one process; a key that all share gets all gradients."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    heads, rows = (jax.sharding.PartitionSpec("data", *x, "model") for x in ((), (None,)))
+    whole = jax.sharding.PartitionSpec("data")
+    specs = (rows, whole, whole) if shared else (heads,) * 3
+    draw = np.random.default_rng(0).standard_normal
+    given, along = ([jax.numpy.asarray(draw((2, 2, n, 3))) for n in (4, 7, 7)] for _ in "ab")
+
+    def both(attend, given, along):
+        slopes = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))(*given)
+        return *jax.jvp(attend, given, along), slopes
+
+    attend = partial(qkv.attend, score=score, weighting=weighting)
+    mapped = jax.vmap(partial(attend, engine="streaming"))
+    shards = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    found = jax.jit(partial(both, shards))(given, along)
+    want = jax.jit(partial(both, partial(attend, engine="dense")))(given, along)
+    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
 from qkv.arrays.transposed import both_ways
 from qkv.errors import ArgumentError
-from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Span
+from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Shape, Span
 
 
 class _Spans(NamedTuple):
@@ -47,6 +47,9 @@ class Jax(Framework):
 
     def unknown(self, x: Array) -> bool:
         return self.tracing(x) and x.to_concrete_value() is None
+
+    def doubles(self, x: Array) -> bool:
+        return bool(jax.config.jax_enable_x64)
 
     def quiet(self) -> AbstractContextManager[object]:
         """Broadcasting and widening are meant here, whatever the caller forbids his own code."""
@@ -80,6 +83,10 @@ class Jax(Framework):
     def device(self, x: Array) -> Any:
         return None
 
+    def full(self, shape: Shape, value: float, like: Array) -> Array:
+        # Within shard_map it differs along the axes that `like` does, so that loops may carry it.
+        return lax.full_like(like, value, like.dtype, shape)
+
     def detach(self, x: Array) -> Array:
         return lax.stop_gradient(x)
 
@@ -91,7 +98,8 @@ class Jax(Framework):
         return super().inner(query, key)
 
     def settle(self, x: Array) -> Array:
-        return lax.optimization_barrier(x)
+        # XLA drops a barrier before LLVM joins a product and s − top into one multiply-add.
+        return jnp.where(jnp.isnan(x), x + x, x)
 
     def fresh_seed(self, like: Array) -> Any:
         raise ArgumentError("dropout_p on JAX needs seed=, a whole number or a jax.random key")
@@ -149,13 +157,16 @@ class Jax(Framework):
         return _scan(body, carry, _table(tiling))
 
     def when(self, condition: Array, yes: Arithmetic, no: Arithmetic, *args: Array) -> Array:
-        return lax.cond(condition, yes, no, *args)
+        axes = _all_axes([condition, *args])  # vmap fails where a branch makes them differ
+        return lax.cond(condition, yes, no, *(_spread(x, axes) for x in args))
 
     def until(self, done: Arithmetic, step: Lift, state: Any, limit: int) -> Any:
         def unfinished(pair: tuple[Any, Array]) -> Array:
             return jnp.logical_and(pair[1] < limit, jnp.logical_not(done(pair[0])))
 
-        state = _spread(state, jax.eval_shape(step, state))
+        made = zip(*map(jax.tree.leaves, (state, jax.eval_shape(step, state))), strict=True)
+        spread = [_spread(x, _axes(y)) for x, y in made]
+        state = jax.tree.unflatten(jax.tree.structure(state), spread)
         return lax.while_loop(unfinished, lambda pair: (step(pair[0]), pair[1] + 1), (state, 0))[0]
 
     def stable_top(self, x: Array, k: int) -> tuple[Array, Array]:
@@ -198,17 +209,19 @@ class Jax(Framework):
             return outputs, both_ways(pull, (leaves, kept), along, outputs)
 
         function.defjvp(push, symbolic_zeros=True)
-        return function(*leaves)
+        # One process's query may meet a key that all share, whose gradient is then their sum:
+        # where leaves differ among processes, all do, and JAX transposes that step by itself.
+        return function(*(_spread(x, _all_axes(leaves)) for x in leaves))
 
 
-def _spread(state: Any, like: Any) -> Any:
-    """A state that differs among the processes of `jax.shard_map` where a step makes it so."""
+def _spread(x: Array, axes: frozenset[str]) -> Array:
+    """The same, as an array that differs along these axes of the mesh of `jax.shard_map`."""
+    new = tuple(axes - _axes(jax.typeof(x)))
+    return lax.pcast(x, new, to="varying") if new else x
 
-    def spread(x: Array, y: Any) -> Array:
-        axes = tuple(_axes(y) - _axes(jax.typeof(x)))
-        return lax.pcast(x, axes, to="varying") if axes else x
 
-    return jax.tree.map(spread, state, like)
+def _all_axes(arrays: Sequence[Array]) -> frozenset[str]:
+    return frozenset().union(*(_axes(jax.typeof(x)) for x in arrays))
 
 
 def _axes(kind: Any) -> frozenset[str]:

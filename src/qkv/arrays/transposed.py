@@ -50,8 +50,7 @@ def _shapes(*arrays: Array, **how: Any) -> Any:
     def run(*arrays: Array) -> Arrays:
         return _run(*arrays, **how)
 
-    made = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in made]
+    return jax.make_jaxpr(run)(*arrays).out_avals
 
 
 def _derivative(
@@ -90,7 +89,8 @@ def _transpose(
         return tuple(found[i] for i in unknown)
 
     def forth(held: Any, some: Arrays) -> Arrays:
-        full = [jnp.zeros_like(x.aval if ad.is_undefined_primal(x) else x) for x in along]
+        kinds = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in along]
+        full = [ad.instantiate_zeros(ad.Zero(kind)) for kind in kinds]
         for i, x in zip(unknown, some, strict=True):
             full[i] = x
         return push(held, tuple(full))
