@@ -184,6 +184,10 @@ class Torch(Framework):
                 if query.is_meta:
                     return None
                 place = query.get_device() if query.is_cuda else query.device
+                if not key.device == query.device == last.device:
+                    return None
+            elif not (key.is_cpu and last.is_cpu):
+                return None
             shape = None if value is None else value.shape
             return query.shape, key.shape, shape, kind, dtype, place, records, learned
         except (AttributeError, RuntimeError):  # a nested tensor has no shape

@@ -143,7 +143,7 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     given = {"query": query, "key": key} | ({} if value is None else {"value": value})
     like = next((x for x in given.values() if arrays.is_array(x)), None)
     given = {name: as_array(name, x, like) for name, x in given.items()}
-    fw = arrays.common(**given)
+    fw, query = arrays.common(**given), given["query"]
     dtypes = {name: fw.dtype(x) for name, x in given.items()}
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
@@ -153,6 +153,11 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
             )
         if dtype != dtypes["query"]:
             raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
+        here, there = (fw.device(x) for x in (query, given[name]))
+        if here != there:
+            raise ArgumentError(
+                f"query is on {here} but {name} on {there}: pass {name}.to(query.device)"
+            )
     shapes = {name: fw.shape(x) for name, x in given.items()}
     for name, shape in shapes.items():
         if len(shape) < 2:
