@@ -11,7 +11,9 @@ import pytest
 
 import qkv
 from qkv import attention, masks, scores, weightings
-from qkv.errors import CombinationError, FrameworkError, ShapeError
+from qkv.arrays import to_numpy
+from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, ShapeError
+from tests.frameworks import FRAMEWORKS
 
 SOURCE = Path(attention.__file__)
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
@@ -150,3 +152,50 @@ def test_a_misspelt_argument_is_told_of_by_the_door_that_was_called(door):
     x = np.ones((2, 3))
     with pytest.raises(TypeError, match=rf"^{door.__name__}\(\) got an unexpected .* 'wieghting'"):
         door(x, x, x, wieghting="sigmoid")
+
+
+EXTREME: list[dict[str, Any]] = [
+    {"score": scores.Gaussian(1e-30)},
+    {"score": scores.Laplace(1e-60), "mask": "causal"},
+    {"score": scores.ScaledDot(1e60), "return_weights": True},
+    {"score": "dot", "weighting": weightings.Softmax(1e-60), "engine": "streaming"},
+    {"score": scores.Gaussian(1e-22), "weighting": "sparsemax"},
+    {"score": scores.Gaussian(1e30), "weighting": "raw", "engine": "dense"},
+]
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+@pytest.mark.parametrize("how", EXTREME, ids=str)
+def test_numbers_that_float32_does_not_hold(how, fw):
+    narrow = X.astype("f4")
+    want = qkv.attend(*[narrow.astype("f8")] * 3, **how)
+    with np.errstate(all="ignore"):
+        found = qkv.attend(*[fw.make(narrow, "float32")] * 3, **how)
+    for a, b in zip(*(x if type(x) is tuple else (x,) for x in (found, want)), strict=True):
+        assert to_numpy(a).dtype == np.float32
+        np.testing.assert_allclose(to_numpy(a), b, rtol=1e-6, atol=1e-38)
+
+
+def test_numbers_that_jax_without_float64_does_not_hold():
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    try:
+        x = jax.numpy.asarray(X, "float32")
+        near = qkv.attend(x, x, x, score=scores.Gaussian(1e-12))
+        np.testing.assert_allclose(near, x)
+        with pytest.raises(DtypeError, match=r"float32 .* Gaussian\(bandwidth=1e-30\).*enable_x64"):
+            qkv.attend(x, x, x, score=scores.Gaussian(1e-30))
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_arrays_on_two_devices(at):
+    torch = pytest.importorskip("torch")
+    given = [torch.ones(2, 3) for _ in range(3)]
+    qkv.attend(*given)  # so that there is a plan for these shapes
+    given[at] = given[at].to("meta")
+    told = ["query is on meta but key on cpu", "cpu but key on meta", "cpu but value on meta"][at]
+    with pytest.raises(ArgumentError, match=told):
+        qkv.attend(*given)

@@ -295,6 +295,18 @@ def test_double_precision_is_double_throughout() -> None:
     np.testing.assert_array_equal(got, exact.astype("float32"))
 
 
+def test_double_precision_needs_float64() -> None:
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    try:
+        feeds = {name: jax.numpy.asarray(x) for name, x in small().items()}
+        with pytest.raises(ArgumentError, match=r"softmax_precision is 11 .*enable_x64"):
+            attention(**feeds, softmax_precision=11)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
 def test_torch_with_gradients() -> None:
     torch = pytest.importorskip("torch")
     feeds: dict[str, Any] = small() | CACHES["padded"] | MASKS["added (H, n, m)"](3, 5)

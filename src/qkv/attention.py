@@ -3,7 +3,6 @@ would wait for, done ahead."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -25,9 +24,6 @@ from qkv.names import EDITION
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
-
-MODERATE = 1e-9, 1e9
-"""Numbers of a score or a weighting between which float32 holds what they make of stored keys."""
 
 
 class Meaning(TypedDict, total=False):
@@ -354,26 +350,8 @@ def over(
             found = certified.pooled(rows, given, score, weighting, tolerance, confidence)
             if not isinstance(found, str):
                 return taken(fw, found, query)
-        wide = widened(query, score, weighting)
-        out = streaming.run(Call(wide, rows.key, rows.value, score, weighting))[0]
+        out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
         return fw.astype(out, fw.dtype(query))
-
-
-def widened(query: Array, score: ScoreLike, weighting: WeightingLike) -> Array:
-    """The query in float64 where float32 would not hold its scores beside stored keys."""
-    fw = of(query)
-    if fw.name == "jax" or not _is_extreme((score, weighting)):  # it may have no float64
-        return query
-    return fw.astype(query, "float64")
-
-
-def _is_extreme(record: Any) -> bool:
-    """Whether a bandwidth, a scale or a temperature brings scores to where float32 ends."""
-    if type(record) is float:
-        return not MODERATE[0] <= abs(record) <= MODERATE[1] and 0 < abs(record) < math.inf
-    if type(record) is tuple:
-        return any(map(_is_extreme, record))
-    return any(_is_extreme(getattr(record, name)) for name in tree.fields_of(record) or ())
 
 
 def nearest(rows: Rows, query: Array, k: int, *, score: ScoreLike) -> tuple[Array, Array]:

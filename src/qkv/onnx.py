@@ -82,6 +82,11 @@ def attention(
         if not arrays.is_array(x) and (x is not None or name in ("Q", "K", "V")):
             raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
     fw = arrays.common(**{name: x for name, x in given.items() if x is not None})
+    if softmax_precision == DOUBLE and not fw.doubles(Q):
+        raise ArgumentError(
+            "softmax_precision is 11 (float64), and there is no float64 here: on JAX "
+            "jax.config.update('jax_enable_x64', True)"
+        )
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
     _check(qk_matmul_output_mode, windows, softmax_precision)
     if (past_key is None) != (past_value is None):

@@ -12,6 +12,7 @@ import torch
 import qkv
 from qkv import scores, weightings
 from qkv.errors import ArgumentError, CombinationError, QkvError
+from qkv.testing.frameworks import FRAMEWORKS
 from tests import cases
 from tests.cli.run import data
 
@@ -260,6 +261,8 @@ def test_attend_holds_what_float32_does_not(asked):
     with np.errstate(all="ignore"):
         found = D.attend(query, **asked)
         drawn = D.attend(torch.tensor(query), **asked)
+        traced = D.attend(FRAMEWORKS["jax"].make(query, "float32"), **asked)
     assert found.dtype == np.float32 and drawn.dtype == torch.float32
     np.testing.assert_allclose(found, want, rtol=1e-6)
     np.testing.assert_allclose(drawn, want, rtol=1e-6)
+    np.testing.assert_allclose(traced, want, rtol=1e-6)

@@ -63,6 +63,10 @@ class Framework:
         """The element type by its standard name."""
         return str(x.dtype).rpartition(".")[2]
 
+    def doubles(self, x: Array) -> bool:
+        """Whether there is float64 where x is."""
+        return True
+
     def shape(self, x: Array) -> Shape:
         return tuple(x.shape)  # a length unknown until a graph runs is None
 

@@ -137,6 +137,9 @@ class Torch(Framework):
         for derivatives of both modes and any order, which fused kernels have not."""
         return _transforms() or forward_ad._current_level >= 0
 
+    def doubles(self, x: Array) -> bool:
+        return bool(x.device.type != "mps")
+
     def quiet(self) -> AbstractContextManager[object]:
         # Sums run in the precision of the arguments, whatever torch would make of them.
         if not _autocasts():

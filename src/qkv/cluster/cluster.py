@@ -8,7 +8,7 @@ from functools import partial as bound
 from pathlib import Path
 from typing import Any
 
-from qkv import attention, parts
+from qkv import parts
 from qkv.arrays import of, to_numpy, tree
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import taken
@@ -134,8 +134,7 @@ class Cluster(Leaving, Reading[Any, Any]):
             return Attended(view.snapshot, job)
 
         shape = len(view), code.code.shape[-1], view._widths[1]
-        wide = attention.widened(code.code, score, weighting)
-        out = parts.across(begin, wide, shape, score=score, weighting=weighting)
+        out = parts.across(begin, code.code, shape, score=score, weighting=weighting)
         return fw.astype(out, fw.dtype(code.code))
 
     # Rows in and out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 
 from qkv import arrays
 from qkv.arrays.base import Framework
-from qkv.arrays.tree import map_arrays
+from qkv.arrays.tree import brief, fields_of, map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
+from qkv.errors import DtypeError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, At, Block, Live, Shape, Span, derived
@@ -81,15 +83,41 @@ class Call:
         return wide.score.lowered(wide.query, wide.key, self.tolerance, dtype)
 
     def precise(self) -> Call:
-        """The same call with 16-bit arrays widened, so that sums run in float32."""
+        """The same call with 16-bit arrays widened, so that sums run in float32; where it does not
+        hold the scores, in float64."""
         fw = self.fw
-        if fw.dtype(self.query) not in ("float16", "bfloat16"):
+        narrow = ("float16", "bfloat16", *(("float32",) if self.extreme else ()))
+        if fw.dtype(self.query) not in narrow:
             return self
+        wide = "float64" if self.extreme else "float32"
 
         def widen(x: Array) -> Array:
-            return fw.astype(x, "float32") if fw.dtype(x) in ("float16", "bfloat16") else x
+            return fw.astype(x, wide) if fw.dtype(x) in narrow else x
 
         return map_arrays(fw, widen, self)
+
+    @derived
+    def extreme(self) -> bool:
+        """Whether a bandwidth, a scale or a temperature brings scores to where float32 ends."""
+        fw, parts = self.fw, (self.score, self.weighting)
+        if fw.dtype(self.query) == "float64" or _within(parts, 1e-9, 1e9):
+            return False
+        if (doubles := fw.doubles(self.query)) or _within(parts, 1e-18, 1e18):
+            return doubles
+        raise DtypeError(
+            f"float32 does not hold the scores of {brief(self.score)} and {brief(self.weighting)}, "
+            "and there is no float64 here: on JAX jax.config.update('jax_enable_x64', True)"
+        )
+
+
+def _within(record: Any, least: float, most: float) -> bool:
+    """Whether the numbers of a record are of a size between these, 0 or infinite."""
+    if type(record) is float:
+        return least <= abs(record) <= most or abs(record) in (0.0, math.inf)
+    if type(record) is tuple:
+        return all(_within(x, least, most) for x in record)
+    names = fields_of(record) or ()
+    return all(_within(getattr(record, name), least, most) for name in names)
 
 
 def all_rows(call: Call) -> Span:

@@ -65,13 +65,14 @@ def choose(call: Call, name: str | None = None) -> Choice:
     if name is not None:
         if not isinstance(name, str) or name not in NAMES:
             raise unknown("engine", name, NAMES)
-        reason = NAMES[name].cannot(call)
+        reason = _narrow(NAMES[name], call) or NAMES[name].cannot(call)
         if reason:
             raise EngineError(f"engine {name!r} cannot serve this call: {reason}")
         return Choice(NAMES[name], ())
     refusals: list[tuple[str, str]] = []
     for engine in ENGINES:
-        reason = engine.glance(call) if hasattr(engine, "glance") else None
+        reason = _narrow(engine, call)
+        reason = reason or (engine.glance(call) if hasattr(engine, "glance") else None)
         reason = reason or engine.cannot(call) or engine.declines(call)
         if not reason:
             choice = Choice(engine, tuple(refusals))
@@ -79,6 +80,12 @@ def choose(call: Call, name: str | None = None) -> Choice:
             return choice
         refusals.append((engine.NAME, reason))
     raise EngineError("no engine serves this call: " + "; ".join(r for _, r in refusals))
+
+
+def _narrow(engine: ModuleType, call: Call) -> str | None:
+    if engine in (weights, streaming, dense) or not call.extreme:
+        return None
+    return f"float32 does not hold the scores of {brief(call.score)}, so they are made in float64"
 
 
 def _tell(call: Call, choice: Choice) -> None:
