@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import sys
 import warnings
+import zlib
 
 import numpy as np
 import pytest
 
-from qkv.database import Database, encoders
+import qkv
+from qkv.database import Database, check, encoders
 from qkv.database.encoders import Characters, Custom, Exact, Heads, Sentences, Vectors
+from qkv.database.faults import Damaged
 from qkv.database.store import Store
 from qkv.errors import ArgumentError, QkvError
 
@@ -170,3 +175,25 @@ def test_what_its_reader_passes_takes_the_place_of_what_a_store_names(tmp_path):
     assert encoders.load(both, {}, Heads([model])).heads == (model,)
     with pytest.raises(ArgumentError, match="encoder="):
         encoders.load(told, {}, Sentences("models/another"))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 3}', "none", "[" * 10**5])
+def test_settings_that_are_lost_are_not_made_anew(tmp_path, text):
+    path = tmp_path / "d.qkv"
+    table = {"name": ["a", "b"], "age": [1, 2], "city": ["x", "y"]}
+    Database.from_columns(table, key="name", value="age", path=path).close()
+    with contextlib.closing(sqlite3.connect(path / "catalogue.sqlite")) as catalogue:
+        change = "UPDATE settings SET text = ?, crc = ?"
+        catalogue.execute(change, (text, zlib.crc32(text.encode())))
+        catalogue.commit()
+    with qkv.open(path) as D:
+        rows = {"add": lambda: D.add("c", 3), "update": lambda: D.update("a", 4)}
+        rows |= {"extend": lambda: D.extend([{"key": 1.0}]), "ask": lambda: D.ask("a")}
+        for change in rows.values():
+            with pytest.raises(Damaged, match="settings"):
+                change()
+    for encoder in (None, Characters(64)):
+        with pytest.raises(Damaged, match="settings"), qkv.open(path, encoder=encoder) as D:
+            D.add("c", 3)
+    whole = text[0] == "{" or text == "[]"  # as a store's settings may be
+    assert bool(check(path)) is not whole

@@ -296,7 +296,7 @@ def _kept(made: Database, precision: str | None) -> None:
     """The same of the keys' vectors: of which encoder they are, in how many bits."""
     view, given = made._view, made._encoder_wish
     told = view.settings.get("encoder", {})
-    if view.begun and given is not None and given.kind not in _kinds(told):
+    if told and given is not None and given.kind not in _kinds(told):
         raise CombinationError(
             f"encoder: the keys of {made.path} were encoded by {told['kind']}, not {given.kind}: "
             "open it without encoder=, and encode(encoder) turns them into other vectors"

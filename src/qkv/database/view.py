@@ -85,8 +85,8 @@ class View:
 
     @property
     def begun(self) -> bool:
-        """Whether there were ever rows, which fixed the schema."""
-        return "schema" in self.settings
+        """Whether there were ever rows, which fixed the schema: it may be lost, not made anew."""
+        return "schema" in self.settings or len(self.snapshot) > 0
 
     @cached_property
     def schema(self) -> Schema:
