@@ -354,9 +354,7 @@ class Answer(Shown):
             title=f"{short(self.query, 60)} → {short(self.value, 60)}",
             others=self.total - len(self.rows),
         )
-        if path is not None:
-            style.keep(figure, path)
-        return figure
+        return style.kept(figure, path)
 
     def __str__(self) -> str:
         value = f"{short(self.query)} → {short(self.value, 60)}"

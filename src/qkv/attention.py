@@ -43,6 +43,13 @@ class Options(Meaning, total=False):
     engine: EngineName | None
 
 
+class Returning(Options, total=False):
+    """Those, and what `attend` returns beside its output."""
+
+    return_lse: bool
+    return_weights: bool | Literal["mean"]
+
+
 @overload
 def attend(
     query: A | Nested,
@@ -85,13 +92,7 @@ def attend(
 ) -> tuple[A, A, A]: ...
 @overload
 def attend(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
-    *,
-    return_lse: bool = False,
-    return_weights: bool | Literal["mean"] = False,
-    **options: Unpack[Options],
+    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
 ) -> A | tuple[A, ...]: ...
 def attend(
     query: Array,
@@ -189,13 +190,7 @@ def weights(
 
 
 def explain(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
-    *,
-    return_lse: bool = False,
-    return_weights: bool | Literal["mean"] = False,
-    **options: Unpack[Options],
+    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
 ) -> Explanation:
     """Which engine `attend` would run with these arguments, why not the others, and whether that
     was chosen before, for an earlier call of the same kind.
@@ -213,8 +208,7 @@ def explain(
     not lowered: the score is a dot product as it stands
     not streaming: the call holds 4 numbers in all: one block, which dense does at once
     """
-    told = _looked("explain", query, key, value, return_lse, return_weights, options)
-    _, plan, call, choice = told
+    _, plan, call, choice = _looked("explain", query, key, value, options)
     detail = choice.engine.describe(call)
     known = plan is not None and plan.choice.engine is choice.engine
     waits = choice.engine.waits(call) if hasattr(choice.engine, "waits") else None
@@ -222,13 +216,7 @@ def explain(
 
 
 def warm(
-    query: A | Nested,
-    key: A | Nested,
-    value: A | Nested,
-    *,
-    return_lse: bool = False,
-    return_weights: bool | Literal["mean"] = False,
-    **options: Unpack[Options],
+    query: A | Nested, key: A | Nested, value: A | Nested, **options: Unpack[Returning]
 ) -> Warmed:
     """Do ahead what the first `attend` of this kind would wait for; numbers do not matter.
 
@@ -244,8 +232,7 @@ def warm(
     nothing was left to compile ahead
     """
     started = perf_counter()
-    told = _looked("warm", query, key, value, return_lse, return_weights, options)
-    kind, plan, call, choice = told
+    kind, plan, call, choice = _looked("warm", query, key, value, options)
     if plan is None and kind is not None:
         plan = plans.keep(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
@@ -253,27 +240,20 @@ def warm(
 
 
 def _looked(
-    door: str,
-    query: Array,
-    key: Array,
-    value: Array,
-    return_lse: bool,
-    return_weights: bool | Literal["mean"],
-    options: Options,
+    door: str, query: Array, key: Array, value: Array, options: Returning
 ) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    known = _known(door, options, Options.__optional_keys__)
+    known = _known(door, options, Returning.__optional_keys__)
     filled = {**(attend.__kwdefaults__ or {}), **known}
-    score, weighting, mask = (filled[name] for name in ("score", "weighting", "mask"))
+    score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
     p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))
+    lse, alpha = map(filled.pop, ("return_lse", "return_weights"))
     flags: plans.Kind = (p, seed is None, tolerance, engine)
-    if not return_lse is return_weights is False:
-        flags = _told(flags, return_lse, return_weights)
+    if not lse is alpha is False:
+        flags = _told(flags, lse, alpha)
     kind, plan = plans.find(query, key, _valued(value), score, weighting, mask, flags)
     how = (mask, p, seed, tolerance)
-    call = request(
-        query, key, value, score, weighting, *how, lse=return_lse, weights=return_weights
-    )
+    call = request(query, key, value, score, weighting, *how, lse=lse, weights=alpha)
     return kind, plan, call, choose(call, engine)
 
 

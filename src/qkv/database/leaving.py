@@ -110,9 +110,7 @@ class Leaving(Shown):
         wide, high = (min(max(0.5 * n, 1.6), 12.0) for n in (len(self), len(answers)))
         alpha = [answer.weights for answer in answers]
         figure = heatmaps(alpha, figsize=(wide, high), annotate=True, **words)
-        if path is not None:
-            style.keep(figure, path)
-        return figure
+        return style.kept(figure, path)
 
     def _repr_html_(self: Any) -> str:
         """The name, the columns with their types, and the first rows."""

@@ -58,12 +58,15 @@ def scale(grid: Matrix, cmap: str | Colormap) -> tuple[Normalize, Colormap]:
     return Normalize(-reach if signed else 0.0, reach), colours.with_extremes(bad=MISSING)
 
 
-def keep(figure: Figure, path: Any) -> None:
-    """Save the figure, in the format that the path's ending names."""
+def kept(figure: Figure, path: Any) -> Figure:
+    """The figure, saved where a path is given, in the format that its ending names."""
+    if path is None:
+        return figure
     place, known = file_name(path), figure.canvas.get_supported_filetypes()
     if place.suffix.lower().removeprefix(".") not in known:
         raise ArgumentError(f"{place}: the name must end in .{', .'.join(sorted(known))}")
     figure.savefig(in_folder(place), dpi=160, bbox_inches="tight")
+    return figure
 
 
 def colour_bar(figure: Figure, image: Any, beside: Any, inches: float, label: str = "") -> None:
