@@ -274,6 +274,7 @@ def _facts(
         "GATE": gate,
         "LAYOUT": layout,
         "DROP": drop,
+        "ALONG": 0,
         "LISTED": 0,
         "LAID": False,
         "EXPONENTIAL": weighting in ("softmax", "topk"),

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton.score import pull_gate
-from qkv.engines.triton.tiles import finite, launched
+from qkv.engines.triton.tiles import INFINITY, LOG2E, NONE, finite, launched
 
 
 class Back(NamedTuple):
-    """What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`."""
+    """What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`. If
+    ALONG, ∂L/∂α itself, (n, m) of each head or if it is 2 of all, and the log-sum-exp."""
 
     along: Any
     centre: Any
@@ -44,13 +45,28 @@ def kept_of(back, line, F):
     top = zero
     share = zero
     middle = zero
-    if F.EXPONENTIAL:
+    if F.ALONG:
+        top = tl.load(back.kept + line) * LOG2E
+        top = tl.where(top == NONE, INFINITY, top)
+        share = zero + 1.0
+    elif F.EXPONENTIAL:
         top = tl.load(back.kept + line)
-    if F.WEIGHTING == "normalized" or F.WEIGHTING == "average" or (F.EXPONENTIAL and F.APART):
+    if (
+        F.WEIGHTING == "normalized"
+        or F.WEIGHTING == "average"
+        or (F.EXPONENTIAL and F.APART and not F.ALONG)
+    ):
         share = tl.load(back.kept + back.lines + line)
     if F.CENTRED:
         middle = tl.load(back.centre + line)
     return top, share, middle
+
+
+@triton.jit
+def along_of(back, batch, lane, z, F):
+    """Where ∂L/∂α of a lane begins."""
+    matrix = tl.cast(lane if F.ALONG == 1 else batch, tl.int64)
+    return back.along + matrix * z.n * z.m
 
 
 @triton.jit

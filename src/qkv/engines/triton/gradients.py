@@ -76,18 +76,31 @@ def attend_backward(
     if call.weighting == "average":
         for x in (*grads[:2], *grads[3:]):
             x.zero_()
-        if for_keys:
-            _to_keys(way)
-    elif wide:
-        _through_scratch(way, for_queries, for_keys)
-        if for_queries and call.gate_query is not None:
-            _to_queries(way)
-    else:
-        if for_keys:
-            _to_keys(way)
-        if for_queries and not fused:
-            _to_queries(way)
+        for_queries = False
+    _each_side(way, for_queries and not fused, for_keys)
     return grads
+
+
+def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of query and key from that of the softmax's weights, (B, H, n, m), or (B, n, m) of
+    their mean. The log-sum-exp of the scores is (B, H, n)."""
+    wide = call.w > launch.HELD_BACK
+    call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": 1 + (along.ndim == 3)}
+    call.described, call.quick = call.described and not wide, 0
+    grads = _places(call.inputs, True, True, False)
+    way = Way(call, along.contiguous(), None, lse, grads, wide)
+    _each_side(way._replace(centre=_whole_centre(way)), True, True)
+    return grads.query, grads.key
+
+
+def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
+    if way.wide:
+        _through_scratch(way, for_queries, for_keys)
+        for_queries, for_keys = for_queries and way.call.gate_query is not None, False
+    if for_keys:
+        _to_keys(way)
+    if for_queries:
+        _to_queries(way)
 
 
 def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool) -> Gradients:
@@ -119,14 +132,19 @@ def _centre(way: Way, along_lse: Tensor | None, out: Tensor, near: bool) -> Tens
     if call.weighting not in ("softmax", "topk"):
         along_lse = None
     if call.weighting in ("softmax", "entmax") and not near:
-        up, down = _to_queries(way._replace(grads=None))
-        found = up / torch.where(down == 0, 1.0, down)
+        found = _whole_centre(way)
         return found if along_lse is None else found - along_lse.reshape(-1)
     centre = call.new(lines)
     facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
     arrays = (way.along, out, None if along_lse is None else along_lse.contiguous(), centre)
     launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
     return centre
+
+
+def _whole_centre(way: Way) -> Tensor:
+    """The same to the last digit, Σ lean · ∂L/∂α / Σ lean."""
+    up, down = _to_queries(way._replace(grads=None))
+    return up / torch.where(down == 0, 1.0, down)
 
 
 def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
@@ -200,7 +218,10 @@ def _to_keys(
         splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
-            written = (not wide, True, call.key_bias is not None, call.gate_key is not None)
+            written = (
+                not wide, not call.facts["ALONG"], call.key_bias is not None,
+                call.gate_key is not None,
+            )  # fmt: skip
             if call.weighting == "average":
                 written = (False, True, False, False)
             targets = [

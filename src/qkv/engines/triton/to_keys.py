@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.backward import Back, kept_of, pulled, sound
+from qkv.engines.triton.backward import Back, along_of, kept_of, pulled, sound
 from qkv.engines.triton.place import found_of, known_steps, program
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import gate_half, left_over, score
@@ -114,7 +114,8 @@ def keys_tiles(
         else:
             top, share, middle = kept_of(back, line, F)
         row_a, row_b, a = found_of(given, line, F)
-        do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
+        if not F.ALONG:
+            do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
         if F.WEIGHTING == "average":
             p, lean = weigh(
                 i, own.j, live, 0.0, share[None, :], row_a, row_b, scales.alpha, F, RULED
@@ -142,11 +143,15 @@ def keys_tiles(
                 s, own.j, live, peak, share[None, :], row_a[None, :], row_b[None, :],
                 scales.alpha, F, RULED,
             )  # fmt: skip
-            weight = p
-            if F.DROP:
-                weight = p * keep
-            dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=F.PRECISION)
-            dp = tl.dot(own.v, tl.trans(do), input_precision=F.PRECISION)
+            if F.ALONG:
+                there = head.along + (start + here)[None, :] * tl.cast(z.m, tl.int64)
+                dp = tl.load(there + tl.minimum(own.j, z.m - 1)).to(tl.float32) * scales.share
+            else:
+                weight = p
+                if F.DROP:
+                    weight = p * keep
+                dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=F.PRECISION)
+                dp = tl.dot(own.v, tl.trans(do), input_precision=F.PRECISION)
             if F.DROP:
                 dp = dp * keep
             ds = slope(p, lean, dp, middle[None, :], share[None, :], F)
@@ -198,7 +203,12 @@ def across(given, back, listing, pair, g, first, steps, z, F):
         pairs = query  # a function of Triton cannot return None
     if listing is None:
         listing = query
-    d = tl.cast(F.D, tl.int64)
+    if F.ALONG:
+        along = along_of(back, batch, lane, z, F)
+    else:
+        d = tl.cast(F.D, tl.int64)
+        along = back.along + lane * z.n * F.D
+        along = described(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
     top = query
     middle = query
     if F.LINED:  # 16 bytes at once, which a thread by itself could not know to be there
@@ -206,8 +216,7 @@ def across(given, back, listing, pair, g, first, steps, z, F):
         middle = tl.make_tensor_descriptor(back.centre, [back.lines], [1], [F.ROWS])
     return Across(
         described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
-        described(back.along + lane * z.n * F.D, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA),
-        lane * z.n, pairs, lane, g, listing, top, middle,
+        along, lane * z.n, pairs, lane, g, listing, top, middle,
     )  # fmt: skip
 
 
@@ -331,8 +340,9 @@ def to_keys(
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * parts_lines
     column = tl.arange(0, F.BLOCK_D)[None, :]
-    where = dvalue + line[:, None] * F.D + column
-    tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
+    if not F.ALONG:
+        where = dvalue + line[:, None] * F.D + column
+        tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
     if F.WEIGHTING != "average":
         if not F.WIDE:
             dk = dk * left_over(scales.scale, F)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.backward import Back, kept_of, pulled, sound
+from qkv.engines.triton.backward import Back, along_of, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
@@ -44,8 +44,11 @@ def queries_tiles(
         elif F.PAIRS == 2:
             s = s + extra
         p, lean = weigh(s, j, live, peak, share, rows.row_a, rows.row_b, scales.alpha, F, RULED)
-        v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
-        dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
+        if F.ALONG:
+            dp = tl.load(do + start + here[None, :]).to(tl.float32) * scales.share
+        else:
+            v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
+            dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         if F.DROP:
             dp = dp * kept_share(rows.drawn, j, z.dropped, scales.share)
         if F.CENTRE == 1:
@@ -94,9 +97,14 @@ def to_queries(
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     lines = tl.cast(lines, tl.int64)
-    top, share, middle = kept_of(Back(along, centre, kept, lines), spot.line, F)
+    back = Back(along, centre, kept, lines)
+    top, share, middle = kept_of(back, spot.line, F)
     top, share, middle = top[:, None], share[:, None], middle[:, None]
-    do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+    if F.ALONG:
+        do = along_of(back, spot.batch, spot.batch * heads + spot.head, z, F)
+        do += rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
+    else:
+        do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = EIGHT if F.CENTRE > 0 else 1  # of sums: those of a gate spill in parts
     LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16

@@ -13,46 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import gradients, launch
 from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.launch import Launch, Tile
-from qkv.engines.triton.place import keys_of, place, product, tile_of
-from qkv.engines.triton.records import Arrays, Scales, Sizes
-from qkv.engines.triton.tiles import LOG2E, NONE, fetch, launched
+from qkv.engines.triton.backward import Back, kept_of
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
+from qkv.engines.triton.records import Arrays, Sizes
+from qkv.engines.triton.tiles import launched
+from qkv.engines.triton.weigh import weigh
 
-ROWS, COLS = 64, 64
-TILE = Tile(ROWS, COLS, COLS, 4, 3)
-
-
-@triton.jit
-def _alpha(t, rows, keys, x, top, scales, z, F):
-    """The weights of tile t (ROWS, COLS), from φ(q)·ψ(k) and the rows' log-sum-exps (ROWS, 1)."""
-    _, _, _, live, extra = tile_of(t, rows, keys, scales.times, z, F, True)
-    s = x * scales.scale
-    if F.PAIRS == 2:
-        s += extra
-    return tl.where(live & (top != NONE), tl.exp2((s - top) * LOG2E), 0.0)
-
-
-@triton.jit
-def _weighed(t, rows, keys, top, scales, z, F):
-    """The weights of tile t, (ROWS, COLS), and its keys (COLS, d)."""
-    here = tl.minimum(tl.arange(0, F.COLS), z.m - 1 - t * F.COLS)
-    x, k = product(rows, keys, t * F.COLS, here, F)
-    return _alpha(t, rows, keys, x, top, scales, z, F), k
-
-
-@triton.jit
-def _along(x, rows, t, a_row, a_col, share, z, F):
-    """The gradient of the weights of tile t, (ROWS, COLS)."""
-    col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
-    places = rows.i.to(tl.int64) * a_row + col * a_col
-    return tl.load(x + places, mask=col < z.m, other=0.0).to(tl.float32) * share
+TILE = Tile(64, 64, 64, 4, 3)
+PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False}
 
 
 @launched
 def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl.constexpr):
-    """A tile of the weights of each head of a batch, or of their mean."""
+    """A tile of the weights of each head of a batch, or if ALONG is 2 of their mean."""
     z = Sizes(n, m, heads, group, n, 0, upper)
     batch = tl.program_id(2)
     t = tl.program_id(0)
@@ -65,86 +41,23 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
         lane = batch * heads + head
         rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
         keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
-        top = tl.load(lse + spot.line)[:, None]
-        alpha, _ = _weighed(t, rows, keys, top, scales, z, F)
-        if F.MEAN:
+        top, share, _ = kept_of(Back(None, None, lse, None), spot.line, F)
+        start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, True)
+        x, _ = product(rows, keys, start, here, F)
+        s, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        if F.PAIRS == 2:
+            s += extra
+        alpha, _ = weigh(
+            s, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b, scales.alpha, F, True
+        )
+        if F.ALONG == 2:
             total += alpha
         else:
             to = out + tl.cast(lane, tl.int64) * n * m + there
             tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
-    if F.MEAN:
+    if F.ALONG == 2:
         to = out + tl.cast(batch, tl.int64) * n * m + there
         tl.store(to, (total * scales.share).to(out.dtype.element_ty), mask=within)
-
-
-@launched
-def weigh_queries(
-    given, lse, along, dquery, centre, scales, steps, a_b, a_h, a_n, a_m,
-    n, m, heads, group, upper, F: tl.constexpr,
-):  # fmt: skip
-    """∂L/∂q of a tile of rows of one head, and Σⱼ αⱼ gⱼ of each, with g = ∂L/∂α."""
-    z = Sizes(n, m, heads, group, n, 0, upper)
-    lane = tl.program_id(2) * heads + tl.program_id(1)
-    rows, spot = place(given, steps, tl.program_id(0), lane, z, F)
-    keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
-    top = tl.load(lse + spot.line)[:, None]
-    end = m
-    if F.UPPER:
-        end = tl.minimum(m, spot.first + F.ROWS + upper)
-    tiles = (end + F.COLS - 1) // F.COLS
-    along += spot.batch * a_b + spot.head * a_h
-    middle = tl.zeros((F.ROWS,), tl.float32)
-    for t in range(0, tiles):
-        alpha, _ = _weighed(t, rows, keys, top, scales, z, F)
-        middle += tl.sum(alpha * _along(along, rows, t, a_n, a_m, scales.share, z, F), 1)
-    total = tl.zeros((F.ROWS, F.BLOCK_W), tl.float32)
-    for t in range(0, tiles):
-        alpha, k = _weighed(t, rows, keys, top, scales, z, F)
-        g = _along(along, rows, t, a_n, a_m, scales.share, z, F)
-        slope = (alpha * (g - middle[:, None])).to(k.dtype)
-        total += tl.dot(slope, k, input_precision=F.PRECISION)
-    at = tl.arange(0, F.BLOCK_W)[None, :]
-    to = dquery + spot.batch * steps.o_b + spot.head * steps.o_h
-    to += rows.i.to(tl.int64) * steps.o_n + at
-    inside = spot.inside[:, None] & (at < F.W)
-    tl.store(to, (total * scales.scale).to(dquery.dtype.element_ty), mask=inside)
-    tl.store(centre + spot.line, middle, mask=spot.inside)
-
-
-@launched
-def weigh_keys(
-    given, lse, along, dkey, centre, scales, steps, a_b, a_h, a_n, a_m,
-    n, m, heads, group, upper, F: tl.constexpr,
-):  # fmt: skip
-    """∂L/∂k of a tile of columns of one head of keys, over all the heads that share it."""
-    z = Sizes(n, m, heads, group, n, 0, upper)
-    t = tl.program_id(0)
-    few = tl.program_id(1)
-    batch = tl.cast(tl.program_id(2), tl.int64)
-    keys = keys_of(given, None, 0, steps, batch, tl.cast(few, tl.int64), z, F)
-    first = t * F.COLS
-    here = tl.minimum(tl.arange(0, F.COLS), m - 1 - first)
-    k = fetch(keys.key + first * keys.k_m, here * keys.k_m, F.W, F.BLOCK_W)  # (COLS, d)
-    begin = 0
-    if F.UPPER:
-        begin = tl.maximum(0, first - upper) // F.ROWS
-    total = tl.zeros((F.COLS, F.BLOCK_W), tl.float32)
-    for head in range(few * group, few * group + group):
-        slopes = along + batch * a_b + head * a_h
-        for tile in range(begin, (n + F.ROWS - 1) // F.ROWS):
-            rows, spot = place(given, steps, tile, tl.program_id(2) * heads + head, z, F)
-            top = tl.load(lse + spot.line)[:, None]
-            middle = tl.load(centre + spot.line)[:, None]
-            x = tl.dot(rows.q, tl.trans(k), input_precision=F.PRECISION)
-            alpha = _alpha(t, rows, keys, x, top, scales, z, F)
-            g = _along(slopes, rows, t, a_n, a_m, scales.share, z, F)
-            slope = tl.where(spot.inside[:, None], alpha * (g - middle), 0.0).to(k.dtype)
-            total += tl.dot(tl.trans(slope), rows.q, input_precision=F.PRECISION)
-    at = tl.arange(0, F.BLOCK_W)[None, :]
-    col = (first + tl.arange(0, F.COLS))[:, None]
-    to = dkey + batch * steps.o_b + few * tl.cast(steps.o_h, tl.int64)
-    to += col.to(tl.int64) * steps.o_n + at
-    tl.store(to, (total * scales.scale).to(dkey.dtype.element_ty), mask=(col < m) & (at < F.W))
 
 
 def weights(
@@ -164,78 +77,48 @@ def weights(
     is part of it.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    arrays, numbers = Arrays(query, key, key, pairs=pairs), Numbers(scale, upper=upper, times=times)
     lse = lse.float().contiguous()
     if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
-        return _weights(query, key, lse, pairs, scale, upper, mean, times)
-    found: Tensor = _Weights.apply(query, key, lse, pairs, scale, upper, mean, times)
+        return _weights(arrays, numbers, lse, mean)
+    found: Tensor = _Weights.apply(*arrays, numbers, lse, mean)
     return found
 
 
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    pairs: Tensor | None,
-    scale: float,
-    upper: int | None,
-    mean: bool,
-    times: float,
-) -> Tensor:
-    (b, h, n, _), m = query.shape, key.shape[2]
-    out = query.new_empty((b, n, m) if mean else (b, h, n, m))
-    given = Arrays(query, key, key, pairs=pairs)
-    scales = Scales(scale, 0.0, times, 1 / h if mean else 1.0)
-    about = (weigh_pairs, *launch.kinds(query, key, pairs), upper, mean)
+def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tensor:
+    (b, h, n, _), m = arrays.query.shape, arrays.key.shape[2]
+    out = arrays.query.new_empty((b, n, m) if mean else (b, h, n, m))
+    about = (weigh_pairs, *launch.kinds(*arrays), numbers.upper, mean)
     made = launch.MADE.get(about)
-    if made is None or not made.again((*given, lse, out), scales):
-        call = Arguments(*given, *Numbers(scale, upper=upper))
-        grid = triton.cdiv(m, COLS), triton.cdiv(n, ROWS), b
-        made = _start(weigh_pairs, grid, call, (lse, out), scales, (call.steps(),), MEAN=mean)
-        launch.keep(about, made)
+    scales = numbers.floats._replace(share=1 / h if mean else 1.0)
+    if made is None or not made.again((*arrays, lse, out), scales):
+        call = Arguments(*arrays, *numbers)
+        wide = max(launch.power_of_2(call.w), 16)
+        facts = call.facts | PLAIN | {"ALONG": 1 + mean, "BLOCK_W": wide, "BLOCK_D": wide}
+        facts |= {"QUICK": False, "ROWS": TILE.rows, "COLS": TILE.cols}
+        grid = triton.cdiv(m, TILE.cols), triton.cdiv(n, TILE.rows), b
+        whole = (call.steps(), n, m, h, call.group, call.upper)
+        with launch.on(out.device):
+            made = launch.start(
+                weigh_pairs, grid, (call.inputs, lse, out), scales, whole, facts, TILE
+            )
+        launch.keep(about, None if call.copied else made)
     return out
-
-
-def _start(
-    kernel: Any,
-    grid: tuple[int, ...],
-    call: Arguments,
-    arrays: tuple[Tensor, ...],
-    scales: Scales,
-    strides: tuple[Any, ...],
-    **more: bool,
-) -> Launch | None:
-    wide = max(triton.next_power_of_2(call.w), 16)
-    facts = call.facts | {"ROWS": ROWS, "COLS": COLS, "BLOCK_W": wide, "BLOCK_D": wide} | more
-    precision = "ieee" if call.facts["APART"] else "tf32"
-    facts |= {"PRECISION": precision, "SCORES": precision}
-    facts |= {"WIDE": False, "PACKED": False, "TMA": False, "LAID": False, "QUICK": False}
-    whole = (*strides, call.n, call.m, call.h, call.group, call.upper)
-    with launch.on(call.query.device):
-        return launch.start(kernel, grid, (call.inputs, *arrays), scales, whole, facts, TILE)
 
 
 class _Weights(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, lse: Tensor, pairs: Tensor | None, *how: Any
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, lse, pairs)
-        ctx.how = how
-        return _weights(query, key, lse, pairs, *how)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *arrays, ctx.numbers, lse, ctx.mean = given
+        ctx.save_for_backward(*arrays, lse)
+        return _weights(Arrays(*arrays), ctx.numbers, lse, ctx.mean)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, along: Tensor) -> tuple[Any, ...]:
-        query, key, lse, pairs = ctx.saved_tensors
-        scale, upper, mean, times = ctx.how
-        (b, h, n, _), (few, m) = query.shape, key.shape[1:3]
-        found = torch.empty_like(query), torch.empty_like(key)
-        centre = lse.new_empty(b, h, n)
-        strides = (along.stride(0), 0, *along.stride()[1:]) if mean else along.stride()
-        grids = (triton.cdiv(n, ROWS), h, b), (triton.cdiv(m, COLS), few, b)
-        call = Arguments(*Arrays(query, key, key, pairs=pairs), *Numbers(scale, upper=upper))
-        scales = Scales(scale, 0.0, times, 1 / h if mean else 1.0)
-        for kernel, grid, slopes in zip((weigh_queries, weigh_keys), grids, found, strict=True):
-            arrays = (lse, along, slopes, centre)
-            _start(kernel, grid, call, arrays, scales, (call.steps(slopes), *strides))
-        return *found, *(None,) * 6
+        *arrays, lse = ctx.saved_tensors
+        call = Arguments(*arrays, *ctx.numbers)
+        if ctx.mean:
+            call.floats = call.floats._replace(share=1 / call.h)
+        dquery, dkey = gradients.weights_backward(call, along, lse)
+        return dquery, dkey, *(None,) * (len(arrays) + 1)
