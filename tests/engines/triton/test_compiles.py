@@ -21,7 +21,7 @@ too."""
 
 def keys_of(kind: str, lengths: list[int]) -> list[str]:
     """Every kernel that calls of these lengths, and their gradients, would compile; a pass of
-    entmax's centre is told from that of the queries."""
+    entmax's centre is told from that of the queries, and one by tanh from one by products."""
     import torch
 
     from qkv import scores, weightings
@@ -47,7 +47,11 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
         arrays = [(normal(2, 2, n, 64) / 32).requires_grad_() for _ in "qkv"]
         call = request(*arrays, *hows[kind](normal), None, 0.0, None, None)
         jobs |= triton.missing(call)
-    return [f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''}" for key in jobs]
+    return [
+        f"{key.name} {key.dtypes[-6:-3] if key.name == 'to_queries' else ''} "
+        + ("tanh" if "TANH1" in key.facts.told else "")
+        for key in jobs
+    ]
 
 
 def compiled() -> list[int]:
@@ -91,7 +95,7 @@ def compiled() -> list[int]:
 
     with torch.autograd.set_multithreading_enabled(False):
         jobs = ahead.missing(run, True)
-    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "weigh_queries", "weigh_keys"}
+    assert {key.name for key in jobs} == {"mend", "weigh_pairs", "to_queries", "to_keys"}
     launch.OVERRIDE["to_pairs"] = launch.Tile(16, 16, 16, 4, 1)
     wide = torch.zeros(1, 1, 32, 160, dtype=half)
     mask = torch.zeros(32, 32, requires_grad=True)  # of another dtype than the values

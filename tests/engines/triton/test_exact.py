@@ -201,15 +201,6 @@ def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
 
 
 @pytest.mark.parametrize("scale", [0.6, 4.0])
-def test_the_join_where_programs_take_several_tiles(scale, monkeypatch):
-    given = arrays(b=2, heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    want = gradients(joined, given, None, 5, LENGTHS)
-    monkeypatch.setattr(exact, "WAITING", 3)
-    for one, two in zip(gradients(joined, given, None, 5, LENGTHS), want, strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("scale", [0.6, 4.0])
 def test_the_join_goes_back_in_pieces(scale, monkeypatch):
     given = arrays(b=2, heads=4, few=2, dtype=torch.float16, scale=scale, h=4, d=16)
     want = gradients(joined, given, None, 5, LENGTHS)

@@ -41,6 +41,10 @@ def test_masks_that_are_arrays(mask, mean):
     check(arrays(1, *RULE.shape), mask, mean)
 
 
+def test_rows_wider_than_a_tile_holds_on_the_way_back():
+    check(arrays(1, 9, 20, 160), None, True)
+
+
 def check(given, mask, mean):
     """Against the equation in float64: the output, α, and their gradients."""
     temperature = weightings.Softmax(0.7)

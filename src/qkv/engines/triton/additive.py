@@ -36,7 +36,7 @@ def additive(
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
 
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
-    of that precision would cost more than they save. Masks are those of `exact.Asked`.
+    of that precision would cost more than they save. Masks are those of `exact.Exact`.
     """
     a, b, value = ops.cast(a, b, value)
     _check(a, b, v, value)
@@ -108,7 +108,6 @@ def _additive_backward(
     upper: int | None,
     lengths: Tensor | None,
     out: Tensor,
-    lse: Tensor,
     kept: Tensor,
     fit: Tensor,
     beyond: Tensor,
@@ -118,7 +117,7 @@ def _additive_backward(
     pieces.
     """
     a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
-    da, db, dv, dvalue = (x.new_empty(x.shape) for x in (a, b, v, value))
+    da, db, dvalue = (x.new_empty(x.shape) for x in (a, b, value))
     parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
     pieces = _pieces(a, b, pairs) if pairs else []
     with launch.on(a.device):
@@ -142,9 +141,9 @@ def _additive_backward(
                 features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
             )
             del dphi, dpsi, dsome, _
-        given = exact.Asked(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
-        others, places = torch.cat(parts) if parts else None, (da, db, dv, dvalue)
-        exact.backward(given, grad, grad_lse, out, lse, places, others)
+        call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
+        others = torch.cat(parts) if parts else None
+        dv = exact.backward(call, grad, grad_lse, out, kept, (da, db, dvalue), others)
     return da, db, dv, dvalue
 
 
@@ -157,7 +156,7 @@ def _additive_fake(
     return (
         value.new_empty((*rows, value.shape[3])),
         a.new_empty(rows, dtype=torch.float32),
-        a.new_empty((2 * fitted, *rows), dtype=torch.float32),
+        a.new_empty((2, *rows), dtype=torch.float32),
         a.new_empty((fitted + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
         a.new_empty(fitted, dtype=torch.int32),
     )
@@ -166,7 +165,7 @@ def _additive_fake(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a, b, v, value, table, _, ctx.lower, ctx.upper, lengths = inputs
     ctx.pairs = 0 if table is None else table.shape[2]
-    ctx.save_for_backward(a, b, v, value, lengths, *output)
+    ctx.save_for_backward(a, b, v, value, lengths, output[0], *output[2:])
     ctx.set_materialize_grads(False)
 
 
@@ -195,16 +194,16 @@ def _additive(
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag; the last
-    three are empty without a table, where all is exact."""
+    two are empty without a table, where all is exact."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
     with launch.on(a.device):
         if table is None or grid is None:
-            room = _additive_fake(a, b, v, value, None)
-            exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths), *room[:2])
-            return room
+            out, lse, kept, fit, beyond = _additive_fake(a, b, v, value, None)
+            exact.attend(exact.Exact(a, b, v, value, lower, upper, lengths), out, lse, kept)
+            return out, lse, kept, fit, beyond
         fit, beyond = features.fit_of(a, b, table, grid)
         phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
         numbers = Numbers(1.0, lower=lower, upper=upper)
         out, lse, kept = forward.attend(*Arrays(phi, psi, value, lengths=lengths), *numbers)
-        exact.forward(exact.Asked(a, b, v, value, lower, upper, lengths, beyond), out, lse)
+        exact.attend(exact.Exact(a, b, v, value, lower, upper, lengths, beyond), out, lse, kept)
     return out, lse, kept, fit, beyond

@@ -173,10 +173,13 @@ class Arguments:
             "COLS": tile.cols,
             "WIDE": wide,
             "SPLIT": splits > 1,
-            "CUT": self.lengths is not None or self.m % tile.cols != 0,
+            "CUT": self.lengths is not None or self.m % tile.cols != 0 or self.facts["EDGES"],
             "TMA": tile.described and self.described,
             "LAID": tile.described and self.described and laid(self.pairs),
         }
+
+    def parts(self, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
+        return launch.parts(self.query.device, programs, rows, block, waves)
 
     def bounds(self, *more: int) -> tuple[int, ...]:
         """Which pairs count, as every pass is told it: the band, the layout, the dropout, and its
@@ -190,7 +193,7 @@ class Arguments:
         size = tile.cols if by_key else tile.rows
         plain = splits == 1 and self.layout is None and size in (SHARED, 2 * SHARED)
         if self.support is None or not plain or max(self.w, self.d) > launch.HELD_BACK:
-            return [Walk(tile, *self.lists(tile, by_key), {"LISTED": 0, "MANY": 0})]
+            return [Walk(tile, *self.lists(tile, by_key), {"MANY": 0})]
         at, few = self.support, Tile(SHARED, SHARED // 2, SHARED, 4, 3)
         if by_key:
             few = few._replace(rows=few.cols, cols=few.rows)
@@ -198,7 +201,7 @@ class Arguments:
             support.listed(self.marks, at, self.n, self.band)
         many = size // SHARED
         return [
-            Walk(some, at, None, at.shape[-1], {"LISTED": kind, "MANY": many})
+            Walk(some, at, None, at.shape[-1], {"LISTED": kind, "MANY": many, "EDGES": kind == 2})
             for kind, some in ((1, tile), (2, few))
         ]
 
@@ -275,6 +278,8 @@ def _facts(
         "LAYOUT": layout,
         "DROP": drop,
         "ALONG": 0,
+        "TANH": 0,
+        "EDGES": False,
         "LISTED": 0,
         "LAID": False,
         "EXPONENTIAL": weighting in ("softmax", "topk"),

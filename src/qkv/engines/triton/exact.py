@@ -1,139 +1,180 @@
-"""Softmax of s = Σ_h v_h tanh(a_h + b_h), by the kernels of `tanh`: no n × m array."""
+"""Softmax of s = Σ_h v_h tanh(a_h + b_h), by the kernels of all scores: no n × m array.
+
+Of a tile they have its scores from `tanh`. `prepare` makes what that reads of each row, and
+`finish` turns the sums of each hidden unit into gradients.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, tanh
+from qkv.engines.triton import forward, gradients, launch
+from qkv.engines.triton.arguments import Arguments, Numbers
+from qkv.engines.triton.launch import Tile
+from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.tiles import INFINITY, launched
 
 BLOCK = 64
 """Queries or keys of a tile."""
-BUSY = launch.Tile(BLOCK, BLOCK, 1, 8, 1)
-"""Warps and stages of the kernels that look at pairs, and of the others."""
-PLAIN = launch.Tile(BLOCK, 1, 1, 4, 3)
-OPEN = 2**30
-"""The bound of a band that has none."""
-WAITING = 264
-"""Programs, at most, of a kernel that may find nothing to do: two for each of 132 processors."""
+PLAIN = Tile(BLOCK, 1, 1, 4, 3)
+"""Warps and stages of the kernels that look at rows alone."""
+
+Given: Any = namedtuple("Given", (*Arrays._fields, "v", "ea", "eb", "peak_a", "peak_b", "when"))
+"""`Arrays` with a for the query and b for the key, e²ᵃ and e²ᵇ, the largest |a| and |b| of each
+BLOCK, and whether anything is done."""
 
 
-class Asked(NamedTuple):
+@triton.jit
+def _exponentials(job, x, ex, peak, rows, room, F):
+    """e²ˣ (PAIRED, room) of a tile of x (rows, W), and its largest |x|."""
+    tiles = room // F.BLOCK
+    lead = (job // tiles).to(tl.int64)
+    row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
+    top = tl.zeros((F.BLOCK,), tl.float32)
+    for start in range(0, F.PAIRED, F.BLOCK_H):
+        col = start + tl.arange(0, F.BLOCK_H)
+        inside = (row < rows)[None, :] & (col < F.W)[:, None]
+        at = lead * rows * F.W + row[None, :] * F.W + col[:, None]
+        one = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        seen = tl.where(tl.abs(one) < INFINITY, tl.abs(one), INFINITY)
+        top = tl.maximum(top, tl.max(seen, 0))
+        to = ex + (lead * F.PAIRED + col[:, None]) * room + row[None, :]
+        tl.store(to, tl.exp(2 * one), mask=(col < F.PAIRED)[:, None])
+    tl.store(peak + job, tl.max(top, 0))
+
+
+@launched
+def prepare(a, b, ea, eb, peak_a, peak_b, when, jobs_a, n, m, room_a, room_b, F: tl.constexpr):
+    if when is not None and tl.load(when) == 0:
+        return
+    job = tl.program_id(0)
+    if job < jobs_a:
+        _exponentials(job, a, ea, peak_a, n, room_a, F)
+    else:
+        _exponentials(job - jobs_a, b, eb, peak_b, m, room_b, F)
+
+
+@triton.jit
+def _slopes(job, slopes, along, v, dx, parts, rows, room, F):
+    """dx = 4v Σ ds·r(1 − r), turned to (rows, W); of queries, parts of dv = Σ ds·tanh as well."""
+    tiles = room // F.BLOCK
+    lead = (job // tiles).to(tl.int64)
+    row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
+    for start in range(0, F.W, F.BLOCK_H):
+        col = start + tl.arange(0, F.BLOCK_H)
+        inside = (col < F.W)[:, None] & (row < rows)[None, :]
+        at = (lead * F.W + col[:, None]) * room + row[None, :]
+        slope = tl.load(slopes + at, mask=inside, other=0.0)
+        if along is not None:
+            part = tl.sum(tl.load(along + at, mask=inside, other=0.0), 1)
+            tl.store(parts + job * F.W + col, part, mask=col < F.W)
+        slope *= 4 * tl.load(v + col, mask=col < F.W, other=0.0).to(tl.float32)[:, None]
+        to = dx + (lead * rows + row[:, None]) * F.W + col[None, :]
+        tl.store(to, tl.trans(slope).to(dx.dtype.element_ty), mask=tl.trans(inside))
+
+
+@launched
+def finish(
+    slopes_a, along, slopes_b, v, when, da, db, parts, jobs_a, n, m, room_a, room_b, F: tl.constexpr
+):
+    if when is not None and tl.load(when) == 0:
+        return
+    job = tl.program_id(0)
+    if job < jobs_a:
+        _slopes(job, slopes_a, along, v, da, parts, n, room_a, F)
+    else:
+        _slopes(job - jobs_a, slopes_b, None, v, db, parts, m, room_b, F)
+
+
+class Exact(Arguments):
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d). The pair i, j counts if
     lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32 holds 0, nothing is done.
     """
 
-    a: Tensor
-    b: Tensor
-    v: Tensor
-    value: Tensor
-    lower: int | None = None
-    upper: int | None = None
-    lengths: Tensor | None = None
-    when: Tensor | None = None
-
-
-class _Call:
-    """What the kernels of one call share."""
-
-    def __init__(self, given: Asked) -> None:
-        a, b, v, value = (x.contiguous() for x in given[:4])
-        lower, upper, lengths, when = given[4:]
-        self.v, self.when = v, when
-        _, heads, n, self.h = a.shape
-        few, m = b.shape[1:3]
-        on_device = a.is_cuda and not launch.interpreted()
-        self.paired = self.h + self.h % 2
-        (ea, peak_a), (eb, peak_b) = self.room(a), self.room(b)
-        self.queries, self.keys = ea, eb
-        self.query_tiles, self.key_tiles = peak_a.numel(), peak_b.numel()
-        self.inputs = tanh.Inputs(
-            ea, eb, peak_a, peak_b, a, b, v, value,
-            None if lengths is None else lengths.to(torch.int32), when,
-        )  # fmt: skip
-        self.sizes = (
-            heads, heads // few, n, m, ea.shape[-1], eb.shape[-1], self.h, value.shape[-1],
-            -OPEN if lower is None else max(lower, -OPEN),
-            OPEN if upper is None else min(upper, OPEN),
-        )  # fmt: skip
-        self.facts: dict[str, Any] = {
-            "PAIRED": self.paired,
-            "ASM": on_device and torch.version.hip is None,
-            "PRECISION": "tf32x3" if on_device else "ieee",
-            "LOWER": True,
-            "UPPER": True,
-            "LAYOUT": False,
-            "BLOCK": BLOCK,
-            "BLOCK_H": launch.power_of_2(self.h),
-            "BLOCK_D": max(launch.power_of_2(value.shape[-1]), 16),
-        }
-        arrays = (a, b, ea, eb, peak_a, peak_b, when)
-        self.each_row(tanh.prepare, arrays, (n, m, ea.shape[-1], eb.shape[-1], self.h))
-
-    def room(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For e²ˣ (B, H, paired, padded rows) in float32, and the largest |x| of each tile."""
-        *lead, rows, _ = x.shape
-        padded = -(-rows // BLOCK) * BLOCK
-        ex = x.new_empty((*lead, self.paired, padded), dtype=torch.float32)
-        return ex, x.new_empty((*lead, padded // BLOCK), dtype=torch.float32)
-
-    def programs(self, jobs: int) -> int:
-        """One for each job; few that share them where it is likely that there is nothing to do."""
-        return jobs if self.when is None else min(jobs, WAITING)
-
-    def each_pair(self, kernel: Any, arrays: tuple[Tensor | None, ...], jobs: int) -> None:
-        whole = (*self.sizes, jobs)
-        given = (self.inputs, *arrays)
-        launch.start(kernel, self.programs(jobs), given, (), whole, self.facts, BUSY)
-
-    def each_row(
-        self, kernel: Any, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        v: Tensor,
+        value: Tensor,
+        lower: int | None = None,
+        upper: int | None = None,
+        lengths: Tensor | None = None,
+        when: Tensor | None = None,
     ) -> None:
-        jobs = self.query_tiles + self.key_tiles
-        facts = {"PAIRED": self.paired, "BLOCK": BLOCK, "BLOCK_H": 32}
-        whole = (self.query_tiles, jobs, *sizes)
-        launch.start(kernel, self.programs(jobs), arrays, (), whole, facts, PLAIN)
+        a, b, self.v, self.when = a.contiguous(), b.contiguous(), v.contiguous(), when
+        numbers = Numbers(1.0, lower=lower, upper=upper)
+        super().__init__(*Arrays(a, b, value, lengths=lengths), *numbers)
+        by_ptx = a.is_cuda and not launch.interpreted() and torch.version.hip is None
+        self.facts = self.facts | {
+            "TANH": 1 + by_ptx,
+            "EDGES": True,
+            "BLOCK": BLOCK,
+            "UNITS": launch.power_of_2(self.w),
+        }
+        self.described = False
+        paired = self.w + self.w % 2
+        ea, eb = self.room(a, paired), self.room(b, paired)
+        peaks = [self.new(*x.shape[:2], x.shape[3] // BLOCK) for x in (ea, eb)]
+        self.rooms, self.jobs = (ea.shape[3], eb.shape[3]), [x.numel() for x in peaks]
+        self.inputs = Given(*self.inputs, self.v, ea, eb, *peaks, when)
+        self.each_row(prepare, (a, b, ea, eb, *peaks, when))
+
+    def room(self, x: Tensor, units: int) -> Tensor:
+        """(B, H, units, rows and room) for float32 numbers of so many units."""
+        b, heads, rows, _ = x.shape
+        return self.new(b, heads, units, -(-rows // BLOCK) * BLOCK)
+
+    def tile(self, name: str, rows: int) -> Tile:
+        return Tile(BLOCK, BLOCK, 1, 8, 1)
+
+    def parts(self, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
+        return 1, -(-rows // block)
+
+    def each_row(self, kernel: Any, arrays: tuple[Tensor | None, ...]) -> None:
+        facts = {"W": self.w, "PAIRED": self.w + self.w % 2, "BLOCK": BLOCK, "BLOCK_H": 32}
+        whole = (self.jobs[0], self.n, self.m, *self.rooms)
+        launch.start(kernel, sum(self.jobs), arrays, (), whole, facts, PLAIN)
 
 
-def forward(given: Asked, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, n, d) and the log-sum-exp `lse` (B, H, n)."""
-    if lse.numel():
-        call = _Call(given)
-        call.each_pair(tanh.forward, (out, lse), call.query_tiles)
+def attend(call: Exact, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Fill what `forward.attend` gives."""
+    if lse.numel() and call.m:
+        forward.pool_all(call, out, lse, kept)
+    else:
+        out.zero_(), lse.fill_(-torch.inf), kept.zero_()
 
 
 def backward(
-    given: Asked,
+    call: Exact,
     grad: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    kept: Tensor,
     places: tuple[Tensor, ...],
     others: Tensor | None = None,
-) -> None:
-    """Fill da, db, dv and dvalue, contiguous and shaped as their arrays.
+) -> Tensor:
+    """Fill da, db and dvalue, contiguous and shaped as their arrays; dv.
 
-    Where `when` holds 0, dv is the sum of the others (…, h), and nothing else is filled.
+    Where `when` holds 0, dv is the sum of the others (…, h), and nothing is filled.
     """
-    da, db, dv, dvalue = places
-    if not (lse.numel() and given.b.numel()):
+    da, db, dvalue = places
+    if not (out.numel() and call.m):
         for x in places:
             x.zero_()
-        return
-    call = _Call(given)
-    known = (out, lse, grad.contiguous(), None if grad_lse is None else grad_lse.contiguous())
-    slopes_a, ones, slopes_b = (
-        torch.empty_like(x) for x in (call.queries, call.queries, call.keys)
-    )
-    sums = ones.new_empty((*given.a.shape[:2], ones.shape[-1]))
-    parts = ones.new_empty((call.query_tiles, call.h))
-    call.each_pair(tanh.query_grad, (*known, slopes_a, ones, sums), call.query_tiles)
-    call.each_pair(tanh.key_grad, (*known, slopes_b, dvalue), call.key_tiles)
-    arrays = (slopes_a, ones, sums, slopes_b, call.v, given.when, da, db, parts)
-    sizes = (given.a.shape[2], given.b.shape[2], ones.shape[-1], slopes_b.shape[-1], call.h)
-    call.each_row(tanh.finish, arrays, sizes)
-    whole = (call.query_tiles, 0 if others is None else others.shape[0], call.h)
-    facts, folded = {"BLOCK": 512, "UNITS": 8}, (parts, others, given.when, dv)
-    launch.start(tanh.fold, -(-call.h // 8), folded, (), whole, facts, PLAIN)
+        return torch.zeros_like(call.v)
+    slopes = call.room(da, call.w), call.room(db, call.w)
+    along = gradients.units_backward(call, grad, grad_lse, out, kept, slopes, dvalue)
+    parts = call.new(call.jobs[0], call.w)
+    arrays = (slopes[0], along, slopes[1], call.v, call.when, da, db, parts)
+    call.each_row(finish, arrays)
+    dv = parts.sum(0)
+    if others is not None and call.when is not None:
+        dv = torch.where(call.when > 0, dv, others.sum(0))
+    return dv.to(call.v.dtype)

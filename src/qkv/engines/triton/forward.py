@@ -22,6 +22,7 @@ from qkv.engines.triton.arguments import Arguments, Numbers, rounded
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.place import even, left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import ARRAYS, Sizes
+from qkv.engines.triton.tanh import is_idle
 from qkv.engines.triton.tiles import (  # fmt: skip
     INFINITY,
     LN2,
@@ -130,15 +131,18 @@ def pool(
         n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns,
         splits, span,
     )  # fmt: skip
+    if F.TANH:
+        if is_idle(given):
+            return
     if F.LISTED:
         if left_out(at, z, F):
             return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     state = nothing(F, F.BLOCK_D)
-    if F.LOWER and not F.LAYOUT and F.LISTED < 2:
+    if F.LOWER and not F.LAYOUT and not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, lo, inner_lo, F, True, False)
-    if F.LISTED < 2:
+    if not F.EDGES:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
     if F.QUICK:
         acc, top, total = state
@@ -146,7 +150,7 @@ def pool(
         acc = tl.where(good, acc, 0.0)
         state = (acc, tl.where(good, top, NONE), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
-    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2 or F.QUICK:
+    if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -277,7 +281,7 @@ def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = launch.MADE.get(about)
     if made is None or not made.again((*arrays, None, None, out, lse, kept), numbers.floats):
         call = Arguments(*given)
-        made = _pool(call, out, lse, kept)
+        made = pool_all(call, out, lse, kept)
         launch.keep(about, None if call.copied else made)
     return out, lse, kept
 
@@ -295,19 +299,20 @@ def _hopper(device: torch.device) -> Any:
     return hopper
 
 
-def _pool(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
+def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
     """Fill out, lse and kept; the launch, if it is one and none of its arrays are made for it."""
     hopper = _hopper(out.device)
     if hopper is not None and hopper.fits(call):
         made: Launch | None = hopper.pool(call, out, lse, kept)
         return made
     packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
+    packed = packed and not call.facts["TANH"]
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
     def run(tile: Tile) -> Launch | None:
         programs = lanes * -(-rows // tile.rows)
-        splits, span = launch.parts(call.query.device, programs, call.m, tile.cols, tile.waves)
+        splits, span = call.parts(programs, call.m, tile.cols, tile.waves)
         # Scores that are made number by number are much code: a chunk of the width at a time.
         wide = call.w > launch.HELD or (
             call.w > 64 and call.facts["SCORES"] != call.facts["PRECISION"]

@@ -93,6 +93,21 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
     return grads.query, grads.key
 
 
+def units_backward(
+    call: Arguments, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor,
+    sums: tuple[Tensor, Tensor], dvalue: Tensor,
+) -> Tensor:  # fmt: skip
+    """Of scores by tanh, fill the sums of each query's and each key's units (`tanh.add_units`) and
+    dvalue; those of ∂L/∂v, of each query's units."""
+    none = call.new(0)
+    call.facts = call.facts | {"CENTRED": True}
+    grads = Gradients(*sums, dvalue, none, none, none, none)
+    way = Way(call, along.contiguous(), None, kept, grads, True)
+    way = way._replace(centre=_centre(way, along_lse, out, near=True))
+    _to_keys(way)
+    return _to_queries(way)[0]
+
+
 def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
     if way.wide:
         _through_scratch(way, for_queries, for_keys)
@@ -150,8 +165,7 @@ def _whole_centre(way: Way) -> Tensor:
 def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
     """The programs that go to the queries, the parts of their loops, and the tiles of each."""
     programs = call.b * call.h * -(-call.n // tile.rows)
-    device = call.query.device
-    return programs, *launch.parts(device, programs, call.m, tile.cols, tile.waves)
+    return programs, *call.parts(programs, call.m, tile.cols, tile.waves)
 
 
 def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
@@ -168,7 +182,10 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
             splits, span = 1, -(-call.m // tile.cols)
         one, two = call.new(splits, lines), call.new(splits, lines)
         dquery: Tensor | None = None
-        if grads is not None and not wide:
+        if grads is not None and call.facts["TANH"]:
+            dquery = grads.query
+            one = torch.empty_like(dquery)
+        elif grads is not None and not wide:
             dquery = grads.query
             if splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
@@ -215,7 +232,7 @@ def _to_keys(
 
     def run(tile: Tile) -> None:
         programs = count * -(-keys_n // tile.cols)
-        splits, span = launch.parts(call.query.device, programs, call.n, tile.rows, tile.waves)
+        splits, span = call.parts(programs, call.n, tile.rows, tile.waves)
         targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
         if splits > 1:
             written = (
@@ -229,7 +246,8 @@ def _to_keys(
                 for x, width, there in zip(targets, (call.w, call.d, 1, 1), written, strict=True)
             ]
         for own, at, counts, at_columns, more in call.walks(tile, splits, by_key=True):
-            facts = call.known(own, wide, splits) | {"UNEVEN": call.n % own.rows != 0} | more
+            facts = call.known(own, wide, splits) | more
+            facts["UNEVEN"] = call.n % own.rows != 0 and not facts["EDGES"]
             many = call.b * call.h * call.n > launch.LARGE
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
             arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)

@@ -98,8 +98,9 @@ def mend_queries(
         lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
         state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero)
         dq, _, _, _ = queries_tiles(
-            state, rows, do, top[:, None], share[:, None], middle, keys, scales, z, lo, hi, F, True
-        )
+            state, rows, do, top[:, None], share[:, None], middle, keys, 0, scales, z, lo, hi, F,
+            True,
+        )  # fmt: skip
         dq = dq * left_over(scales.scale, F)
         where = dquery + far[:, None] * d_n + column_w
         inside = spot.inside[:, None] & (column_w < F.W)

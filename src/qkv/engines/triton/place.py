@@ -11,6 +11,7 @@ import triton.language as tl
 from qkv.engines.triton.records import Keys, Rows, Spot, Strides
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.support import LIST, is_listed
+from qkv.engines.triton.tanh import side_of, tanh_scores, units_of
 from qkv.engines.triton.tiles import (  # fmt: skip
     alive,
     bounds,
@@ -137,7 +138,10 @@ def place(given, steps, tile, lane, z, F):
             drawn = row_hash(given.seed, lane, pos, z.hashed)[:, None]
     row_a, row_b, a = found_of(given, line, F)
     q = i
-    if not F.WIDE and F.WEIGHTING != "average":
+    if F.TANH:
+        side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
+        q = units_of(side, query + offset, first, F)
+    elif not F.WIDE and F.WEIGHTING != "average":
         q = fetch(query, offset, F.W, F.BLOCK_W)
     FLAT: tl.constexpr = F.WIDE and F.TMA
     step = tl.cast(steps.q_n, tl.int64)
@@ -169,9 +173,13 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
     end = length_of(given.lengths, batch, z.m)
     k_m = tl.cast(steps.k_m, tl.int64)
     v_m = tl.cast(steps.v_m, tl.int64)
+    side = key
+    if F.TANH:
+        lane = batch * (z.heads // z.group) + shared
+        side = side_of(given.eb, given.peak_b, given.v, lane, z.m, F)
     key = described(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = described(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
-    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end)
+    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side)
 
 
 @triton.jit
@@ -193,6 +201,8 @@ def rows_program(given, at, counts, steps, z, F):
         edges = listed(counts, tile, given.lengths)
     else:
         edges = bounds(spot.first, spot.last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
+    if F.TANH:  # one loop for all tiles, since each is much to compile
+        edges = (edges[0], edges[0], edges[0], edges[3])
     if F.SPLIT:
         edges = portion(edges, part, z.span)
     return rows, keys, spot, edges, part
@@ -244,8 +254,12 @@ def tile_of(t, rows, keys, times, z, F, MASKED: tl.constexpr):
 
 @triton.jit
 def product(rows, keys, start, here, F):
-    """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole."""
-    if F.WIDE and F.TMA:
+    """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole; or what
+    stands for both in a score of tanh."""
+    if F.TANH:
+        k = units_of(keys.side, keys.key + start * keys.k_m + here * keys.k_m, start, F)
+        x = tanh_scores(rows.q, k, F)
+    elif F.WIDE and F.TMA:
         x = products_described(
             rows.query, 0, keys.key, start, F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES
         )

@@ -126,8 +126,9 @@ class Sizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tile of queries: where they are, φ(q) (ROWS, w), and of each (ROWS, 1) its position, the
-    gate's half, its thresholds, its place in the mask's array from `pairs`, and its hash."""
+    """A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
+    position, the gate's half, its thresholds, its place in the mask's array from `pairs`, and its
+    hash."""
 
     query: Any
     offset: Any
@@ -157,7 +158,8 @@ class Spot(NamedTuple):
 
 class Keys(NamedTuple):
     """The keys of a head and what belongs to them, with the step from key to key; those of them
-    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed."""
+    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed.
+    `side` is `tanh.Side` of them."""
 
     key: Any
     k_m: Any
@@ -169,3 +171,4 @@ class Keys(NamedTuple):
     at: Any
     p_m: Any
     end: Any
+    side: Any

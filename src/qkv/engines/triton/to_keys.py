@@ -1,5 +1,8 @@
 """The gradients of keys and values, in tiles."""
 
+# One `if` is decided when compiling, the one inside it on the device.
+# ruff: noqa: SIM102
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ from qkv.engines.triton.place import found_of, known_steps, program
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import gate_half, left_over, score
 from qkv.engines.triton.support import LIST, is_listed
+from qkv.engines.triton.tanh import add_units, is_idle, side_of, sums_of, tanh_scores, units_of
 from qkv.engines.triton.tiles import (  # fmt: skip
     LN2,
     alive,
@@ -34,9 +38,9 @@ from qkv.engines.triton.weigh import slope, weigh
 
 
 class Down(NamedTuple):
-    """A tile of keys, down: ψ(k) (COLS, w), v (COLS, d), and of each (COLS, 1) its position, its
-    place in the mask's array, its bias and the gate's half; which of them are written, and where
-    in `ds`; the first of them."""
+    """A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
+    position, its place in the mask's array, its bias and the gate's half; which of them are
+    written, and where in `ds`; the first of them."""
 
     key: Any
     offset: Any
@@ -54,8 +58,8 @@ class Down(NamedTuple):
 
 class Across(NamedTuple):
     """The queries of one head, across: where φ, ∂L/∂out, the rows' lines and the mask's array
-    begin, which lane and which of its group it is, the list of tiles, and with LINED where the
-    rows' top and centre begin."""
+    begin, which lane and which of its group it is, the list of tiles, with LINED where the rows'
+    top and centre begin, and `tanh.Side`."""
 
     query: Any
     along: Any
@@ -66,6 +70,7 @@ class Across(NamedTuple):
     at: Any
     top: Any
     middle: Any
+    side: Any
 
 
 @triton.jit
@@ -124,7 +129,10 @@ def keys_tiles(
                 p = p * keep
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
-            if F.WIDE:
+            if F.TANH:
+                q = units_of(head.side, head.query + start * q_n + here * q_n, start, F)
+                x = tanh_scores(own.k, q, F)
+            elif F.WIDE:
                 x = products(
                     own.key, own.offset, head.query + start * q_n, here * q_n,
                     F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
@@ -160,7 +168,9 @@ def keys_tiles(
                 dgate += tl.sum(logit, 1)
             if F.BIAS:
                 dbias += tl.sum(ds, 1)
-            if F.WIDE:
+            if F.TANH:
+                add_units(ds_out, None, ds, own.k, q, F, False)
+            elif F.WIDE:
                 spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
                 spot += (head.member * steps.o_n + start + near)[None, :]
                 ds = (ds * left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
@@ -214,9 +224,12 @@ def across(given, back, listing, pair, g, first, steps, z, F):
     if F.LINED:  # 16 bytes at once, which a thread by itself could not know to be there
         top = tl.make_tensor_descriptor(back.kept, [back.lines], [1], [F.ROWS])
         middle = tl.make_tensor_descriptor(back.centre, [back.lines], [1], [F.ROWS])
+    side = query
+    if F.TANH:
+        side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
     return Across(
         described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
-        along, lane * z.n, pairs, lane, g, listing, top, middle,
+        along, lane * z.n, pairs, lane, g, listing, top, middle, side,
     )  # fmt: skip
 
 
@@ -236,6 +249,9 @@ def to_keys(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
+    if F.TANH:
+        if is_idle(given):
+            return
     steps = known_steps(steps, F)
     part, tile, pair = program((keys_n + F.COLS - 1) // F.COLS, z, F)
     tile += first_key // F.COLS
@@ -262,7 +278,11 @@ def to_keys(
     v = fetch(value, here * steps.v_m, F.D, F.BLOCK_D)  # (COLS, d)
     j = (first + near)[:, None]
     k = j
-    if not F.WIDE and F.WEIGHTING != "average":
+    if F.TANH:
+        side = side_of(given.eb, given.peak_b, given.v, pair, m, F)
+        k = units_of(side, key + here * steps.k_m, first, F)
+        ds = sums_of(dkey, pair, first, m, F)
+    elif not F.WIDE and F.WEIGHTING != "average":
         k = fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
     bias = j
     if F.BIAS:
@@ -286,6 +306,8 @@ def to_keys(
             if first + F.COLS > end:  # no tile is whole: all are in the one loop that there is
                 inner_lo = hi if F.UPPER else lo
                 inner_hi = inner_lo
+    if F.TANH:
+        inner_hi = lo
     if F.SPLIT:
         lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     state = nothing_yet(F)
@@ -313,15 +335,15 @@ def to_keys(
             inner_hi = 0
             hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
         queries = across(given, back, listing, pair, g, first, steps, z, F)
-        if F.UPPER and not F.LAYOUT and F.LISTED < 2:
+        if F.UPPER and not F.LAYOUT and not F.EDGES:
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, lo, inner_lo, F, True
             )
-        if F.LISTED < 2:
+        if not F.EDGES:
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
             )
-        if F.LOWER or F.UNEVEN or F.LAYOUT or F.LISTED == 2 or (F.CUT and not F.UPPER):
+        if F.LOWER or F.UNEVEN or F.LAYOUT or F.EDGES or (F.CUT and not F.UPPER):
             state = keys_tiles(
                 state, own, queries, given, back, ds, scales, steps, z, inner_hi, hi, F, True
             )

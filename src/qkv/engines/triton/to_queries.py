@@ -12,6 +12,7 @@ from qkv.engines.triton.backward import Back, along_of, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
+from qkv.engines.triton.tanh import add_units, is_idle, sums_of
 from qkv.engines.triton.tiles import (  # fmt: skip
     EIGHT,
     LN2,
@@ -27,9 +28,10 @@ from qkv.engines.triton.weigh import slope, weigh
 
 @triton.jit
 def queries_tiles(
-    state, rows, do, top, share, middle, keys, scales, z, lo, hi, F, MASKED: tl.constexpr
+    state, rows, do, top, share, middle, keys, units, scales, z, lo, hi, F, MASKED: tl.constexpr
 ):
-    """The gradients of a tile of queries after tiles lo … hi of the keys."""
+    """The gradients of a tile of queries after tiles lo … hi of the keys; those of TANH are added
+    to the sums of its units."""
     dq, one, two, lent = state
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
@@ -67,7 +69,9 @@ def queries_tiles(
             logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
             if F.GATE:
                 one += tl.sum(logit, 1)[:, None]
-            if not F.WIDE:
+            if F.TANH:
+                add_units(units[0], units[1], ds, rows.q, k, F, True)
+            elif not F.WIDE:
                 if RULED:
                     k = tl.where(finite(k), k, 0.0)
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
@@ -91,6 +95,9 @@ def to_queries(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
+    if F.TANH:
+        if is_idle(given):
+            return
     if F.LISTED:
         if left_out(at, z, F):
             return
@@ -105,6 +112,11 @@ def to_queries(
         do += rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
     else:
         do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+    units = 0
+    if F.TANH:
+        lane = spot.batch * heads + spot.head
+        slopes = sums_of(dquery, lane, spot.first, n, F)
+        units = (slopes, sums_of(one_out, lane, spot.first, n, F))
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = EIGHT if F.CENTRE > 0 else 1  # of sums: those of a gate spill in parts
     LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
@@ -114,23 +126,24 @@ def to_queries(
         tl.zeros((F.ROWS, PARTS), dtype=tl.float32),
         tl.zeros((F.ROWS, LENT), dtype=tl.float32),
     )
-    if F.LOWER and not F.LAYOUT and F.LISTED < 2:
+    if F.LOWER and not F.LAYOUT and not F.EDGES:
         state = queries_tiles(
-            state, rows, do, top, share, middle, keys, scales, z, lo, inner_lo, F, True
+            state, rows, do, top, share, middle, keys, units, scales, z, lo, inner_lo, F, True
         )
-    if F.LISTED < 2:
+    if not F.EDGES:
         state = queries_tiles(
-            state, rows, do, top, share, middle, keys, scales, z, inner_lo, inner_hi, F, False
-        )
+            state, rows, do, top, share, middle, keys, units, scales, z, inner_lo, inner_hi, F,
+            False,
+        )  # fmt: skip
     if F.QUICK:
         dq, one, two, lent = state
         good = sound(dq) & sound(one) & sound(two)
         dq = tl.where(good, dq, 0.0)
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
-    if F.UPPER or F.CUT or F.LAYOUT or F.LISTED == 2 or F.QUICK:
+    if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
         state = queries_tiles(
-            state, rows, do, top, share, middle, keys, scales, z, inner_hi, hi, F, True
+            state, rows, do, top, share, middle, keys, units, scales, z, inner_hi, hi, F, True
         )
     dq, one, two, lent = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
