@@ -25,7 +25,8 @@ BLOCK = 64
 PLAIN = Tile(BLOCK, 1, 1, 4, 3)
 """Warps and stages of the kernels that look at rows alone."""
 
-Given: Any = namedtuple("Given", (*Arrays._fields, "v", "ea", "eb", "peak_a", "peak_b", "when"))
+_record: Any = namedtuple  # mypy knows fields that are spelled alone
+Given = _record("Given", (*Arrays._fields, "v", "ea", "eb", "peak_a", "peak_b", "when"))
 """`Arrays` with a for the query and b for the key, e²ᵃ and e²ᵇ, the largest |a| and |b| of each
 BLOCK, and whether anything is done."""
 

@@ -213,12 +213,6 @@ def across(given, back, listing, pair, g, first, steps, z, F):
         pairs = query  # a function of Triton cannot return None
     if listing is None:
         listing = query
-    if F.ALONG:
-        along = along_of(back, batch, lane, z, F)
-    else:
-        d = tl.cast(F.D, tl.int64)
-        along = back.along + lane * z.n * F.D
-        along = described(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
     top = query
     middle = query
     if F.LINED:  # 16 bytes at once, which a thread by itself could not know to be there
@@ -227,10 +221,14 @@ def across(given, back, listing, pair, g, first, steps, z, F):
     side = query
     if F.TANH:
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
-    return Across(
-        described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA),
-        along, lane * z.n, pairs, lane, g, listing, top, middle, side,
-    )  # fmt: skip
+    query = described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA)
+    if F.ALONG:
+        along = along_of(back, batch, lane, z, F)
+    else:
+        d = tl.cast(F.D, tl.int64)
+        along = back.along + lane * z.n * F.D
+        along = described(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
+    return Across(query, along, lane * z.n, pairs, lane, g, listing, top, middle, side)
 
 
 @launched

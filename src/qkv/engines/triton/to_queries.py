@@ -112,7 +112,7 @@ def to_queries(
         do += rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
     else:
         do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
-    units = 0
+    units = (dquery, one_out)
     if F.TANH:
         lane = spot.batch * heads + spot.head
         slopes = sums_of(dquery, lane, spot.first, n, F)
