@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from qkv.engines.triton import launch, thresholds
+from qkv.engines.triton.arguments import Numbers
+from qkv.engines.triton.records import Arrays
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INFINITY = float("inf")
@@ -23,12 +25,18 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "HELD", 32)
 
 
+def told(query, key, weighting, number, scale, **more):
+    """What `thresholds.found` is given."""
+    named = {name: more.pop(name) for name in Arrays._fields if name in more}
+    return *Arrays(query, key, key, **named), *Numbers(scale, weighting, number, **more), False
+
+
 def entmax_threshold(query, key, *given, **more):
-    return thresholds.found(query, key, "entmax", *given, **more)[0]
+    return thresholds.found(*told(query, key, "entmax", *given, **more))[0]
 
 
 def topk_threshold(query, key, *given, **more):
-    return thresholds.found(query, key, "topk", *given, **more)[:2]
+    return thresholds.found(*told(query, key, "topk", *given, **more))[:2]
 
 
 def arrays(b=1, heads=1, few=1, n=5, m=40, w=16, bias=False, gate=False, dtype=torch.float32):
@@ -231,5 +239,5 @@ def test_tiles_of_every_width():
 
 def test_the_operators_keep_their_promises():
     query, key, _ = arrays(n=2, m=3)
-    torch.library.opcheck(thresholds.found.node, (query, key, "entmax", 1.5, 1.0))
-    torch.library.opcheck(thresholds.found.node, (query, key, "topk", 2, 1.0))
+    torch.library.opcheck(thresholds.found.node, told(query, key, "entmax", 1.5, 1.0))
+    torch.library.opcheck(thresholds.found.node, told(query, key, "topk", 2.0, 1.0))

@@ -189,28 +189,16 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             pairs = cooled(call, pairs, temperature)
         if added and pairs.shape[-1] == 1 and weighting in UNMOVED and not call.wants_lse:
             query, pairs = unmoved(query, pairs)
-        alpha, rows, lists = thresholds.rows(
-            query, key, weighting, _number(call.weighting), scale, parts,
-            lower, upper, lengths, pairs, times,
-        )  # fmt: skip
-        value = four_axes(call, call.value, few)
-        rest = (
-            *parts,
-            *rows,
-            lengths,
-            layout,
-            pairs,
-            call.seed if call.dropout else None,
-            *lists,
-        )
-        whole = is_array(temperature)
+        value, seed = four_axes(call, call.value, few), call.seed if call.dropout else None
         numbers = Numbers(
-            scale, weighting, alpha, lower, upper, size, whole, times, call.dropout,
-            heads if len(call.lead) > 1 else math.prod(call.lead),
+            scale, weighting, _number(call.weighting), lower, upper, size, is_array(temperature),
+            times, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
         )  # fmt: skip
+        arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
+        arrays = thresholds.searched(arrays, numbers)
         # Values wider than a tile come in parts, each with the weights found again.
         some = (value,) if value.shape[-1] <= WIDEST_VALUE else value.split(WIDEST_VALUE, -1)
-        pooled = [ops.pooled(*Arrays(query, key, x, *rest), *numbers) for x in some]
+        pooled = [ops.pooled(*arrays._replace(value=x), *numbers) for x in some]
         out, lse, _ = pooled[0]
         if len(pooled) > 1:
             out = call.fw.xp.concat([x[0] for x in pooled], axis=-1)
@@ -356,7 +344,8 @@ def interpreted() -> bool:
 
 def _number(weighting: Any) -> float:
     """What a sparse weighting must be told: entmax's alpha, or how many keys the others choose."""
-    return float(weighting.alpha) if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
+    chosen = weighting.alpha if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
+    return float(chosen)
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ LOG2E = 1.4426950408889634
 
 
 class Numbers(NamedTuple):
-    """What follows `Arrays`. `whole` is for a learned temperature (see `ops.attend`), `times`
+    """What follows `Arrays`. `alpha` is also the k of top-k, `whole` is for a learned temperature (see
+    `ops.attend`), `times`
     multiplies `pairs`, and `hashed` heads make a batch of those by which a dropout counts."""
 
     scale: float
@@ -38,6 +39,18 @@ class Numbers(NamedTuple):
         base = LOG2E if self.weighting == "softmax" else 1.0
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         return Scales(float(self.scale) * base, self.alpha, self.times * base, share)
+
+
+_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool",
+    int: "SymInt", int | None: "SymInt?",
+}  # fmt: skip
+GIVEN = ", ".join(
+    f"{_TYPES[kind]} {name}"
+    for record in (Arrays, Numbers)
+    for name, kind in get_type_hints(record).items()
+)
+"""Both records as the operators' schemas have them."""
 
 
 class Walk(NamedTuple):

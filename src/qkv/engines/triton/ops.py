@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import forward, gradients
-from qkv.engines.triton.arguments import Numbers
+from qkv.engines.triton.arguments import GIVEN, Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
@@ -135,18 +135,10 @@ def _check_masks(arrays: Arrays, numbers: Numbers) -> None:
         raise ShapeError(f"lengths must be ({query.shape[0]},), not {tuple(lengths.shape)}")
 
 
-_GIVEN = (
-    "Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor? gate_query, "
-    "Tensor? gate_key, Tensor? row_a, Tensor? row_b, Tensor? lengths, Tensor? layout, "
-    "Tensor? pairs, Tensor? seed, Tensor? lists, Tensor? marks, float scale, str weighting, "
-    "float alpha, SymInt? lower, SymInt? upper, SymInt layout_size, bool whole, float times, "
-    "float dropout, SymInt hashed"
-)
-
 _backward = operator(
     gradients.fake,
     refuse,
-    schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {_GIVEN}, "
+    schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {GIVEN}, "
     "bool for_queries, bool for_keys, bool for_pairs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(gradients.attend_backward)
@@ -183,6 +175,6 @@ def _differentiate(
 
 
 pooled = operator(
-    forward.fake, _differentiate, _save, schema=f"({_GIVEN}) -> (Tensor, Tensor, Tensor)"
+    forward.fake, _differentiate, _save, schema=f"({GIVEN}) -> (Tensor, Tensor, Tensor)"
 )(forward.attend)
 """`attend` without its checks, by position: the output, the log-sum-exp, and what is kept."""

@@ -104,14 +104,9 @@ class Repeat:
         """out, lse, kept, bias, row_a and row_b, by the operators."""
         band = self.band(query.shape[2], key.shape[2])
         bias = None if self.factor is None else norms.square(key, self.factor)
-        alpha, found, lists = thresholds.rows(
-            query, key, self.weighting, self.number, self.scale, (bias, None, None), *band
-        )
-        made = ops.pooled(
-            *Arrays(query, key, value, bias, None, None, *found, None, None, None, None, *lists),
-            *Numbers(self.scale, self.weighting, alpha, *band),
-        )
-        return (*made, bias, *found)
+        numbers = Numbers(self.scale, self.weighting, self.number, *band)
+        arrays = thresholds.searched(Arrays(query, key, value, bias), numbers)
+        return (*ops.pooled(*arrays, *numbers), bias, arrays.row_a, arrays.row_b)
 
     def _steps(self, notes: list[Any], arrays: tuple[Tensor | None, ...]) -> Steps | None:
         """The launches, if there were no others and they had no arrays but these."""

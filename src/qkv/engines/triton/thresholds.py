@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import launch, support
-from qkv.engines.triton.arguments import Arguments, Numbers
+from qkv.engines.triton.arguments import GIVEN, Arguments, Numbers
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
-from qkv.engines.triton.records import Arrays
+from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
 from qkv.engines.triton.support import SHARED
 
@@ -84,81 +84,50 @@ def _room(query: Tensor, key: Tensor, weighting: str, listed: bool) -> tuple[Ten
     return row_a, row_b, at, across, marks
 
 
-def _fake(
-    query: Tensor, key: Tensor, weighting: str, number: float, scale: float, listed: bool = False,
-    *_: Any, **__: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _room(query, key, weighting, listed)[:4]
+def _fake(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    numbers = Numbers(*rest[ARRAYS - 2 : -1])
+    return _room(query, key, numbers.weighting, rest[-1])[:4]
 
 
-@operator(_fake)
-def found(
-    query: Tensor,
-    key: Tensor,
-    weighting: str,
-    number: float,
-    scale: float,
-    listed: bool = False,
-    key_bias: Tensor | None = None,
-    gate_query: Tensor | None = None,
-    gate_key: Tensor | None = None,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`row_a` and `row_b` of `ops.attend`, whose arguments the others are, without a gradient; then
+@operator(_fake, schema=f"({GIVEN}, bool listed) -> (Tensor, Tensor, Tensor, Tensor)")
+def found(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`row_a` and `row_b` of `ops.attend`, whose arguments these are, without a gradient; then
     `lists` and `marks` of `support`, if they are to be `listed`, or else empty.
 
-    query (B, H, n, w), key (B, Hₖ, m, w) → (B, H, n). For entmax, `number` is alpha in (1, 2] and
-    row_a the t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1: 0 for a row with nothing to
-    look at, NaN where a score is NaN or +∞. row_b is empty.
+    query (B, H, n, w), key (B, Hₖ, m, w) → (B, H, n). For entmax, alpha is in (1, 2] and row_a the
+    t with Σⱼ max(0, (alpha − 1) sⱼ − t)^(1/(alpha − 1)) = 1: 0 for a row with nothing to look at,
+    NaN where a score is NaN or +∞. row_b is empty.
 
     For top-k it is k. The k largest scores of a row are those with s > row_a, or s = row_a at a key
     up to the position row_b, int32. Where the k-th score has equals that do not count, row_a is
     that score; else it may lie below it, above the next. A row with no more than k scores above −∞
     has −∞ and position 2³¹ − 1; one with a NaN or +∞ has NaN.
     """
-    row_a, row_b, lists, across, marks = _room(query, key, weighting, listed)
-    entmax = weighting == "entmax"
-    kernel, more = (entmax_kernel, ()) if entmax else (topk_kernel, (int(number),))
+    arrays, numbers, listed = Arrays(*given[:ARRAYS]), Numbers(*given[ARRAYS:-1]), given[-1]
+    query, key = arrays[:2]
+    row_a, row_b, lists, across, marks = _room(query, key, numbers.weighting, listed)
+    entmax = numbers.weighting == "entmax"
+    kernel, more = (entmax_kernel, ()) if entmax else (topk_kernel, (int(numbers.alpha),))
     if not (row_a.numel() and key.shape[2]):
         return row_a.fill_(0 if entmax else -torch.inf), row_b.fill_(NOWHERE.value), lists, across
-    given = Arrays(query, key, key, key_bias, gate_query, gate_key, lengths=lengths, pairs=pairs)
-    alpha = number if entmax else 0.0
-    numbers = Numbers(scale, weighting, alpha, lower, upper, 0, False, times)
     outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
     bits = (marks, across, lists) if listed else (None, None, None)
-    _run(kernel, given, numbers, (*outs, *bits), more, phase=int(listed))
+    _run(kernel, arrays, numbers, (*outs, *bits), more, phase=int(listed))
     if listed:
         support.listed(marks, lists, key.shape[2])
     if listed and entmax:
-        _run(kernel, given, numbers, (row_a, None, None, lists), phase=2)
+        _run(kernel, arrays, numbers, (row_a, None, None, lists), phase=2)
     return row_a, row_b, lists, across
 
 
-def rows(
-    query: Tensor,
-    key: Tensor,
-    weighting: str,
-    number: float,
-    scale: float,
-    parts: tuple[Tensor | None, ...],
-    lower: int | None,
-    upper: int | None,
-    *rest: Any,
-) -> tuple[float, tuple[Any, Any], tuple[Any, Any]]:
-    """What `ops.attend` is told of rows, by any weighting: alpha, row_a and row_b, lists and marks.
-
-    `parts` are key_bias, gate_query and gate_key.
-    """
-    if weighting not in ("entmax", "topk"):
-        return 0.0, (None, None), (None, None)
-    entmax = weighting == "entmax"
-    listed = support.pays(query, key, not entmax or lower is not None or upper is not None)
-    row_a, row_b, *left = found(
-        query, key, weighting, number, scale, listed, *parts, lower, upper, *rest
-    )
-    lists = (left[0], left[1]) if listed else (None, None)
-    return (number, (row_a, None), lists) if entmax else (0.0, (row_a, row_b), lists)
+def searched(arrays: Arrays, numbers: Numbers) -> Arrays:
+    """The arrays with what the weighting must know of rows: row_a and row_b, lists and marks."""
+    if numbers.weighting not in ("entmax", "topk"):
+        return arrays
+    entmax, banded = numbers.weighting == "entmax", (numbers.lower, numbers.upper) != (None, None)
+    listed = support.pays(arrays.query, arrays.key, banded or not entmax)
+    # Values, blocks and dropped weights do not count here, and are not compiled for.
+    given = arrays._replace(value=arrays.key, layout=None, seed=None)
+    row_a, row_b, lists, marks = found(*given, *numbers._replace(whole=False, dropout=0.0), listed)
+    arrays = arrays._replace(row_a=row_a, row_b=None if entmax else row_b)
+    return arrays._replace(lists=lists, marks=marks) if listed else arrays
