@@ -18,9 +18,9 @@ LOG2E = 1.4426950408889634
 
 
 class Numbers(NamedTuple):
-    """What follows `Arrays`. `alpha` is also the k of top-k, `whole` is for a learned temperature (see
-    `ops.attend`), `times`
-    multiplies `pairs`, and `hashed` heads make a batch of those by which a dropout counts."""
+    """What follows `Arrays`. `alpha` is also the k of top-k, `whole` for a learned temperature (see
+    `ops.attend`), `times` multiplies `pairs`, and `hashed` heads make a batch of those by which a
+    dropout counts."""
 
     scale: float
     weighting: str = "softmax"
@@ -193,6 +193,16 @@ class Arguments:
 
     def parts(self, programs: int, rows: int, block: int, waves: int) -> tuple[int, int]:
         return launch.parts(self.query.device, programs, rows, block, waves)
+
+    def start(
+        self, kernel: Any, programs: int, arrays: tuple[Any, ...], out: Tensor | None,
+        sizes: tuple[int, ...], facts: dict[str, Any], tile: Tile,
+    ) -> Launch | None:  # fmt: skip
+        """Start a kernel with the call's own arrays, numbers and strides before these; the strides
+        are those of `out` too."""
+        whole = (self.steps(out), self.n, self.m, *sizes)
+        given = (self.inputs, *arrays)
+        return launch.start(kernel, programs, given, self.floats, whole, facts, tile)
 
     def bounds(self, *more: int) -> tuple[int, ...]:
         """Which pairs count, as every pass is told it: the band, the layout, the dropout, and its

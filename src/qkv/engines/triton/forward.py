@@ -329,14 +329,11 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
             facts["LAID"] = facts["LAID"] and facts["QUICK"] and not packed
             if wide and packed:
                 facts["TMA"] = False  # stacked rows do not follow each other
-            arrays = (call.inputs, at, counts, *targets)
-            whole = (
-                call.steps(out), call.n, call.m, call.hk if packed else call.h, call.group, rows,
-                *call.bounds(at_columns, splits, span),
-            )  # fmt: skip
+            bounds, heads = call.bounds(at_columns, splits, span), lanes // call.b
             kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
             grid = lanes * -(-rows // own.rows) * splits
-            made = launch.start(kernel, grid, arrays, call.floats, whole, facts, own)
+            sizes = (heads, call.group, rows, *bounds)
+            made = call.start(kernel, grid, (at, counts, *targets), out, sizes, facts, own)
         if splits > 1:
             names = ("D", "BLOCK_D", "WEIGHTING", "EXPONENTIAL", "APART")
             joined = {name: facts[name] for name in names}

@@ -194,13 +194,10 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
-            arrays = (call.inputs, at, counts, along, centre, kept, dquery, one, two)
-            whole = (
-                call.steps(dquery), call.n, call.m, call.h, call.group, lines,
-                *call.bounds(at_columns, splits, span),
-            )  # fmt: skip
+            arrays = (at, counts, along, centre, kept, dquery, one, two)
+            sizes = (call.h, call.group, lines, *call.bounds(at_columns, splits, span))
             grid = call.b * call.h * -(-call.n // own.rows) * splits
-            launch.start(to_queries.to_queries, grid, arrays, call.floats, whole, facts, own)
+            call.start(to_queries.to_queries, grid, arrays, dquery, sizes, facts, own)
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
@@ -250,14 +247,12 @@ def _to_keys(
             facts["UNEVEN"] = call.n % own.rows != 0 and not facts["EDGES"]
             many = call.b * call.h * call.n > launch.LARGE
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
-            arrays = (call.inputs, at, counts, along, centre, kept, *targets, ds)
-            whole = (
-                call.steps(ds), call.n, call.m, call.hk, call.group, call.b * call.h * call.n,
-                *call.bounds(at_columns, splits, span),
-                first_pair, first_key, keys_n, lines,
-            )  # fmt: skip
+            arrays = (at, counts, along, centre, kept, *targets, ds)
+            bounds = call.bounds(at_columns, splits, span)
+            some = (first_pair, first_key, keys_n, lines)
+            sizes = (call.hk, call.group, call.b * call.h * call.n, *bounds, *some)
             grid = count * -(-keys_n // own.cols) * splits
-            launch.start(to_keys.to_keys, grid, arrays, call.floats, whole, facts, own)
+            call.start(to_keys.to_keys, grid, arrays, ds, sizes, facts, own)
         if splits == 1:
             return
         places = (grads.key, grads.value, grads.key_bias, grads.gate_key)

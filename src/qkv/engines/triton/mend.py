@@ -70,8 +70,8 @@ def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: t
 
 @launched
 def mend_queries(
-    given, out, along, kept, dquery, scales, steps, a_b, a_h, a_n, a_d, d_b, d_h, d_n,
-    n, m, heads, group, upper, parts, F: tl.constexpr,
+    given, out, along, kept, dquery, scales, steps, n, m, heads, group, upper, parts,
+    a_b, a_h, a_n, a_d, d_b, d_h, d_n, F: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one head's queries over again, if its last row of output is not finite.
 
@@ -97,10 +97,8 @@ def mend_queries(
         top, share, zero = kept_of(back, spot.line, F)
         lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
         state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero)
-        dq, _, _, _ = queries_tiles(
-            state, rows, do, top[:, None], share[:, None], middle, keys, 0, scales, z, lo, hi, F,
-            True,
-        )  # fmt: skip
+        known = (do, top[:, None], share[:, None], middle, do, do)
+        dq, _, _, _ = queries_tiles(state, rows, keys, known, scales, z, lo, hi, F, True)
         dq = dq * left_over(scales.scale, F)
         where = dquery + far[:, None] * d_n + column_w
         inside = spot.inside[:, None] & (column_w < F.W)
@@ -125,11 +123,8 @@ def _mend(
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
         facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
-        whole = (
-            call.steps(arrays[0]), *strides, call.n, call.m, call.h, call.group, call.upper, parts
-        )  # fmt: skip
-        given = (call.inputs, *arrays)
-        return launch.start(kernel, lanes * parts, given, call.floats, whole, facts, tile)
+        sizes = (call.h, call.group, call.upper, parts, *strides)
+        return call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 
     return call.fitting("mend", call.n, run)
 

@@ -225,13 +225,10 @@ def fill(
             call.facts["LOWER"] or call.facts["UPPER"] or call.layout is not None
             or call.n % tile.rows != 0 or call.m % tile.cols != 0
         )  # fmt: skip
-        arrays = (call.inputs, along, centre, kept, out)
-        whole = (
-            call.steps(out), call.n, call.m, call.h, call.group,
-            call.b * call.h * call.n, *call.bounds(splits, span), rows, keys, batches * heads,
-            call.b // batches, call.h // heads,
-        )  # fmt: skip
-        launch.start(to_pairs, programs * splits, arrays, call.floats, whole, facts, tile)
+        arrays, lines = (along, centre, kept, out), call.b * call.h * call.n
+        own_sizes = (rows, keys, batches * heads, call.b // batches, call.h // heads)
+        sizes = (call.h, call.group, lines, *call.bounds(splits, span), *own_sizes)
+        call.start(to_pairs, programs * splits, arrays, out, sizes, facts, tile)
         if out is not dpairs:
             dpairs.copy_(out.sum(0))
 

@@ -46,7 +46,7 @@ def _run(
         return
     call = Arguments(*given, *numbers)
     columns = 0 if outs[-1] is None else outs[-1].shape[-1]
-    sizes = (call.n, call.m, call.h, call.group, call.lower, call.upper, columns, *whole)
+    sizes = (call.h, call.group, call.lower, call.upper, columns, *whole)
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
@@ -61,10 +61,7 @@ def _run(
             "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
         programs = call.b * call.h * -(-call.n // tile.rows)
-        arrays = (call.inputs, *outs)
-        return launch.start(
-            kernel, programs, arrays, call.floats, (call.steps(), *sizes), known, tile
-        )
+        return call.start(kernel, programs, outs, None, sizes, known, tile)
 
     need = (kernel, *facts.values())
     tile = _tile(call.query, kernel, phase)

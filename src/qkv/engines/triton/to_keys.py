@@ -74,11 +74,11 @@ class Across(NamedTuple):
 
 
 @triton.jit
-def keys_tiles(
-    state, own, head, given, back, ds_out, scales, steps, z, lo, hi, F, MASKED: tl.constexpr
-):
-    """The gradients of a tile of keys after tiles lo … hi of one head's queries."""
+def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
+    """The gradients of a tile of keys after tiles lo … hi of one head's queries. `call` is what all
+    programs have, and where scores' gradients go."""
     dk, dv, dbias, dgate = state
+    given, back, ds_out, scales, steps = call
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
     q_n = tl.cast(steps.q_n, tl.int64)
@@ -310,21 +310,10 @@ def to_keys(
         lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
     state = nothing_yet(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
-    own = Down(
-        key,
-        here * steps.k_m,
-        k,
-        v,
-        j,
-        here[:, None] * steps.p_m,
-        bias,
-        b,
-        end,
-        stored,
-        ds_line,
-        first,
-    )
+    at_pairs = here[:, None] * steps.p_m
+    own = Down(key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first)
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
+    call = (given, back, ds, scales, steps)
     for g in tl.range(0, group):
         listing = at
         if F.LISTED == 2:
@@ -334,17 +323,11 @@ def to_keys(
             hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
         queries = across(given, back, listing, pair, g, first, steps, z, F)
         if F.UPPER and not F.LAYOUT and not F.EDGES:
-            state = keys_tiles(
-                state, own, queries, given, back, ds, scales, steps, z, lo, inner_lo, F, True
-            )
+            state = keys_tiles(state, own, queries, call, z, lo, inner_lo, F, True)
         if not F.EDGES:
-            state = keys_tiles(
-                state, own, queries, given, back, ds, scales, steps, z, inner_lo, inner_hi, F, False
-            )
+            state = keys_tiles(state, own, queries, call, z, inner_lo, inner_hi, F, False)
         if F.LOWER or F.UNEVEN or F.LAYOUT or F.EDGES or (F.CUT and not F.UPPER):
-            state = keys_tiles(
-                state, own, queries, given, back, ds, scales, steps, z, inner_hi, hi, F, True
-            )
+            state = keys_tiles(state, own, queries, call, z, inner_hi, hi, F, True)
     dk, dv, db, dg = state
     if F.QUICK:
         good = sound(dk) & sound(dv) & sound(db[:, None]) & sound(dg[:, None])
@@ -352,9 +335,7 @@ def to_keys(
             state = nothing_yet(F)
             for g in tl.range(0, group):
                 queries = across(given, back, at, pair, g, first, steps, z, F)
-                state = keys_tiles(
-                    state, own, queries, given, back, ds, scales, steps, z, lo, hi, F, True
-                )
+                state = keys_tiles(state, own, queries, call, z, lo, hi, F, True)
             dk, dv, db, dg = state
     line = tl.cast(pair, tl.int64) * m + first + near
     if F.SPLIT:

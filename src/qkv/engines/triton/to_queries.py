@@ -27,12 +27,14 @@ from qkv.engines.triton.weigh import slope, weigh
 
 
 @triton.jit
-def queries_tiles(
-    state, rows, do, top, share, middle, keys, units, scales, z, lo, hi, F, MASKED: tl.constexpr
-):
-    """The gradients of a tile of queries after tiles lo … hi of the keys; those of TANH are added
-    to the sums of its units."""
+def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.constexpr):
+    """The gradients of a tile of queries after tiles lo … hi of the keys.
+
+    `back` is what is known of them: ∂L/∂out (ROWS, d), top, share and centre, (ROWS, 1); with TANH
+    where the sums of their units are, to which gradients are added.
+    """
     dq, one, two, lent = state
+    do, top, share, middle, slopes, along = back
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
     for t in tl.range(lo, hi):
@@ -70,7 +72,7 @@ def queries_tiles(
             if F.GATE:
                 one += tl.sum(logit, 1)[:, None]
             if F.TANH:
-                add_units(units[0], units[1], ds, rows.q, k, F, True)
+                add_units(slopes, along, ds, rows.q, k, F, True)
             elif not F.WIDE:
                 if RULED:
                     k = tl.where(finite(k), k, 0.0)
@@ -104,19 +106,20 @@ def to_queries(
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     lines = tl.cast(lines, tl.int64)
-    back = Back(along, centre, kept, lines)
-    top, share, middle = kept_of(back, spot.line, F)
-    top, share, middle = top[:, None], share[:, None], middle[:, None]
+    known = Back(along, centre, kept, lines)
+    top, share, middle = kept_of(known, spot.line, F)
+    middle = middle[:, None]
+    lane = spot.batch * heads + spot.head
     if F.ALONG:
-        do = along_of(back, spot.batch, spot.batch * heads + spot.head, z, F)
-        do += rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
+        do = along_of(known, spot.batch, lane, z, F) + rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
     else:
         do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
-    units = (dquery, one_out)
+    slopes = do
+    ones = do
     if F.TANH:
-        lane = spot.batch * heads + spot.head
         slopes = sums_of(dquery, lane, spot.first, n, F)
-        units = (slopes, sums_of(one_out, lane, spot.first, n, F))
+        ones = sums_of(one_out, lane, spot.first, n, F)
+    back = (do, top[:, None], share[:, None], middle, slopes, ones)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = EIGHT if F.CENTRE > 0 else 1  # of sums: those of a gate spill in parts
     LENT: tl.constexpr = F.BLOCK_W if F.CENTRE == 2 else 16
@@ -127,14 +130,9 @@ def to_queries(
         tl.zeros((F.ROWS, LENT), dtype=tl.float32),
     )
     if F.LOWER and not F.LAYOUT and not F.EDGES:
-        state = queries_tiles(
-            state, rows, do, top, share, middle, keys, units, scales, z, lo, inner_lo, F, True
-        )
+        state = queries_tiles(state, rows, keys, back, scales, z, lo, inner_lo, F, True)
     if not F.EDGES:
-        state = queries_tiles(
-            state, rows, do, top, share, middle, keys, units, scales, z, inner_lo, inner_hi, F,
-            False,
-        )  # fmt: skip
+        state = queries_tiles(state, rows, keys, back, scales, z, inner_lo, inner_hi, F, False)
     if F.QUICK:
         dq, one, two, lent = state
         good = sound(dq) & sound(one) & sound(two)
@@ -142,9 +140,7 @@ def to_queries(
         state = (dq, tl.where(good, one, 0.0), tl.where(good, two, 0.0), lent)
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
     if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
-        state = queries_tiles(
-            state, rows, do, top, share, middle, keys, units, scales, z, inner_hi, hi, F, True
-        )
+        state = queries_tiles(state, rows, keys, back, scales, z, inner_hi, hi, F, True)
     dq, one, two, lent = state
     one, two = tl.sum(one, 1), tl.sum(two, 1)
     line = spot.line
