@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,24 +108,22 @@ def _check(x: Tensor) -> None:
         raise ShapeError("x must have an axis of rows' width, not none")
 
 
-def _order(x: Tensor) -> list[int] | None:
-    """The axes as they follow each other in memory, so that a transpose is not copied."""
-    if x.is_contiguous():
-        return None
-    return [*sorted(range(x.ndim - 1), key=lambda axis: -x.stride(axis)), x.ndim - 1]
+def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x, whose rows follow each other in memory in any order of the axes, else a copy of it; and
+    room of the same strides, so that a transpose is not copied."""
+    out = torch.empty_like(x)
+    if out.stride() != x.stride() or x.stride(-1) != 1:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+    return x, out
 
 
-def _back(x: Tensor, order: list[int] | None) -> Tensor:
-    """x, whose axes are in this order, with the axes in their own."""
-    return x if order is None else x.permute([order.index(axis) for axis in range(x.ndim)])
-
-
-def _in_order(x: Tensor, order: list[int] | None) -> Tensor:
-    return x.contiguous() if order is None else x.permute(order).contiguous()
-
-
-def _like(x: Tensor, order: list[int] | None) -> Tensor:
-    return x.new_empty(x.shape if order is None else [x.shape[axis] for axis in order])
+def _along(grad: Tensor, x: Tensor, width: int) -> Tensor:
+    """The gradient, of so many numbers a row, in the order in which the rows of x lie."""
+    steps = [step // max(x.shape[-1], 1) * width for step in x.stride()[:-1]]
+    if grad.stride() == (*steps, 1):
+        return grad
+    return grad.new_empty_strided(grad.shape, (*steps, 1)).copy_(grad)
 
 
 def _launch(
@@ -151,8 +150,7 @@ def _launch(
 
 
 def _fake(x: Tensor) -> Tensor:
-    order = _order(x)
-    return _back(_like(x, order), order)
+    return _dense(x)[1]
 
 
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
@@ -170,27 +168,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 @operator(_fake_slope, refuse)
 def _unit_backward(grad: Tensor, x: Tensor) -> Tensor:
-    order = _order(x)
-    dx = _like(x, order)
-    _launch(_unit_slope_kernel, x, (_in_order(grad, order), _in_order(x, order), dx))
-    return _back(dx, order)
+    x, dx = _dense(x)
+    _launch(_unit_slope_kernel, x, (_along(grad, x, x.shape[-1]), x, dx))
+    return dx
 
 
 @operator(_fake, lambda ctx, grad: _unit_backward(grad, *ctx.saved_tensors), _save)
 def _unit(x: Tensor) -> Tensor:
-    order = _order(x)
-    out = _like(x, order)
-    _launch(_unit_kernel, x, (_in_order(x, order), out))
-    return _back(out, order)
+    x, out = _dense(x)
+    _launch(_unit_kernel, x, (x, out))
+    return out
 
 
 @operator(_fake_slope, refuse)
 def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
-    order = _order(x)
-    dx = _like(x, order)
-    arrays = (_in_order(grad, order), _in_order(x, order), dx)
-    _launch(_square_slope_kernel, x, arrays, (factor,))
-    return _back(dx, order)
+    x, dx = _dense(x)
+    _launch(_square_slope_kernel, x, (_along(grad, x, 1), x, dx), (factor,))
+    return dx
 
 
 @operator(

@@ -140,7 +140,7 @@ def place(given, steps, tile, lane, z, F):
     q = i
     if F.TANH:
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
-        q = units_of(side, query + offset, first, F)
+        q = units_of(side, query, first, pos - first, F)
     elif not F.WIDE and F.WEIGHTING != "average":
         q = fetch(query, offset, F.W, F.BLOCK_W)
     FLAT: tl.constexpr = F.WIDE and F.TMA
@@ -257,7 +257,7 @@ def product(rows, keys, start, here, F):
     """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole; or what
     stands for both in a score of tanh."""
     if F.TANH:
-        k = units_of(keys.side, keys.key + start * keys.k_m + here * keys.k_m, start, F)
+        k = units_of(keys.side, keys.key + start * keys.k_m, start, here, F)
         x = tanh_scores(rows.q, k, F)
     elif F.WIDE and F.TMA:
         x = products_described(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton.place import left_out, product, rows_program, scored
-from qkv.engines.triton.records import Sizes
+from qkv.engines.triton.records import Scales, Sizes
 from qkv.engines.triton.support import FEW, LIST, Marks, mark, mark_all
 from qkv.engines.triton.tiles import EIGHT, NONE, alive, folded, launched, ruled
 
@@ -34,12 +34,11 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
+def _scores(t, rows, keys, edges, scales, z, F):
     """Scores of tile t of the keys, (ROWS, COLS), −∞ where a pair does not count.
 
-    `scale` is that of the products, `times` that of the bias, and `pairs_times` that of the mask's
-    array. A tile that counts in part is told from a whole one when the kernel runs: one body for
-    both compiles in a third of the time.
+    The `share` of the scales multiplies the bias. A tile that counts in part is told from a whole
+    one when the kernel runs: one body for both compiles in a third of the time.
     """
     start = t * F.COLS
     near = tl.arange(0, F.COLS)
@@ -49,12 +48,12 @@ def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = product(rows, keys, start, here, F)
-    s, _ = scored(x, rows, keys, start, here, scale, times, F)
+    s, _ = scored(x, rows, keys, start, here, scales.scale, scales.share, F)
     if F.PAIRS:
         live = alive(rows.i, j, keys.end, keys.layout, z, F)
         there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
         offset = rows.at + near[None, :] * keys.p_m
-        extra, live = ruled(live, there, offset, pairs_times, F.PAIRS, True)
+        extra, live = ruled(live, there, offset, scales.times, F.PAIRS, True)
         if F.PAIRS == 2:
             s = s + extra
         s = tl.where(live, s, NONE)
@@ -64,9 +63,7 @@ def _scores(t, rows, keys, edges, scale, times, pairs_times, z, F):
 
 
 @triton.jit
-def _peaks(
-    rows, keys, edges, scale, times, pairs_times, z, F, SECOND: tl.constexpr, COUNT: tl.constexpr
-):
+def _peaks(rows, keys, edges, scales, z, F, SECOND: tl.constexpr, COUNT: tl.constexpr):
     """The largest of every COLS-th score, (ROWS, COLS), if SECOND the second largest too, and if
     COUNT the lowest score of the row and how many there are.
 
@@ -77,7 +74,7 @@ def _peaks(
     floor = tl.full((F.ROWS,), float("inf"), tl.float32)
     count = tl.zeros((F.ROWS,), tl.float32)
     for t in tl.range(edges[0], edges[3]):
-        s = _scores(t, rows, keys, edges, scale, times, pairs_times, z, F)
+        s = _scores(t, rows, keys, edges, scales, z, F)
         if COUNT:
             on = s > NONE
             floor = tl.minimum(floor, tl.min(tl.where(on, s, float("inf")), 1))
@@ -144,15 +141,15 @@ def _mass(peaks, second, t, alpha, F, SECOND: tl.constexpr):
 
 
 @triton.jit
-def _look(t, rows, keys, edges, scale, times, pairs_times, alpha, own, z, F, MARKED: tl.constexpr):
+def _look(t, rows, keys, edges, scales, own, z, F, MARKED: tl.constexpr):
     """Σ rᵉ, Σ rᵉ⁻¹ and how many r > 0 there are, of each row; MARKED sets the bits of these."""
     mass = tl.zeros((F.ROWS, EIGHT), tl.float32)
     slope = tl.zeros((F.ROWS, EIGHT), tl.float32)
     count = tl.zeros((F.ROWS, EIGHT), tl.float32)
     for tile in tl.range(edges[0], edges[3]):
-        s = _scores(tile, rows, keys, edges, scale, times, pairs_times, z, F)
+        s = _scores(tile, rows, keys, edges, scales, z, F)
         r = tl.maximum(s - t[:, None], 0.0)
-        some, lean = _powers(r, alpha, F.POWER, F.FAST)
+        some, lean = _powers(r, scales.alpha, F.POWER, F.FAST)
         mass += folded(some)
         slope += folded(lean)
         if F.POWER == 2 or MARKED:
@@ -217,8 +214,7 @@ def entmax_kernel(
             return
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     slim = scales.alpha - 1.0
-    scale = scales.scale * slim
-    pairs_times = scales.times * slim
+    scales = Scales(scales.scale * slim, scales.alpha, scales.times * slim, slim)
     if F.PHASE == 2:
         t = tl.load(out + spot.line)
         bad = t != t
@@ -228,9 +224,7 @@ def entmax_kernel(
     else:
         # Where the first look sets bits, the registers of the second largest are wanted for those.
         SECOND: tl.constexpr = F.PHASE == 0
-        peaks, second, _, _ = _peaks(
-            rows, keys, edges, scale, slim, pairs_times, z, F, SECOND, False
-        )
+        peaks, second, _, _ = _peaks(rows, keys, edges, scales, z, F, SECOND, False)
         bad = _spoiled(peaks)
         top = tl.max(peaks, 1)
         empty = top == NONE
@@ -252,7 +246,7 @@ def entmax_kernel(
         found = tl.sum((peaks > t[:, None]).to(tl.int32), 1)
         own, marking = _bits_of(marks, across, lists, spot, edges, found, bad, z, F)
         if marking:
-            sums = _look(t, rows, keys, edges, scale, slim, pairs_times, scales.alpha, own, z, F, 1)
+            sums = _look(t, rows, keys, edges, scales, own, z, F, True)
             t, low, high, far = _step(t, low, high, sums, scales.alpha, empty | bad, F)
             # The first look alone, if what it found is sure to fit.
             marking = tl.sum(sums[2], 0) <= at_columns - LIST
@@ -261,7 +255,7 @@ def entmax_kernel(
             mark_all(own, edges[0], edges[3])
         last = tl.where(marking, 0, STEPS)
     while (far > NEAR) & (step < last):
-        sums = _look(t, rows, keys, edges, scale, slim, pairs_times, scales.alpha, keys, z, F, 0)
+        sums = _look(t, rows, keys, edges, scales, keys, z, F, False)
         t, low, high, far = _step(t, low, high, sums, scales.alpha, empty | bad, F)
         step += 1
     t = tl.where(bad, float("nan"), tl.where(empty, 0.0, t))
@@ -343,9 +337,8 @@ def topk_kernel(
     """
     z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
-    peaks, _, floor, count = _peaks(
-        rows, keys, edges, scales.scale, 1.0, scales.times, z, F, False, True
-    )
+    scales = Scales(scales.scale, scales.alpha, scales.times, 1.0)
+    peaks, _, floor, count = _peaks(rows, keys, edges, scales, z, F, False, True)
     bad = _spoiled(peaks)
     few = count <= top_k
     idle = bad | few
@@ -371,7 +364,7 @@ def topk_kernel(
         above_two = tl.zeros((F.ROWS,), tl.int32)
         above_three = tl.zeros((F.ROWS,), tl.int32)
         for tile in tl.range(edges[0], edges[3]):
-            s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
+            s = _scores(tile, rows, keys, edges, scales, z, F)
             three_counts = tl.where(s >= first, 1, 0)
             three_counts += tl.where(s >= second, FIELD, 0)
             three_counts += tl.where(s >= third, FIELD * FIELD, 0)
@@ -402,7 +395,7 @@ def topk_kernel(
             mark_all(own, edges[0], edges[3])
         tl.store(own.at, tl.where(marking, 0, -1).to(lists.dtype.element_ty))
     for tile in tl.range(edges[0], edges[3]):
-        s = _scores(tile, rows, keys, edges, scales.scale, 1.0, scales.times, z, F)
+        s = _scores(tile, rows, keys, edges, scales, z, F)
         above = s >= foot[:, None]
         if F.PHASE == 1:
             if marking:

@@ -28,12 +28,14 @@ class Side(NamedTuple):
 
 
 class Units(NamedTuple):
-    """A tile of them: where the first unit of each row lies in e²ˣ and in x, both (rows,), the step
-    to the next in the former, the largest |x|, v, and Σ v."""
+    """A tile of them: e²ˣ of all, its rows in it and the step from unit to unit, its own x and the
+    rows in that, the largest |x|, v, and Σ v."""
 
     e: Any
-    x: Any
+    row: Any
     room: Any
+    x: Any
+    near: Any
     peak: Any
     v: Any
     total: Any
@@ -52,14 +54,14 @@ def side_of(e, peak, v, lane, rows, F):
 
 
 @triton.jit
-def units_of(side, x, start, F):
-    """The rows from start on, whose numbers lie at x."""
+def units_of(side, x, start, near, F):
+    """The rows from start on, which in x are `near` it."""
     unit = tl.arange(0, F.UNITS)
     v = tl.load(side.v + unit, mask=unit < F.W, other=0.0).to(tl.float32)
     peak = tl.load(side.peak + start // F.BLOCK)
-    return Units(
-        side.e + start + tl.arange(0, x.shape[0]), x, side.room, peak, side.v, tl.sum(v, 0)
-    )
+    # With the start in them, the rows' places differ by what is known when compiling.
+    row = start + tl.arange(0, near.shape[0])
+    return Units(side.e, row, side.room, x, near, peak, side.v, tl.sum(v, 0))
 
 
 @triton.jit
@@ -84,20 +86,22 @@ def _reciprocal(x, F):
 @triton.jit
 def _raised(one, two, c):
     """e²ᵃ·e²ᵇ of unit c."""
-    return tl.load(one.e + c * one.room)[:, None] * tl.load(two.e + c * two.room)[None, :]
+    x = tl.load(one.e + c * one.room + one.row)[:, None]
+    return x * tl.load(two.e + c * two.room + two.row)[None, :]
 
 
 @triton.jit
-def _far(one, two, c):
+def _far(one, two, c, F):
     """r of unit c from a + b, where the exponentials would overflow."""
-    x = tl.load(one.x + c).to(tl.float32)[:, None] + tl.load(two.x + c).to(tl.float32)[None, :]
-    return 1.0 / (1.0 + tl.exp(2 * x))
+    x = tl.load(one.x + one.near * F.W + c).to(tl.float32)
+    y = tl.load(two.x + two.near * F.W + c).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp(2 * (x[:, None] + y[None, :])))
 
 
 @triton.jit
 def tanh_scores(one, two, F):
     """Scores of a tile, `one` down and `two` across: Σ v − 2 Σ v·r."""
-    part = tl.zeros((one.e.shape[0], two.e.shape[0]), tl.float32)
+    part = tl.zeros((one.near.shape[0], two.near.shape[0]), tl.float32)
     if tl.maximum(one.peak, two.peak) <= REACH:
         for c in range(0, F.W, 2):
             first = tl.load(one.v + c).to(tl.float32)
@@ -107,7 +111,7 @@ def tanh_scores(one, two, F):
             part += (first * y + second * x) * _reciprocal(x * y, F)
     else:
         for c in range(F.W):
-            part += tl.load(one.v + c).to(tl.float32) * _far(one, two, c)
+            part += tl.load(one.v + c).to(tl.float32) * _far(one, two, c, F)
     return one.total - 2 * part
 
 
@@ -133,7 +137,7 @@ def _add_each(slopes, along, ds, one, two, F, NEAR: tl.constexpr, QUERY: tl.cons
             r = _reciprocal(1.0 + _raised(one, two, c), F)
         else:
             # A key or a query behind the mask may be NaN, and 0 · NaN would bring it back.
-            r = tl.where(ds != 0, _far(one, two, c), 0.0)
+            r = tl.where(ds != 0, _far(one, two, c, F), 0.0)
         _add(slopes + c * one.room, tl.sum(ds * (r - r * r), 1))
         if QUERY:
             _add(along + c * one.room, tl.sum(ds * (1.0 - 2.0 * r), 1))

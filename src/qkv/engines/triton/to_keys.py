@@ -130,7 +130,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
             if F.TANH:
-                q = units_of(head.side, head.query + start * q_n + here * q_n, start, F)
+                q = units_of(head.side, head.query + start * q_n, start, here, F)
                 x = tanh_scores(own.k, q, F)
             elif F.WIDE:
                 x = products(
@@ -153,7 +153,8 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             )  # fmt: skip
             if F.ALONG:
                 there = head.along + (start + here)[None, :] * tl.cast(z.m, tl.int64)
-                dp = tl.load(there + tl.minimum(own.j, z.m - 1)).to(tl.float32) * scales.share
+                there += tl.minimum(own.j, z.m - 1) if MASKED else own.j
+                dp = tl.load(there).to(tl.float32) * scales.share
             else:
                 weight = p
                 if F.DROP:
@@ -278,7 +279,7 @@ def to_keys(
     k = j
     if F.TANH:
         side = side_of(given.eb, given.peak_b, given.v, pair, m, F)
-        k = units_of(side, key + here * steps.k_m, first, F)
+        k = units_of(side, key, first, here, F)
         ds = sums_of(dkey, pair, first, m, F)
     elif not F.WIDE and F.WEIGHTING != "average":
         k = fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
