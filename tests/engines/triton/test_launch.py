@@ -114,7 +114,7 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     for _ in range(2):
         attend()
     assert (len(kernel.made), len(kernel.launched)) == (1, 1)
-    monkeypatch.setattr(forward, "_pool", None)
+    monkeypatch.setattr(forward, "pool_all", None)
     out, lse, given = attend(scale=0.7)
     before, last = kernel.launched
     assert len(before) == len(last)
