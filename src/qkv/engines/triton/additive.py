@@ -121,6 +121,7 @@ def _additive_backward(
     parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
     pieces = _pieces(a, b, pairs) if pairs else []
     with launch.on(a.device):
+        centre = gradients.inner(grad, grad_lse, out)
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
@@ -129,7 +130,7 @@ def _additive_backward(
             dphi, dpsi, dsome, *_ = gradients.attend_backward(
                 grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
                 kept[:, *ours].contiguous(), *Arrays(phi, psi, value[theirs], lengths=short),
-                *numbers, *(True, True, False),
+                *numbers, *(True, True, False), known=centre[ours],
             )  # fmt: skip
             del phi, psi
             if len(pieces) > 1:
@@ -143,7 +144,7 @@ def _additive_backward(
             del dphi, dpsi, dsome, _
         call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         others = torch.cat(parts) if parts else None
-        dv = exact.backward(call, grad, grad_lse, out, kept, (da, db, dvalue), others)
+        dv = exact.backward(call, grad, centre, kept, (da, db, dvalue), others)
     return da, db, dv, dvalue
 
 

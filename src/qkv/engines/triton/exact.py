@@ -93,6 +93,27 @@ def finish(
         _slopes(job - jobs_a, slopes_b, None, v, db, parts, m, room_b, F)
 
 
+@triton.jit
+def _summed(parts, col, count, F):
+    total = tl.zeros((F.BLOCK, F.UNITS), tl.float32)
+    for start in range(0, count, F.BLOCK):
+        row = start + tl.arange(0, F.BLOCK)[:, None]
+        at = row.to(tl.int64) * F.W + col[None, :]
+        total += tl.load(parts + at, mask=(row < count) & (col < F.W)[None, :], other=0.0)
+    return tl.sum(total, 0)
+
+
+@launched
+def fold(parts, others, when, dv, count, others_count, F: tl.constexpr):
+    """dv (W,), the sum of the parts (count, W) in a fixed order; if `when` is 0 of the others."""
+    col = tl.program_id(0) * F.UNITS + tl.arange(0, F.UNITS)
+    if when is not None and tl.load(when) == 0:
+        total = _summed(others, col, others_count, F)
+    else:
+        total = _summed(parts, col, count, F)
+    tl.store(dv + col, total.to(dv.dtype.element_ty), mask=col < F.W)
+
+
 class Exact(Arguments):
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d). The pair i, j counts if
     lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32 holds 0, nothing is done.
@@ -155,27 +176,28 @@ def attend(call: Exact, out: Tensor, lse: Tensor, kept: Tensor) -> None:
 def backward(
     call: Exact,
     grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
+    centre: Tensor,
     kept: Tensor,
     places: tuple[Tensor, ...],
     others: Tensor | None = None,
 ) -> Tensor:
-    """Fill da, db and dvalue, contiguous and shaped as their arrays; dv.
+    """Fill da, db and dvalue, contiguous and shaped as their arrays; dv. The centre is
+    `gradients.inner`.
 
     Where `when` holds 0, dv is the sum of the others (…, h), and nothing is filled.
     """
     da, db, dvalue = places
-    if not (out.numel() and call.m):
+    if not (grad.numel() and call.m):
         for x in places:
             x.zero_()
         return torch.zeros_like(call.v)
     slopes = call.room(da, call.w), call.room(db, call.w)
-    along = gradients.units_backward(call, grad, grad_lse, out, kept, slopes, dvalue)
+    along = gradients.units_backward(call, grad, centre, kept, slopes, dvalue)
     parts = call.new(call.jobs[0], call.w)
     arrays = (slopes[0], along, slopes[1], call.v, call.when, da, db, parts)
     call.each_row(finish, arrays)
-    dv = parts.sum(0)
-    if others is not None and call.when is not None:
-        dv = torch.where(call.when > 0, dv, others.sum(0))
-    return dv.to(call.v.dtype)
+    dv = torch.empty_like(call.v)
+    whole = (call.jobs[0], 0 if others is None else others.shape[0])
+    facts, arrays = {"W": call.w, "BLOCK": 512, "UNITS": 8}, (parts, others, call.when, dv)
+    launch.start(fold, -(-call.w // 8), arrays, (), whole, facts, PLAIN)
+    return dv

@@ -39,13 +39,18 @@ class Way(NamedTuple):
 
 
 def attend_backward(
-    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any
+    along: Tensor,
+    along_lse: Tensor | None,
+    out: Tensor,
+    kept: Tensor,
+    *rest: Any,
+    known: Tensor | None = None,
 ) -> Gradients:
     """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs.
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
     wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
-    gradient, the array is empty.
+    gradient, the array is empty. `known` is `inner` of the first three, if it is.
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = Arguments(*rounded(given))
@@ -68,9 +73,9 @@ def attend_backward(
     whole = call.weighting == "entmax" or few or call.whole
     near = fused or not whole
     way = Way(call, along, None, kept, grads, wide and call.weighting != "average")
-    way = way._replace(centre=_centre(way, along_lse, out, near))
+    way = way._replace(centre=_centre(way, along_lse, out, near, known))
     if fused:
-        way = way._replace(centre=_to_queries(way, fused)[0])
+        way = way._replace(centre=_to_queries(way, fused))
     if for_pairs and call.weighting != "average":
         pairs.fill(call, along, way.centre, kept, grads.pairs)
     if call.weighting == "average":
@@ -89,23 +94,26 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
     call.described, call.quick = call.described and not wide, 0
     grads = _places(call.inputs, True, True, False)
     way = Way(call, along.contiguous(), None, lse, grads, wide)
-    _each_side(way._replace(centre=_whole_centre(way)), True, True)
+    _each_side(way._replace(centre=_to_queries(way._replace(grads=None))), True, True)
     return grads.query, grads.key
 
 
 def units_backward(
-    call: Arguments, along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor,
-    sums: tuple[Tensor, Tensor], dvalue: Tensor,
-) -> Tensor:  # fmt: skip
+    call: Arguments,
+    along: Tensor,
+    centre: Tensor,
+    kept: Tensor,
+    sums: tuple[Tensor, Tensor],
+    dvalue: Tensor,
+) -> Tensor:
     """Of scores by tanh, fill the sums of each query's and each key's units (`tanh.add_units`) and
-    dvalue; those of ∂L/∂v, of each query's units."""
+    dvalue; those of ∂L/∂v, of each query's units. The centre is `inner`."""
     none = call.new(0)
     call.facts = call.facts | {"CENTRED": True}
     grads = Gradients(*sums, dvalue, none, none, none, none)
-    way = Way(call, along.contiguous(), None, kept, grads, True)
-    way = way._replace(centre=_centre(way, along_lse, out, near=True))
+    way = Way(call, along, centre, kept, grads, True)
     _to_keys(way)
-    return _to_queries(way)[0]
+    return _to_queries(way)
 
 
 def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
@@ -137,29 +145,31 @@ def fake(
     return _places(rest, *rest[-3:])
 
 
-def _centre(way: Way, along_lse: Tensor | None, out: Tensor, near: bool) -> Tensor | None:
+def _centre(
+    way: Way, along_lse: Tensor | None, out: Tensor, near: bool, known: Tensor | None
+) -> Tensor | None:
     """c of ∂L/∂s = … (∂L/∂α − c), each row's own; None where the weighting has none. Where a number
     `near` it will do, that of softmax from the output."""
     call = way.call
     if not call.facts["CENTRED"]:
         return None
-    lines = call.b * call.h * call.n
     if call.weighting not in ("softmax", "topk"):
         along_lse = None
     if call.weighting in ("softmax", "entmax") and not near:
-        found = _whole_centre(way)
+        found = _to_queries(way._replace(grads=None))
         return found if along_lse is None else found - along_lse.reshape(-1)
-    centre = call.new(lines)
-    facts = {"D": call.d, "BLOCK_D": call.facts["BLOCK_D"], "ROWS": 64}
-    arrays = (way.along, out, None if along_lse is None else along_lse.contiguous(), centre)
-    launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, Tile(64, 1, 1, 4, 1))
+    return inner(way.along, along_lse, out) if known is None else known
+
+
+def inner(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tensor:
+    """Σ ∂L/∂out · out − ∂L/∂lse of each row, (B, H, n)."""
+    *rows, d = out.shape
+    centre = out.new_empty(rows, dtype=torch.float32)
+    facts = {"D": d, "BLOCK_D": launch.block_of(d, out.dtype), "ROWS": 64}
+    arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
+    lines, tile = centre.numel(), Tile(64, 1, 1, 4, 1)
+    launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, tile)
     return centre
-
-
-def _whole_centre(way: Way) -> Tensor:
-    """The same to the last digit, Σ lean · ∂L/∂α / Σ lean."""
-    up, down = _to_queries(way._replace(grads=None))
-    return up / torch.where(down == 0, 1.0, down)
 
 
 def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
@@ -168,9 +178,9 @@ def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
     return programs, *call.parts(programs, call.m, tile.cols, tile.waves)
 
 
-def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
-    """Fill the gradients of query and gate_query; with no place for them, the centre's sums. With
-    `fused` the centre given is near, and the first result is the centre."""
+def _to_queries(way: Way, fused: bool = False) -> Tensor:
+    """Fill the gradients of query and gate_query. Returns the centre where there is no place for
+    them, or with `fused` where the one given is near it; of scores by tanh the sums of ∂L/∂v."""
     call, along, centre, kept, grads, wide = way
     lines = call.b * call.h * call.n
     one = two = kept
@@ -202,13 +212,12 @@ def _to_queries(way: Way, fused: bool = False) -> tuple[Tensor, Tensor]:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
     call.fitting("to_queries", call.n, run)
-    if fused:
-        return one[0], two
-    if grads is not None:
-        if call.gate_query is not None:
-            grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
-        return one, two
-    return one.sum(0), two.sum(0)
+    if grads is None and one.shape[0] > 1:
+        down = two.sum(0)
+        return one.sum(0) / torch.where(down == 0, 1.0, down)
+    if grads is not None and call.gate_query is not None:
+        grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
+    return one
 
 
 def _to_keys(

@@ -88,10 +88,10 @@ def to_queries(
 ):  # fmt: skip
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
-    If CENTRE is 1, instead the two sums of entmax's centre, Σ lean · ∂L/∂α and Σ lean. If it is 2,
-    the centre given is a number near it, and the gradient is taken from there: the rest of the
-    centre times Σ lean · ψ is subtracted at the end, and the centre goes to `one_out`. With WIDE
-    the gradient of the query is not taken. `heads` are the query's.
+    If CENTRE is 1, instead entmax's centre, Σ lean · ∂L/∂α / Σ lean, or with SPLIT both sums. If it
+    is 2, the centre given is a number near it, and the gradient is taken from there: the rest of
+    the centre times Σ lean · ψ is subtracted at the end, and the centre goes to `one_out`. With
+    WIDE the gradient of the query is not taken. `heads` are the query's.
     """
     z = Sizes(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
@@ -150,8 +150,11 @@ def to_queries(
         line += tl.cast(part, tl.int64) * lines
         there += part * lines * F.W
     if F.CENTRE == 1:
+        if F.SPLIT:
+            tl.store(two_out + line, two, mask=spot.inside)
+        else:
+            one = one / tl.where(two == 0, 1.0, two)
         tl.store(one_out + line, one, mask=spot.inside)
-        tl.store(two_out + line, two, mask=spot.inside)
     else:
         if F.CENTRE == 2:
             rest = (one / tl.where(two == 0, 1.0, two))[:, None]
