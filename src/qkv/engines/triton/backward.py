@@ -4,7 +4,7 @@ kept of rows, and how a gate pulls. `to_keys` and `to_queries` are the halves.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -12,15 +12,9 @@ import triton.language as tl
 from qkv.engines.triton.score import pull_gate
 from qkv.engines.triton.tiles import INFINITY, LOG2E, NONE, finite, launched
 
-
-class Back(NamedTuple):
-    """What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`. If
-    ALONG, ∂L/∂α itself, (n, m) of each head or if it is 2 of all, and the log-sum-exp."""
-
-    along: Any
-    centre: Any
-    kept: Any
-    lines: Any
+Back = namedtuple("Back", "along centre kept lines")
+"""What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`. If ALONG,
+∂L/∂α itself, (n, m) of each head or if it is 2 of all, and the log-sum-exp."""
 
 
 @launched

@@ -8,6 +8,7 @@ they go on as `Sizes`.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -78,97 +79,33 @@ class Scales(NamedTuple):
     share: float
 
 
-class Strides(NamedTuple):
-    """Of query, key, value, bias, gate and mask by batch, head, row and key; of a result."""
+Strides = namedtuple(
+    "Strides",
+    "q_b q_h q_n k_b k_h k_m v_b v_h v_m bias_b bias_h gate_b gate_h p_b p_h p_n p_m o_b o_h "
+    "o_n o_m",
+    defaults=(0, 0, 0, 0),
+)
+"""Of query, key, value, bias, gate and mask by batch, head, row and key; of a result."""
 
-    q_b: int
-    q_h: int
-    q_n: int
-    k_b: int
-    k_h: int
-    k_m: int
-    v_b: int
-    v_h: int
-    v_m: int
-    bias_b: int
-    bias_h: int
-    gate_b: int
-    gate_h: int
-    p_b: int
-    p_h: int
-    p_n: int
-    p_m: int
-    o_b: int = 0
-    o_h: int = 0
-    o_n: int = 0
-    o_m: int = 0
+Sizes = namedtuple(
+    "Sizes",
+    "n m heads group rows_n lower upper size columns dropped hashed at_columns splits span",
+    defaults=(0, 0, 0, 1, 0, 1, 0),
+)
+"""What is not compiled for. Rows are those of a lane, which is a batch and one of `heads`; the
+layout's blocks are of `size`, `columns` in a line; `hashed` heads make a batch of a dropout's; a
+loop is done in `splits` of `span` tiles."""
 
+Rows = namedtuple("Rows", "query offset q i a row_a row_b pairs at drawn")
+"""A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
+position, the gate's half, its thresholds, its place in the mask's array from `pairs`, and its
+hash."""
 
-class Sizes(NamedTuple):
-    """What is not compiled for. Rows are those of a lane, which is a batch and one of `heads`; the
-    layout's blocks are of `size`, `columns` in a line; `hashed` heads make a batch of a dropout's;
-    a loop is done in `splits` of `span` tiles."""
+Spot = namedtuple("Spot", "batch head shared line row inside first last")
+"""Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an
+array of one number a row, its position, whether it exists, and the first and the last."""
 
-    n: Any
-    m: Any
-    heads: Any
-    group: Any
-    rows_n: Any
-    lower: Any
-    upper: Any
-    size: Any = 0
-    columns: Any = 0
-    dropped: Any = 0
-    hashed: Any = 1
-    at_columns: Any = 0
-    splits: Any = 1
-    span: Any = 0
-
-
-class Rows(NamedTuple):
-    """A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
-    position, the gate's half, its thresholds, its place in the mask's array from `pairs`, and its
-    hash."""
-
-    query: Any
-    offset: Any
-    q: Any
-    i: Any
-    a: Any
-    row_a: Any
-    row_b: Any
-    pairs: Any
-    at: Any
-    drawn: Any
-
-
-class Spot(NamedTuple):
-    """Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an
-    array of one number a row, its position, whether it exists, and the first and the last."""
-
-    batch: Any
-    head: Any
-    shared: Any
-    line: Any
-    row: Any
-    inside: Any
-    first: Any
-    last: Any
-
-
-class Keys(NamedTuple):
-    """The keys of a head and what belongs to them, with the step from key to key; those of them
-    that count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed.
-    `side` is `tanh.Side` of them."""
-
-    key: Any
-    k_m: Any
-    value: Any
-    v_m: Any
-    bias: Any
-    gate_key: Any
-    layout: Any
-    at: Any
-    p_m: Any
-    end: Any
-    side: Any
+Keys = namedtuple("Keys", "key k_m value v_m bias gate_key layout at p_m end side")
+"""The keys of a head and what belongs to them, with the step from key to key; those of them that
+count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed. `side` is
+`tanh.Side` of them."""

@@ -8,7 +8,8 @@ of queries go over the keys of their list, that of keys over the queries of thei
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -115,14 +116,9 @@ def listed(marks: Tensor, at: Tensor, length: int, band: tuple[Any, ...] = ()) -
     return at
 
 
-class Marks(NamedTuple):
-    """Where the list of a tile of rows begins, its bits of keys, and those of queries in each of so
-    many words for a tile of keys."""
-
-    at: Any
-    keys: Any
-    queries: Any
-    words: Any
+Marks = namedtuple("Marks", "at keys queries words")
+"""Where the list of a tile of rows begins, its bits of keys, and those of queries in each of so
+many words for a tile of keys."""
 
 
 @triton.jit

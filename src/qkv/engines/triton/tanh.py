@@ -7,7 +7,7 @@ is 4r(1 − r). Where a row's numbers are too large for that, r is computed from
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -18,27 +18,13 @@ CAP = tl.constexpr(2.0**40)
 """What 1 + e²ᵃ·e²ᵇ is cut off at, so that the product of two is finite: r < 1e-12 counts as 0."""
 
 
-class Side(NamedTuple):
-    """Queries or keys of a head: e²ˣ (h + h % 2, room), the largest |x| of each BLOCK, and v."""
-
-    e: Any
-    peak: Any
-    v: Any
-    room: Any
+Side = namedtuple("Side", "e peak v room")
+"""Queries or keys of a head: e²ˣ (h + h % 2, room), the largest |x| of each BLOCK, and v."""
 
 
-class Units(NamedTuple):
-    """A tile of them: e²ˣ of all, its rows in it and the step from unit to unit, its own x and the
-    rows in that, the largest |x|, v, and Σ v."""
-
-    e: Any
-    row: Any
-    room: Any
-    x: Any
-    near: Any
-    peak: Any
-    v: Any
-    total: Any
+Units = namedtuple("Units", "e row room x near peak v total")
+"""A tile of them: e²ˣ of all, its rows in it and the step from unit to unit, its own x and the rows
+in that, the largest |x|, v, and Σ v."""
 
 
 @triton.jit

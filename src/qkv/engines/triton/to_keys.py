@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -36,41 +36,16 @@ from qkv.engines.triton.tiles import (  # fmt: skip
 )
 from qkv.engines.triton.weigh import slope, weigh
 
-
-class Down(NamedTuple):
-    """A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
-    position, its place in the mask's array, its bias and the gate's half; which of them are
-    written, and where in `ds`; the first of them."""
-
-    key: Any
-    offset: Any
-    k: Any
-    v: Any
-    j: Any
-    at: Any
-    bias: Any
-    b: Any
-    end: Any
-    stored: Any
-    line: Any
-    first: Any
+Down = namedtuple("Down", "key offset k v j at bias b end stored line first")
+"""A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
+position, its place in the mask's array, its bias and the gate's half; which of them are written,
+and where in `ds`; the first of them."""
 
 
-class Across(NamedTuple):
-    """The queries of one head, across: where φ, ∂L/∂out, the rows' lines and the mask's array
-    begin, which lane and which of its group it is, the list of tiles, with LINED where the rows'
-    top and centre begin, and `tanh.Side`."""
-
-    query: Any
-    along: Any
-    line: Any
-    pairs: Any
-    lane: Any
-    member: Any
-    at: Any
-    top: Any
-    middle: Any
-    side: Any
+Across = namedtuple("Across", "query along line pairs lane member at top middle side")
+"""The queries of one head, across: where φ, ∂L/∂out, the rows' lines and the mask's array begin,
+which lane and which of its group it is, the list of tiles, with LINED where the rows' top and
+centre begin, and `tanh.Side`."""
 
 
 @triton.jit
