@@ -245,7 +245,7 @@ def test_the_join_has_a_gradient_of_the_logarithm_alone():
 @pytest.mark.parametrize(
     ("spoil", "error", "words"),
     [
-        ({0: lambda a: a[0]}, ShapeError, "a must be"),
+        ({0: lambda a: a[0]}, ShapeError, "a, b and value must be"),
         ({1: lambda b: b.half()}, DtypeError, "b is torch.float16"),
         ({3: lambda x: x.double()}, DtypeError, "value is torch.float64"),
         ({1: lambda b: b[..., :2]}, ShapeError, "do not go together"),

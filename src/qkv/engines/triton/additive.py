@@ -15,7 +15,7 @@ from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
-from qkv.errors import DtypeError, EngineError, ShapeError
+from qkv.errors import ShapeError
 
 WIDEST_VALUE = 256
 ROOM = 128 * 2**20
@@ -39,30 +39,12 @@ def additive(
     of that precision would cost more than they save. Masks are those of `exact.Exact`.
     """
     a, b, value = ops.cast(a, b, value)
-    _check(a, b, v, value)
+    ops.check("a", a, "b", b, value, WIDEST_VALUE)
+    if v.shape != a.shape[3:]:
+        raise ShapeError(f"a {tuple(a.shape)} and v {tuple(v.shape)} do not go together")
     by = (None, None) if a.dtype == torch.float32 else (table, grid)
     out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths)
     return out, lse
-
-
-def _check(a: Tensor, b: Tensor, v: Tensor, value: Tensor) -> None:
-    for name, x in (("a", a), ("b", b), ("value", value)):
-        if x.ndim != 4:
-            raise ShapeError(f"{name} must be (batch, heads, rows, width), not {tuple(x.shape)}")
-        if x.dtype not in ops.DTYPES or x.dtype != a.dtype:
-            raise DtypeError(
-                f"{name} is {x.dtype}: a, b and value must all be one of bfloat16, float16, float32"
-            )
-    batch, heads, _, h = a.shape
-    few = b.shape[1]
-    fits = b.shape[0] == batch and few and heads % few == 0 and b.shape[3] == h
-    if not fits or value.shape[:3] != b.shape[:3] or tuple(v.shape) != (h,):
-        raise ShapeError(
-            f"a {tuple(a.shape)}, b {tuple(b.shape)}, v {tuple(v.shape)} and value "
-            f"{tuple(value.shape)} do not go together"
-        )
-    if value.shape[3] > WIDEST_VALUE:
-        raise EngineError(f"values are {value.shape[3]} wide, and a tile holds {WIDEST_VALUE}")
 
 
 def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]]:

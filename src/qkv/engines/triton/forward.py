@@ -269,15 +269,11 @@ def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     given = tuple(rounded(given))
     arrays, numbers = given[:ARRAYS], Numbers(*given[ARRAYS:])
-    query, value, scale, weighting = arrays[0], arrays[2], numbers.scale, numbers.weighting
-    rows = query.shape[:3]
-    out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
-    lse = query.new_empty(rows, dtype=torch.float32)
-    kept = query.new_empty((2, *rows), dtype=torch.float32)
-    if out.numel() == 0 or value.shape[2] == 0:
-        exponential = weighting in ("softmax", "topk")
+    out, lse, kept = fake(*arrays)
+    if out.numel() == 0 or arrays[1].shape[2] == 0:
+        exponential = numbers.weighting in ("softmax", "topk")
         return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
-    about = (attend, *launch.kinds(*arrays), scale > 0, *numbers[1:])
+    about = (attend, *launch.kinds(*arrays), numbers.scale > 0, *numbers[1:])
     made = launch.MADE.get(about)
     if made is None or not made.again((*arrays, None, None, out, lse, kept), numbers.floats):
         call = Arguments(*given)
@@ -349,8 +345,9 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
     return call.fitting("split" if few else "pool", rows, run)
 
 
-def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    b, h, n, _ = query.shape
-    rows = query.new_empty((b, h, n), dtype=torch.float32)
-    kept = query.new_empty((2, b, h, n), dtype=torch.float32)
-    return query.new_empty((b, h, n, value.shape[3]), dtype=value.dtype), rows, kept
+def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what `attend` gives."""
+    rows = query.shape[:3]
+    out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
+    lse = query.new_empty(rows, dtype=torch.float32)
+    return out, lse, query.new_empty((2, *rows), dtype=torch.float32)

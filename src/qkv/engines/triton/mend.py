@@ -15,7 +15,7 @@ from qkv.engines.triton.backward import Back, kept_of
 from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
-from qkv.engines.triton.ops import check
+from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays, Sizes
 from qkv.engines.triton.score import left_over
@@ -181,7 +181,7 @@ def heal(
             f"the last of {query.shape[2]} queries must see all keys: pass the first "
             f"{query.shape[2] + upper} of {key.shape[2]}"
         )
-    check(query, key, value, "softmax", 0.0)
+    check("query", query, "key", key, value, WIDEST_VALUE)
     kept: Tensor = _heal(out, query, key, value, scale, upper)
     return kept
 

@@ -53,8 +53,8 @@ def attend(
     query, key, value = cast(query, key, value)
     rest = {name: named.pop(name) for name in Arrays._fields if name in named}
     arrays, numbers = Arrays(query, key, value, **rest), Numbers(scale, **named)
-    check(query, key, value, numbers.weighting, numbers.alpha)
-    _check_rows(arrays, numbers.weighting)
+    check("query", query, "key", key, value, WIDEST_VALUE)
+    _check_rows(arrays, numbers.weighting, numbers.alpha)
     _check_masks(arrays, numbers)
     out, lse, _ = pooled(*arrays, *numbers._replace(hashed=query.shape[1]))
     return out, lse
@@ -68,30 +68,29 @@ def cast(*arrays: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in arrays)
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, weighting: str, alpha: float) -> None:
+def check(one: str, query: Tensor, two: str, key: Tensor, value: Tensor, widest: int) -> None:
+    """Whether a query, a key and a value go together, the first two by these names."""
+    dtype, shapes = query.dtype, (query.shape, key.shape, value.shape)
+    told = ", ".join(str(tuple(x)) for x in shapes)
+    if dtype not in DTYPES or key.dtype != dtype or value.dtype != dtype:
+        raise DtypeError(
+            f"{one} is {dtype}, {two} is {key.dtype}, value is {value.dtype}: all three must be "
+            "one of bfloat16, float16, float32"
+        )
+    if any(len(x) != 4 for x in shapes):
+        raise ShapeError(f"{one}, {two} and value must be (batch, heads, rows, width), not {told}")
+    (b, h, _, w), (bk, hk, m, wk), (bv, hv, mv, d) = shapes
+    if not (b == bk == bv and hk == hv and m == mv and w == wk and hk and h % hk == 0):
+        raise ShapeError(f"{one}, {two} and value do not go together: {told}")
+    if d > widest:
+        raise EngineError(f"values are {d} wide, and a tile holds {widest}")
+
+
+def _check_rows(arrays: Arrays, weighting: str, alpha: float) -> None:
     if weighting not in WEIGHTINGS:
         raise unknown("weighting", weighting, WEIGHTINGS)
     if weighting == "entmax" and not 1 < alpha <= 2:
         raise ArgumentError(f"alpha must lie above 1 and up to 2, not {alpha}")
-    dtype = query.dtype
-    if dtype not in DTYPES or key.dtype != dtype or value.dtype != dtype:
-        raise DtypeError(
-            f"query is {dtype}, key is {key.dtype}, value is {value.dtype}: all three must be one "
-            "of bfloat16, float16, float32"
-        )
-    shapes = query.shape, key.shape, value.shape
-    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
-        told = ", ".join(str(tuple(x)) for x in shapes)
-        raise ShapeError(f"query, key and value must be (batch, heads, rows, width), not {told}")
-    (b, h, _, w), (bk, hk, m, wk), (bv, hv, mv, d) = shapes
-    if not (b == bk == bv and hk == hv and m == mv and w == wk and hk and h % hk == 0):
-        told = " and ".join(str(tuple(x)) for x in shapes)
-        raise ShapeError(f"query, key and value do not go together: {told}")
-    if d > WIDEST_VALUE:
-        raise EngineError(f"values are {d} wide, and a tile holds {WIDEST_VALUE}")
-
-
-def _check_rows(arrays: Arrays, weighting: str) -> None:
     query, key = arrays[:2]
     likes = {"key_bias": key, "gate_query": query, "gate_key": key, "row_a": query, "row_b": query}
     for name, like in likes.items():
