@@ -120,6 +120,7 @@ class Arguments:
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
             *shared_strides(self.pairs),
         )
+        self.along = (0, 0, 0)
         self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         even, unit = self._even(), 16 // query.element_size()
         self.described = launch.copy_engine(query.device) and even > 0
@@ -156,7 +157,8 @@ class Arguments:
 
     def steps(self, out: Tensor | None = None) -> Strides:
         """The strides of the arrays and of a result; 0 where a kernel needs none."""
-        return Strides(*self.strides, *(() if out is None else out.stride()[-4:]))
+        of_out = (0, 0, 0, 0) if out is None else out.stride()[-4:]
+        return Strides(*self.strides, *of_out, *self.along)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.query.new_empty(shape, dtype=dtype)
@@ -300,7 +302,7 @@ def _facts(
         "GATE": gate,
         "LAYOUT": layout,
         "DROP": drop,
-        "ALONG": 0,
+        "ALONG": False,
         "TANH": 0,
         "EDGES": False,
         "LISTED": 0,

@@ -14,7 +14,7 @@ from qkv.engines.triton.tiles import INFINITY, LOG2E, NONE, finite, launched
 
 Back = namedtuple("Back", "along centre kept lines")
 """What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`. If ALONG,
-∂L/∂α itself, (n, m) of each head or if it is 2 of all, and the log-sum-exp."""
+∂L/∂α itself, (n, m) of each head, and the log-sum-exp."""
 
 
 @launched
@@ -54,13 +54,6 @@ def kept_of(back, line, F):
     if F.CENTRED:
         middle = tl.load(back.centre + line)
     return top, share, middle
-
-
-@triton.jit
-def along_of(back, batch, lane, z, F):
-    """Where ∂L/∂α of a lane begins."""
-    matrix = tl.cast(lane if F.ALONG == 1 else batch, tl.int64)
-    return back.along + matrix * z.n * z.m
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries
-from qkv.engines.triton.arguments import Arguments, rounded
+from qkv.engines.triton.arguments import Arguments, rounded, shared_strides
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
 
@@ -87,13 +87,15 @@ def attend_backward(
 
 
 def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of query and key from that of the softmax's weights, (B, H, n, m), or (B, n, m) of
-    their mean. The log-sum-exp of the scores is (B, H, n)."""
+    """Gradients of query and key from that of the softmax's weights, (B, H or 1, n, m). The
+    log-sum-exp of the scores is (B, H, n)."""
     wide = call.w > launch.HELD_BACK
-    call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": 1 + (along.ndim == 3)}
+    along = along if along.stride(3) == 1 else along.contiguous()
+    call.along = shared_strides(along)[:3]
+    call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": True}
     call.described, call.quick = call.described and not wide, 0
     grads = _places(call.inputs, True, True, False)
-    way = Way(call, along.contiguous(), None, lse, grads, wide)
+    way = Way(call, along, None, lse, grads, wide)
     _each_side(way._replace(centre=_to_queries(way._replace(grads=None))), True, True)
     return grads.query, grads.key
 

@@ -45,7 +45,8 @@ def known_steps(steps, F):
         even(steps.q_b, F), even(steps.q_h, F), even(steps.q_n, F), even(steps.k_b, F),
         even(steps.k_h, F), even(steps.k_m, F), even(steps.v_b, F), even(steps.v_h, F),
         even(steps.v_m, F), steps.bias_b, steps.bias_h, steps.gate_b, steps.gate_h, steps.p_b,
-        steps.p_h, steps.p_n, steps.p_m, steps.o_b, steps.o_h, steps.o_n, steps.o_m,
+        steps.p_h, steps.p_n, steps.p_m, steps.o_b, steps.o_h, steps.o_n, steps.o_m, steps.a_b,
+        steps.a_h, steps.a_n,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.backward import Back, along_of, kept_of, pulled, sound
+from qkv.engines.triton.backward import Back, kept_of, pulled, sound
 from qkv.engines.triton.place import found_of, known_steps, program
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import gate_half, left_over, score
@@ -127,7 +127,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
                 scales.alpha, F, RULED,
             )  # fmt: skip
             if F.ALONG:
-                there = head.along + (start + here)[None, :] * tl.cast(z.m, tl.int64)
+                there = head.along + (start + here)[None, :] * tl.cast(steps.a_n, tl.int64)
                 there += tl.minimum(own.j, z.m - 1) if MASKED else own.j
                 dp = tl.load(there).to(tl.float32) * scales.share
             else:
@@ -199,7 +199,7 @@ def across(given, back, listing, pair, g, first, steps, z, F):
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
     query = described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA)
     if F.ALONG:
-        along = along_of(back, batch, lane, z, F)
+        along = back.along + batch * steps.a_b + head * steps.a_h
     else:
         d = tl.cast(F.D, tl.int64)
         along = back.along + lane * z.n * F.D

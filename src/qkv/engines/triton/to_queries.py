@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.backward import Back, along_of, kept_of, pulled, sound
+from qkv.engines.triton.backward import Back, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
@@ -111,7 +111,8 @@ def to_queries(
     middle = middle[:, None]
     lane = spot.batch * heads + spot.head
     if F.ALONG:
-        do = along_of(known, spot.batch, lane, z, F) + rows.i * tl.cast(m, tl.int64)  # (ROWS, 1)
+        do = along + spot.batch * steps.a_b + spot.head * steps.a_h  # (ROWS, 1)
+        do += rows.i * tl.cast(steps.a_n, tl.int64)
     else:
         do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
     slopes = do

@@ -23,20 +23,29 @@ from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import weigh
 
 TILE = Tile(64, 64, 64, 4, 3)
-PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False}
+PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False, "ALONG": True}
+
+
+@triton.jit
+def _put(out, x, first, col, inside, m, F):
+    """Write a tile of rows; 16 bytes at once, unless it ends beyond the last key."""
+    x = x.to(out.dtype.element_ty)
+    if first + F.COLS <= m:
+        tl.store(out + col, x, mask=inside)
+    else:
+        tl.store(out + col, x, mask=inside & (col < m))
 
 
 @launched
 def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl.constexpr):
-    """A tile of the weights of each head of a batch, or if ALONG is 2 of their mean."""
+    """A tile of the weights of each head of a batch, or of their mean."""
     z = Sizes(n, m, heads, group, n, 0, upper)
     batch = tl.program_id(2)
     t = tl.program_id(0)
     col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
-    within = (row < n) & (col < m)
-    there = row.to(tl.int64) * m + col
+    out += tl.cast(batch, tl.int64) * steps.o_b + row * tl.cast(steps.o_n, tl.int64)
     for head in range(heads):
         lane = batch * heads + head
         rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
@@ -50,14 +59,12 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
         alpha, _ = weigh(
             s, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b, scales.alpha, F, True
         )
-        if F.ALONG == 2:
+        if F.MEAN:
             total += alpha
         else:
-            to = out + tl.cast(lane, tl.int64) * n * m + there
-            tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
-    if F.ALONG == 2:
-        to = out + tl.cast(batch, tl.int64) * n * m + there
-        tl.store(to, (total * scales.share).to(out.dtype.element_ty), mask=within)
+            _put(out + head * tl.cast(steps.o_h, tl.int64), alpha, start, col, row < n, m, F)
+    if F.MEAN:
+        _put(out, total * scales.share, t * F.COLS, col, row < n, m, F)
 
 
 def weights(
@@ -87,23 +94,23 @@ def weights(
 
 def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tensor:
     (b, h, n, _), m = arrays.query.shape, arrays.key.shape[2]
-    out = arrays.query.new_empty((b, n, m) if mean else (b, h, n, m))
+    out = arrays.query.new_empty((b, 1 if mean else h, n, m))
     about = (weigh_pairs, *launch.kinds(*arrays), numbers.upper, mean)
     made = launch.MADE.get(about)
     scales = numbers.floats._replace(share=1 / h if mean else 1.0)
     if made is None or not made.again((*arrays, lse, out), scales):
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
-        facts = call.facts | PLAIN | {"ALONG": 1 + mean, "BLOCK_W": wide, "BLOCK_D": wide}
+        facts = call.facts | PLAIN | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
         facts |= {"QUICK": False, "ROWS": TILE.rows, "COLS": TILE.cols}
         grid = triton.cdiv(m, TILE.cols), triton.cdiv(n, TILE.rows), b
-        whole = (call.steps(), n, m, h, call.group, call.upper)
+        whole = (call.steps(out), n, m, h, call.group, call.upper)
         with launch.on(out.device):
             made = launch.start(
                 weigh_pairs, grid, (call.inputs, lse, out), scales, whole, facts, TILE
             )
         launch.keep(about, None if call.copied else made)
-    return out
+    return out[:, 0] if mean else out
 
 
 class _Weights(torch.autograd.Function):
@@ -120,5 +127,6 @@ class _Weights(torch.autograd.Function):
         call = Arguments(*arrays, *ctx.numbers)
         if ctx.mean:
             call.floats = call.floats._replace(share=1 / call.h)
+            along = along[:, None]
         dquery, dkey = gradients.weights_backward(call, along, lse)
         return dquery, dkey, *(None,) * (len(arrays) + 1)
