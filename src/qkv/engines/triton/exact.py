@@ -136,7 +136,7 @@ class Exact(Arguments):
         by_ptx = a.is_cuda and not launch.interpreted() and torch.version.hip is None
         self.facts = self.facts | {
             "TANH": 1 + by_ptx,
-            "EDGES": True,
+            "EDGES": True,  # since each loop is much to compile
             "BLOCK": BLOCK,
             "UNITS": launch.power_of_2(self.w),
         }

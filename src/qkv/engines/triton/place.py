@@ -202,7 +202,7 @@ def rows_program(given, at, counts, steps, z, F):
         edges = listed(counts, tile, given.lengths)
     else:
         edges = bounds(spot.first, spot.last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
-    if F.TANH:  # one loop for all tiles, since each is much to compile
+    if F.EDGES:  # one loop for all tiles
         edges = (edges[0], edges[0], edges[0], edges[3])
     if F.SPLIT:
         edges = portion(edges, part, z.span)

@@ -280,7 +280,7 @@ def to_keys(
             if first + F.COLS > end:  # no tile is whole: all are in the one loop that there is
                 inner_lo = hi if F.UPPER else lo
                 inner_hi = inner_lo
-    if F.TANH:
+    if F.EDGES:
         inner_hi = lo
     if F.SPLIT:
         lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
