@@ -120,7 +120,7 @@ class Arguments:
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
             *shared_strides(self.pairs),
         )
-        self.along = (0, 0, 0)
+        self.along: tuple[int, ...] = (0, 0, 0)
         self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         even, unit = self._even(), 16 // query.element_size()
         self.described = launch.copy_engine(query.device) and even > 0

@@ -83,7 +83,7 @@ Strides = namedtuple(
     "Strides",
     "q_b q_h q_n k_b k_h k_m v_b v_h v_m bias_b bias_h gate_b gate_h p_b p_h p_n p_m o_b o_h "
     "o_n o_m a_b a_h a_n",
-    defaults=(0,) * 7,
+    defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 """Of query, key, value, bias, gate and mask by batch, head, row and key; of a result, and of what
 the gradient of weights reads."""
