@@ -90,7 +90,8 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
     """Gradients of query and key from that of the softmax's weights, (B, H or 1, n, m). The
     log-sum-exp of the scores is (B, H, n)."""
     wide = call.w > launch.HELD_BACK
-    along = along if along.stride(3) == 1 else along.contiguous()
+    if along.stride(3) != 1 or along.stride(2) % 16:  # even lines are read 16 bytes at once
+        along = launch.even(along, along.shape, along.dtype).copy_(along)
     call.along = shared_strides(along)[:3]
     call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": True}
     call.described, call.quick = call.described and not wide, 0

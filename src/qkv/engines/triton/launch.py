@@ -181,15 +181,15 @@ def block_of(width: int, dtype: torch.dtype) -> int:
     return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
 
 
-def even(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Room for float32 numbers, each line of which begins at a multiple of 16 of them.
+def even(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room for numbers, each line of which begins at a multiple of 16 of them.
 
     So the strides are such whatever the length, and one compiled kernel reads them all.
     """
     if not shape:
-        return like.new_empty((), dtype=torch.float32)
+        return like.new_empty((), dtype=dtype)
     *lead, length = shape
-    return like.new_empty((*lead, -(-length // 16) * 16), dtype=torch.float32)[..., :length]
+    return like.new_empty((*lead, -(-length // 16) * 16), dtype=dtype)[..., :length]
 
 
 def evenly(x: Tensor) -> Tensor:

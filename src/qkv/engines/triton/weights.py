@@ -26,16 +26,6 @@ TILE = Tile(64, 64, 64, 4, 3)
 PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False, "ALONG": True}
 
 
-@triton.jit
-def _put(out, x, first, col, inside, m, F):
-    """Write a tile of rows; 16 bytes at once, unless it ends beyond the last key."""
-    x = x.to(out.dtype.element_ty)
-    if first + F.COLS <= m:
-        tl.store(out + col, x, mask=inside)
-    else:
-        tl.store(out + col, x, mask=inside & (col < m))
-
-
 @launched
 def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl.constexpr):
     """A tile of the weights of each head of a batch, or of their mean."""
@@ -45,7 +35,10 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
     col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
-    out += tl.cast(batch, tl.int64) * steps.o_b + row * tl.cast(steps.o_n, tl.int64)
+    within = row < n
+    if F.CUT:  # else 16 bytes are written at once
+        within = within & (col < m)
+    out += tl.cast(batch, tl.int64) * steps.o_b + row * tl.cast(steps.o_n, tl.int64) + col
     for head in range(heads):
         lane = batch * heads + head
         rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
@@ -62,9 +55,10 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
         if F.MEAN:
             total += alpha
         else:
-            _put(out + head * tl.cast(steps.o_h, tl.int64), alpha, start, col, row < n, m, F)
+            to = out + head * tl.cast(steps.o_h, tl.int64)
+            tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
     if F.MEAN:
-        _put(out, total * scales.share, t * F.COLS, col, row < n, m, F)
+        tl.store(out, (total * scales.share).to(out.dtype.element_ty), mask=within)
 
 
 def weights(
@@ -102,7 +96,7 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
         facts = call.facts | PLAIN | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
-        facts |= {"QUICK": False, "ROWS": TILE.rows, "COLS": TILE.cols}
+        facts |= {"QUICK": False, "ROWS": TILE.rows, "COLS": TILE.cols, "CUT": m % TILE.cols != 0}
         grid = triton.cdiv(m, TILE.cols), triton.cdiv(n, TILE.rows), b
         whole = (call.steps(out), n, m, h, call.group, call.upper)
         with launch.on(out.device):
