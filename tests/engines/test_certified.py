@@ -425,6 +425,17 @@ def test_a_tolerance_of_0_says_what_float64_cannot_tell():
     assert found.error_bound == 1
 
 
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_a_tolerance_of_1_is_no_leave_to_overflow(precision):
+    keys = (1e15 * np.random.default_rng(1).normal(size=(3, 32))).astype(np.float32)
+    D = qkv.Database(keys, keys[:, :2], precision=precision)
+    for score in (scores.Gaussian(0.001), scores.ScaledDot(1e10)):
+        found = D.ask(1000 * keys[0], score=score, tolerance=1.0)
+        assert found.weights.tolist() == [1, 0, 0]
+        out = D.attend(1000 * keys[0], score=score, tolerance=2.0)
+        np.testing.assert_allclose(out, keys[0, :2], rtol=1e-6)
+
+
 def test_what_float32_rounds_to_nothing_is_no_tie():
     keys = (3e-45 * np.arange(1, 33)[:, None] * np.ones(WIDTH)).astype(np.float32)
     D = qkv.Database(keys, [str(i) for i in range(32)], precision="int8")

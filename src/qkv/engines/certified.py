@@ -39,6 +39,9 @@ POOLED = 0.5
 SPARSE = 4
 """A share of 1/SPARSE of the values is read row by row before it is quicker to read all."""
 
+ANY = 1 - 2**-20
+"""The largest tolerance that asks for something: 1 bounds all weights, those that are NaN too."""
+
 AT_ONCE = 2**26
 """Weights that are held at once."""
 
@@ -131,6 +134,7 @@ def _unbounded(near: Near, width: int, score: Score, weighting: Weighting) -> st
 def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
     rows, scan = asked.rows, asked.scanned()
     m, pools = rows.shape[0], rows.width > 0
+    given, tolerance = tolerance, min(tolerance, ANY)
     keep, share = tolerance * (1 - POOLED * pools), SHARE
     bound = scan.bound()
     while (bound.error > keep).any() and not asked.lost:
@@ -161,7 +165,9 @@ def _soft(asked: Coded, tolerance: float, confidence: float | None) -> Weighed:
         doubt.weigh()
         bound = doubt.bound()
         error = np.minimum(bound.error, doubt.anchored())
-        _reached(error, tolerance, asked.lost)
+        _reached(error, given, asked.lost)
+        if asked.lost and (error > tolerance).any():
+            return _nothing(asked, error)
         return _finished(asked, doubt, bound, error)
     kept = scan.prune(tolerance, m // SPARSE) if pools else None
     return _shared(asked, scan, bound, error) if kept is None else _few(asked, scan, kept)
@@ -315,8 +321,8 @@ def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> We
 
 
 def _nothing(asked: Coded, error: np.ndarray, some: np.ndarray | slice = slice(None)) -> Weighed:
-    """Nothing lies within the window of some queries, or no row is allowed: the weighting says what
-    then, of keys that are exact or, where these are lost, of their codes."""
+    """Nothing lies within the window of some queries, no row is allowed, or nothing is known: the
+    weighting says what then, of keys that are exact or, where these are lost, of their codes."""
     rows = asked.rows
     found = stored.weighed(rows, asked.query[some], asked.score, asked.weighting)
     known = not asked.lost or (rows.allowed is not None and not rows.allowed.any())
