@@ -10,13 +10,16 @@ import pytest
 
 if find_spec("torch") is None or find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.set_default_device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def same_draws():
     """Each test draws the same numbers whatever ran before it: roundings are a matter of them."""
-    import torch
-
     torch.manual_seed(0)
 
 

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 NAMES = ("query", "key", "value", "key_bias", "gate_query", "gate_key")
 
 
@@ -23,7 +25,7 @@ def shared(x, query):
     return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
-def alive(shape, lower=None, upper=None, lengths=None, layout=None, layout_size=0, device="cpu"):
+def alive(shape, lower=None, upper=None, lengths=None, layout=None, layout_size=0, device=DEVICE):
     i = torch.arange(shape[2], device=device)[:, None]
     j = torch.arange(shape[3], device=device)[None, :]
     live = torch.ones(shape, dtype=torch.bool, device=device)
@@ -108,7 +110,7 @@ def reference(arrays, *, scale, weighting="softmax", alpha=0.0, row_a=None, row_
 
 def arrays_of(
     b=2, h=2, hk=1, n=21, m=37, w=16, d=16, dtype=torch.float32, bias=False, gate=False,
-    device="cpu", seed=0, positive=False,
+    device=DEVICE, seed=0, positive=False,
 ):  # fmt: skip
     """Random arguments by name; with `positive`, of scores that are."""
     make = torch.Generator(device=device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The kernel family against its formula in float64, under Triton's interpreter."""
+"""The kernel family against its formula in float64."""
 
 from __future__ import annotations
 
@@ -448,7 +448,7 @@ def test_ties_count_up_to_a_position():
     for i, last in enumerate((0, 3, 20, 39)):
         want = arrays["value"][0, 0, : last + 1].mean(0)
         torch.testing.assert_close(out[0, 0, i], want, rtol=1e-5, atol=1e-6)
-        assert lse[0, 0, i] == pytest.approx(16 + math.log(last + 1), rel=1e-6)
+        assert lse[0, 0, i].item() == pytest.approx(16 + math.log(last + 1), rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e30, -1e30])
@@ -513,7 +513,7 @@ def test_fake_tensors_have_shapes():
 
 def test_autocast_casts():
     arrays = formulas.arrays_of(b=1, n=5, m=7)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(formulas.DEVICE, torch.bfloat16):
         assert ops.attend(**arrays, scale=0.3)[0].dtype == torch.bfloat16
 
 
@@ -553,7 +553,7 @@ def test_heal(monkeypatch, h, hk, w, bad, where, processors):
     given = [x.requires_grad_() for x in arrays.values()]
     query = given[0]
     out = spoiled_by_zero(*given, 0.3)
-    along = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    along = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(1))
     dquery = torch.autograd.grad(out, query, along)[0]
     want, _ = ops.attend(*given, scale=0.3, upper=0)
     wanted = torch.autograd.grad(want, query, along)[0]
@@ -632,7 +632,9 @@ def test_every_width_has_a_tile(name, size, monkeypatch):
 
 
 def test_every_branch_of_the_kernels_is_reached(monkeypatch):
-    """The compile-time facts of the calls above, with nothing run."""
+    """The compile-time facts of the calls above, with nothing run, as the interpreter has them."""
+    if not launch.interpreted():
+        pytest.skip("a device has instructions that the interpreter has not")
     seen = defaultdict(set)
 
     def record(kernel, programs, arrays, floats, whole, facts, tile):

@@ -98,7 +98,10 @@ def test_the_weights_of_entmax_sum_to_one(shape, mask, alpha):
     s = scores_of(query, key, 0.5, **more, **mask)
     mass = (((alpha - 1) * s - t.double()[..., None]).clamp(min=0) ** (1 / (alpha - 1))).sum(-1)
     some = (s > -INFINITY).any(-1)
-    torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=1e-5)
+    # A device has one instruction for a gate of 16 bits, with eleven digits.
+    fast = "gate_key" in more and query.dtype == torch.float16 and not launch.interpreted()
+    near = 2e-3 if fast else 1e-5
+    torch.testing.assert_close(mass[some], torch.ones_like(mass[some]), rtol=0, atol=near)
     assert not t[~some].any()
 
 
@@ -214,6 +217,9 @@ def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     plain = thresholds.entmax_kernel
 
     class Kernel:
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
         def __getitem__(self, grid):
             def launch(*args, **facts):
                 tried.append(facts["num_stages"])
