@@ -18,6 +18,7 @@ import pytest
 import qkv
 from qkv import masks, scores, weightings
 from qkv.arrays import of, to_numpy
+from qkv.engines import plan
 from qkv.errors import QkvError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -68,6 +69,19 @@ def agree(given: Any, how: dict[str, Any], **more: Any) -> Any:
 
 
 # Lengths, dtypes, layouts, in turns
+
+
+@every_framework
+@pytest.mark.parametrize("flags", [{}, {"return_lse": True}, {"return_weights": True}], ids=str)
+@pytest.mark.parametrize("mask", [None, masks.causal])
+def test_attend_spells_the_key_of_a_plan_as_find_does(make, mask, flags, monkeypatch):
+    how = {"mask": mask, "weighting": "softmax", "score": "scaled_dot", **flags}
+    given = [make(x) for x in three(3, 6)]
+    want = qkv.attend(*given, **how)
+    monkeypatch.setattr(plan, "find", None)  # what it would find, attend has found already
+    found = qkv.attend(*given, **how)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, want)), strict=True):
+        np.testing.assert_array_equal(host(a), host(b))
 
 
 @every_framework
