@@ -282,7 +282,7 @@ def _chosen(call: Call, choice: Choice, kind: plans.Kind | None, given: tuple[An
     found = None if plan is None else plan.run(*given)
     if found is not None:
         return found
-    with call.fw.quiet():
+    with call.fw.quiet(), call.fw.guard(call.query):
         return results(call, choice.run(call))
 
 

@@ -58,6 +58,32 @@ def test_tensors_that_wrap_others(arrays, kind):
         torch.testing.assert_close(found.inner, want)
 
 
+def test_tensors_that_several_processes_hold():
+    """Values and gradients where torch has rules for what is done, else a next step."""
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    torch.manual_seed(0)
+    x, along = torch.randn(2, 2, 5, 4, dtype=torch.float64), torch.randn(2, 2, 5, 4).double()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for how in ({}, {"score": "gaussian"}, {"weighting": "sigmoid"}):
+            plain = x.clone().requires_grad_()
+            given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            found = qkv.attend(given, given, given, **how).full_tensor()
+            want = qkv.attend(plain, plain, plain, **how)
+            torch.testing.assert_close(found, want)
+            for out in (found, want):
+                (out * along).sum().backward()
+            torch.testing.assert_close(given.grad.full_tensor(), plain.grad)
+        for how in ({"weighting": "entmax15"}, {"mask": "causal"}, {"dropout_p": 0.5, "seed": 1}):
+            with pytest.raises(FrameworkError, match=r"DTensors.*to_local\(\)"):
+                qkv.attend(given, given, given, **how)
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_views_that_are_negated(arrays, kind):
     minus = [torch.complex(x * 0, x).conj().imag for x in arrays]

@@ -116,6 +116,10 @@ class Framework:
         """Silence for what is handled: 0/0 of an empty row, the exponential of −∞."""
         return nullcontext()
 
+    def guard(self, x: Array) -> AbstractContextManager[object]:
+        """Where what the framework refuses of arrays like x is told in words of ours."""
+        return nullcontext()
+
     def ambient(self, x: Array) -> Array:
         """x in the dtype that the framework now has its own products run in."""
         return x

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
 from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
+from qkv.arrays.parted import Parted, is_parted
 from qkv.errors import FrameworkError
 from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Pull, Slopes
 
@@ -148,6 +149,9 @@ class Torch(Framework):
             if torch.is_autocast_enabled(device):
                 return torch.autocast(device, enabled=False)
         return _AS_IT_IS
+
+    def guard(self, x: Array) -> AbstractContextManager[object]:
+        return Parted() if is_parted(x) else _AS_IT_IS
 
     def ambient(self, x: Array) -> Array:
         device = x.device.type

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qkv.arrays import threads, tree
+from qkv.arrays.parted import is_parted
 from qkv.arrays.torch import HALF, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native, streaming
@@ -36,6 +37,8 @@ FEW = 2**15
 def cannot(call: Call) -> str | None:
     if call.fw.functional(call.query):  # type: ignore[attr-defined]
         return "the kernel has no rules for torch.func and for forward-mode derivatives"
+    if is_parted(call.query) and call.query.is_cpu:
+        return "torch has no rule for the CPU's kernel on DTensors"
     if call.bias is not None and call.fw.needs_gradient([call.bias]):
         return "the kernel gives no gradient for a float mask"
     if call.fw.tracing(call.query) or _splits(call):
