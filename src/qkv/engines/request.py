@@ -149,7 +149,8 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
         if dtype not in FLOATS:
             step = TEXT if dtype.startswith(("object", "<U")) else "so cast it"
             raise DtypeError(
-                f"{name} is an array of {dtype}: attention needs floats of 64 bits or fewer, {step}"
+                f"{name} is an array of {dtype}: attention needs floats of 16, 32 or 64 bits, "
+                + step
             )
         if dtype != dtypes["query"]:
             raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
