@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,12 @@ from tests.cli.run import data, qkv
 from tests.serve.process import serving
 
 TOKEN = "0123456789abcdef"
+PLUGIN = """
+from qkv import scores, weightings
+
+scores.register("theirs", type("Theirs", (scores.Cosine,), {}))
+weightings.register("their_best", type("TheirBest", (weightings.Hard,), {}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +38,14 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    numbers = tmp_path_factory.mktemp("more") / "gpa.qkv"
+    folder = tmp_path_factory.mktemp("more")
+    numbers = folder / "gpa.qkv"
     assert qkv("add", numbers, "3.5", "80").exit_code == 0
-    with serving(books, numbers, "--token", TOKEN) as (url, _):
+    (folder / "mine.py").write_text(PLUGIN)
+    (folder / "mine-1.dist-info").mkdir()
+    (folder / "mine-1.dist-info" / "entry_points.txt").write_text("[qkv.plugins]\nmine = mine\n")
+    there = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    with serving(books, numbers, "--token", TOKEN, env={"PYTHONPATH": there}) as (url, _):
         yield url
 
 
@@ -77,6 +90,16 @@ def test_rows_are_exported_and_imported(url: str, books: Path, tmp_path: Path) -
     assert data("import", url, copy)["rows"] == 8
     assert data("get", copy, "Emma")["value"] == "Jane Austen"
     assert data("import", url, copy, "--append")["rows"] == 16
+
+
+def test_a_server_is_asked_by_names_of_its_own(url: str) -> None:
+    def answer(score: str, weighting: str) -> dict[str, Any]:
+        told = data("ask", url, "the alchmist", "--score", score, "--weighting", weighting)
+        return {name: told[name] for name in ("value", "rows", "entropy")}
+
+    assert answer("theirs:0.1", "softmax") == answer("cosine:0.1", "softmax")
+    assert answer("theirs", "their_best") == answer("cosine", "hard")
+    assert "unknown score 'thers'" in data("ask", url, "x", "--score", "thers", code=2)["error"]
 
 
 def test_a_picture_is_drawn_of_an_answer_from_elsewhere(url: str, tmp_path: Path) -> None:

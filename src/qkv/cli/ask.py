@@ -12,7 +12,7 @@ import typer
 
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import NOTHING, Result
-from qkv.cli.source import cell, opened
+from qkv.cli.source import cell, is_url, opened
 from qkv.database import spelled
 from qkv.errors import ArgumentError
 
@@ -51,7 +51,7 @@ def ask(
     """
     if source == "-" and query == ["-"]:
         raise ArgumentError("stdin cannot be both the table and the queries")
-    how = _how(score, weighting, top, where) | {"tolerance": tolerance}
+    how = _how(source, score, weighting, top, where) | {"tolerance": tolerance}
     with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
         for text in _queries(query):
             answer = database.ask(cell(database, text), **how)
@@ -120,7 +120,8 @@ def plot(
     if len(query) > 1 and query[-1].lower().endswith(kinds):
         raise ArgumentError(f"{query[-1]} is read as part of the query: name a file with --output")
     with opened(source, read, key=key, value=value, encoder=encoder, skip=skip) as database:
-        answer = database.ask(cell(database, " ".join(query)), **_how(score, weighting, top, where))
+        how = _how(source, score, weighting, top, where)
+        answer = database.ask(cell(database, " ".join(query)), **how)
         if not answer.rows:
             return Result(answer.to_dict(), lambda: draw(answer), NOTHING)
         if output.suffix.lower() == ".html":
@@ -132,11 +133,12 @@ def plot(
 
 
 def _how(
-    score: str | None, weighting: str | None, top: int, where: list[str] | None
+    source: str, score: str | None, weighting: str | None, top: int, where: list[str] | None
 ) -> dict[str, Any]:
+    known, weighting = not is_url(source), weighting or "softmax"  # a server knows its own names
     return {
-        "score": spelled.score(score),
-        "weighting": spelled.weighting(weighting or "softmax"),
+        "score": spelled.score(score) if known else score,
+        "weighting": spelled.weighting(weighting) if known else weighting,
         "top": top,
         "where": values.where(where),
     }
