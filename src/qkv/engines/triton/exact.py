@@ -142,16 +142,18 @@ class Exact(Arguments):
         }
         self.described = False
         paired = self.w + self.w % 2
-        ea, eb = self.room(a, paired), self.room(b, paired)
-        peaks = [self.new(*x.shape[:2], x.shape[3] // BLOCK) for x in (ea, eb)]
-        self.rooms, self.jobs = (ea.shape[3], eb.shape[3]), [x.numel() for x in peaks]
+        tiles = -(-self.n // BLOCK), -(-self.m // BLOCK)
+        self.rooms = tiles[0] * BLOCK, tiles[1] * BLOCK
+        self.jobs = self.b * self.h * tiles[0], self.b * self.hk * tiles[1]
+        ea, eb = self.each_room(paired)
+        peaks = self.new(self.jobs[0]), self.new(self.jobs[1])
         self.inputs = Given(*self.inputs, self.v, ea, eb, *peaks, when)
         self.each_row(prepare, (a, b, ea, eb, *peaks, when))
 
-    def room(self, x: Tensor, units: int) -> Tensor:
-        """(B, H, units, rows and room) for float32 numbers of so many units."""
-        b, heads, rows, _ = x.shape
-        return self.new(b, heads, units, -(-rows // BLOCK) * BLOCK)
+    def each_room(self, units: int) -> tuple[Tensor, Tensor]:
+        """(B, H, units, n and room) and (B, Hₖ, units, m and room) for float32 numbers."""
+        n, m = self.rooms
+        return self.new(self.b, self.h, units, n), self.new(self.b, self.hk, units, m)
 
     def tile(self, name: str, rows: int) -> Tile:
         return Tile(BLOCK, BLOCK, 1, 8, 1)
@@ -191,7 +193,7 @@ def backward(
         for x in places:
             x.zero_()
         return torch.zeros_like(call.v)
-    slopes = call.room(da, call.w), call.room(db, call.w)
+    slopes = call.each_room(call.w)
     along = gradients.units_backward(call, grad, centre, kept, slopes, dvalue)
     parts = call.new(call.jobs[0], call.w)
     call.each_row(finish, (slopes[0], along, slopes[1], call.v, call.when, da, db, parts))

@@ -111,10 +111,9 @@ def units_backward(
 ) -> Tensor:
     """Of scores by tanh, fill the sums of each query's and each key's units (`tanh.add_units`) and
     dvalue; those of ∂L/∂v, of each query's units. The centre is `inner`."""
-    none = call.new(0)
     call.facts = call.facts | {"CENTRED": True}
-    grads = Gradients(*sums, dvalue, none, none, none, none)
-    way = Way(call, along, centre, kept, grads, True)
+    none = dvalue  # of what there is no gradient: it is not touched
+    way = Way(call, along, centre, kept, Gradients(*sums, dvalue, none, none, none, none), True)
     _to_keys(way)
     return _to_queries(way)
 
@@ -193,14 +192,15 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
         _, splits, span = _parts(call, tile)
         if fused:
             splits, span = 1, -(-call.m // tile.cols)
-        one, two = call.new(splits, lines), call.new(splits, lines)
         dquery: Tensor | None = None
         if grads is not None and call.facts["TANH"]:
             dquery = grads.query
-            one = torch.empty_like(dquery)
-        elif grads is not None and not wide:
-            dquery = grads.query
-            if splits > 1:
+            one = two = torch.empty_like(dquery)
+        else:
+            one, two = call.new(splits, lines), call.new(splits, lines)
+            if grads is not None and not wide:
+                dquery = grads.query
+            if dquery is not None and splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
         for own, at, counts, at_columns, more in call.walks(tile, splits):
             facts = call.known(own, wide, splits) | {"PACKED": False} | more
