@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -
         return [jsonable(item, numbers) for item in x]
     if isinstance(x, bytes | bytearray):
         return x.hex()
+    if isinstance(x, datetime.datetime):  # whose str is not ISO 8601
+        return x.isoformat()
     return x if x is None or isinstance(x, str | int | float | bool) else str(x)
 
 

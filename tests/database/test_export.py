@@ -241,3 +241,18 @@ def test_decimals_in_json_lines_are_the_numbers_that_a_reader_finds(tmp_path):
     export.write(tmp_path / "a.jsonl", ("k", "v"), [{"k": i, "v": v} for i, v in enumerate(cells)])
     back = Database.from_source(tmp_path / "a.jsonl", key="k", value="v")
     assert back.all(0) == [1.5] and back.all(1) == [2] and back.all(2) == [str(cells[2])]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl"])
+@pytest.mark.parametrize("zone", [None, datetime.UTC])
+def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone):
+    noon = datetime.datetime(2024, 1, 1, 12, tzinfo=zone)
+    D = Database([("a", noon), ("b", noon)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ChangedCells)
+        export.write(tmp_path / f"a{ending}", D.columns, D.rows())
+    back = Database.from_source(tmp_path / f"a{ending}", key="key", value="value")
+    text = noon.isoformat()
+    assert back["a"] == text and D.ask("a").to_dict()["value"] == text
+    where = f"value == '{text}'"
+    assert D.count(where) == back.count(where) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import datetime
 import io
 import json
 import os
@@ -160,8 +159,6 @@ def _text(cell: Any) -> str:
         return ""
     if isinstance(cell, float):
         return repr(cell)
-    if isinstance(cell, datetime.date | datetime.time):
-        return cell.isoformat()
     plain = jsonable(cell)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
