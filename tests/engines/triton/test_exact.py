@@ -9,7 +9,7 @@ from qkv.engines.triton import PAIRS, exact
 from qkv.engines.triton import additive as join
 from qkv.engines.triton.additive import additive
 from qkv.errors import DtypeError, EngineError, ShapeError
-from tests.engines.triton.test_features import DEVICE, GRID, TABLE
+from tests.engines.triton.test_features import DEVICE, GRID, TABLE, WIDEST
 
 INFINITY = float("inf")
 # NumPy, which the interpreter runs on, speaks of overflows that are meant.
@@ -33,7 +33,7 @@ def arrays(b=1, heads=1, few=1, n=21, m=35, h=3, d=5, scale=1.0, dtype=torch.flo
 
 
 def additive_exact(a, b, v, value, lower=None, upper=None, lengths=None):
-    return join._additive(a, b, v, value, None, None, lower, upper, lengths)[:2]
+    return join._additive(a, b, v, value, None, None, lower, upper, lengths, None)[:2]
 
 
 def formula(a, b, v, value, lower=None, upper=None, lengths=None):
@@ -187,7 +187,7 @@ def joined(a, b, v, value, *rest):
 )
 def test_the_join(scale, rtol, rest):
     given = arrays(heads=2, dtype=torch.float16, scale=scale, h=4, d=16)
-    within = max(x.abs().max() for x in given[:2]) <= GRID[-1]
+    within = max(x.abs().max() for x in given[:2]) <= WIDEST
     assert within == (scale < 1)
     agree(joined, given, *rest, rtol=rtol)
 
@@ -195,7 +195,7 @@ def test_the_join(scale, rtol, rest):
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_join_is_exact_where_one_unit_is_beyond_the_table(side):
     given = arrays(heads=2, dtype=torch.float16, scale=0.6, h=4, d=16)
-    given[side][0, 0, 3, 2] = 3 * GRID[-1]
+    given[side][0, 0, 3, 2] = 3 * WIDEST
     for one, two in zip(gradients(joined, given), gradients(additive_exact, given), strict=True):
         assert torch.equal(one, two)
 
@@ -270,7 +270,7 @@ def test_the_join_under_autocast():
 
 def test_the_operators_keep_their_promises():
     given = [x.requires_grad_() for x in arrays(n=3, m=4, h=2)]
-    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None))
+    torch.library.opcheck(join._additive.node, (*given, None, None, None, 0, None, None))
 
 
 def test_torch_compile_sees_through():

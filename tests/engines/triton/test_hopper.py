@@ -32,7 +32,7 @@ def device(monkeypatch):
 
 def fits(bias=True, places=(), numbers=(), **shape):
     query, key, value = arrays_of(**shape)
-    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * 10]
+    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * 11]
     for at, x in places:
         given[at] = x
     return hopper.fits(Arguments(*given, 0.3, *numbers))

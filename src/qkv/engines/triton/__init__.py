@@ -38,7 +38,10 @@ WIDEST_VALUE = 256
 PAIRS = 8
 """Pairs of functions that stand for tanh in 16 bits."""
 COARSE = 2.0**-7
-"""What they may be off by, about what rounding W₁q + W₂k to bfloat16 does to tanh."""
+"""What they may be off by, about what rounding W₁q + W₂k to bfloat16 does to tanh; half as much
+again where nobody asks for a gradient."""
+FINE = {"bfloat16": 1.0, "float16": 0.125}
+"""Of that, how near fewer pairs must come to be taken."""
 
 
 def cannot(call: Call) -> str | None:
@@ -132,7 +135,8 @@ def describe(call: Call) -> str:
     if _is_plain_additive(call):
         if call.fw.dtype(call.query) == "float32":
             return "tanh itself, tile by tile"
-        return f"{PAIRS} pairs of functions for each tanh, within {COARSE:.1g}; beyond, tanh itself"
+        told = f"up to {PAIRS} pairs of functions for each tanh, within {COARSE:.1g}"
+        return f"{told}; beyond, tanh itself"
     return "dot products tile by tile, no n × m matrix"
 
 
@@ -352,19 +356,27 @@ _TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
 def _additive(call: Call) -> tuple[Array, Array | None, None]:
+    from qkv.engines.triton import hidden
     from qkv.engines.triton.additive import additive
     from qkv.engines.triton.features import tables
 
-    bounds = bounds_of(call)
-    assert isinstance(call.score, Additive)
-    a, b = call.score.hidden(call.query, call.key)
-    heads = key_heads(call)
-    a, b = four_axes(call, a, batch_and_heads(call)[1]), four_axes(call, b, heads)
-    value = four_axes(call, call.value, heads)
-    device = call.query.device
-    if device not in _TABLES:
-        _TABLES[device] = tables(PAIRS, COARSE, device)
-    coefficients, grid = _TABLES[device]
+    bounds, score = bounds_of(call), call.score
+    assert isinstance(score, Additive)
+    (_, heads), few = batch_and_heads(call), key_heads(call)
+    value, parts = four_axes(call, call.value, few), None
+    given = four_axes(call, call.query, heads), four_axes(call, call.key, few)
+    if hidden.knows(*given, score.w_query, score.w_key, score.bias):
+        a, b, parts = hidden.hidden(*given, score.w_query, score.w_key, score.bias)
+    else:
+        a, b = score.hidden(call.query, call.key)
+        a, b = four_axes(call, a, heads), four_axes(call, b, few)
+    about = (call.query.device, FINE.get(str(a.dtype).removeprefix("torch."), 1.0))
+    if about not in _TABLES:
+        _TABLES[about] = tables(PAIRS, COARSE, about[1], about[0])
+    coefficients, *grids = _TABLES[about]
+    learns = call.fw.needs_gradient(tree.leaves(call.fw, call))
     lower, upper, lengths, *_ = bounds
-    found = additive(a, b, call.score.v, value, coefficients, grid, lower, upper, lengths)
+    found = additive(
+        a, b, score.v, value, coefficients, grids[learns], lower, upper, lengths, parts
+    )
     return _as_asked(call, *found)

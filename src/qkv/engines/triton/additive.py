@@ -32,18 +32,20 @@ def additive(
     lower: int | None = None,
     upper: int | None = None,
     lengths: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
 
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
-    of that precision would cost more than they save. Masks are those of `exact.Exact`.
+    of that precision would cost more than they save. Masks are those of `exact.Exact`, the parts
+    those of `features.reach_of`.
     """
     a, b, value = ops.cast(a, b, value)
     ops.check("a", a, "b", b, value, WIDEST_VALUE)
     if v.shape != a.shape[3:]:
         raise ShapeError(f"a {tuple(a.shape)} and v {tuple(v.shape)} do not go together")
     by = (None, None) if a.dtype == torch.float32 else (table, grid)
-    out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths)
+    out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths, parts)
     return out, lse
 
 
@@ -73,6 +75,14 @@ def _even(count: int, most: int) -> int:
     return max(-(-count // max(-(-count // most), 1)), 1)
 
 
+def _arrays(known: tuple[Any, ...], value: Tensor, lengths: Tensor | None) -> tuple[Arrays, Tensor]:
+    """A dot product's arrays for what `features.features_of` is given, and what each row adds."""
+    phi, psi, of_query, of_key = features.features_of(*known)
+    width = features.width_for(known[0].shape[-1], known[-1], known[-2])
+    bias = launch.evenly(of_key[..., None])[..., 0]
+    return Arrays(phi, psi, value, bias, lengths=lengths, width=width), of_query
+
+
 def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in arrays[:4])
 
@@ -93,12 +103,15 @@ def _additive_backward(
     kept: Tensor,
     fit: Tensor,
     beyond: Tensor,
+    width: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """da, db, dv, dvalue. The features, if there are `pairs` of them, are made again: they are
     wide, and quick to make. They and their gradients are the most that is held, so they come in
     pieces.
     """
     a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
+    if grad_lse is not None:  # a row without keys has no score to move
+        grad_lse = torch.where(kept[1] == 0, 0.0, grad_lse)
     da, db, dvalue = (x.new_empty(x.shape) for x in (a, b, value))
     parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
     pieces = _pieces(a, b, pairs) if pairs else []
@@ -107,22 +120,21 @@ def _additive_backward(
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
-            phi, psi = features.features_of(some_a, some_b, v, fit, beyond, pairs)
+            known = (some_a, some_b, v, fit, beyond, width, pairs)
             short = None if lengths is None else lengths[batches]
-            dphi, dpsi, dsome, *_ = gradients.attend_backward(
-                grad[ours], None if grad_lse is None else grad_lse[ours], out[ours],
-                kept[:, *ours].contiguous(), *Arrays(phi, psi, value[theirs], lengths=short),
-                *numbers, *(True, True, False), known=centre[ours],
+            some_lse = None if grad_lse is None else grad_lse[ours].contiguous()
+            arrays = _arrays(known, value[theirs], short)[0]
+            dphi, dpsi, dsome, dbias, *_ = gradients.attend_backward(
+                grad[ours], some_lse, out[ours], kept[:, *ours].contiguous(), *arrays, *numbers,
+                *(True, True, False), known=centre[ours],
             )  # fmt: skip
-            del phi, psi
+            del arrays
             if len(pieces) > 1:
                 dvalue[theirs] = dsome
             else:
                 dvalue = dsome
             into = da[ours], db[theirs]
-            parts.append(
-                features.features_grad(dphi, dpsi, some_a, some_b, v, fit, beyond, pairs, into)[2]
-            )
+            parts.append(features.features_grad(dphi, dpsi, some_lse, dbias, *known, into)[2])
             del dphi, dpsi, dsome, _
         call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         others = torch.cat(parts) if parts else None
@@ -132,22 +144,20 @@ def _additive_backward(
 
 def _additive_fake(
     a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     rows = a.shape[:3]
-    fitted = 0 if table is None else 1
-    _, _, pairs, order = (0, 0, 0, 0) if table is None else table.shape
+    found = [a.new_empty(0) for _ in range(3)] if table is None else features.room(a, table)
     return (
         value.new_empty((*rows, value.shape[3])),
         a.new_empty(rows, dtype=torch.float32),
         a.new_empty((2, *rows), dtype=torch.float32),
-        a.new_empty((fitted + 2 * pairs * order, a.shape[3]), dtype=torch.float32),
-        a.new_empty(fitted, dtype=torch.int32),
+        *found,
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, b, v, value, table, _, ctx.lower, ctx.upper, lengths = inputs
-    ctx.pairs = 0 if table is None else table.shape[2]
+    a, b, v, value, table, _, ctx.lower, ctx.upper, lengths, _ = inputs
+    ctx.pairs = 0 if table is None else features.pairs_of(table)
     ctx.save_for_backward(a, b, v, value, lengths, output[0], *output[2:])
     ctx.set_materialize_grads(False)
 
@@ -161,7 +171,7 @@ def _differentiate(
     grads = _additive_backward(
         grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
-    return *grads, *(None,) * 5
+    return *grads, *(None,) * 6
 
 
 @operator(_additive_fake, _differentiate, _save)
@@ -175,18 +185,21 @@ def _additive(
     lower: int | None,
     upper: int | None,
     lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the log-sum-exp, what `ops` keeps of the rows, the fit and the flag; the last
-    two are empty without a table, where all is exact."""
+    parts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, what `ops` keeps of the rows, and what `features.fit_of` gives;
+    the last three are empty without a table, where all is exact."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
     with launch.on(a.device):
         if table is None or grid is None:
-            out, lse, kept, fit, beyond = _additive_fake(a, b, v, value, None)
+            out, lse, kept, fit, beyond, width = _additive_fake(a, b, v, value, None)
             exact.attend(exact.Exact(a, b, v, value, lower, upper, lengths), out, lse, kept)
-            return out, lse, kept, fit, beyond
-        fit, beyond = features.fit_of(a, b, table, grid)
-        phi, psi = features.features_of(a, b, v, fit, beyond, table.shape[2])
-        numbers = Numbers(1.0, lower=lower, upper=upper)
-        out, lse, kept = forward.attend(*Arrays(phi, psi, value, lengths=lengths), *numbers)
+            return out, lse, kept, fit, beyond, width
+        parts = features.reach_of(a, b) if parts is None else parts
+        fit, beyond, width = features.fit_of(parts, v, table, grid)
+        known = (a, b, v, fit, beyond, width, features.pairs_of(table))
+        arrays, of_query = _arrays(known, value, lengths)
+        out, lse, kept = forward.attend(*arrays, *Numbers(1.0, lower=lower, upper=upper))
+        lse += of_query
         exact.attend(exact.Exact(a, b, v, value, lower, upper, lengths, beyond), out, lse, kept)
-    return out, lse, kept, fit, beyond
+    return out, lse, kept, fit, beyond, width

@@ -86,7 +86,7 @@ class Arguments:
         self.row_b = None if row_b is None else row_b.contiguous()
         self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
         self.layout = None if layout is None else (layout != 0).contiguous().view(torch.uint8)
-        self.pairs, self.seed = arrays.pairs, arrays.seed
+        self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
         self.b, self.h, self.n, self.w = query.shape
         _, self.hk, self.m, self.d = value.shape
         self.group = self.h // self.hk
@@ -109,6 +109,7 @@ class Arguments:
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
+            width=arrays.width,
         )  # fmt: skip
         self.support: Any = arrays.lists
         self.marks: Any = arrays.marks

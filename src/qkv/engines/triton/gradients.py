@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries
+from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries, wide
 from qkv.engines.triton.arguments import Arguments, rounded, shared_strides
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
@@ -61,10 +61,10 @@ def attend_backward(
         return grads
     along = along.contiguous()
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
-    wide = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
+    broad = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.facts = call.facts | {"CENTRED": centred}
-    call.described = call.described and not wide
-    fused = call.weighting == "entmax" and for_queries and not wide and call.gate_query is None
+    call.described = call.described and not broad
+    fused = call.weighting == "entmax" and for_queries and not broad and call.gate_query is None
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
     # That of softmax is taken from the rounded output, which is near enough where what a row's
     # gradients add up to does not count. It does for a temperature, for a gate of few rows, and for
@@ -72,7 +72,7 @@ def attend_backward(
     few = call.n <= (launch.FEW if call.gate_query is not None else 1)
     whole = call.weighting == "entmax" or few or call.whole
     near = fused or not whole
-    way = Way(call, along, None, kept, grads, wide and call.weighting != "average")
+    way = Way(call, along, None, kept, grads, broad and call.weighting != "average")
     way = way._replace(centre=_centre(way, along_lse, out, near, known))
     if fused:
         way = way._replace(centre=_to_queries(way, fused))
@@ -293,6 +293,8 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     phi = call.query.reshape(pairs, wide_n, call.w).to(dtype)
     psi = call.key.reshape(pairs, call.m, call.w).to(dtype)
     whole = keys_n >= call.m
+    ours = call.width is not None and whole and call.group * line % 8 == 0
+    ours = ours and launch.copy_engine(device)
     if not for_keys:
         way = way._replace(grads=_places(call.inputs, False, True, False))
     total: Tensor | None = None
@@ -307,7 +309,10 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             make = torch.zeros if call.masked else torch.empty
             ds = make((size, width, call.group, line), dtype=dtype, device=device)
             _to_keys(way, (pair, size), (first, width), ds)
-            if ahead.LISTED.get() is not None:  # a dry run: the products launch no kernel of ours
+            if ours:
+                dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
+                wide.fill(ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width)
+            if ours or ahead.LISTED.get() is not None:  # a dry run launches no other products
                 continue
             ds = ds[..., : call.n].flatten(2)
             if for_keys:

@@ -158,7 +158,7 @@ def to_pairs(
         if F.WIDE:
             values = keys.value + at_j * keys.v_m
             dp = products(
-                along, spot.line * F.D, values, here_j * keys.v_m,
+                along, spot.line * F.D, values, here_j * keys.v_m, F.D,
                 F.ROWS, F.COLS, F.D, F.BLOCK_W, F.PRECISION,
             )  # fmt: skip
         else:

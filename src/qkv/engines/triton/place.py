@@ -26,6 +26,7 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     rows_at,
     ruled,
     ruling,
+    width_of,
 )
 
 
@@ -172,6 +173,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
     if F.LAYOUT or F.LISTED > 1:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
     end = length_of(given.lengths, batch, z.m)
+    width = width_of(given.width, F)
     k_m = tl.cast(steps.k_m, tl.int64)
     v_m = tl.cast(steps.v_m, tl.int64)
     side = key
@@ -180,7 +182,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
         side = side_of(given.eb, given.peak_b, given.v, lane, z.m, F)
     key = described(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
     value = described(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
-    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side)
+    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side, width)
 
 
 @triton.jit
@@ -262,13 +264,13 @@ def product(rows, keys, start, here, F):
         x = tanh_scores(rows.q, k, F)
     elif F.WIDE and F.TMA:
         x = products_described(
-            rows.query, 0, keys.key, start, F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES
+            rows.query, 0, keys.key, start, keys.width, F.ROWS, F.COLS, F.BLOCK_W, F.SCORES
         )
         k = x
     elif F.WIDE:
         there = keys.key + start * keys.k_m
         x = products(
-            rows.query, rows.offset, there, here * keys.k_m,
+            rows.query, rows.offset, there, here * keys.k_m, keys.width,
             F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES,
         )  # fmt: skip
         k = x

@@ -65,6 +65,7 @@ class Arrays(NamedTuple):
     seed: Tensor | None = None
     lists: Tensor | None = None
     marks: Tensor | None = None
+    width: Tensor | None = None
 
 
 ARRAYS = len(Arrays._fields)
@@ -106,7 +107,7 @@ Spot = namedtuple("Spot", "batch head shared line row inside first last")
 """Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an
 array of one number a row, its position, whether it exists, and the first and the last."""
 
-Keys = namedtuple("Keys", "key k_m value v_m bias gate_key layout at p_m end side")
+Keys = namedtuple("Keys", "key k_m value v_m bias gate_key layout at p_m end side width")
 """The keys of a head and what belongs to them, with the step from key to key; those of them that
 count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed. `side` is
-`tanh.Side` of them."""
+`tanh.Side` of them; φ and ψ have `width` columns."""

@@ -81,8 +81,9 @@ class Repeat:
         if factor is not None:
             self.taken.append((KEY, BIAS))
         if found:
-            self.taken.append((*pair, KEY, bias, *none * 5, *found, *none, NONE))
-        self.taken.append((*pair, VALUE, bias, *none, row_a, row_b, *none * 4, OUT, LSE, KEPT))
+            self.taken.append((*pair, KEY, bias, *none * 5, NONE, *found, *none, NONE))
+        rest = (*none * 4, NONE, OUT, LSE, KEPT)
+        self.taken.append((*pair, VALUE, bias, *none, row_a, row_b, *rest))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         about = query.numel(), key.numel(), query.stride(), key.stride(), value.stride()

@@ -25,8 +25,9 @@ EIGHT = tl.constexpr(8)
 SIZES = (
     "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
     "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
-    "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "jobs", "jobs_a", "others_count",
-    "dropped", "hashed", "words", "rows_own", "keys_own", "lanes_own", "batches_own", "heads_own",
+    "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "tiles_b", "jobs", "jobs_a",
+    "others_count", "dropped", "hashed", "words", "rows_own", "keys_own", "lanes_own",
+    "batches_own", "heads_own",
 )  # fmt: skip
 """Numbers that change from call to call, by name."""
 
@@ -216,15 +217,24 @@ def rows_at(source, start, step, here, WIDTH, BLOCK: tl.constexpr, TMA: tl.const
 
 
 @triton.jit
+def width_of(width, F):
+    """How many columns φ and ψ have: some, where the device alone knows, in whole chunks."""
+    columns = F.W
+    if width is not None:
+        columns = tl.load(width)
+    return columns
+
+
+@triton.jit
 def products(
-    left, left_offset, right, right_offset,
+    left, left_offset, right, right_offset, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """left · rightᵀ, (ROWS, COLS), of rows too wide to hold: a chunk of the width at a time."""
     x = tl.zeros((ROWS, COLS), dtype=tl.float32)
     column = tl.arange(0, CHUNK)[None, :]
-    for start in tl.range(0, WIDTH, CHUNK):
+    for start in tl.range(0, width, CHUNK):
         if WIDTH % CHUNK == 0:
             a = tl.load(left + start + left_offset[:, None] + column)
             b = tl.load(right + start + right_offset[:, None] + column)
@@ -238,13 +248,12 @@ def products(
 
 @triton.jit
 def products_described(
-    left, left_start, right, right_start,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    left, left_start, right, right_start, width,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`products` of the rows that begin at these, copied by descriptors."""
     x = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    for start in tl.range(0, WIDTH, CHUNK):
+    for start in tl.range(0, width, CHUNK):
         a = left.load([left_start, start])
         b = right.load([right_start, start])
         x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)

@@ -33,13 +33,14 @@ from qkv.engines.triton.tiles import (  # fmt: skip
     rows_at,
     ruled,
     ruling,
+    width_of,
 )
 from qkv.engines.triton.weigh import slope, weigh
 
-Down = namedtuple("Down", "key offset k v j at bias b end stored line first")
+Down = namedtuple("Down", "key offset k v j at bias b end stored line first width")
 """A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
 position, its place in the mask's array, its bias and the gate's half; which of them are written,
-and where in `ds`; the first of them."""
+and where in `ds`; the first of them; how many columns ψ has."""
 
 
 Across = namedtuple("Across", "query along line pairs lane member at top middle side")
@@ -109,7 +110,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
                 x = tanh_scores(own.k, q, F)
             elif F.WIDE:
                 x = products(
-                    own.key, own.offset, head.query + start * q_n, here * q_n,
+                    own.key, own.offset, head.query + start * q_n, here * q_n, own.width,
                     F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
                 )  # fmt: skip
             else:
@@ -287,7 +288,10 @@ def to_keys(
     state = nothing_yet(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     at_pairs = here[:, None] * steps.p_m
-    own = Down(key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first)
+    own = Down(
+        key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
+        width_of(given.width, F),
+    )  # fmt: skip
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)
     for g in tl.range(0, group):

@@ -1,0 +1,27 @@
+"""Gradients of φ and ψ of a width that the device alone knows, against the products themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from qkv.engines.triton import launch, wide
+from tests.engines.triton.test_features import DEVICE
+
+
+def test_columns_up_to_the_width_are_the_products(monkeypatch):
+    monkeypatch.setattr(wide, "TILE", launch.Tile(64, 64, 64, 4, 2, described=True))
+    pairs, n, m, w, line = 2, 70, 100, 192, 80
+    torch.manual_seed(0)
+    ds, phi, psi = (
+        torch.randn(shape).to(DEVICE, torch.float16)
+        for shape in ((pairs, m, line), (pairs, n, w), (pairs, m, w))
+    )
+    ds[..., n:] = float("nan")  # room that nobody wrote
+    dphi, dpsi = torch.full_like(phi, 7), torch.full_like(psi, 7)
+    width = torch.tensor([64], dtype=torch.int32, device=DEVICE)
+    wide.fill(ds, phi, psi, dphi, dpsi, width)
+    real = ds[..., :n].double()
+    want = real.mT @ psi.double(), real @ phi.double()
+    for one, two in zip((dphi, dpsi), want, strict=True):
+        torch.testing.assert_close(one[..., :64].double(), two[..., :64], rtol=2e-3, atol=2e-2)
+        assert (one[..., 64:] == 7).all()
