@@ -244,6 +244,12 @@ def test_a_column_is_as_many_queries(recwarn):
     assert not recwarn.list
 
 
+def test_ask_holds_what_float32_does_not_beside_a_key_that_is_met():
+    D, asked = qkv.Database(KEY, VALUE), {"score": scores.Gaussian(1e-25), "weighting": "raw"}
+    query = KEY[7].astype("f4").astype(float)
+    np.testing.assert_allclose(D.ask(query, **asked).value, D.attend(query, **asked), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

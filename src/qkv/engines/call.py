@@ -100,9 +100,9 @@ class Call:
     def extreme(self) -> bool:
         """Whether a bandwidth, a scale or a temperature brings scores to where float32 ends."""
         fw, parts = self.fw, (self.score, self.weighting)
-        if fw.dtype(self.query) == "float64" or _within(parts, 1e-9, 1e9):
+        if fw.dtype(self.query) == "float64" or within(parts):
             return False
-        if (doubles := fw.doubles(self.query)) or _within(parts, 1e-18, 1e18):
+        if (doubles := fw.doubles(self.query)) or within(parts, 1e-18, 1e18):
             return doubles
         raise DtypeError(
             f"float32 does not hold the scores of {brief(self.score)} and {brief(self.weighting)}, "
@@ -110,14 +110,14 @@ class Call:
         )
 
 
-def _within(record: Any, least: float, most: float) -> bool:
+def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
     if type(record) is float:
         return least <= abs(record) <= most or abs(record) in (0.0, math.inf)
     if type(record) is tuple:
-        return all(_within(x, least, most) for x in record)
+        return all(within(x, least, most) for x in record)
     names = fields_of(record) or ()
-    return all(_within(getattr(record, name), least, most) for name in names)
+    return all(within(getattr(record, name), least, most) for name in names)
 
 
 def all_rows(call: Call) -> Span:

@@ -35,6 +35,7 @@ Sums = tuple[Any, ...]
 def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -> Weighed:
     """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
     a temperature may be as narrow as a number can be."""
+    query = query if calls.within((score, weighting)) else query.astype(float)
     found = run(rows, scored(rows, query, score), weighting)
     known = _finite(found.best) and (found.lse is None or _finite(found.lse))
     if not known and query.dtype != np.float64 and _any(rows):
