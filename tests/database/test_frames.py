@@ -59,3 +59,19 @@ def test_a_data_set_comes_in() -> None:
         qkv.Database.from_dataset(DatasetDict({"train": told, "test": told}))
     with pytest.raises(DtypeError, match=r"not a list: load one with datasets\.load_dataset"):
         qkv.Database.from_dataset([1])
+
+
+@pytest.mark.parametrize(
+    ("zone", "text"),
+    [
+        (None, "2001-09-09T01:46:40.000000001"),
+        ("UTC", "2001-09-09T01:46:40.000000001+00:00"),
+        ("America/New_York", "2001-09-08T21:46:40.000000001-04:00"),
+    ],
+)
+def test_nanoseconds_are_kept_by_every_library(zone, text):
+    kind = pyarrow.timestamp("ns", zone)
+    table = pyarrow.table({"k": ["a", "b"], "t": pyarrow.array([10**18 + 1, None], kind)})
+    for frame in (table, polars.from_arrow(table), table.to_pandas()):
+        found = qkv.Database.from_frame(frame, key="k", value="t")
+        assert dict(found.items()) == {"a": text, "b": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def _cells(series: Any) -> list[Any]:
     """A column of pandas or polars as cells."""
     import narwhals
 
+    fine = isinstance(series.dtype, narwhals.Datetime) and series.dtype.time_unit == "ns"
+    if fine and series.implementation.is_polars():
+        with extra("tables", "reading nanoseconds needs pyarrow"):  # polars gives them as Python's
+            return convert(series.to_arrow())
     cells: list[Any] = series.to_list()
     if isinstance(series.dtype, narwhals.Array) and series.dtype.inner.is_float():
         kind = "f4" if series.dtype.inner == narwhals.Float32 else "f8"
@@ -189,6 +194,15 @@ def convert(column: Any) -> list[Any]:
         try:
             column = column.cast(pyarrow.timestamp("us", kind.tz) if moment else other("us"))
         except pyarrow.ArrowInvalid:
-            text = column.cast(pyarrow.string()).to_pylist()
-            return [each and each.replace(" ", "T", 1) for each in text]
+            return [each and _iso(each) for each in column.cast(pyarrow.string()).to_pylist()]
     return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _iso(text: str) -> str:
+    """A time as Arrow writes it, in the form of Python's.
+
+    >>> _iso("1969-12-31 19:00:00.000000001-0500"), _iso("1970-01-01 00:00:00.000000001Z")
+    ('1969-12-31T19:00:00.000000001-05:00', '1970-01-01T00:00:00.000000001+00:00')
+    """
+    text = text.replace(" ", "T", 1).replace("Z", "+0000")
+    return re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", text)
