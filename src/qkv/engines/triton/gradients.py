@@ -90,7 +90,9 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
     """Gradients of query and key from that of the softmax's weights, (B, H or 1, n, m). The
     log-sum-exp of the scores is (B, H, n)."""
     wide = call.w > launch.HELD_BACK
-    if along.stride(3) != 1 or along.stride(2) % 16:  # even lines are read 16 bytes at once
+    # Even lines are read 16 bytes at once: worth a copy where all heads read the same.
+    shared = along.shape[1] < call.h
+    if along.stride(3) != 1 or (shared and along.stride(2) % 16):
         along = launch.even(along, along.shape, along.dtype).copy_(along)
     call.along = shared_strides(along)[:3]
     call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": True}
