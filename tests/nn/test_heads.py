@@ -585,3 +585,18 @@ def test_positions_that_are_given_later_count():
     for weights in (True, False):
         got, want = (layer(x, x, x, need_weights=weights)[0] for layer in (plain, turned))
         torch.testing.assert_close(got, want)
+
+
+def test_an_exported_causal_layer_takes_more_keys_than_queries_and_fewer():
+    layer = MultiHeadAttention(8, 2, batch_first=True)
+
+    class Cross(torch.nn.Module):
+        def forward(self, query, key):
+            return layer(query, key, key, is_causal=True, need_weights=False)[0]
+
+    any_length = {1: torch.export.Dim.DYNAMIC}
+    given = torch.randn(2, 7, 8), torch.randn(2, 5, 8)
+    program = torch.export.export(Cross(), given, dynamic_shapes=(any_length, any_length)).module()
+    for n, m in ((7, 5), (4, 9)):
+        given = torch.randn(2, n, 8), torch.randn(2, m, 8)
+        torch.testing.assert_close(program(*given), Cross()(*given))

@@ -320,7 +320,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             _check_mask("attn_mask", attn_mask, [(n, m), (batch * self.num_heads, n, m)])
         if is_causal and (attn_mask is None or not reads):
-            if past + n < m or n != 1:  # or the last query, which sees every key
+            if n != 1 or past + n < m:  # or the last query, which sees every key
                 part = masks.causal(offset=past) if past else masks.causal
                 parts.append(part | self._added(m) if self._extra else part)
         elif attn_mask is not None:
