@@ -16,6 +16,7 @@ import triton.language as tl
 
 from qkv.engines.triton import gradients, launch, mend, ops
 from qkv.engines.triton.arguments import LOG2E
+from qkv.engines.triton.records import Arrays
 
 # NumPy, which plays the device, warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -479,7 +480,7 @@ def arguments(**how):
     arrays = formulas.arrays_of(b=1, n=5, m=7, bias=True, gate=True)
     arrays = [x.requires_grad_() for x in arrays.values()]
     numbers = (0.3, how.get("weighting", "softmax"), 0.0, None, how.get("upper"), 0, False)
-    return (*arrays, *[None] * 8, *numbers, 1.0, 0.0, 1)
+    return (*Arrays(*arrays), *numbers, 1.0, 0.0, 1)
 
 
 @pytest.mark.parametrize("how", [{}, {"upper": 1, "weighting": "sigmoid"}], ids=str)
