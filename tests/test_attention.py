@@ -161,6 +161,7 @@ EXTREME: list[dict[str, Any]] = [
     {"score": "dot", "weighting": weightings.Softmax(1e-60), "engine": "streaming"},
     {"score": scores.Gaussian(1e-22), "weighting": "sparsemax"},
     {"score": scores.Gaussian(1e30), "weighting": "raw", "engine": "dense"},
+    {"score": scores.Gaussian(np.float32(1e-20))},  # type: ignore[arg-type]
 ]
 
 

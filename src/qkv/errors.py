@@ -67,9 +67,10 @@ def as_float(value: Real) -> float:
 
 
 def plain(owner: object, name: str) -> None:
-    """Make a float of a field that not every framework takes: a fraction, an int of many digits."""
+    """Make a float of a field that not every framework takes: a fraction, an int of many digits, a
+    number of NumPy."""
     value = getattr(owner, name)
-    if not (hasattr(value, "dtype") or (isinstance(value, int) and abs(value) <= 2**53)):
+    if not (isinstance(value, int) and abs(value) <= 2**53):
         object.__setattr__(owner, name, float(value))
 
 
