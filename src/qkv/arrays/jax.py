@@ -211,7 +211,8 @@ class Jax(Framework):
         function.defjvp(push, symbolic_zeros=True)
         # One process's query may meet a key that all share, whose gradient is then their sum:
         # where leaves differ among processes, all do, and JAX transposes that step by itself.
-        return function(*(_spread(x, _all_axes(leaves)) for x in leaves))
+        axes = _all_axes(leaves)
+        return function(*(_spread(x, axes) for x in leaves))
 
 
 def _spread(x: Array, axes: frozenset[str]) -> Array:

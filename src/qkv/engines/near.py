@@ -135,7 +135,8 @@ def outlook(call: Call) -> tuple[float, float]:
 
 def share_of(call: Call) -> float:
     """The share of a row's weight that may be left out."""
-    own = float(np.finfo(call.precise().fw.dtype(call.precise().query)).eps)
+    wide = call.precise()
+    own = float(np.finfo(wide.fw.dtype(wide.query)).eps)
     return max(call.tolerance or 0.0, own)
 
 
