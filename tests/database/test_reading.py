@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import AbsentKey, view
+from qkv.database import AbsentKey
 from qkv.database.faults import Closed, DuplicateKey
+from qkv.database.store import sizes
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -71,7 +72,7 @@ def test_what_was_given_can_be_changed(value):
 
 
 def test_rows_are_remembered_by_version(names, monkeypatch):
-    monkeypatch.setattr(view, "KNOWN", 2)
+    monkeypatch.setattr(sizes, "KNOWN", 2)
     for _ in range(2):
         assert {row.key: row.value for row in names.ask("Li").rows} == {
             "Li": "Mu",
@@ -84,6 +85,7 @@ def test_rows_are_remembered_by_version(names, monkeypatch):
         found = {row.key: row.value for row in names.ask("Li").rows}
         assert found == {"Li": "Mu 2", "Zhang": "Aston", "Smola": "Alex", "Lipton": "Zachary"}
         assert {row.value for row in past.ask("Li").rows} == {"Mu", "Aston"}
+        assert {key: names[key] for key in names} == found
 
 
 def test_equal_keys_of_several_types():
@@ -98,7 +100,7 @@ def test_equal_keys_of_several_types():
 
 
 def test_the_newest_of_equal_keys(monkeypatch):
-    monkeypatch.setattr(view, "KNOWN", 2)
+    monkeypatch.setattr(sizes, "KNOWN", 2)
     D = qkv.Database(["a", "b", "a", "c"], [1, 2, 3, 4])
     for _ in range(3):
         assert [D[key] for key in "abcba"] == [3, 2, 4, 2, 3]

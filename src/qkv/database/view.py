@@ -18,7 +18,7 @@ from qkv.database.compare import Texts
 from qkv.database.faults import Damaged, UnknownRow
 from qkv.database.piece import Piece
 from qkv.database.schema import Cells, Schema
-from qkv.database.store import Snapshot
+from qkv.database.store import Snapshot, sizes
 from qkv.database.where import condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
@@ -38,9 +38,6 @@ FEW = 0.25
 
 REMEMBERED = 64
 """Texts whose vectors are kept."""
-
-KNOWN, SHORT = 4096, 1024
-"""Rows that are remembered, and the longest text of such a row."""
 
 FIELDS = {
     "key": ("code", "scale", "sparse"),
@@ -206,11 +203,11 @@ class View:
         short, fresh = self._short, {}
         new = [id_ for id_ in ids if id_ not in short]
         if new:
-            if len(short) + len(new) > KNOWN:
+            if len(short) + len(new) > sizes.KNOWN:
                 self._short = {}
             for id_, text in zip(new, self.snapshot.records(new), strict=True):
                 fresh[id_] = row = cells.loads(text)
-                if len(text) <= SHORT and PLAIN.issuperset(map(type, row.values())):
+                if len(text) <= sizes.SHORT and PLAIN.issuperset(map(type, row.values())):
                     self._short[id_] = row
         return self._filled(ids, [(fresh if i in fresh else short)[i].copy() for i in ids])
 

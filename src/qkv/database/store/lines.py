@@ -39,9 +39,11 @@ class _State(NamedTuple):
     lost: tuple[Entry, ...]
     loose: bool
     """Whether the catalogue has rows of its own, or tells which have died."""
+    known: dict[bytes, tuple[int, str]]
+    """Short rows that were looked up, by their digest."""
 
 
-_NOTHING = _State(None, (), (), True)
+_NOTHING = _State(None, (), (), True, {})
 
 
 class Lines:
@@ -86,6 +88,18 @@ class Lines:
                 line = self._younger(state, digest, span, line)
             if self._same(state):
                 return line
+
+    def latest(self, digest: bytes) -> tuple[int, str] | None:
+        """The id and the record of the last row with this digest in the newest version."""
+        known = self._now().known
+        found = known.get(digest)
+        if found is None and (line := self.newest(digest, ALWAYS)) is not None:
+            found = self.checked(line)
+            if len(found[1]) <= sizes.SHORT:
+                if len(known) >= sizes.KNOWN:
+                    known.clear()
+                known[digest] = found
+        return found
 
     def _younger(self, state: _State, digest: bytes, span: Span, line: Line | None) -> Line | None:
         """The last row of a bundle of which the catalogue says nothing, or else this one."""
@@ -208,7 +222,7 @@ class Lines:
                 lost.append(entry)
                 rows = f"{entry.rows:,} rows were left out"
                 warn(f"{rows}: {fault}", SkippedRows)
-        return _State(newest, tuple(bundles), tuple(lost), loose)
+        return _State(newest, tuple(bundles), tuple(lost), loose, {})
 
     def _same(self, state: _State) -> bool:
         """Whether what was read of the catalogue since is of this state, too."""

@@ -21,6 +21,9 @@ FEW = 16
 PAGE = 2048
 """Rows that are fetched from the catalogue at a time."""
 
+KNOWN, SHORT = 4096, 1024
+"""Rows that a reader remembers, and the longest text of such a row."""
+
 READ = 8 << 20
 """Bytes up to which a segment is read whole and not mapped: that takes no descriptor, and whatever
 happens to the file later does not matter."""

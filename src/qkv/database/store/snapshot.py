@@ -15,7 +15,7 @@ from qkv.database.faults import Damaged, SkippedRows, UnknownRow, warn
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition
 from qkv.database.store.layout import ANY, Layout
-from qkv.database.store.lines import ALWAYS, Lines
+from qkv.database.store.lines import Lines
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment, in_advance
 from qkv.errors import ArgumentError
@@ -124,8 +124,7 @@ class Snapshot(Closing):
 
     def latest(self, digest: bytes) -> tuple[int, str] | None:
         """The same in the newest version of the store, whichever this one is."""
-        found = self._lines.newest(digest, ALWAYS)
-        return None if found is None else self._lines.checked(found)
+        return self._lines.latest(digest)
 
     def records(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """The records of live rows, in the order of the ids."""
