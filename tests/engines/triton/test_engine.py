@@ -111,6 +111,59 @@ def test_half_the_bits(score, dtype):
     np.testing.assert_allclose(lse.cpu().double().numpy(), wanted, atol=4e-2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weighting", "mask"),
+    [
+        (torch.float32, "sigmoid", "bool"),
+        (torch.float32, "raw", "float"),
+        (torch.bfloat16, "sigmoid", None),
+        (torch.bfloat16, "raw", "blocks"),
+    ],
+)
+def test_distances_where_a_shift_of_the_row_counts(dtype, weighting, mask):
+    """−‖q‖²/2σ² belongs to the score: beside the equation in float64, with every gradient."""
+    made = torch.Generator(device=DEVICE).manual_seed(3)
+    shapes = ((2, 4, 9, 5), (2, 2, 11, 5), (2, 2, 11, 3), (4, 9, 11))
+    given = [torch.randn(x, generator=made, device=DEVICE).to(dtype) for x in shapes]
+    along = torch.randn((2, 4, 9, 3), generator=made, device=DEVICE).to(dtype)
+    seen = torch.rand((9, 11), generator=made, device=DEVICE) > 0.3
+    rules = {"bool": seen, "blocks": masks.blocks(np.eye(2, dtype=bool), 8)}
+
+    def results(engine, kind):
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        rule = leaves[3] if mask == "float" else rules.get(mask)
+        how = {"score": scores.Gaussian(1.5), "weighting": weighting, "mask": rule}
+        out = qkv.attend(*leaves[:3], **how, engine=engine)
+        used = leaves if mask == "float" else leaves[:3]
+        return out, *torch.autograd.grad(out, used, along.to(kind))
+
+    near = 2e-6 if dtype == torch.float32 else 2e-2
+    for got, want in zip(results("triton", dtype), results("dense", torch.float64), strict=True):
+        assert float((got - want).detach().norm() / want.detach().norm()) < near
+
+
+def test_a_learned_mask_beside_blocks():
+    mask, given = torch.randn(20, 20, device=DEVICE), torch.randn(3, 20, 8, device=DEVICE)
+    rule = masks.blocks(np.array([[True, False], [True, True]]), 16)
+
+    def slope(engine, kind):
+        own = mask.to(kind).requires_grad_()
+        out = qkv.attend(*given.to(kind), mask=rule & own, engine=engine)
+        return torch.autograd.grad(out, own, given[0].to(kind))[0]
+
+    torch.testing.assert_close(
+        slope("triton", torch.float32).double(), slope("dense", torch.float64), atol=1e-5, rtol=0
+    )
+
+
+def test_a_query_that_is_not_a_number_stays_one_where_its_length_counts():
+    x = torch.ones(1, 1, 3, 4, device=DEVICE, dtype=torch.float16)
+    q = x.clone()
+    q[..., 1, 2] = torch.nan
+    out = qkv.attend(q, x, x, score="gaussian", weighting="raw", engine="triton")
+    assert out.isnan().any(-1).flatten().tolist() == [False, True, False]
+
+
 def test_what_it_refuses_it_explains(monkeypatch):
     x = torch.ones(2, 4, 6, 3, device=DEVICE)
     for how, reason in (
@@ -123,7 +176,10 @@ def test_what_it_refuses_it_explains(monkeypatch):
             },
             "each query",
         ),
-        ({"score": "gaussian", "weighting": "raw"}, "whole row"),
+        (
+            {"score": scores.Gated(*torch.ones(2, 3, device=DEVICE), score="gaussian")},
+            "whole row",
+        ),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
     ):

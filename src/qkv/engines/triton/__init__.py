@@ -17,12 +17,19 @@ from qkv.engines import call as calls
 from qkv.engines.call import Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
-from qkv.engines.triton.form import UNMOVED, WEIGHTINGS, expanded_form, form_of, is_narrow, lowering
-from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_of, unmoved
+from qkv.engines.triton.form import (
+    WEIGHTINGS,
+    expanded_form,
+    form_of,
+    is_moved,
+    is_narrow,
+    lowering,
+)
+from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_of, shifted, unmoved
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
-from qkv.scores import Additive, Cosine, Dot, Multiplicative, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot, Score
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
@@ -96,7 +103,11 @@ def _is_plain_additive(call: Call) -> bool:
 
 def _unread(call: Call, bounds: Bounds) -> str | None:
     """Why the mask cannot be read as an array, where it must."""
-    leads = [x.values.shape[:-2] if isinstance(x, Values) else call.lead for x in bounds.rules]
+    whole = isinstance(call.score, Gaussian) and is_moved(call)  # each query adds to it
+    leads = [
+        x.values.shape[:-2] if isinstance(x, Values) and not whole else call.lead
+        for x in bounds.rules
+    ]
     pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
     if pairs > WIDEST_RULE:
         return f"the mask is one of {pairs} pairs: as an array the kernels read {WIDEST_RULE}"
@@ -191,7 +202,9 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         added = pairs is not None and pairs.is_floating_point()
         if added and is_array(temperature):
             pairs = cooled(call, pairs, temperature)
-        if added and pairs.shape[-1] == 1 and weighting in UNMOVED and not call.wants_lse:
+        if is_moved(call):
+            pairs = shifted(call, pairs, form.offset)
+        elif added and pairs.shape[-1] == 1 and not call.wants_lse:
             query, pairs = unmoved(query, pairs)
         value, seed = four_axes(call, call.value, few), call.seed if call.dropout else None
         numbers = Numbers(
@@ -294,7 +307,8 @@ def direct(call: Call) -> Callable[..., Array] | None:
         return None
     form = score.form(call.query, call.key)  # type: ignore[union-attr]
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
-    if learned or form.query is not call.query or form.key is not call.key:
+    shifts = form.bias is not None and is_moved(call)
+    if learned or shifts or form.query is not call.query or form.key is not call.key:
         return None
     from qkv.engines.triton.repeat import Repeat
 

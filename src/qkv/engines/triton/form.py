@@ -40,10 +40,14 @@ def lowering(call: Call) -> tuple[Any, float] | str:
     inner = getattr(found[0], "score", found[0])
     if type(inner) is Additive:
         return "the kernels know no gate on an additive score"
-    moved = WEIGHTINGS[type(call.weighting)] not in UNMOVED or found[0] is not inner
-    if moved and isinstance(inner, Expanded):
-        return "the kernels add no number to the score of a whole row"
+    if found[0] is not inner and isinstance(inner, Expanded):
+        return "the kernels gate no number that is added to the score of a whole row"
     return found
+
+
+def is_moved(call: Call) -> bool:
+    """Whether the weighting is one that a shift of the whole row moves."""
+    return WEIGHTINGS[type(call.weighting)] not in UNMOVED
 
 
 def form_of(call: Call, score: Score) -> Form:
@@ -78,7 +82,8 @@ def expanded_form(call: Call, bandwidth: float) -> Form:
     from qkv.engines.triton import norms
 
     scale = 1 / bandwidth**2
-    offset = norms.square(call.query, -scale / 2) if call.wants_lse else None
+    shown = call.wants_lse or is_moved(call)
+    offset = norms.square(call.query, -scale / 2) if shown else None
     return Form(call.query, call.key, norms.square(call.key, -scale / 2), offset, scale=scale)
 
 

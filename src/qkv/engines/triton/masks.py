@@ -92,6 +92,17 @@ def unmoved(query: Any, pairs: Any) -> tuple[Any, Any]:
     return query + linked.to(query.dtype), (pairs - pairs).masked_fill(out, -math.inf).detach()
 
 
+def shifted(call: Call, pairs: Any, offset: Any) -> Any:
+    """The array with what each query (…, n, 1) adds to its row. One that is not finite shows in its
+    products: as −∞ or NaN it would rule them out."""
+    if offset is None:
+        return pairs
+    offset = _own_axes(call, offset.nan_to_num(0.0))
+    if pairs is None or pairs.is_floating_point():
+        return offset if pairs is None else pairs + offset
+    return offset.where(pairs.bool(), -math.inf)
+
+
 def _own_axes(call: Call, x: Any) -> Any:
     """(…, n or 1, m or 1) on four axes; an axis that all share stays 1."""
     x = x[(None,) * (len(call.lead) + 2 - x.ndim)]

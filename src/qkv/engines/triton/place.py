@@ -170,7 +170,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
         gate_key = given.gate_key + batch * steps.gate_b + shared * steps.gate_h
     if F.LAYOUT:
         layout = given.layout
-    if F.LAYOUT or F.LISTED > 1:
+    if at is not None:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
     end = length_of(given.lengths, batch, z.m)
     width = width_of(given.width, F)
