@@ -306,22 +306,28 @@ def columns_of(boxes: Boxes, box: int) -> Numbers:
     return np.stack([*offset, below, np.ones_like(below)])
 
 
-def pooled(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, Numbers]:
-    """Σᵢ αᵢ vᵢ (r, d_v) and log Σᵢ exp(−‖q − kᵢ‖²/2) (r, 1) of queries (d, r), both float64."""
+def pooled(query: Numbers, boxes: Boxes, share: float) -> tuple[Numbers, Numbers, Numbers]:
+    """Σᵢ αᵢ vᵢ (r, d_v) and log Σᵢ exp(−‖q − kᵢ‖²/2) (r, 1) of queries (d, r), both float64.
+
+    And what exp(score − log-sum-exp) times is α: far from all keys the log-sum-exp is so large that
+    its last digit is one in α's middle.
+    """
     found = reach(query, boxes, share)
     sums = np.zeros((query.shape[1], boxes.values.shape[-1]))
     for box, rows, weight in weights(query, boxes, found.keep, found.shift, share):
         sums[rows] += weight @ boxes.values[box]
-    total = sums[:, -1:]
-    return sums[:, :-1] / total, np.log(total) + found.shift[:, None]
+    total, shift = sums[:, -1:], found.shift[:, None]
+    lse = np.log(total) + shift
+    return sums[:, :-1] / total, lse, np.exp(lse - shift) / total
 
 
 class Trace(NamedTuple):
-    """What the way back needs of queries (d, r): the two results of `pooled`, and their gradients
-    `along` (r, d_v) and `along_lse` (r, 1)."""
+    """What the way back needs of queries (d, r): the results of `pooled`, and the gradients of the
+    first two, `along` (r, d_v) and `along_lse` (r, 1)."""
 
     out: Numbers
     lse: Numbers
+    gap: Numbers
     along: Numbers
     along_lse: Numbers
 
@@ -335,8 +341,9 @@ def pulled(
     """
     found = reach(query, boxes, share)
     dtype = boxes.values.dtype
-    along = kept.along.astype(dtype)
-    level = (np.sum(kept.out * kept.along, axis=1) - kept.along_lse[:, 0]).astype(dtype)
+    along = (kept.along * kept.gap).astype(dtype)
+    level = np.sum(kept.out * kept.along, axis=1) - kept.along_lse[:, 0]
+    level = (level * kept.gap[:, 0]).astype(dtype)
     gained = np.zeros((query.shape[1], len(query)))
     d_key, d_value = totals
     for box, rows, alpha in weights(query, boxes, found.keep, kept.lse[:, 0], share):

@@ -152,14 +152,10 @@ def run(call: Call) -> tuple[Array, Array | None, None]:
             _in_chunks(query, grid.boxed(key, value), lambda q, boxes: grid.pooled(q, boxes, share))
             for _, query, key, value in _parts(given)
         ]
-        out, lse = (
-            np.concatenate(x).reshape(*call.lead, call.n, -1) for x in zip(*found, strict=True)
-        )
-        own = [fw.constant(x, call.query, fw.dtype(call.query)) for x in (out, lse)]
-        exact = own
-        if fw.dtype(call.query) != "float64":
-            exact = [fw.constant(x, call.query, "float64") for x in (out, lse)]
-        return tuple(own if call.wants_lse else own[:1]), tuple(exact)
+        rows = (np.concatenate(x) for x in zip(*found, strict=True))
+        kept = [fw.constant(x.reshape(*call.lead, call.n, -1), call.query, "float64") for x in rows]
+        own = (fw.astype(x, fw.dtype(call.query)) for x in kept[: 1 + call.wants_lse])
+        return tuple(own), tuple(kept)
 
     def backward(arrays: Arrays, kept: Arrays, gradients: Arrays) -> Slopes:
         found = _backward(tree.rebuild(fw, call, arrays), share, kept, gradients)
@@ -238,15 +234,13 @@ def _backward(
 ) -> list[Array]:
     """The gradients of query, key and value, over the pairs that the forward pass read."""
     fw, n, m = call.fw, call.n, call.m
-    out, lse = (fw.to_numpy(x) for x in kept)
     along = fw.to_numpy(gradients[0]).astype(np.float64)
-    along_lse = fw.to_numpy(gradients[1]) if call.wants_lse else np.zeros_like(lse)
+    given = [*(fw.to_numpy(x) for x in kept), along]
+    given.append(fw.to_numpy(gradients[1]) if call.wants_lse else np.zeros_like(given[1]))
     found: list[list[Numbers]] = [[], [], []]
     parts = list(_parts(call))
     for at, query, key, value in parts:
-        rows = [
-            x.reshape(-1, x.shape[-1]) if not at else x[at] for x in (out, lse, along, along_lse)
-        ]
+        rows = [x.reshape(-1, x.shape[-1]) if not at else x[at] for x in given]
         boxes = grid.boxed(key, value)
         for total, new in zip(found, _pulled(query, boxes, share, Trace(*rows)), strict=True):
             total.append(new)
