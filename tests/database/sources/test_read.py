@@ -975,3 +975,11 @@ def test_a_few_words_among_numbers_are_told_of(tmp_path: Path) -> None:
     with pytest.warns(MixedColumn, match="'two'"):
         read_with("two")
     assert read(path, missing=["two"]).columns["age"] == [*range(40), None]
+    for odd in (str(2**63), "1e400", f"1.{'1' * 18}"):
+        with pytest.warns(MixedColumn, match="1 of 41 cells that a float would not keep, such as"):
+            assert read_with(odd)[-1] == odd
+
+
+def test_a_number_may_begin_with_its_point(tmp_path: Path) -> None:
+    path = write(tmp_path, "p.csv", b"p,q,r\n.05,-.5e1,.\n1,2,.x\n")
+    assert read(path).columns == {"p": [0.05, 1.0], "q": [-5.0, 2.0], "r": [".", ".x"]}

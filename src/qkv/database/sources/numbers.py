@@ -11,9 +11,9 @@ from typing import Any
 
 from qkv.database.faults import MixedColumn, warn
 
-_PLAIN = re.compile(r"(-?)(0|[1-9]\d*)(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_PLAIN = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Up to 17 digits and a point: a float keeps them.
-_SHORT = re.compile(r"-?(?=.{3,18}\Z)(?:0|[1-9]\d*)\.\d+", re.ASCII).fullmatch
+_SHORT = re.compile(r"-?(?=.{2,18}\Z)(?:0|[1-9]\d*)?\.\d+", re.ASCII).fullmatch
 _NAN = {"nan", "NaN", "inf", "-inf"}
 MISSING = (
     *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
@@ -40,8 +40,8 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
     with them their whole column. A cell is missing if it is empty or blank, or one of these words.
     "inf" and "-inf" are numbers in a column that has a finite number, else text.
 
-    >>> numbers(["1", "", "3"]), numbers(["2.50", "4", "NA"]), numbers(["007", "8"])
-    ([1, None, 3], [2.5, 4.0, None], ['007', '8'])
+    >>> numbers(["1", "", "3"]), numbers(["2.50", ".4", "NA"]), numbers(["007", "8"])
+    ([1, None, 3], [2.5, 0.4, None], ['007', '8'])
     >>> numbers(["DE", "NA"]), numbers(["DE", "NA"], missing=())
     (['DE', None], ['DE', 'NA'])
     """
@@ -61,16 +61,17 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
 
 
 def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[Any]]:
-    """Every column as `numbers` has it; a warning of each that a few words keep from being one."""
+    """Every column as `numbers` has it; a warning of each that a few cells keep from being one."""
     found = {name: numbers(cells, missing) for name, cells in columns.items()}
     for name, cells in found.items():
         words = _words(cells)
         if words:
             told = f"column {name!r} is text for {sum(words.values()):,} of {len(cells):,} cells"
             named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*words][:3]]
+            why = "a float would not keep" if _PLAIN.fullmatch([*words][0]) else "are no numbers"
             warn(
-                f"{told} that are no numbers, such as {', '.join(named)}: name such words as "
-                "missing, if that is what they mean",
+                f"{told} that {why}, such as {', '.join(named)}: name them as missing, if that is "
+                "what they mean",
                 MixedColumn,
             )
     return found
@@ -135,16 +136,17 @@ def _number(cells: list[Any]) -> bool:
 
 
 def _words(cells: list[Any]) -> dict[str, int]:
-    """The words among numbers, and how often each stands there, in a column of text; none where
-    they are many, or are digits themselves, as 007 is."""
+    """What keeps a column from being one of numbers, and how often it stands there; nothing where
+    that is much, or digits with zeros before them, as 007 has."""
     texts = [cell for cell in cells[:SAMPLE] if cell is not None]
     if len(texts) < SOME or type(texts[0]) is not str:
         return {}
-    if sum(_PLAIN.fullmatch(text.strip()) is None for text in texts) > RARE * len(texts):
+    if sum(not _keeps(text.strip()) for text in texts) > RARE * len(texts):
         return {}
     texts = [cell.strip() for cell in cells if cell is not None]
-    words = Counter(text for text in texts if not _PLAIN.fullmatch(text))
-    few = sum(words.values()) <= RARE * len(texts) and not any(map(str.isdigit, words))
+    words = Counter(text for text in texts if not _keeps(text))
+    padded = any(text.isdigit() and not _PLAIN.fullmatch(text) for text in words)
+    few = sum(words.values()) <= RARE * len(texts) and not padded
     return dict(words.most_common()) if few else {}
 
 
@@ -169,7 +171,7 @@ def _floats(cells: list[str]) -> list[Any] | None:
 
 
 def _keeps(text: str) -> bool:
-    """Whether a float keeps all that this number says."""
+    """Whether this is a number, and a float keeps all that it says."""
     if text in _NAN:
         return True
     found = _PLAIN.fullmatch(text)
