@@ -68,7 +68,9 @@ def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str,
         if words:
             told = f"column {name!r} is text for {sum(words.values()):,} of {len(cells):,} cells"
             named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*words][:3]]
-            why = "a float would not keep" if _PLAIN.fullmatch([*words][0]) else "are no numbers"
+            why = (
+                "a float would not keep" if all(map(_PLAIN.fullmatch, words)) else "are no numbers"
+            )
             warn(
                 f"{told} that {why}, such as {', '.join(named)}: name them as missing, if that is "
                 "what they mean",
