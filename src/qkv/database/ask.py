@@ -131,14 +131,14 @@ class Asked:
 
     def _encoded(self, queries: Any) -> Query:
         given = is_array(queries) and self.view.schema.key_kind != "vector"  # not a text: a vector
-        found = Query(to_numpy(queries)) if given else self.view.encoded(queries)
-        self.view.check(found)
-        code = found.code
-        if given and not np.isfinite(code).all():
+        if not given:
+            return self.view.encoded(queries)
+        code = to_numpy(queries)
+        self.view.check(Query(code))
+        if not np.isfinite(code).all():
             bad = int(np.isfinite(code).all(axis=1).argmin())
             raise ArgumentError(f"query {bad} holds NaN or infinity: no row is near it")
-        code = np.ascontiguousarray(code, dtype=np.result_type(code, np.float32))
-        return Query(code, found.asked)
+        return Query(np.ascontiguousarray(code, dtype=np.result_type(code, np.float32)))
 
     def _answer(self, query: Any, found: Weighed, at: int, keep: bool, **told: Any) -> Answer:
         alpha, pooled = found.weights[at], found.out[at] if self.view.schema.pools else None

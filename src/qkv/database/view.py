@@ -114,6 +114,9 @@ class View:
                 f"the encoder ({self.encoder.kind}) compares words, and the store has none beside "
                 "its vectors: encode the keys again, D.encode()"
             )
+        self.check(found)
+        wide = np.result_type(found.code, np.float32)
+        found = found._replace(code=np.ascontiguousarray(found.code, dtype=wide))
         if single:
             if len(self._asked) >= REMEMBERED:
                 self._asked = {}

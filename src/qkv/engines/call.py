@@ -114,10 +114,9 @@ def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
     if type(record) is float:
         return least <= abs(record) <= most or abs(record) in (0.0, math.inf)
-    if type(record) is tuple:
-        return all(within(x, least, most) for x in record)
-    names = fields_of(record) or ()
-    return all(within(getattr(record, name), least, most) for name in names)
+    if type(record) is not tuple:
+        record = [getattr(record, name) for name in fields_of(record) or ()]
+    return all(within(x, least, most) for x in record if x is not None)
 
 
 def all_rows(call: Call) -> Span:

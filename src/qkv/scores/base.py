@@ -181,7 +181,7 @@ def fits(owner: Any, name: str, query: Shape, columns: int = 1) -> None:
     """Refuse an array field unless it is one number, one for each of these columns, or (…, 1, 1)
     one for each batch of the query's: one for each row would have no meaning in a block of them."""
     value = getattr(owner, name)
-    if isinstance(value, int | float):  # a graph's number is not asked for more
+    if value is None or isinstance(value, int | float):  # a graph's is not asked for more
         return
     shape = tuple(getattr(value, "shape", ()))
     row = zip(reversed(shape), (columns, 1), strict=False)
