@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from qkv.database.store import Store, check, sizes
+from qkv.database.store import Store, check, folder, sizes
 from qkv.database.store.shelf import Files
 from tests.database.store import crash
 
@@ -27,6 +29,43 @@ def tight(monkeypatch):
 
 def test_killed_writers():
     crash.battery(200 if FULL else 20, seed=1)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from qkv.database.store import Store, folder
+making = [folder.beside(Path(name)) for name in sys.argv[1:]]
+for one in making:
+    Store(one.__enter__()).commit(records=["one"], digests=[b"1"])
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_import_left_is_swept(tmp_path):
+    """By whoever makes a store beside it, writes to one, or repairs one; no living one's."""
+    places = [tmp_path / name for name in ("make", "write", "repair")]
+    for place in places:
+        with Store(place / "old.qkv") as store:
+            store.commit(records=["one"], digests=[b"1"])
+    subprocess.run([sys.executable, "-c", KILLED, *(place / "new.qkv" for place in places)])
+    left = [*tmp_path.glob("*/.new.qkv.*/new.qkv/catalogue*")]
+    assert len({path.parent for path in left}) == 3
+    theirs = places[0] / ".new.qkv.abcdefgh"
+    theirs.mkdir()
+    with folder.beside(places[0] / "live.qkv") as part, Store(part):
+        with folder.beside(places[0] / "new.qkv") as made, Store(made) as store:
+            store.commit(records=["one"], digests=[b"1"])
+        assert part.parent.is_dir()
+    with Store(places[1] / "old.qkv") as store:
+        store.commit(records=["two"], digests=[b"2"])
+    assert check(places[2] / "old.qkv", repair=True) == []
+    assert {path.name for path in tmp_path.glob("*/*")} == {
+        "live.qkv",
+        "new.qkv",
+        "old.qkv",
+        theirs.name,
+    }
 
 
 @pytest.mark.skipif(

@@ -13,10 +13,11 @@ from pathlib import Path
 from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
 from qkv.database.store import plain
 from qkv.database.store.catalogue import FILE, Catalogue
-from qkv.database.store.lock import READERS
+from qkv.database.store.lock import READERS, seized
 from qkv.database.store.mark import WRITER
 from qkv.database.store.segments import SUFFIX, TEMPORARY, number
 from qkv.database.store.shelf import Files
+from qkv.database.store.sweep import MAKING, tidy
 from qkv.errors import ArgumentError, DtypeError
 
 
@@ -104,7 +105,11 @@ def beside(path: Path) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tidy(path.parent)
         aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        held = os.open(aside / "new", os.O_RDWR | os.O_CREAT)
+        seized(held)
+        os.rename(aside / "new", aside / MAKING)  # nobody sees it before it is locked
     except OSError as error:
         raise Unwritable(f"{path} cannot be made ({error.strerror})") from error
     try:
@@ -122,6 +127,7 @@ def beside(path: Path) -> Iterator[Path]:
             Files().fsync_folder(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        os.close(held)
 
 
 def size(path: Path) -> int:

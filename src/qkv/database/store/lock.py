@@ -37,6 +37,17 @@ def _module(folder: Path) -> ModuleType:
     return fcntl
 
 
+def seized(file: int) -> bool:
+    """Whether nobody else has the open file locked: then it is, until it is closed."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 class WriteLock:
     """The one writer of a folder, across processes: `flock` on a file with the holder's id inside.
 

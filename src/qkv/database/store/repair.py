@@ -32,7 +32,7 @@ from qkv.database.store.lock import READERS, WriteLock
 from qkv.database.store.mark import WRITER, Mark
 from qkv.database.store.segments import SUFFIX, number, read_notes
 from qkv.database.store.shelf import Disk
-from qkv.database.store.sweep import clear, leftovers, refuse_older
+from qkv.database.store.sweep import clear, leftovers, refuse_older, tidy
 from qkv.types import Progress
 
 SHOWN = 5
@@ -81,6 +81,7 @@ def check(
     lock = WriteLock(folder)
     if repair:
         lock.take()
+        tidy(folder.absolute().parent)
     try:
         return list(_problems(folder, lock, repair, progress))
     finally:

@@ -410,6 +410,8 @@ class Store(Closing):
 
     def _sweep(self, catalogue: Catalogue) -> None:
         """Remove what an unfinished commit or compaction left. Needs the lock for writing."""
+        if self.path is not None:
+            sweep.tidy(self.path.absolute().parent)
         found = sweep.leftovers(catalogue, self._shelf.files(), self._marked())
         sweep.clear(catalogue, self._shelf, list(found))
 

@@ -1,16 +1,41 @@
-"""Files of a store that nobody needs: those of a commit or a compaction that did not finish."""
+"""What nobody needs: files of a commit or compaction that did not finish, folders of an import."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
-from qkv.database.store import ledger
+from qkv.database.faults import Damaged
+from qkv.database.store import ledger, plain
 from qkv.database.store.catalogue import FILE, Catalogue
+from qkv.database.store.lock import seized
 from qkv.database.store.mark import Mark
 from qkv.database.store.segments import TEMPORARY, number
 from qkv.database.store.shelf import Shelf
 from qkv.errors import QkvError
+
+MAKING = "making.qkv"
+"""A file beside a store that is being made, locked by its maker as long as he lives."""
+
+
+def tidy(folder: Path) -> None:
+    """Remove what makers of stores in this folder left there when they were killed."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for found in filter(None, (re.fullmatch(r"\.(.+)\.\w{8}", name) for name in names)):
+        path = folder / found[0]
+        with contextlib.suppress(OSError, Damaged):
+            file = plain.opened(path / MAKING, os.O_RDWR)
+            try:
+                if seized(file) and set(os.listdir(path)) <= {MAKING, found[1]}:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(file)
 
 
 def refuse_older(catalogue: Catalogue, known: Mark | None) -> None:
