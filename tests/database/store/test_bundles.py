@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 
@@ -12,6 +13,7 @@ import qkv
 from qkv.database.faults import Damaged, DuplicateKey, SkippedRows
 from qkv.database.store import Store, bundles, check, sizes
 from qkv.database.store.catalogue import FILE
+from qkv.database.store.layout import IDS
 from qkv.errors import ArgumentError, DtypeError
 from tests.database.store.test_store import add, expected, flip, whole
 
@@ -138,6 +140,32 @@ def test_a_damaged_bundle(tmp_path):
         assert [part.ids[part.live].tolist() for part in snap.parts() if part.live is not None]
     file.write_bytes(sound)
     assert check(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["prefix", "place", "size", IDS])
+@pytest.mark.parametrize("bit", [1, 7])
+def test_a_key_that_a_damaged_index_hides_is_not_told_to_be_missing(tmp_path, name, bit):
+    """Whichever entry is damaged: each look-up is right, or names what lists the damage."""
+    keys = [f"key {i}" for i in range(12)]
+    with qkv.open(tmp_path / "d.qkv") as D:
+        D.add(keys, list(range(12)))
+    [file] = files(tmp_path / "d.qkv")
+    sound = file.read_bytes()
+    width = int.from_bytes(sound[:8], "little")
+    first, last = json.loads(sound[8 : 8 + width])[name]["data_offsets"]
+    step = (last - first) // 12
+    raised = 0
+    for entry in range(12):
+        file.write_bytes(sound)
+        flip(file, 8 + width + first + entry * step, 1 << bit)
+        with qkv.open(tmp_path / "d.qkv") as D:
+            for i in range(-1, 12):
+                try:
+                    assert D.get(f"key {i}") == (i if i >= 0 else None)
+                except Damaged as error:
+                    assert "qkv check lists all damage" in str(error)
+                    raised += 1
+    assert raised >= 12 * (name != IDS)
 
 
 @pytest.mark.parametrize("mask", [1, 2, 16])

@@ -14,6 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from qkv.arrays.ragged import Ragged, joined
+from qkv.database.store.catalogue import row_crc
 from qkv.database.store.layout import ANY, Layout
 from qkv.database.store.segments import Segment
 
@@ -34,6 +35,9 @@ digests, ascending, and `place` is where each of them is."""
 
 LONGEST = 255
 """Bytes of a digest that a bundle has."""
+
+WHOLE = 16
+"""Bytes of a digest with which no longer one begins: then one of the two has lost its size."""
 
 Line = tuple[int, bytes, str, int]
 """A row: its id, digest, record, and the checksum of these."""
@@ -65,16 +69,35 @@ class Bundle:
         return found[::-1]
 
     def last(self, digest: bytes, first: int, last: int) -> Line | None:
-        """The youngest row with this digest of those between two ids."""
+        """The youngest row with this digest of those between two ids.
+
+        A search ends between two entries that it has compared. Where both are those of their rows,
+        a digest that they enclose is not elsewhere.
+        """
         self._segment.check()
         wanted, prefix = int.from_bytes(digest[:8], "little"), self._prefix
-        at = bisect_right(prefix, wanted) - 1
-        while at >= 0 and prefix[at] == wanted:
+        at = bisect_right(prefix, wanted)
+        sound = at == len(prefix) or self._entered(at)
+        while sound and (at := at - 1) >= 0 and prefix[at] == wanted:
             line = self._read(self._place[at])
             if line[1] == digest and first <= line[0] <= last:
                 return line
-            at -= 1
+            # Digests of two keys hardly ever begin alike, and a long one is as long as the other.
+            sound = self._entered(at) and row_crc(*line[:3]) == line[3]
+            sound &= len(digest) < WHOLE or len(digest) == len(line[1])
+        if not sound or (at >= 0 and not self._entered(at)):
+            told = "its index is not what was written, so that a key may be there and not be found"
+            raise self._segment.damaged(told)
         return None
+
+    def _entered(self, at: int) -> bool:
+        """Whether an entry of the index is that of its row."""
+        place = self._place[at]
+        if place >= len(self._rows):
+            return False
+        start, size = self._starts[place], self._size[place]
+        begin = self._text[start : start + (size if size < 8 else 8)]
+        return int.from_bytes(begin, "little") == self._prefix[at]
 
     def lines(self, ids: np.ndarray) -> Iterator[Line]:
         """The rows of these ids, as far as they are here."""

@@ -89,8 +89,10 @@ class Segment:
     def check(self) -> None:
         """Refuse to be read where the file was cut: the system would end the process for it."""
         if self.cut:
-            assert self._path is not None
-            raise damaged(self._path, "it was cut while it was open")
+            raise self.damaged("it was cut while it was open")
+
+    def damaged(self, what: str) -> Damaged:
+        return damaged(self._path or Path("a store in memory"), what)
 
     def ahead(self, names: Collection[str]) -> None:
         """Tell the system which tensors of these rows are read next."""
