@@ -3,9 +3,6 @@
 No kernel uses atomics: a sum has one program.
 """
 
-# One `if` is decided when compiling, the one inside it on the device.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 import math
@@ -17,25 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, tiles
 from qkv.engines.triton.arguments import Arguments, Numbers, rounded
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.place import even, left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import ARRAYS, Sizes
-from qkv.engines.triton.tanh import is_idle
-from qkv.engines.triton.tiles import (  # fmt: skip
-    INFINITY,
-    LN2,
-    LOG2E,
-    NONE,
-    add_carefully,
-    fetch_some,
-    finite,
-    kept_share,
-    launched,
-    launched_by_rows,
-    rows_at,
-)
+from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched, launched_by_rows
 from qkv.engines.triton.weigh import chosen, weigh
 
 
@@ -95,14 +79,14 @@ def pool_tiles(
             elif F.WEIGHTING == "normalized":
                 total += tl.sum(p, 1)
         if F.DROP:
-            p = p * kept_share(rows.drawn, j, z.dropped, scales.share)
+            p = p * tiles.kept_share(rows.drawn, j, z.dropped, scales.share)
         if CAREFUL:
             counts = p != 0 if F.SPARSE else live | (p != p)
             first, width = some
-            v = fetch_some(first + start * keys.v_m, here * keys.v_m, width, acc.shape[1])
-            acc = add_carefully(acc, p, v, counts, F.PRECISION)
+            v = tiles.fetch_some(first + start * keys.v_m, here * keys.v_m, width, acc.shape[1])
+            acc = tiles.add_carefully(acc, p, v, counts, F.PRECISION)
         else:
-            v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
+            v = tiles.rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=F.PRECISION)
     return acc, top, total
 
@@ -131,12 +115,8 @@ def pool(
         n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns,
         splits, span,
     )  # fmt: skip
-    if F.TANH:
-        if is_idle(given):
-            return
-    if F.LISTED:
-        if left_out(at, z, F):
-            return
+    if left_out(given, at, z, F):
+        return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     state = nothing(F, F.BLOCK_D)
@@ -146,7 +126,7 @@ def pool(
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_lo, inner_hi, F, False, False)
     if F.QUICK:
         acc, top, total = state
-        good = tl.max((finite(total) == 0).to(tl.int32), 0) == 0
+        good = tl.max((tiles.finite(total) == 0).to(tl.int32), 0) == 0
         acc = tl.where(good, acc, 0.0)
         state = (acc, tl.where(good, top, NONE), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
@@ -168,7 +148,7 @@ def pool(
         share = finish(top, total, line, spot.inside, lse, kept, lines, F)
     odd = 0
     if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
-        odd = tl.max(tl.max((finite(acc) == 0).to(tl.int32), 1), 0)
+        odd = tl.max(tl.max((tiles.finite(acc) == 0).to(tl.int32), 1), 0)
     if odd > 0:
         # A value that does not count was multiplied by 0, and may be why the sum is not finite: do
         # it again and look at each, of few columns at a time, which makes for less to compile.

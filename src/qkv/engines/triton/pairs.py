@@ -6,23 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, tiles
 from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.backward import Back, kept_of, sound
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored
 from qkv.engines.triton.records import Sizes
-from qkv.engines.triton.tiles import (  # fmt: skip
-    LN2,
-    NONE,
-    alive,
-    fetch,
-    kept_share,
-    launched,
-    products,
-    rows_at,
-    ruled,
-)
+from qkv.engines.triton.tiles import LN2, NONE, launched
 from qkv.engines.triton.weigh import slope, weigh
 
 
@@ -110,12 +100,13 @@ def to_pairs(
     if F.ONCE:  # all that share the tile look at one and the same
         i = (tile_i * F.ROWS + near_i)[:, None]
         j = (tile_j * F.COLS + near_j)[None, :]
-        inside = alive(i, j, m, given.layout, z, F)
+        inside = tiles.alive(i, j, m, given.layout, z, F)
         there = given.pairs + tl.cast(lane_own // own_heads, tl.int64) * steps.p_b
         there += tl.cast(lane_own % own_heads, tl.int64) * steps.p_h
         there += tile_i * F.ROWS * tl.cast(steps.p_n, tl.int64)
         there += tile_j * F.COLS * tl.cast(steps.p_m, tl.int64)
-        own_extra, own_live = ruled(inside, there, offset, scales.times, F.PAIRS, True)
+        read = tl.load(there + offset, mask=inside, other=0)
+        own_extra, own_live = tiles.ruled(read, inside, scales.times, F, True)
         added = own_extra
         if F.QUICK:
             if F.EDGED:
@@ -150,20 +141,19 @@ def to_pairs(
                 live = live & (j < keys.end)
         else:
             i = (at_i + near_i)[:, None]
-            live = alive(i, j, keys.end, given.layout, z, F)
+            live = tiles.alive(i, j, keys.end, given.layout, z, F)
             there = rows.pairs + at_j * tl.cast(steps.p_m, tl.int64)
-            extra, live = ruled(live, there, offset, scales.times, F.PAIRS, True)
+            read = tl.load(there + offset, mask=live, other=0)
+            extra, live = tiles.ruled(read, live, scales.times, F, True)
         top, share, middle = kept_of(back, spot.line, F)
         x, _ = product(rows, keys, at_j, here_j, F)
+        at, value, at_value = spot.line * F.D, keys.value + at_j * keys.v_m, here_j * keys.v_m
         if F.WIDE:
-            values = keys.value + at_j * keys.v_m
-            dp = products(
-                along, spot.line * F.D, values, here_j * keys.v_m, F.D,
-                F.ROWS, F.COLS, F.D, F.BLOCK_W, F.PRECISION,
-            )  # fmt: skip
+            dp = tl.zeros((F.ROWS, F.COLS), tl.float32)
+            dp = tiles.products(dp, along, at, value, at_value, F.D, F.D, F.BLOCK_W, F.PRECISION)
         else:
-            do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
-            v = rows_at(keys.value, at_j, keys.v_m, here_j, F.D, F.BLOCK_D, False)  # (COLS, d)
+            do = tiles.fetch(along, at, F.D, F.BLOCK_D)  # (ROWS, d)
+            v = tiles.fetch(value, at_value, F.D, F.BLOCK_D)  # (COLS, d)
             dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         s, _ = scored(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
         p, lean = weigh(
@@ -171,7 +161,7 @@ def to_pairs(
             scales.alpha, F, True,
         )  # fmt: skip
         if F.DROP:
-            dp = dp * kept_share(rows.drawn, j, dropped, scales.share)
+            dp = dp * tiles.kept_share(rows.drawn, j, dropped, scales.share)
         ds = slope(p, lean, dp, middle[:, None], share[:, None], F)
         total += tl.where(live, ds, 0.0)
     factor = scales.times

@@ -8,26 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qkv.engines.triton import tiles
 from qkv.engines.triton.records import Keys, Rows, Spot, Strides
 from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.support import LIST, is_listed
-from qkv.engines.triton.tanh import side_of, tanh_scores, units_of
-from qkv.engines.triton.tiles import (  # fmt: skip
-    alive,
-    bounds,
-    described,
-    fetch,
-    length_of,
-    listed,
-    portion,
-    products,
-    products_described,
-    row_hash,
-    rows_at,
-    ruled,
-    ruling,
-    width_of,
-)
+from qkv.engines.triton.tanh import is_idle, side_of, tanh_scores, units_of
 
 
 @triton.jit
@@ -52,20 +37,20 @@ def known_steps(steps, F):
 
 
 @triton.jit
-def program(tiles, z, F):
-    """This program's part of a loop, its tile, and its lane."""
+def program(count, z, F):
+    """This program's part of a loop, its tile of so many, and its lane."""
     pid = tl.program_id(0)
     part = 0
     if F.SPLIT:
         part = pid % z.splits
         pid = pid // z.splits
     if F.PAIRS:  # heads side by side read one piece of the mask's array
-        lanes = tl.num_programs(0) // (tiles * z.splits)
+        lanes = tl.num_programs(0) // (count * z.splits)
         tile = pid // lanes
         lane = pid % lanes
     else:
-        tile = pid % tiles
-        lane = pid // tiles
+        tile = pid % count
+        lane = pid // count
     return part, tile, lane
 
 
@@ -127,7 +112,7 @@ def place(given, steps, tile, lane, z, F):
         elif F.LAID:
             pairs += head * steps.p_h
             step = tl.cast(steps.p_n, tl.int64)
-            pairs = described(pairs, z.n, step, z.m, F.ROWS, F.COLS, True)
+            pairs = tiles.described(pairs, z.n, step, z.m, F.ROWS, F.COLS, True)
             at = first
         else:
             pairs += head * steps.p_h + first * tl.cast(steps.p_n, tl.int64)
@@ -135,20 +120,23 @@ def place(given, steps, tile, lane, z, F):
     drawn = i
     if F.DROP:
         if F.PACKED:
-            drawn = row_hash(given.seed, lane * z.group + r // z.n, pos, z.hashed)[:, None]
+            drawn = tiles.row_hash(given.seed, lane * z.group + r // z.n, pos, z.hashed)[:, None]
         else:
-            drawn = row_hash(given.seed, lane, pos, z.hashed)[:, None]
+            drawn = tiles.row_hash(given.seed, lane, pos, z.hashed)[:, None]
     row_a, row_b, a = found_of(given, line, F)
     q = i
     if F.TANH:
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
         q = units_of(side, query, first, pos - first, F)
     elif not F.WIDE and F.WEIGHTING != "average":
-        q = fetch(query, offset, F.W, F.BLOCK_W)
+        q = tiles.fetch(query, offset, F.W, F.BLOCK_W)
     FLAT: tl.constexpr = F.WIDE and F.TMA
     step = tl.cast(steps.q_n, tl.int64)
-    query = described(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
-    rows = Rows(query, offset, q, i, a[:, None], row_a[:, None], row_b[:, None], pairs, at, drawn)
+    query = tiles.described(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
+    rows = Rows(
+        query, offset, q, i, a[:, None], row_a[:, None], row_b[:, None], pairs, at, drawn,
+        tiles.width_of(given.width, F),
+    )  # fmt: skip
     return rows, Spot(batch, own, shared, line, pos, inside, first, last)
 
 
@@ -172,112 +160,121 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
         layout = given.layout
     if at is not None:
         listing = at + tl.cast(tile, tl.int64) * z.at_columns
-    end = length_of(given.lengths, batch, z.m)
-    width = width_of(given.width, F)
+    end = tiles.length_of(given.lengths, batch, z.m)
     k_m = tl.cast(steps.k_m, tl.int64)
     v_m = tl.cast(steps.v_m, tl.int64)
     side = key
     if F.TANH:
         lane = batch * (z.heads // z.group) + shared
         side = side_of(given.eb, given.peak_b, given.v, lane, z.m, F)
-    key = described(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
-    value = described(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
-    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side, width)
+    key = tiles.described(key, z.m, k_m, F.W, F.COLS, F.BLOCK_W, F.TMA)
+    value = tiles.described(value, z.m, v_m, F.D, F.COLS, F.BLOCK_D, F.TMA)
+    return Keys(key, k_m, value, v_m, bias, gate_key, layout, listing, steps.p_m, end, side)
+
+
+@triton.jit
+def rows_tile(z, F):
+    """This program's part of a loop, its tile of rows, of how many, and its lane."""
+    count = (z.rows_n + F.ROWS - 1) // F.ROWS
+    part, tile, lane = program(count, z, F)
+    if F.UPPER:
+        tile = count - 1 - tile  # a causal mask's longest rows first
+    return part, tile, count, lane
 
 
 @triton.jit
 def rows_program(given, at, counts, steps, z, F):
     """This program's rows, their keys, where they lie, and the tiles of keys that they may see."""
     steps = known_steps(steps, F)
-    tiles = (z.rows_n + F.ROWS - 1) // F.ROWS
-    part, tile, lane = program(tiles, z, F)
-    if F.UPPER:
-        tile = tiles - 1 - tile  # a causal mask's longest rows first
+    part, tile, count, lane = rows_tile(z, F)
     rows, spot = place(given, steps, tile, lane, z, F)
     line = tile
     if F.LISTED:
-        line = lane * tiles + tile
+        line = lane * count + tile
     keys = keys_of(given, at, line, steps, spot.batch, spot.shared, z, F)
     if F.LISTED == 2:
         edges = (0, 0, 0, (tl.load(keys.at).to(tl.int32) + F.COLS - 1) // F.COLS)
     elif F.LAYOUT:
-        edges = listed(counts, tile, given.lengths)
+        edges = tiles.listed(counts, tile, given.lengths)
     else:
-        edges = bounds(spot.first, spot.last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
+        first, last = spot.first, spot.last
+        edges = tiles.bounds(first, last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
     if F.EDGES:  # one loop for all tiles
         edges = (edges[0], edges[0], edges[0], edges[3])
     if F.SPLIT:
-        edges = portion(edges, part, z.span)
+        edges = tiles.portion(edges, part, z.span)
     return rows, keys, spot, edges, part
 
 
 @triton.jit
-def left_out(at, z, F):
-    """Whether this program's rows are those of the other walk: LISTED is 2 in that over lists, and
-    1 in that over all keys, whose tiles are of MANY lists."""
-    tiles = (z.rows_n + F.ROWS - 1) // F.ROWS
-    _, tile, lane = program(tiles, z, F)
-    if F.UPPER:
-        tile = tiles - 1 - tile
-    first = tile * (F.ROWS // LIST)
-    count = (z.rows_n + LIST - 1) // LIST
-    return is_listed(at, lane, first, count, z.at_columns, F.MANY) == (F.LISTED == 1)
+def left_out(given, at, z, F):
+    """Whether this program has nothing to do. Of two walks its rows may be those of the other:
+    LISTED is 2 in that over lists, and 1 in that over all keys, whose tiles are of MANY lists."""
+    idle = is_idle(given, F)
+    if F.LISTED:
+        _, tile, _, lane = rows_tile(z, F)
+        first = tile * (F.ROWS // LIST)
+        count = (z.rows_n + LIST - 1) // LIST
+        idle = is_listed(at, lane, first, count, z.at_columns, F.MANY) == (F.LISTED == 1)
+    return idle
+
+
+@triton.jit
+def positions(t, at, SIZE: tl.constexpr, F):
+    """Where tile t of SIZE keys (or queries) starts, and how far from there each of them lies."""
+    near = tl.arange(0, SIZE)
+    if F.LISTED == 2:
+        start = 0
+        near = tl.load(at + LIST + t * SIZE + near).to(tl.int32)
+    elif F.LAYOUT:
+        start = tl.load(at + t) * SIZE
+    else:
+        start = t * SIZE
+    return start, near
 
 
 @triton.jit
 def tile_of(t, rows, keys, times, z, F, MASKED: tl.constexpr):
     """Tile t of the keys: its start, their positions j (1, COLS), how far each lies, and of its
     pairs which count and what the mask's array adds (ROWS, COLS)."""
-    near = tl.arange(0, F.COLS)
-    if F.LISTED == 2:
-        start = 0
-        near = tl.load(keys.at + LIST + t * F.COLS + near).to(tl.int32)
-    elif F.LAYOUT:
-        start = tl.load(keys.at + t) * F.COLS
-    else:
-        start = t * F.COLS
+    start, near = positions(t, keys.at, F.COLS, F)
     j = (start + near)[None, :]
     here = near
     live = j
     if MASKED:
         here = tl.minimum(near, z.m - 1 - start)
-        live = alive(rows.i, j, keys.end, keys.layout, z, F)
+        live = tiles.alive(rows.i, j, keys.end, keys.layout, z, F)
     extra = j
     if F.PAIRS:
-        QUICK: tl.constexpr = F.QUICK and not MASKED
         if F.LAID:
             read = rows.pairs.load([rows.at, start])
-            extra, live = ruling(read, live, times, F.PAIRS, MASKED, QUICK)
         else:
-            spot = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
-            offset = rows.at + near[None, :] * keys.p_m
-            extra, live = ruled(live, spot, offset, times, F.PAIRS, MASKED, QUICK)
+            there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
+            there += rows.at + near[None, :] * keys.p_m
+            read = tl.load(there, mask=live, other=0) if MASKED else tl.load(there)
+        extra, live = tiles.ruled(read, live, times, F, MASKED, F.QUICK and not MASKED)
     return start, j, here, live, extra
 
 
 @triton.jit
-def product(rows, keys, start, here, F):
-    """φ(q)·ψ(k) of a tile, (ROWS, COLS), and ψ(k) (COLS, w), where it is held whole; or what
-    stands for both in a score of tanh."""
+def product(own, others, start, here, F):
+    """φ·ψ of a tile, `own` rows down and those `here` of the others across, and these, where they
+    are held whole; or what stands for both in a score of tanh."""
     if F.TANH:
-        k = units_of(keys.side, keys.key + start * keys.k_m, start, here, F)
-        x = tanh_scores(rows.q, k, F)
-    elif F.WIDE and F.TMA:
-        x = products_described(
-            rows.query, 0, keys.key, start, keys.width, F.ROWS, F.COLS, F.BLOCK_W, F.SCORES
-        )
-        k = x
+        y = units_of(others.side, others.base + start * others.step, start, here, F)
+        x = tanh_scores(own.held, y, F)
     elif F.WIDE:
-        there = keys.key + start * keys.k_m
-        x = products(
-            rows.query, rows.offset, there, here * keys.k_m, keys.width,
-            F.ROWS, F.COLS, F.W, F.BLOCK_W, F.SCORES,
-        )  # fmt: skip
-        k = x
+        x = tl.zeros((own.offset.shape[0], here.shape[0]), tl.float32)
+        if F.TMA:
+            at, first, far = 0, others.base, start
+        else:
+            at, first, far = own.offset, others.base + start * others.step, here * others.step
+        x = tiles.products(x, own.base, at, first, far, own.width, F.W, F.BLOCK_W, F.SCORES, F.TMA)
+        y = x
     else:
-        k = rows_at(keys.key, start, keys.k_m, here, F.W, F.BLOCK_W, F.TMA)
-        x = tl.dot(rows.q, tl.trans(k), input_precision=F.SCORES)
-    return x, k
+        y = tiles.rows_at(others.base, start, others.step, here, F.W, F.BLOCK_W, F.TMA)
+        x = tl.dot(own.held, tl.trans(y), input_precision=F.SCORES)
+    return x, y
 
 
 @triton.jit

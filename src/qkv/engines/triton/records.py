@@ -98,16 +98,16 @@ Sizes = namedtuple(
 layout's blocks are of `size`, `columns` in a line; `hashed` heads make a batch of a dropout's; a
 loop is done in `splits` of `span` tiles."""
 
-Rows = namedtuple("Rows", "query offset q i a row_a row_b pairs at drawn")
+Rows = namedtuple("Rows", "base offset held i a row_a row_b pairs at drawn width")
 """A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
 position, the gate's half, its thresholds, its place in the mask's array from `pairs`, and its
-hash."""
+hash; φ has `width` columns."""
 
 Spot = namedtuple("Spot", "batch head shared line row inside first last")
 """Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an
 array of one number a row, its position, whether it exists, and the first and the last."""
 
-Keys = namedtuple("Keys", "key k_m value v_m bias gate_key layout at p_m end side width")
+Keys = namedtuple("Keys", "base step value v_m bias gate_key layout at p_m end side")
 """The keys of a head and what belongs to them, with the step from key to key; those of them that
 count end at `end`, and `at` lists the tiles of a layout, or the keys that are weighed. `side` is
-`tanh.Side` of them; φ and ψ have `width` columns."""
+`tanh.Side` of them."""

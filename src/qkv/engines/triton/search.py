@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.place import left_out, product, rows_program, scored
+from qkv.engines.triton.place import left_out, positions, product, rows_program, scored
 from qkv.engines.triton.records import Scales, Sizes
 from qkv.engines.triton.support import FEW, LIST, Marks, mark, mark_all
 from qkv.engines.triton.tiles import EIGHT, NONE, alive, folded, launched, ruled
@@ -40,11 +40,7 @@ def _scores(t, rows, keys, edges, scales, z, F):
     The `share` of the scales multiplies the bias. A tile that counts in part is told from a whole
     one when the kernel runs: one body for both compiles in a third of the time.
     """
-    start = t * F.COLS
-    near = tl.arange(0, F.COLS)
-    if F.LISTED:
-        near = tl.load(keys.at + LIST + start + near).to(tl.int32)
-        start = 0
+    start, near = positions(t, keys.at, F.COLS, F)
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = product(rows, keys, start, here, F)
@@ -52,8 +48,8 @@ def _scores(t, rows, keys, edges, scales, z, F):
     if F.PAIRS:
         live = alive(rows.i, j, keys.end, keys.layout, z, F)
         there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)
-        offset = rows.at + near[None, :] * keys.p_m
-        extra, live = ruled(live, there, offset, scales.times, F.PAIRS, True)
+        read = tl.load(there + (rows.at + near[None, :] * keys.p_m), mask=live, other=0)
+        extra, live = ruled(read, live, scales.times, F, True)
         if F.PAIRS == 2:
             s = s + extra
         s = tl.where(live, s, NONE)
@@ -209,9 +205,8 @@ def entmax_kernel(
     those follow in PHASE 2, over the lists of these.
     """
     z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
-    if F.LISTED:
-        if left_out(lists, z, F):
-            return
+    if left_out(given, lists, z, F):
+        return
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     slim = scales.alpha - 1.0
     scales = Scales(scales.scale * slim, scales.alpha, scales.times * slim, slim)

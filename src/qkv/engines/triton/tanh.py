@@ -51,10 +51,10 @@ def units_of(side, x, start, near, F):
 
 
 @triton.jit
-def is_idle(given):
-    """Whether nothing is to be done."""
+def is_idle(given, F):
+    """Whether what was done by features is not to be done again."""
     idle = False
-    if given.when is not None:
+    if F.TANH and given.when is not None:
         idle = tl.load(given.when) == 0
     return idle
 

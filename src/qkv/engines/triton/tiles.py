@@ -116,36 +116,22 @@ def alive(i, j, end, layout, z, F):
 
 
 @triton.jit
-def ruled(
-    live, place, offset, times,
-    PAIRS: tl.constexpr, MASKED: tl.constexpr, QUICK: tl.constexpr = False,
-):  # fmt: skip
-    """What a mask's own array adds to the scores of a tile, and which pairs then count.
+def ruled(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
+    """What a tile of a mask's own array adds to the scores, and which pairs then count.
 
-    The tile lies at `offset` from `place`. PAIRS is 1 for booleans, 2 for floats.
+    QUICK lets a −∞ rule pairs out by itself, as long as their scores are finite.
     """
-    if MASKED:
-        x = tl.load(place + offset, mask=live, other=0)
+    if F.PAIRS == 1:
+        added = read
+        counts = read != 0
     else:
-        x = tl.load(place + offset)
-    return ruling(x, live, times, PAIRS, MASKED, QUICK)
-
-
-@triton.jit
-def ruling(x, live, times, PAIRS: tl.constexpr, MASKED: tl.constexpr, QUICK: tl.constexpr = False):
-    """The same of a tile of the array that is read. QUICK lets a −∞ rule pairs out by itself, as
-    long as their scores are finite."""
-    if PAIRS == 1:
-        added = x
-        counts = x != 0
-    else:
-        added = x.to(tl.float32)
+        added = read.to(tl.float32)
         counts = live
         if not QUICK:
             counts = added > NONE
     if MASKED:
         counts = counts & live
-    if PAIRS == 2:
+    if F.PAIRS == 2:
         added = added * times
         if not QUICK:
             added = tl.where(counts, added, 0.0)
@@ -227,35 +213,23 @@ def width_of(width, F):
 
 @triton.jit
 def products(
-    left, left_offset, right, right_offset, width,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, left, left_at, right, right_at, width,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr = False,
 ):  # fmt: skip
-    """left · rightᵀ, (ROWS, COLS), of rows too wide to hold: a chunk of the width at a time."""
-    x = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    column = tl.arange(0, CHUNK)[None, :]
+    """x + left · rightᵀ of rows too wide to hold: a chunk of the width at a time.
+
+    The rows lie at these offsets; with TMA they begin at these, and descriptors copy them.
+    """
     for start in tl.range(0, width, CHUNK):
-        if WIDTH % CHUNK == 0:
-            a = tl.load(left + start + left_offset[:, None] + column)
-            b = tl.load(right + start + right_offset[:, None] + column)
+        if TMA:
+            a = left.load([left_at, start])
+            b = right.load([right_at, start])
+        elif WIDTH % CHUNK == 0:
+            a = fetch(left + start, left_at, CHUNK, CHUNK)
+            b = fetch(right + start, right_at, CHUNK, CHUNK)
         else:
-            inside = start + column < WIDTH
-            a = tl.load(left + start + left_offset[:, None] + column, mask=inside, other=0.0)
-            b = tl.load(right + start + right_offset[:, None] + column, mask=inside, other=0.0)
-        x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
-    return x
-
-
-@triton.jit
-def products_described(
-    left, left_start, right, right_start, width,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`products` of the rows that begin at these, copied by descriptors."""
-    x = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    for start in tl.range(0, width, CHUNK):
-        a = left.load([left_start, start])
-        b = right.load([right_start, start])
+            a = fetch_some(left + start, left_at, WIDTH - start, CHUNK)
+            b = fetch_some(right + start, right_at, WIDTH - start, CHUNK)
         x = tl.dot(a, tl.trans(b), x, input_precision=PRECISION)
     return x
 

@@ -1,8 +1,5 @@
 """The gradients of keys and values, in tiles."""
 
-# One `if` is decided when compiling, the one inside it on the device.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 from collections import namedtuple
@@ -10,40 +7,23 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from qkv.engines.triton import tiles
 from qkv.engines.triton.backward import Back, kept_of, pulled, sound
-from qkv.engines.triton.place import found_of, known_steps, program
+from qkv.engines.triton.place import found_of, known_steps, positions, product, program
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import gate_half, left_over, score
 from qkv.engines.triton.support import LIST, is_listed
-from qkv.engines.triton.tanh import add_units, is_idle, side_of, sums_of, tanh_scores, units_of
-from qkv.engines.triton.tiles import (  # fmt: skip
-    LN2,
-    alive,
-    bounds,
-    described,
-    fetch,
-    finite,
-    kept_share,
-    launched,
-    length_of,
-    listed,
-    portion,
-    products,
-    row_hash,
-    rows_at,
-    ruled,
-    ruling,
-    width_of,
-)
+from qkv.engines.triton.tanh import add_units, is_idle, side_of, sums_of, units_of
+from qkv.engines.triton.tiles import LN2, launched
 from qkv.engines.triton.weigh import slope, weigh
 
-Down = namedtuple("Down", "key offset k v j at bias b end stored line first width")
+Down = namedtuple("Down", "base offset held v j at bias b end stored line first width")
 """A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
 position, its place in the mask's array, its bias and the gate's half; which of them are written,
 and where in `ds`; the first of them; how many columns ψ has."""
 
 
-Across = namedtuple("Across", "query along line pairs lane member at top middle side")
+Across = namedtuple("Across", "base step along line pairs lane member at top middle side")
 """The queries of one head, across: where φ, ∂L/∂out, the rows' lines and the mask's array begin,
 which lane and which of its group it is, the list of tiles, with LINED where the rows' top and
 centre begin, and `tanh.Side`."""
@@ -57,35 +37,27 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
     given, back, ds_out, scales, steps = call
     QUICK: tl.constexpr = F.QUICK and not MASKED
     RULED: tl.constexpr = MASKED or (F.PAIRS > 0 and not F.QUICK)
-    q_n = tl.cast(steps.q_n, tl.int64)
     for t in tl.range(lo, hi):
-        near = tl.arange(0, F.ROWS)
-        if F.LISTED == 2:
-            start = 0
-            near = tl.load(head.at + LIST + t * F.ROWS + near).to(tl.int32)
-        elif F.LAYOUT:
-            start = tl.load(head.at + t) * F.ROWS
-        else:
-            start = t * F.ROWS
+        start, near = positions(t, head.at, F.ROWS, F)
         i = (start + near)[None, :]
         here = near
         live = i
         if MASKED:
             here = tl.minimum(near, z.n - 1 - start)
-            live = alive(i, own.j, own.end, given.layout, z, F)
+            live = tiles.alive(i, own.j, own.end, given.layout, z, F)
         extra = i
         if F.PAIRS:
             if F.LAID:
                 read = tl.trans(head.pairs.load([start, own.first]))  # (COLS, ROWS)
-                extra, live = ruling(read, live, scales.times, F.PAIRS, MASKED, QUICK)
             else:
                 there = head.pairs + start * tl.cast(steps.p_n, tl.int64)
-                offset = own.at + here[None, :] * steps.p_n
-                extra, live = ruled(live, there, offset, scales.times, F.PAIRS, MASKED, QUICK)
+                there += own.at + here[None, :] * steps.p_n
+                read = tl.load(there, mask=live, other=0) if MASKED else tl.load(there)
+            extra, live = tiles.ruled(read, live, scales.times, F, MASKED, QUICK)
         keep = i
         if F.DROP:
-            drawn = row_hash(given.seed, head.lane, i, z.hashed)
-            keep = kept_share(drawn, own.j, z.dropped, scales.share)
+            drawn = tiles.row_hash(given.seed, head.lane, i, z.hashed)
+            keep = tiles.kept_share(drawn, own.j, z.dropped, scales.share)
         line = head.line + start + here
         if F.LINED:
             spot = (head.line + start).to(tl.int32)
@@ -96,7 +68,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             top, share, middle = kept_of(back, line, F)
         row_a, row_b, a = found_of(given, line, F)
         if not F.ALONG:
-            do = rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
+            do = tiles.rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
         if F.WEIGHTING == "average":
             p, lean = weigh(
                 i, own.j, live, 0.0, share[None, :], row_a, row_b, scales.alpha, F, RULED
@@ -105,17 +77,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
                 p = p * keep
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
-            if F.TANH:
-                q = units_of(head.side, head.query + start * q_n, start, here, F)
-                x = tanh_scores(own.k, q, F)
-            elif F.WIDE:
-                x = products(
-                    own.key, own.offset, head.query + start * q_n, here * q_n, own.width,
-                    F.COLS, F.ROWS, F.W, F.BLOCK_W, F.SCORES,
-                )  # fmt: skip
-            else:
-                q = rows_at(head.query, start, q_n, here, F.W, F.BLOCK_W, F.TMA)  # (ROWS, w)
-                x = tl.dot(own.k, tl.trans(q), input_precision=F.SCORES)
+            x, q = product(own, head, start, here, F)
             gated, steep = score(x, scales.scale, own.bias, a[None, :], own.b, F)
             s = gated
             peak = top[None, :]
@@ -146,7 +108,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             if F.BIAS:
                 dbias += tl.sum(ds, 1)
             if F.TANH:
-                add_units(ds_out, None, ds, own.k, q, F, False)
+                add_units(ds_out, None, ds, own.held, q, F, False)
             elif F.WIDE:
                 spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
                 spot += (head.member * steps.o_n + start + near)[None, :]
@@ -154,7 +116,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
                 tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
             else:
                 if RULED:
-                    q = tl.where(finite(q), q, 0.0)
+                    q = tl.where(tiles.finite(q), q, 0.0)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PRECISION)
     return dk, dv, dbias, dgate
 
@@ -183,7 +145,8 @@ def across(given, back, listing, pair, g, first, steps, z, F):
     if F.PAIRS:
         pairs += batch * steps.p_b + head * steps.p_h
         if F.LAID:  # read with queries down, as it lies, and turned on chip
-            pairs = described(pairs, z.n, tl.cast(steps.p_n, tl.int64), z.m, F.ROWS, F.COLS, True)
+            p_n = tl.cast(steps.p_n, tl.int64)
+            pairs = tiles.described(pairs, z.n, p_n, z.m, F.ROWS, F.COLS, True)
         else:
             pairs += first * tl.cast(steps.p_m, tl.int64)
     else:
@@ -198,14 +161,14 @@ def across(given, back, listing, pair, g, first, steps, z, F):
     side = query
     if F.TANH:
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
-    query = described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA)
+    query = tiles.described(query, z.n, q_n, F.W, F.ROWS, F.BLOCK_W, F.TMA)
     if F.ALONG:
         along = back.along + batch * steps.a_b + head * steps.a_h
     else:
         d = tl.cast(F.D, tl.int64)
         along = back.along + lane * z.n * F.D
-        along = described(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
-    return Across(query, along, lane * z.n, pairs, lane, g, listing, top, middle, side)
+        along = tiles.described(along, z.n, d, F.D, F.ROWS, F.BLOCK_D, F.TMA)
+    return Across(query, q_n, along, lane * z.n, pairs, lane, g, listing, top, middle, side)
 
 
 @launched
@@ -224,9 +187,8 @@ def to_keys(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
-    if F.TANH:
-        if is_idle(given):
-            return
+    if is_idle(given, F):
+        return
     steps = known_steps(steps, F)
     part, tile, pair = program((keys_n + F.COLS - 1) // F.COLS, z, F)
     tile += first_key // F.COLS
@@ -249,8 +211,8 @@ def to_keys(
     key = given.key + batch * steps.k_b + head * steps.k_h + first * tl.cast(steps.k_m, tl.int64)
     value = given.value + batch * steps.v_b + head * steps.v_h
     value += first * tl.cast(steps.v_m, tl.int64)
-    end = length_of(given.lengths, batch, m)
-    v = fetch(value, here * steps.v_m, F.D, F.BLOCK_D)  # (COLS, d)
+    end = tiles.length_of(given.lengths, batch, m)
+    v = tiles.fetch(value, here * steps.v_m, F.D, F.BLOCK_D)  # (COLS, d)
     j = (first + near)[:, None]
     k = j
     if F.TANH:
@@ -258,7 +220,7 @@ def to_keys(
         k = units_of(side, key, first, here, F)
         ds = sums_of(dkey, pair, first, m, F)
     elif not F.WIDE and F.WEIGHTING != "average":
-        k = fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
+        k = tiles.fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
     bias = j
     if F.BIAS:
         there = given.key_bias + batch * steps.bias_b + head * steps.bias_h
@@ -269,10 +231,10 @@ def to_keys(
         b = gate_half(tl.load(there + first + here), F.FAST)[:, None]
     if F.LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
-        lo, inner_lo, inner_hi, hi = listed(counts, tile, given.lengths)
+        lo, inner_lo, inner_hi, hi = tiles.listed(counts, tile, given.lengths)
     else:
         last = tl.minimum(first + F.COLS, end) - 1
-        lo, inner_lo, inner_hi, hi = bounds(
+        lo, inner_lo, inner_hi, hi = tiles.bounds(
             first, last, -upper, -lower, n, F.ROWS, F.UPPER, F.LOWER
         )
         if F.CUT:
@@ -284,13 +246,13 @@ def to_keys(
     if F.EDGES:
         inner_hi = lo
     if F.SPLIT:
-        lo, inner_lo, inner_hi, hi = portion((lo, inner_lo, inner_hi, hi), part, span)
+        lo, inner_lo, inner_hi, hi = tiles.portion((lo, inner_lo, inner_hi, hi), part, span)
     state = nothing_yet(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     at_pairs = here[:, None] * steps.p_m
     own = Down(
         key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
-        width_of(given.width, F),
+        tiles.width_of(given.width, F),
     )  # fmt: skip
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)

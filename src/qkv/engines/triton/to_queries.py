@@ -1,28 +1,17 @@
 """The gradients of queries, in tiles."""
 
-# One `if` is decided when compiling, the one inside it on the device.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from qkv.engines.triton import tiles
 from qkv.engines.triton.backward import Back, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.score import left_over
-from qkv.engines.triton.tanh import add_units, is_idle, sums_of
-from qkv.engines.triton.tiles import (  # fmt: skip
-    EIGHT,
-    LN2,
-    fetch,
-    finite,
-    folded,
-    kept_share,
-    launched,
-    rows_at,
-)
+from qkv.engines.triton.tanh import add_units, sums_of
+from qkv.engines.triton.tiles import EIGHT, LN2, launched
 from qkv.engines.triton.weigh import slope, weigh
 
 
@@ -51,19 +40,19 @@ def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.cons
         if F.ALONG:
             dp = tl.load(do + start + here[None, :]).to(tl.float32) * scales.share
         else:
-            v = rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
+            v = tiles.rows_at(keys.value, start, keys.v_m, here, F.D, F.BLOCK_D, F.TMA)  # (COLS, d)
             dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
         if F.DROP:
-            dp = dp * kept_share(rows.drawn, j, z.dropped, scales.share)
+            dp = dp * tiles.kept_share(rows.drawn, j, z.dropped, scales.share)
         if F.CENTRE == 1:
-            one += folded(tl.where(lean == 0, 0.0, lean * dp))
-            two += folded(lean)
+            one += tiles.folded(tl.where(lean == 0, 0.0, lean * dp))
+            two += tiles.folded(lean)
         elif F.CENTRE == 2:
             ds = slope(p, lean, dp, middle, share, F)
-            one += folded(ds)
-            two += folded(lean)
+            one += tiles.folded(ds)
+            two += tiles.folded(lean)
             if RULED:
-                k = tl.where(finite(k), k, 0.0)
+                k = tl.where(tiles.finite(k), k, 0.0)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
             lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
         else:
@@ -72,10 +61,10 @@ def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.cons
             if F.GATE:
                 one += tl.sum(logit, 1)[:, None]
             if F.TANH:
-                add_units(slopes, along, ds, rows.q, k, F, True)
+                add_units(slopes, along, ds, rows.held, k, F, True)
             elif not F.WIDE:
                 if RULED:
-                    k = tl.where(finite(k), k, 0.0)
+                    k = tl.where(tiles.finite(k), k, 0.0)
                 dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PRECISION)
     return dq, one, two, lent
 
@@ -97,12 +86,8 @@ def to_queries(
         n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
         span,
     )  # fmt: skip
-    if F.TANH:
-        if is_idle(given):
-            return
-    if F.LISTED:
-        if left_out(at, z, F):
-            return
+    if left_out(given, at, z, F):
+        return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
     lo, inner_lo, inner_hi, hi = edges
     lines = tl.cast(lines, tl.int64)
@@ -114,7 +99,7 @@ def to_queries(
         do = along + spot.batch * steps.a_b + spot.head * steps.a_h  # (ROWS, 1)
         do += rows.i * tl.cast(steps.a_n, tl.int64)
     else:
-        do = fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
+        do = tiles.fetch(along, spot.line * F.D, F.D, F.BLOCK_D)  # (ROWS, d)
     slopes = do
     ones = do
     if F.TANH:
