@@ -93,16 +93,7 @@ def _fit_kernel(parts, table, grid, v, fit, beyond, width, h, G, F: tl.constexpr
 
 @triton.jit
 def _series(row, there, y, F):
-    """Σₖ cₖ yᵏ. `row` points to c₀ of each unit."""
-    value = tl.load(row + (F.K - 1) * F.H, mask=there, other=0.0) + tl.zeros_like(y)
-    for i in tl.static_range(1, F.K):
-        value = value * y + tl.load(row + (F.K - 1 - i) * F.H, mask=there, other=0.0)
-    return value
-
-
-@triton.jit
-def _series_slope(row, there, y, F):
-    """The value of `_series` and its slope in y."""
+    """Σₖ cₖ yᵏ and its slope in y. `row` points to c₀ of each unit."""
     value = tl.load(row + (F.K - 1) * F.H, mask=there, other=0.0) + tl.zeros_like(y)
     slope = tl.zeros_like(y)
     for i in tl.static_range(1, F.K):
@@ -128,6 +119,17 @@ def _there(col, F):
 
 
 @triton.jit
+def _placed(x, v, fit, row, col, there, inside, F):
+    """Of a tile of x its z = bent(x) / bent(A), y = 2z² − 1, where the series of its units begin,
+    their v, and the slope of z."""
+    scale = tl.load(fit + col, mask=there, other=0.0)
+    z, r = _bent(tl.load(x + row * F.H + col, mask=inside, other=0.0).to(tl.float32))
+    z *= scale
+    factor = tl.load(v + col, mask=there, other=0.0).to(tl.float32)
+    return z, 2 * z * z - 1, fit + F.H + col, factor, scale * (r * r * r)
+
+
+@triton.jit
 def _fill(tile, x, v, fit, beyond, width, out, alone, rows, KEY: tl.constexpr, F):
     row = tile.to(tl.int64) * F.BLOCK_R + tl.arange(0, F.BLOCK_R)[:, None]
     pairs = (tl.load(width) + 2 * F.H - 1) // (2 * F.H)
@@ -139,17 +141,13 @@ def _fill(tile, x, v, fit, beyond, width, out, alone, rows, KEY: tl.constexpr, F
         inside = (row < rows) & there
         to = out + row * (2 * F.J * F.H) + col
         if live:
-            scale = tl.load(fit + col, mask=there, other=0.0)
-            z, _ = _bent(tl.load(x + row * F.H + col, mask=inside, other=0.0).to(tl.float32))
-            z *= scale
-            y = 2 * z * z - 1
-            even = fit + F.H + col
-            factor = tl.load(v + col, mask=there, other=0.0).to(tl.float32)
-            main = _series(even + 2 * F.J * F.K * F.H, there, y, F)
+            z, y, even, factor, _ = _placed(x, v, fit, row, col, there, inside, F)
+            main, _ = _series(even + 2 * F.J * F.K * F.H, there, y, F)
             added += tl.sum(factor * (z * main), 1)
             for j in range(pairs):
-                first = _series(even + j * F.K * F.H, there, y, F)
-                second = z * _series(even + (F.J + j) * F.K * F.H, there, y, F)
+                first, _ = _series(even + j * F.K * F.H, there, y, F)
+                second, _ = _series(even + (F.J + j) * F.K * F.H, there, y, F)
+                second = z * second
                 if KEY:
                     first, second = factor * second, factor * first
                 tl.store(to + 2 * j * F.H, first.to(out.dtype.element_ty), mask=inside)
@@ -186,12 +184,7 @@ def _fill_grad(tile, grad, moved, x, v, fit, beyond, width, dx, dv, rows, KEY: t
     weighed = tl.zeros((F.BLOCK_R, F.BLOCK_H), tl.float32)
     if tl.load(beyond) == 0:
         columns = tl.load(width)
-        scale = tl.load(fit + col, mask=there, other=0.0)
-        z, r = _bent(tl.load(x + row * F.H + col, mask=inside, other=0.0).to(tl.float32))
-        z *= scale
-        y = 2 * z * z - 1
-        even = fit + F.H + col
-        factor = tl.load(v + col, mask=there, other=0.0).to(tl.float32)
+        z, y, even, factor, steep = _placed(x, v, fit, row, col, there, inside, F)
         for j in range((columns + 2 * F.H - 1) // (2 * F.H)):
             one = inside
             two = inside
@@ -203,8 +196,8 @@ def _fill_grad(tile, grad, moved, x, v, fit, beyond, width, dx, dv, rows, KEY: t
             second = tl.load(at + (2 * j + 1) * F.H, mask=two, other=0.0)
             de = (second if KEY else first).to(tl.float32)
             do = (first if KEY else second).to(tl.float32)
-            e, e_slope = _series_slope(even + j * F.K * F.H, there, y, F)
-            o, o_slope = _series_slope(even + (F.J + j) * F.K * F.H, there, y, F)
+            e, e_slope = _series(even + j * F.K * F.H, there, y, F)
+            o, o_slope = _series(even + (F.J + j) * F.K * F.H, there, y, F)
             along += de * e_slope * (4 * z) + do * (o + 4 * z * z * o_slope)
             if KEY:
                 weighed += de * e + do * (z * o)
@@ -212,10 +205,10 @@ def _fill_grad(tile, grad, moved, x, v, fit, beyond, width, dx, dv, rows, KEY: t
             along *= factor
         if moved is not None:
             of_row = tl.load(moved + row, mask=row < rows, other=0.0)
-            m, m_slope = _series_slope(even + 2 * F.J * F.K * F.H, there, y, F)
+            m, m_slope = _series(even + 2 * F.J * F.K * F.H, there, y, F)
             along += of_row * factor * (m + 4 * z * z * m_slope)
             weighed += of_row * (z * m)
-        along *= scale * (r * r * r)
+        along *= steep
     tl.store(dx + row * F.H + col, along.to(dx.dtype.element_ty), mask=inside)
     if moved is not None:
         tl.store(dv + tl.program_id(0) * F.H + flat, tl.sum(weighed, 0), mask=flat < F.H)
@@ -253,10 +246,10 @@ def tables(pairs: int, error: float, fine: float, device: Any) -> tuple[Tensor, 
 
 
 @cache
-def _tile(h: int, size: int = TILE) -> tuple[int, int]:
+def _tile(h: int) -> tuple[int, int]:
     """Rows and columns of a program's tile."""
-    wide = min(int(triton.next_power_of_2(h)), 128)
-    return max(size // wide, 1), wide
+    wide = min(launch.power_of_2(h), 128)
+    return max(TILE // wide, 1), wide
 
 
 def _rows(x: Tensor) -> int:
@@ -298,15 +291,8 @@ def fit_of(parts: Tensor, v: Tensor, table: Tensor, grid: Tensor) -> tuple[Tenso
     }
     found = room(parts, table)
     programs = (1 + -(-size // SHARE), -(-h // narrow))
-    launch.start(
-        _fit_kernel,
-        programs,
-        (parts, table, grid, v, *found),
-        (),
-        (h, count),
-        facts,
-        PLAIN._replace(warps=8),
-    )
+    arrays, tile = (parts, table, grid, v, *found), PLAIN._replace(warps=8)
+    launch.start(_fit_kernel, programs, arrays, (), (h, count), facts, tile)
     return found
 
 
@@ -329,7 +315,7 @@ def features_of(
     phi, psi = (x.new_empty((*x.shape[:-1], 2 * pairs * h)) for x in (a, b))
     alone = tuple(x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (a, b))
     arrays = (a, b, v, fit, beyond, width, phi, psi, *alone)
-    _each_tile(_features_kernel, arrays, a, b, fit, pairs, *_tile(h), 1)
+    _each_tile(_features_kernel, arrays, a, b, fit, pairs, 1)
     return phi, psi, *alone
 
 
@@ -355,12 +341,12 @@ def features_grad(
     dphi, dpsi, a, b, moved_b = (x.contiguous() for x in (dphi, dpsi, a, b, moved_b))
     h = a.shape[-1]
     da, db = into or (torch.empty_like(a), torch.empty_like(b))
-    tall, wide = _tile(h, TILE)
+    tall, wide = _tile(h)
     moved_rows = _rows(b) if moved_a is None else -(-_rows(b) // tall) * tall + _rows(a)
     parts = a.new_empty((-(-moved_rows // tall), h), dtype=torch.float32)
     moved = (None if moved_a is None else moved_a.contiguous(), moved_b)
     arrays = (dphi, dpsi, *moved, a, b, v, fit, beyond, width, da, db, parts)
-    _each_tile(_features_grad_kernel, arrays, a, b, fit, pairs, tall, wide, -(-h // wide))
+    _each_tile(_features_grad_kernel, arrays, a, b, fit, pairs, -(-h // wide))
     return da, db, parts
 
 
@@ -371,12 +357,11 @@ def _each_tile(
     b: Tensor,
     fit: Tensor,
     pairs: int,
-    tall: int,
-    wide: int,
     across: int,
 ) -> None:
-    """Launch a kernel whose programs have each a tile of a or of b."""
+    """Launch a kernel whose programs have each a tile of a or of b, so many `across`."""
     rows_a, rows_b, h = _rows(a), _rows(b), a.shape[-1]
+    tall, wide = _tile(h)
     tiles_a, tiles_b = -(-rows_a // tall), -(-rows_b // tall)
     if tiles_a + tiles_b:
         order = (fit.shape[0] - 1) // (2 * pairs + 1)
