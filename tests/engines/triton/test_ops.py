@@ -577,7 +577,7 @@ def test_heal_compiles():
     arrays = list(formulas.arrays_of(b=1, h=1, n=5, m=5).values())
     torch.library.opcheck(
         mend._heal.node,
-        (arrays[0].clone(), *arrays, 0.3, 0),
+        (arrays[0].clone(), *arrays, 0.3),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -106,11 +106,7 @@ def mend_queries(
 
 
 def _mend(
-    call: Arguments,
-    kernel: Any,
-    arrays: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
-    wide: bool,
+    call: Arguments, kernel: Any, arrays: tuple[Tensor | None, ...], wide: bool, *strides: int
 ) -> Launch | None:
     """One launch, of a program for each head, or of several where processors are left over.
 
@@ -134,78 +130,58 @@ def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
 
 
 @operator(_heal_fake, mutates=("out",))
-def _heal(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int
-) -> Tensor:
+def _heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     kept = _heal_fake(out, query)
-    repair(out, query, key, value, scale, upper, kept)
+    repair(out, query, key, value, scale, kept)
     return kept
 
 
 def repair(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    upper: int = 0,
-    kept: Tensor | None = None,
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None = None
 ) -> None:
     """`heal` of arrays that are known to fit, where no transform looks on."""
     if not (out.numel() and key.shape[2]):
         return
-    arrays = Arrays(query, key, value)
-    about = (mend, *launch.kinds(query, key, value, out), kept is None, upper)
+    arrays, numbers = Arrays(query, key, value), Numbers(scale, upper=0)
+    about = (mend, *launch.kinds(query, key, value, out), kept is None)
     made = launch.MADE.get(about)
-    if made is None or not made.again((*arrays, out, kept), Numbers(scale).floats):
-        call = Arguments(*arrays, *Numbers(scale, upper=upper))
-        made = _mend(call, mend, (out, kept), (), call.w > launch.HELD)
+    if made is None or not made.again((*arrays, out, kept), numbers.floats):
+        call = Arguments(*arrays, *numbers)
+        made = _mend(call, mend, (out, kept), call.w > launch.HELD)
         launch.keep(about, None if call.copied else made)
 
 
-def heal(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, upper: int = 0
-) -> Tensor:
+def heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Repair in place the output of a kernel that multiplies what a causal mask rules out by 0.
 
-    out (B, H, n, d), arguments as in `attend`, with softmax and j − i ≤ upper. A value that is
-    not finite makes NaN of rows that must not see it. The last row sees every key, so a head is
-    spoiled only if its last row is not finite; the other heads are not touched. Without a
-    synchronisation: every program looks at its head's last row. That row sees the value by right
-    and does not become finite, so a program that comes late finds what an early one found.
+    out (B, H, n, d), arguments as in `attend`, with softmax and j ≤ i. A value that is not finite
+    makes NaN of rows that must not see it. The last row sees every key, so a head is spoiled only
+    if its last row is not finite; the other heads are not touched. Without a synchronisation: every
+    program looks at its head's last row. That row sees the value by right and does not become
+    finite, so a program that comes late finds what an early one found.
 
     Returns what `heal_backward` needs of the rows of spoiled heads; the rest of it means nothing.
     """
-    if key.shape[2] > query.shape[2] + upper:
-        raise ArgumentError(
-            f"the last of {query.shape[2]} queries must see all keys: pass the first "
-            f"{query.shape[2] + upper} of {key.shape[2]}"
-        )
+    n, m = query.shape[2], key.shape[2]
+    if m > n:
+        raise ArgumentError(f"the last of {n} queries must see all keys: pass the first {n} of {m}")
     check("query", query, "key", key, value, WIDEST_VALUE)
-    kept: Tensor = _heal(out, query, key, value, scale, upper)
+    kept: Tensor = _heal(out, query, key, value, scale)
     return kept
 
 
 @operator(lambda *given: None, mutates=("dquery",))
 def heal_backward(
-    dquery: Tensor,
-    along: Tensor,
-    out: Tensor,
-    kept: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    upper: int = 0,
-) -> None:
+    dquery: Tensor, along: Tensor, out: Tensor, kept: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, scale: float,
+) -> None:  # fmt: skip
     """Repair in place the gradient of the query that such a kernel gives.
 
     `along` is ∂L/∂out, `out` the healed output and `kept` what `heal` returned. Those of key and
     value are as they should be: the last row sees every key, and its own gradient is not finite.
     Nothing is copied: `along` and `out` may have any strides, but for the last of `out`, 1.
     """
-    call = Arguments(*Arrays(query, key, value), *Numbers(scale, upper=upper))
-    if not (out.numel() and call.m):
-        return
-    strides = (*along.stride(), *dquery.stride()[:3])
-    _mend(call, mend_queries, (out, along, kept, dquery), strides, False)
+    call = Arguments(*Arrays(query, key, value), *Numbers(scale, upper=0))
+    if out.numel() and call.m:
+        strides = (*along.stride(), *dquery.stride()[:3])
+        _mend(call, mend_queries, (out, along, kept, dquery), False, *strides)
