@@ -112,12 +112,12 @@ def test_a_view_with_gaps_and_an_expanded_gradient():
 @pytest.mark.parametrize("shape", [(3, 5, 16), (2, 24)])
 def test_operators(shape):
     x = given(shape).requires_grad_()
-    torch.library.opcheck(norms._unit.node, (x,))
-    torch.library.opcheck(norms._square.node, (x, 0.5))
+    torch.library.opcheck(norms.unit.node, (x,))
+    torch.library.opcheck(norms.square.node, (x, 0.5))
     crossed = given((2, 9, 3, 16)).transpose(1, 2)
     kinds = ("test_schema", "test_faketensor")
-    torch.library.opcheck(norms._unit.node, (crossed,), test_utils=kinds)
-    torch.library.opcheck(norms._square.node, (crossed, 0.5), test_utils=kinds)
+    torch.library.opcheck(norms.unit.node, (crossed,), test_utils=kinds)
+    torch.library.opcheck(norms.square.node, (crossed, 0.5), test_utils=kinds)
 
 
 @pytest.mark.parametrize("function", [norms.unit, lambda x: norms.square(x, 1.0)])

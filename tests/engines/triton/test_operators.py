@@ -16,8 +16,8 @@ from tests.engines.triton.test_norms import DEVICE
 @pytest.fixture
 def seen(monkeypatch):
     """The calls of a node."""
-    calls, node = [], norms._square.node
-    monkeypatch.setattr(norms._square, "node", lambda *given: calls.append(given) or node(*given))
+    calls, node = [], norms.square.node
+    monkeypatch.setattr(norms.square, "node", lambda *given: calls.append(given) or node(*given))
     return calls
 
 
@@ -38,7 +38,7 @@ def test_eager_code_sees_the_function(seen):
 
 def test_the_node_has_the_same_gradient():
     x = given().requires_grad_()
-    one, two = norms._square(x, 0.5), norms._square.node(x, 0.5)
+    one, two = norms.square(x, 0.5), norms.square.node(x, 0.5)
     assert torch.equal(one, two)
     assert torch.equal(slope(one, x), slope(two, x))
 

@@ -39,13 +39,9 @@ class Way(NamedTuple):
 
 
 def attend_backward(
-    along: Tensor,
-    along_lse: Tensor | None,
-    out: Tensor,
-    kept: Tensor,
-    *rest: Any,
+    along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any,
     known: Tensor | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs.
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
@@ -104,13 +100,9 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
 
 
 def units_backward(
-    call: Arguments,
-    along: Tensor,
-    centre: Tensor,
-    kept: Tensor,
-    sums: tuple[Tensor, Tensor],
-    dvalue: Tensor,
-) -> Tensor:
+    call: Arguments, along: Tensor, centre: Tensor, kept: Tensor,
+    sums: tuple[Tensor, Tensor], dvalue: Tensor,
+) -> Tensor:  # fmt: skip
     """Of scores by tanh, fill the sums of each query's and each key's units (`tanh.add_units`) and
     dvalue; those of ∂L/∂v, of each query's units. The centre is `inner`."""
     call.facts = call.facts | {"CENTRED": True}
@@ -244,7 +236,8 @@ def _to_keys(
     def run(tile: Tile) -> None:
         programs = count * -(-keys_n // tile.cols)
         splits, span = call.parts(programs, call.n, tile.rows, tile.waves)
-        targets = [grads.key, grads.value, grads.key_bias, grads.gate_key]
+        places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
+        targets = list(places)
         if splits > 1:
             written = (
                 not wide, not call.facts["ALONG"], call.key_bias is not None,
@@ -254,7 +247,7 @@ def _to_keys(
                 written = (False, True, False, False)
             targets = [
                 call.new(splits, lines, width) if there else x
-                for x, width, there in zip(targets, (call.w, call.d, 1, 1), written, strict=True)
+                for x, width, there in zip(places, (call.w, call.d, 1, 1), written, strict=True)
             ]
         for own, at, counts, at_columns, more in call.walks(tile, splits, by_key=True):
             facts = call.known(own, wide, splits) | more
@@ -263,20 +256,15 @@ def _to_keys(
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
             arrays = (at, counts, along, centre, kept, *targets, ds)
             bounds = call.bounds(at_columns, splits, span)
-            some = (first_pair, first_key, keys_n, lines)
-            sizes = (call.hk, call.group, call.b * call.h * call.n, *bounds, *some)
+            own_sizes = (first_pair, first_key, keys_n, lines)
+            sizes = (call.hk, call.group, call.b * call.h * call.n, *bounds, *own_sizes)
             grid = count * -(-keys_n // own.cols) * splits
             call.start(to_keys.to_keys, grid, arrays, ds, sizes, facts, own)
-        if splits == 1:
-            return
-        places = (grads.key, grads.value, grads.key_bias, grads.gate_key)
         for place, part in zip(places, targets, strict=True):
-            if part is place:
-                continue
-            part = part.view(splits, call.b * call.hk, call.m, -1)
-            window = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
-            flat = place.view(call.b * call.hk, call.m, -1)
-            flat[window] = part[:, *window].sum(0).to(place.dtype)
+            if part is not place:
+                some = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
+                part = part.view(splits, call.b * call.hk, call.m, -1)[:, *some]
+                place.view(call.b * call.hk, call.m, -1)[some] = part.sum(0).to(place.dtype)
 
     call.fitting("to_keys", call.m, run)
 

@@ -84,23 +84,6 @@ def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
     tl.store(dx + at, (y * steep[:, None]).to(dx.dtype.element_ty), mask=inside)
 
 
-def unit(x: Tensor) -> Tensor:
-    """x / ‖x‖ of each row, and 0 for 0: (…, width) in x's dtype.
-
-    No square overflows or underflows. The gradient is (g − u (u·g)) / ‖x‖, and g for a row of 0.
-    """
-    _check(x)
-    out: Tensor = _unit(x)
-    return out
-
-
-def square(x: Tensor, factor: float) -> Tensor:
-    """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
-    _check(x)
-    out: Tensor = _square(x, factor)
-    return out
-
-
 def _check(x: Tensor) -> None:
     if x.dtype not in ops.DTYPES:
         raise DtypeError(f"x must be bfloat16, float16 or float32, not {x.dtype}")
@@ -111,6 +94,7 @@ def _check(x: Tensor) -> None:
 def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
     """x, whose rows follow each other in memory in any order of the axes, else a copy of it; and
     room of the same strides, so that a transpose is not copied."""
+    _check(x)
     out = torch.empty_like(x)
     if out.stride() != x.stride() or x.stride(-1) != 1:
         x = x.contiguous()
@@ -127,11 +111,7 @@ def _along(grad: Tensor, x: Tensor, width: int) -> Tensor:
 
 
 def _launch(
-    kernel: Any,
-    x: Tensor,
-    arrays: tuple[Tensor, ...],
-    numbers: tuple[float, ...] = (),
-    whole: tuple[int, ...] = (),
+    kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (), *whole: int
 ) -> None:
     """Start a kernel on arrays of x's size, or of a number for each of its rows."""
     about = (kernel, x.shape, *whole, *[y.dtype for y in arrays], x.device)
@@ -149,16 +129,13 @@ def _launch(
     launch.keep(about, made)
 
 
-def _fake(x: Tensor) -> Tensor:
-    return _dense(x)[1]
-
-
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
+    _check(x)
     return launch.even(x, x.shape[:-1])[..., None]
 
 
 def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return _fake(x)
+    return _dense(x)[1]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -173,8 +150,12 @@ def _unit_backward(grad: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-@operator(_fake, lambda ctx, grad: _unit_backward(grad, *ctx.saved_tensors), _save)
-def _unit(x: Tensor) -> Tensor:
+@operator(lambda x: _dense(x)[1], lambda ctx, grad: _unit_backward(grad, *ctx.saved_tensors), _save)
+def unit(x: Tensor) -> Tensor:
+    """x / ‖x‖ of each row, and 0 for 0: (…, width) in x's dtype.
+
+    No square overflows or underflows. The gradient is (g − u (u·g)) / ‖x‖, and g for a row of 0.
+    """
     x, out = _dense(x)
     _launch(_unit_kernel, x, (x, out))
     return out
@@ -192,7 +173,8 @@ def _square_backward(grad: Tensor, x: Tensor, factor: float) -> Tensor:
     lambda ctx, grad: (_square_backward(grad, *ctx.saved_tensors, *ctx.numbers), None),
     _save,
 )
-def _square(x: Tensor, factor: float) -> Tensor:
+def square(x: Tensor, factor: float) -> Tensor:
+    """factor · ‖x‖² of each row: (…, width) → (…, 1), float32, with gradient 2 · factor · g · x."""
     out = _fake_rows(x, factor)
     if not x.shape[-1]:
         return out.zero_()
@@ -202,5 +184,5 @@ def _square(x: Tensor, factor: float) -> Tensor:
     missing = 4 - x.ndim
     strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
     room = out.stride(-3) if out.ndim > 2 else length
-    _launch(_square_kernel, x, (x, out), (factor,), (*strides, heads, length, room))
+    _launch(_square_kernel, x, (x, out), (factor,), *strides, heads, length, room)
     return out
