@@ -62,7 +62,7 @@ def compiled() -> list[int]:
 
     from qkv.engines import triton as engine
     from qkv.engines.request import request
-    from qkv.engines.triton import ahead, backward, forward, hopper, launch, mend, weights
+    from qkv.engines.triton import ahead, forward, hopper, launch, mend, weigh, weights
     from qkv.engines.triton.arguments import Arguments
     from qkv.engines.triton.records import facts_of
 
@@ -73,7 +73,7 @@ def compiled() -> list[int]:
     triton.runtime.driver.set_active(Driver())
     half, whole = torch.bfloat16, torch.float32
     facts = {"D": 64, "BLOCK_D": 64, "WEIGHTING": "softmax", "EXPONENTIAL": True}
-    inner = backward.inner.warmup(
+    inner = weigh.inner.warmup(
         half, half, None, whole, 100, F=facts_of(facts | {"ROWS": 64}), grid=(2, 1, 1), num_warps=4
     )
     merge = forward.merge.warmup(

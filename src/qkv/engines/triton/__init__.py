@@ -1,7 +1,7 @@
 """The lowered form on CUDA, in Triton: s = (scale φ·ψ + bias) σ(gate), then any weighting.
 
 This file turns a call into the arrays that the operators take; `ops` is their door, and behind it
-stand the kernels, `forward` and `backward`.
+stand the kernels.
 """
 
 from __future__ import annotations

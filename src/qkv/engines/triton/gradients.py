@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, backward, launch, pairs, to_keys, to_queries, wide
+from qkv.engines.triton import ahead, launch, pairs, to_keys, to_queries, weigh, wide
 from qkv.engines.triton.arguments import Arguments, rounded, shared_strides
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
@@ -164,7 +164,7 @@ def inner(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tensor:
     facts = {"D": d, "BLOCK_D": launch.block_of(d, out.dtype), "ROWS": 64}
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     lines, tile = centre.numel(), Tile(64, 1, 1, 4, 1)
-    launch.start(backward.inner, -(-lines // 64), arrays, (), (lines,), facts, tile)
+    launch.start(weigh.inner, -(-lines // 64), arrays, (), (lines,), facts, tile)
     return centre
 
 

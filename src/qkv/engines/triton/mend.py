@@ -11,16 +11,15 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.backward import Back, kept_of
 from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.launch import Launch, Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays, Sizes
-from qkv.engines.triton.score import left_over
 from qkv.engines.triton.tiles import bounds, fetch, finite, launched
 from qkv.engines.triton.to_queries import queries_tiles
+from qkv.engines.triton.weigh import Back, kept_of, left_over
 from qkv.errors import ArgumentError
 
 PLAIN = {

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from qkv.engines.triton import launch, tiles
 from qkv.engines.triton.arguments import Arguments
-from qkv.engines.triton.backward import Back, kept_of, sound
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored
 from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.tiles import LN2, NONE, launched
-from qkv.engines.triton.weigh import slope, weigh
+from qkv.engines.triton.weigh import Back, kept_of, slope, sound, weigh
 
 
 @triton.jit

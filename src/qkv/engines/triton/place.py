@@ -10,9 +10,9 @@ import triton.language as tl
 
 from qkv.engines.triton import tiles
 from qkv.engines.triton.records import Keys, Rows, Spot, Strides
-from qkv.engines.triton.score import gate_half, score
 from qkv.engines.triton.support import LIST, is_listed
 from qkv.engines.triton.tanh import is_idle, side_of, tanh_scores, units_of
+from qkv.engines.triton.weigh import gate_half, score
 
 
 @triton.jit

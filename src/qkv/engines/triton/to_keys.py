@@ -7,15 +7,12 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from qkv.engines.triton import tiles
-from qkv.engines.triton.backward import Back, kept_of, pulled, sound
+from qkv.engines.triton import tiles, weigh
 from qkv.engines.triton.place import found_of, known_steps, positions, product, program
 from qkv.engines.triton.records import Sizes
-from qkv.engines.triton.score import gate_half, left_over, score
 from qkv.engines.triton.support import LIST, is_listed
 from qkv.engines.triton.tanh import add_units, is_idle, side_of, sums_of, units_of
 from qkv.engines.triton.tiles import LN2, launched
-from qkv.engines.triton.weigh import slope, weigh
 
 Down = namedtuple("Down", "base offset held v j at bias b end stored line first width")
 """A tile of keys, down: ψ(k) (COLS, w) or `tanh.Units`, v (COLS, d), and of each (COLS, 1) its
@@ -65,12 +62,12 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             middle = head.middle.load([spot])
             share = top
         else:
-            top, share, middle = kept_of(back, line, F)
+            top, share, middle = weigh.kept_of(back, line, F)
         row_a, row_b, a = found_of(given, line, F)
         if not F.ALONG:
             do = tiles.rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
         if F.WEIGHTING == "average":
-            p, lean = weigh(
+            p, lean = weigh.weigh(
                 i, own.j, live, 0.0, share[None, :], row_a, row_b, scales.alpha, F, RULED
             )
             if F.DROP:
@@ -78,14 +75,14 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
             x, q = product(own, head, start, here, F)
-            gated, steep = score(x, scales.scale, own.bias, a[None, :], own.b, F)
+            gated, steep = weigh.score(x, scales.scale, own.bias, a[None, :], own.b, F)
             s = gated
             peak = top[None, :]
             if QUICK:
                 peak = peak - extra
             elif F.PAIRS == 2:
                 s = s + extra
-            p, lean = weigh(
+            p, lean = weigh.weigh(
                 s, own.j, live, peak, share[None, :], row_a[None, :], row_b[None, :],
                 scales.alpha, F, RULED,
             )  # fmt: skip
@@ -101,8 +98,8 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
                 dp = tl.dot(own.v, tl.trans(do), input_precision=F.PRECISION)
             if F.DROP:
                 dp = dp * keep
-            ds = slope(p, lean, dp, middle[None, :], share[None, :], F)
-            logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
+            ds = weigh.slope(p, lean, dp, middle[None, :], share[None, :], F)
+            logit, ds = weigh.pulled(ds, live, gated, steep, scales.scale, F, RULED)
             if F.GATE:
                 dgate += tl.sum(logit, 1)
             if F.BIAS:
@@ -112,7 +109,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             elif F.WIDE:
                 spot = own.line[:, None] * tl.cast(steps.o_h, tl.int64)
                 spot += (head.member * steps.o_n + start + near)[None, :]
-                ds = (ds * left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
+                ds = (ds * weigh.left_over(scales.scale, F)).to(ds_out.dtype.element_ty)
                 tl.store(ds_out + spot, ds, mask=own.stored[:, None] & (i < steps.o_n))
             else:
                 if RULED:
@@ -228,7 +225,7 @@ def to_keys(
     b = j
     if F.GATE:
         there = given.gate_key + batch * steps.gate_b + head * steps.gate_h
-        b = gate_half(tl.load(there + first + here), F.FAST)[:, None]
+        b = weigh.gate_half(tl.load(there + first + here), F.FAST)[:, None]
     if F.LAYOUT:
         at += tl.cast(tile, tl.int64) * at_columns
         lo, inner_lo, inner_hi, hi = tiles.listed(counts, tile, given.lengths)
@@ -254,7 +251,7 @@ def to_keys(
         key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
         tiles.width_of(given.width, F),
     )  # fmt: skip
-    back = Back(along, centre, kept, tl.cast(lines, tl.int64))
+    back = weigh.Back(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)
     for g in tl.range(0, group):
         listing = at
@@ -272,7 +269,9 @@ def to_keys(
             state = keys_tiles(state, own, queries, call, z, inner_hi, hi, F, True)
     dk, dv, db, dg = state
     if F.QUICK:
-        good = sound(dk) & sound(dv) & sound(db[:, None]) & sound(dg[:, None])
+        good = (
+            weigh.sound(dk) & weigh.sound(dv) & weigh.sound(db[:, None]) & weigh.sound(dg[:, None])
+        )
         if good == 0:  # all again, with care
             state = nothing_yet(F)
             for g in tl.range(0, group):
@@ -288,7 +287,7 @@ def to_keys(
         tl.store(where, dv.to(dvalue.dtype.element_ty), mask=stored[:, None] & (column < F.D))
     if F.WEIGHTING != "average":
         if not F.WIDE:
-            dk = dk * left_over(scales.scale, F)
+            dk = dk * weigh.left_over(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]
             where = dkey + line[:, None] * F.W + column
             tl.store(where, dk.to(dkey.dtype.element_ty), mask=stored[:, None] & (column < F.W))

@@ -6,13 +6,11 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton import tiles
-from qkv.engines.triton.backward import Back, kept_of, pulled, sound
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
 from qkv.engines.triton.records import Sizes
-from qkv.engines.triton.score import left_over
 from qkv.engines.triton.tanh import add_units, sums_of
 from qkv.engines.triton.tiles import EIGHT, LN2, launched
-from qkv.engines.triton.weigh import slope, weigh
+from qkv.engines.triton.weigh import Back, kept_of, left_over, pulled, slope, sound, weigh
 
 
 @triton.jit

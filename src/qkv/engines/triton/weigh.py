@@ -1,12 +1,92 @@
-"""α of a tile's scores once its rows are known, and the gradient of the scores from that of α."""
+"""A tile's scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)), its weights α once its rows
+are known, and the gradients of both.
+
+Scores are in base 2 for softmax and top-k, where log₂e is in `scale` and in the bias.
+"""
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from qkv.engines.triton.score import gate, gate_half
-from qkv.engines.triton.tiles import LOG2E, NONE
+from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, finite, launched
+
+Back = namedtuple("Back", "along centre kept lines")
+"""What the way back knows of each row: ∂L/∂out, the centre, and the two lines of `kept`. If ALONG,
+∂L/∂α itself, (n, m) of each head, and the log-sum-exp."""
+
+
+@triton.jit
+def gate_half(x, FAST: tl.constexpr):
+    """A gate's half of the logit as `gate` wants it, so that the pair costs one addition."""
+    if FAST:
+        return x * 0.5
+    return x * -LOG2E
+
+
+TANH_PAIR = tl.constexpr("""
+{
+    .reg .b32 pair;
+    .reg .b16 low, high;
+    cvt.rn.f16x2.f32 pair, $3, $2;
+    tanh.approx.f16x2 pair, pair;
+    mov.b32 {low, high}, pair;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}
+""")
+
+
+@triton.jit
+def gate(a, b, size, FAST: tl.constexpr):
+    """size · σ of the sum of two halves; FAST takes two at a time, right to 11 bits."""
+    if FAST:
+        t = tl.inline_asm_elementwise(
+            TANH_PAIR, "=f,=f,f,f", [a + b], dtype=tl.float32, is_pure=True, pack=2
+        )
+        half = size * 0.5
+        return t * half + half
+    return size / (1.0 + tl.exp2(a + b))
+
+
+@triton.jit
+def score(x, scale, bias, a, b, F):
+    """s and, if gated, its slope in φ·ψ; with a bias that without the scale."""
+    if F.GATE and not F.BIAS:
+        steep = gate(a, b, scale, F.FAST)
+        s = x * steep
+    else:
+        s = x * scale
+        steep = s
+        if F.BIAS:
+            s = s + bias
+        if F.GATE:
+            steep = gate(a, b, 1.0, F.FAST)
+            s = s * steep
+    return s, steep
+
+
+@triton.jit
+def pull_gate(ds, s, steep, scale, F):
+    """From a score's gradient that of the gate's logit, s σ(−logit), and of what is gated."""
+    if F.BIAS:
+        shut = 1.0 - steep
+    else:
+        shut = 1.0 - steep * (1.0 / tl.where(scale == 0, 1.0, scale))
+    return ds * s * shut, ds * steep
+
+
+@triton.jit
+def left_over(scale, F):
+    """The factor still missing from a gradient of φ·ψ: the scale, without its log₂e."""
+    factor = scale
+    if F.GATE and not F.BIAS:
+        factor = 1.0
+    if F.WEIGHTING == "softmax":
+        factor = factor * LN2
+    return factor
 
 
 @triton.jit
@@ -81,3 +161,62 @@ def slope(p, lean, along, centre, share, F):
     elif F.WEIGHTING == "sigmoid":
         return p * (1.0 - p) * along
     return along
+
+
+@triton.jit
+def kept_of(back, line, F):
+    """What the way there kept of rows: top, share, and the centre."""
+    zero = line.to(tl.float32) * 0.0
+    top = zero
+    share = zero
+    middle = zero
+    if F.ALONG:
+        top = tl.load(back.kept + line) * LOG2E
+        top = tl.where(top == NONE, INFINITY, top)
+        share = zero + 1.0
+    elif F.EXPONENTIAL:
+        top = tl.load(back.kept + line)
+    if (
+        F.WEIGHTING == "normalized"
+        or F.WEIGHTING == "average"
+        or (F.EXPONENTIAL and F.APART and not F.ALONG)
+    ):
+        share = tl.load(back.kept + back.lines + line)
+    if F.CENTRED:
+        middle = tl.load(back.centre + line)
+    return top, share, middle
+
+
+@triton.jit
+def sound(x):
+    """Whether all of a sum (rows, columns) is finite."""
+    return tl.max(tl.max((finite(x) == 0).to(tl.int32), 1), 0) == 0
+
+
+@triton.jit
+def pulled(ds, live, gated, steep, scale, F, RULED: tl.constexpr):
+    """From the scores' gradient that of the gate's logit, and of what is gated."""
+    if RULED:
+        ds = tl.where(live, ds, 0.0)
+    logit = ds
+    if F.GATE:
+        logit, ds = pull_gate(ds, gated, steep, scale, F)
+        if RULED:
+            logit = tl.where(live, logit, 0.0)
+            ds = tl.where(live, ds, 0.0)
+    return logit, ds
+
+
+@launched
+def inner(along, out, along_lse, centre, lines, F: tl.constexpr):
+    """centre = Σ ∂L/∂out · out − ∂L/∂lse, each row by itself."""
+    line = tl.cast(tl.program_id(0), tl.int64) * F.ROWS + tl.arange(0, F.ROWS)
+    column = tl.arange(0, F.BLOCK_D)[None, :]
+    where = line[:, None] * F.D + column
+    mask = (line < lines)[:, None] & (column < F.D)
+    x = tl.load(along + where, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(out + where, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(x * y, 1)
+    if along_lse is not None:
+        total -= tl.load(along_lse + line, mask=line < lines, other=0.0)
+    tl.store(centre + line, total, mask=line < lines)

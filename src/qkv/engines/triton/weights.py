@@ -15,12 +15,11 @@ from torch import Tensor
 
 from qkv.engines.triton import gradients, launch
 from qkv.engines.triton.arguments import Arguments, Numbers
-from qkv.engines.triton.backward import Back, kept_of
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
 from qkv.engines.triton.records import Arrays, Sizes
 from qkv.engines.triton.tiles import launched
-from qkv.engines.triton.weigh import weigh
+from qkv.engines.triton.weigh import Back, kept_of, weigh
 
 TILE = Tile(64, 64, 64, 4, 3)
 PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False, "ALONG": True}
