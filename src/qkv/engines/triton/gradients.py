@@ -217,20 +217,14 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
     return one
 
 
-def _to_keys(
-    way: Way,
-    pairs: tuple[int, int] | None = None,
-    keys: tuple[int, int] | None = None,
-    ds: Tensor | None = None,
-) -> None:
+def _to_keys(way: Way, *some: tuple[int, int], ds: Tensor | None = None) -> None:
     """Fill the gradients on the side of the keys; with `wide`, `ds` instead of the key's own.
 
-    `pairs` and `keys` say which: the first, and how many.
+    `some` are which pairs and which keys of theirs: the first, and how many; else all.
     """
     call, along, centre, kept, grads, wide = way
     assert grads is not None
-    first_pair, count = pairs or (0, call.b * call.hk)
-    first_key, keys_n = keys or (0, call.m)
+    (first_pair, count), (first_key, keys_n) = some or ((0, call.b * call.hk), (0, call.m))
     lines = call.b * call.hk * call.m
 
     def run(tile: Tile) -> None:
@@ -262,9 +256,9 @@ def _to_keys(
             call.start(to_keys.to_keys, grid, arrays, ds, sizes, facts, own)
         for place, part in zip(places, targets, strict=True):
             if part is not place:
-                some = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
-                part = part.view(splits, call.b * call.hk, call.m, -1)[:, *some]
-                place.view(call.b * call.hk, call.m, -1)[some] = part.sum(0).to(place.dtype)
+                at = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))
+                part = part.view(splits, call.b * call.hk, call.m, -1)[:, *at]
+                place.view(call.b * call.hk, call.m, -1)[at] = part.sum(0).to(place.dtype)
 
     call.fitting("to_keys", call.m, run)
 
@@ -298,7 +292,7 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             width = span.stop - first
             make = torch.zeros if call.masked else torch.empty
             ds = make((size, width, call.group, line), dtype=dtype, device=device)
-            _to_keys(way, (pair, size), (first, width), ds)
+            _to_keys(way, (pair, size), (first, width), ds=ds)
             if ours:
                 dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
                 wide.fill(ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width)

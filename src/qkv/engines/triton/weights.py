@@ -61,15 +61,9 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
 
 
 def weights(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    scale: float,
-    upper: int | None,
-    mean: bool,
-    pairs: Tensor | None = None,
-    times: float = 1.0,
-) -> Tensor:
+    query: Tensor, key: Tensor, lse: Tensor, scale: float, upper: int | None, mean: bool,
+    pairs: Tensor | None = None, times: float = 1.0,
+) -> Tensor:  # fmt: skip
     """query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n) → (B, n, m), or of heads (B, H, n, m).
 
     With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `ops.attend`.
