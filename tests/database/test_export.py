@@ -73,6 +73,14 @@ def rows_of_all(D):
         }
 
 
+@pytest.mark.parametrize(("name", "mark"), [("a.tsv", "\t"), ("A.TSV", "\t"), ("a.txt", ",")])
+def test_csv_has_the_delimiter_of_its_ending(tmp_path, name, mark):
+    D = Database({"Li, Mu": 34})
+    assert D.to_csv(tmp_path / name) == 1
+    key = '"Li, Mu"' if mark == "," else "Li, Mu"
+    assert (tmp_path / name).read_text() == f"key{mark}value\n{key}{mark}34\n"
+
+
 def test_no_library_is_a_line_of_what_to_install(monkeypatch, tmp_path):
     for name in ("pandas", "polars", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -39,12 +39,12 @@ def to_frame(columns: Sequence[str], rows: Rows, of: str | None = None) -> Any:
     return frame({name: found.get(name, []) for name in columns}, of)
 
 
-def write(
-    path: str | os.PathLike[str], columns: Sequence[str], rows: Rows, ending: str | None = None
-) -> int:
-    """The rows in a file, in the form of an ending, by default its own; how many there were."""
+def write(path: str | os.PathLike[str], columns: Sequence[str], rows: Rows, *endings: str) -> int:
+    """The rows in a file, in the form of its ending, or of the first where it is none of those
+    given; how many there were."""
     place = file_name(path)
-    form = FORMS.get(ending or place.suffix.lower())
+    own = place.suffix.lower()
+    form = FORMS.get(own if not endings or own in endings else endings[0])
     if form is None:
         raise ArgumentError(f"{place}: the name must end in {', '.join(FORMS)}")
     with whole(place) as file:

@@ -75,13 +75,14 @@ class Leaving(Shown):
         return export.to_frame(self.columns, self.rows(where=where), self._library)
 
     def to_csv(self: Any, path: str | PathLike[str], where: Any = None) -> int:
-        """All columns as CSV, a missing cell empty; how many rows were written.
+        """All columns as CSV, between tabs in a file.tsv, a missing cell empty; how many rows were
+        written.
 
         CSV has no types: columns that `from_source` would read as others are named in a warning.
         """
         from qkv.database import export
 
-        return export.write(path, self.columns, self.rows(where=where), ".csv")
+        return export.write(path, self.columns, self.rows(where=where), ".csv", ".tsv")
 
     def to_parquet(self: Any, path: str | PathLike[str], where: Any = None) -> int:
         """All columns as Parquet, with their types; how many rows were written."""
