@@ -85,3 +85,5 @@ def test_a_matrix_is_an_array_and_a_masked_one_is_refused():
             qkv.attend(**{"query": x, "key": x, "value": x, name: hidden})
     with pytest.raises(DtypeError, match="query is a masked array"):
         qkv.weights(hidden, x)
+    with pytest.raises(DtypeError, match="mask is a masked array"):
+        qkv.attend(x, x, x, mask=np.ma.masked_array(x > 0, mask=x > 1))

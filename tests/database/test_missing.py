@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import warnings
 
 import numpy as np
+import pandas
 import pytest
 
 import qkv
+from qkv import Database
 from qkv.database.faults import SkippedRows
 from qkv.errors import ArgumentError, DtypeError
 
@@ -155,3 +158,75 @@ def test_values_of_several_kinds_stay_so():
     D = qkv.Database({"a": None})
     D.add("b", np.ones(2))
     assert D["b"].tolist() == [1, 1] and D["a"] is None
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        np.ma.array([1.0, 99.0, 3.0], mask=[0, 1, 0]),
+        np.ma.array([1, 99, 3], mask=[0, 1, 0]),
+        pandas.Series([1, None, 3], dtype="Int64", index=["x", "y", "z"]),
+        pandas.Series([1.0, None, 3.0], dtype="Float64", index=[2, 0, 1]),
+        [1.0, pandas.NA, 3.0],
+        [1.0, np.ma.masked, 3.0],
+    ],
+)
+def test_whatever_stands_for_a_missing_number_is_missing(cells):
+    made = Database(["a", "b", "c"], cells)
+    columns = {"name": ["a", "b", "c"], "n": cells, "other": [0, 1, 2]}
+    read = Database.from_columns(columns, key="name", value="n")
+    for D in (made, read):
+        assert [*D.items()] == [("a", 1), ("b", None), ("c", 3)]
+        answer = D.ask("b", weighting="average")
+        assert (answer.value, answer.missing) == (2.0, 1)
+    with pytest.warns(SkippedRows, match="1 of 3"):
+        keyed = Database.from_columns(columns, key="n", value="other")
+    assert [*keyed.items()] == [(1, 0), (3, 2)]
+
+
+def test_a_masked_number_makes_its_vector_missing():
+    cells = np.ma.array([[1, 2], [3, 99], [5, 6]], np.float32, mask=[[0, 0], [0, 1], [0, 0]])
+    D = Database(["a", "b", "c"], cells)
+    np.testing.assert_array_equal(D.attend("a", weighting="average"), [3, 4])
+    assert D["a"].dtype == np.float32
+    with pytest.raises(ArgumentError, match=r"key 1 .* NaN"):
+        Database(cells, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pandas.Series(pandas.to_datetime(["2024-01-01", None])),
+        [datetime.datetime(2024, 1, 1), pandas.NaT],
+        [np.datetime64("2024-01-01T00:00"), np.datetime64("NaT")],
+    ],
+)
+def test_no_time_is_a_missing_time(cells):
+    D = Database(["a", "b"], cells)
+    assert [*D.items()] == [("a", datetime.datetime(2024, 1, 1)), ("b", None)]
+
+
+def test_rows_of_columns_with_labels_stay_together():
+    names = pandas.Series(["a", None, "c", "d"], index=[0, 1, 3, 2])
+    with pytest.warns(SkippedRows):
+        D = Database.from_columns({"name": names, "n": [10, 20, 30, 40]}, value="n")
+    assert [*D.items()] == [("a", 10), ("c", 30), ("d", 40)]
+
+
+def test_a_query_is_taken_as_attend_takes_it():
+    rng = np.random.default_rng(0)
+    keys, query = rng.normal(size=(5, 3)), rng.normal(size=(2, 3))
+    for D, q in ((Database(keys, keys), query), (Database(keys[:, 0], keys[:, 1]), query[:, 0])):
+        want = D.attend(q)
+        for kind in (np.ma.masked_array, lambda x: x.astype(">f8"), lambda x: x.view(Own)):
+            np.testing.assert_array_equal(D.attend(kind(q)), want)
+            for answer, row in zip(D.ask(kind(q)), want, strict=True):
+                np.testing.assert_allclose(answer.value, row if row.size > 1 else row[0], rtol=1e-6)
+        hidden = np.ma.masked_array(q, mask=q > 0)
+        for ask in (D.ask, D.attend):
+            with pytest.raises(DtypeError, match="query is a masked array"):
+                ask(hidden)
+
+
+class Own(np.ndarray):
+    """An array of one's own class."""

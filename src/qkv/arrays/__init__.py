@@ -136,6 +136,16 @@ def common(**arrays: Array) -> Framework:
     return fw
 
 
+def plain(x: Array, name: str) -> Array:
+    """x as its framework computes with it, whatever class of arrays it came in."""
+    if isinstance(x, np.ndarray) and type(x) is not np.ndarray and np.ma.is_masked(x):
+        raise DtypeError(
+            f"{name} is a masked array, and what it masks would count: fill it, {name}.filled(0), "
+            "and rule its rows out"
+        )
+    return of(x).plain(x)
+
+
 def over(x: Array, divisor: Any) -> Array:
     """x / divisor; x itself where that is the number 1."""
     return x if type(divisor) in (float, int) and divisor == 1 else x / divisor

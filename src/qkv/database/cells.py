@@ -34,6 +34,10 @@ _DEEP = "tuples, lists or mappings are nested too deeply to be kept: flatten the
 _DATES = {"$date": datetime.date, "$datetime": datetime.datetime, "$time": datetime.time}
 
 
+ABSENT = {"NAType", "NaTType", "MaskedConstant"}
+"""What stands for a missing cell in columns of pandas and NumPy, which we do not import."""
+
+
 def kind(cell: Any) -> str:
     """The kind of a cell.
 
@@ -61,7 +65,7 @@ def kind(cell: Any) -> str:
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing: None, or a NaN of any type.
+    """Whether a cell holds nothing: None, a NaN of any type, NaT, NA, what an array masks.
 
     >>> [is_missing(x) for x in (None, float("nan"), 0, "", "NA")]
     [True, True, False, False, False]
@@ -72,7 +76,9 @@ def is_missing(cell: Any) -> bool:
         return math.isnan(cell)
     if isinstance(cell, np.datetime64):
         return bool(np.isnat(cell))
-    return isinstance(cell, Decimal) and cell.is_nan()
+    if isinstance(cell, Decimal):
+        return cell.is_nan()
+    return type(cell).__name__ in ABSENT
 
 
 def moment(cell: np.datetime64) -> Any:
@@ -172,6 +178,8 @@ def plain(cell: Any) -> Any:
         if cell.is_finite() and cell.adjusted() > DIGITS:
             raise _huge(cell)
         return {"$decimal": str(cell)}
+    if is_missing(cell):
+        return None
     if isinstance(cell, bytes | bytearray | memoryview):
         return {"$bytes": base64.b64encode(cell).decode()}
     if isinstance(cell, tuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
 from qkv.database.queries import nearness
-from qkv.database.schema import Cells, keyed, names, plain
+from qkv.database.schema import Cells, by_place, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
 from qkv.errors import ArgumentError, CombinationError, DtypeError, callable_or_none
@@ -117,7 +117,7 @@ class Database(Writing[K, V]):
         if len(set(told)) < len(told):
             raise ArgumentError(f"columns: two of them have the same name: {', '.join(told)}")
         callable_or_none(progress=progress)
-        columns = dict(zip(told, columns.values(), strict=True))
+        columns = dict(zip(told, map(by_place, columns.values()), strict=True))
         for name, cells in columns.items():
             if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
                 raise DtypeError(f"column {name!r} must be a list of cells, not {cells!r:.40}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from qkv.arrays import is_array, of, to_numpy
+from qkv.arrays import is_array, of, plain, to_numpy
 from qkv.database import cells
 from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Array
@@ -39,6 +39,7 @@ class Asking(How, total=False):
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind, names = view.schema.key_kind, view.schema.key
+    query = plain(query, "query") if is_array(query) else query
     if kind == "date" and is_array(query) and (times := to_numpy(query)).dtype.kind == "M":
         query = times.astype("M8[us]").tolist()
     if kind == "vector" or (is_array(query) and kind != "number"):
@@ -58,8 +59,8 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
         return array.reshape(-1).tolist(), array.ndim == 0
     if hasattr(query, "to_list"):  # a column of pandas or polars
         query = query.to_list()
-    plain = isinstance(query, list) and not (kind == "json" and is_numbers(query))
-    queries = query if plain else [query]
+    many = isinstance(query, list) and not (kind == "json" and is_numbers(query))
+    queries = query if many else [query]
     if kind == "date" and not view.encoder.any_query:
         queries = [_moment(one, i) for i, one in enumerate(queries)]
     for i, one in enumerate(queries):
@@ -78,7 +79,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             raise DtypeError(f"query {i} must be text, as the keys are, {told}")
         elif kind == "number" and isinstance(one, datetime.date | datetime.time):
             raise DtypeError(f"query {i} must be a number, not {cells.shown(one)}")
-    return queries, not plain
+    return queries, not many
 
 
 def _moment(one: Any, place: int) -> Any:

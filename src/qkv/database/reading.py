@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 
 import numpy as np
 
-from qkv.arrays import is_array
+from qkv.arrays import is_array, plain
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
 from qkv.database.faults import Closed
@@ -337,9 +337,10 @@ class Reading(Closing, Generic[K, V]):
                 return np.concatenate([self.attend(some, **how) for some in parts])
             code = view.encoded(queries)
         elif view.schema.key_kind == "number":
-            query, single = differentiable(view, query)
+            query, single = differentiable(view, plain(query, "query"))
             code = Query(query)
         else:
+            query = plain(query, "query")
             single = len(query.shape) == 1
             code = Query(query[None] if single else query)
         view.check(code)

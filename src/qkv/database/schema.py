@@ -204,9 +204,17 @@ def _key_kind(column: Any, name: str) -> str:
 
 def plain(columns: Cells) -> Cells:
     """The columns with every array as NumPy's, and of text, dates or objects as the list of its
-    cells."""
+    cells, with None for those that are missing by another name."""
     made = {}
     for name, column in columns.items():
+        if (
+            isinstance(column, np.ndarray)
+            and type(column) is not np.ndarray
+            and np.ma.is_masked(column)
+        ):
+            kind = column.dtype if column.dtype.kind == "f" else float
+            one = column.ndim == 1
+            column = column.tolist() if one else np.ma.filled(column.astype(kind), np.nan)
         if is_array(column):
             column = array = to_numpy(column)
             if array.ndim not in (1, 2):
@@ -222,8 +230,18 @@ def plain(columns: Cells) -> Cells:
             raise DtypeError(
                 f"column {name!r} must be a list or an array, not {_example([column], '')}"
             )
+        if not is_array(column):
+            column = by_place(column)
+            if any(kind.__name__ in cells.ABSENT for kind in set(map(type, column))):
+                column = [None if cells.is_missing(cell) else cell for cell in column]
         made[name] = column
     return made
+
+
+def by_place(column: Any) -> Any:
+    """A column of pandas, which goes by labels, or polars, whose lists are columns, as its cells;
+    others as they are."""
+    return column.to_list() if hasattr(column, "to_list") else column
 
 
 def keyed(columns: Cells, key: Sequence[str]) -> Cells:
@@ -330,7 +348,7 @@ def matched(keys: Any, values: Any) -> tuple[Any, Any]:
     """Several keys and as many values, as lists or arrays."""
     if isinstance(values, str | bytes) or not getattr(values, "shape", hasattr(values, "__len__")):
         raise DtypeError(f"values must be as many as the keys, not one {type(values).__name__}")
-    keys, values = (x if is_array(x) else list(x) for x in (keys, values))
+    keys, values = (x if is_array(x) else list(by_place(x)) for x in (keys, values))
     if len(keys) != len(values):
         raise ShapeError(f"{len(keys)} keys came with {len(values)} values")
     return keys, values

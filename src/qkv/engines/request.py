@@ -223,12 +223,7 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
     if not arrays.is_array(x):
         step = f"; {TEXT}" if isinstance(x, str) else ""
         raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}{step}")
-    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
-        raise DtypeError(
-            f"{name} is a masked array, and what it masks would count: fill it, {name}.filled(0), "
-            "and rule its rows out by mask="
-        )
-    return arrays.of(x).plain(x)
+    return arrays.plain(x, name)
 
 
 def _join_leads(lead: Shape, other: Shape, query: Shape, name: str, shape: Shape) -> Shape:

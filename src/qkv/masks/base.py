@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.arrays import is_array, of
+from qkv.arrays import is_array, of, plain
 from qkv.arrays.tree import Record
 from qkv.errors import DtypeError, ShapeError, unknown
 from qkv.masks.numbers import on_host
@@ -234,9 +234,8 @@ def array(values: Any) -> Mask:
             values = np.asarray(values)
         except ValueError:
             raise DtypeError("mask is no rectangle: its rows differ in length") from None
-    fw = of(values)
-    values = fw.plain(values)
-    kind = fw.dtype(values)
+    values = plain(values, "mask")
+    kind = of(values).dtype(values)
     if kind != "bool" and "float" not in kind:
         raise DtypeError(
             f"mask is an array of {kind}: pass booleans (True: may attend) or floats "
