@@ -154,6 +154,13 @@ def test_a_misspelt_argument_is_told_of_by_the_door_that_was_called(door):
         door(x, x, x, wieghting="sigmoid")
 
 
+@pytest.mark.parametrize("door", [qkv.explain, qkv.warm], ids=lambda x: x.__name__)
+def test_the_nearest_argument_is_named(door):
+    x = np.ones((2, 3))
+    with pytest.raises(TypeError, match=r"'wieghting': did you mean 'weighting'\? Known: .*mask"):
+        door(x, x, x, wieghting="sigmoid")
+
+
 EXTREME: list[dict[str, Any]] = [
     {"score": scores.Gaussian(1e-30)},
     {"score": scores.Laplace(1e-60), "mask": "causal"},

@@ -3,7 +3,6 @@ would wait for, done ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -18,7 +17,7 @@ from qkv.engines import plan as plans
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.request import request, resolved
-from qkv.errors import DtypeError, FrameworkError
+from qkv.errors import DtypeError, FrameworkError, keywords
 from qkv.masks import MaskLike
 from qkv.names import EDITION
 from qkv.scores import ScoreLike
@@ -243,8 +242,8 @@ def _looked(
     door: str, query: Array, key: Array, value: Array, options: Returning
 ) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    known = _known(door, options, Returning.__optional_keys__)
-    filled = {**(attend.__kwdefaults__ or {}), **known}
+    keywords(f"{door}()", options, Returning.__optional_keys__)
+    filled = {**(attend.__kwdefaults__ or {}), **options}
     score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
     p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))
     lse, alpha = map(filled.pop, ("return_lse", "return_weights"))
@@ -261,14 +260,6 @@ def _valued(value: A | None) -> A:
     if value is None:
         raise DtypeError("value must be an array, not NoneType: `weights` alone needs none")
     return value
-
-
-def _known(door: str, given: Mapping[str, Any], names: frozenset[str]) -> Mapping[str, Any]:
-    """The arguments that were given by name, if they have those names."""
-    for name in given:
-        if name not in names:
-            raise TypeError(f"{door}() got an unexpected keyword argument {name!r}")
-    return given
 
 
 def _told(flags: plans.Kind, lse: Any, weights: Any) -> plans.Kind:
@@ -363,8 +354,8 @@ def among(
 ) -> Any:
     """`attend` to the keys of all processes `across` which they are shared out; what is here lies
     `at` a place of the whole. Only queries, what is summed for them, and their gradients travel."""
-    given = _known("attend", meaning, Meaning.__optional_keys__)
-    call = request(query, key, value, **given, at=at, lse=return_lse)
+    keywords("attend()", meaning, Meaning.__optional_keys__)
+    call = request(query, key, value, **meaning, at=at, lse=return_lse)
     with call.fw.quiet():
         return results(call, (*sharded.run(call, across), None))
 

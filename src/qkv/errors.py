@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class CombinationError(QkvError, ValueError):
 
 class EngineError(QkvError, ValueError):
     """The engine that was asked for cannot serve the call."""
+
+
+NO_DOUBLES = "there is no float64 here: on JAX jax.config.update('jax_enable_x64', True)"
 
 
 class MissingExtra(QkvError, ImportError):
@@ -147,6 +150,23 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
     unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
     """
+    return ArgumentError(f"unknown {kind} {_nearest(name, known)}{more}")
+
+
+def keywords(door: str, given: Iterable[str], known: Collection[str], more: str = "") -> None:
+    """Refuse an argument by a name that the door does not have, as Python does, with the nearest.
+
+    >>> keywords("warm()", ["scor"], ["score"])
+    Traceback (most recent call last):
+    TypeError: warm() got an unexpected keyword argument 'scor': did you mean 'score'? Known: score.
+    """
+    for name in given:
+        if name not in known:
+            told = f"unexpected keyword argument {_nearest(name, known)}{more}"
+            raise TypeError(f"{door} got an {told}")
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
     known = sorted(known)
     told = repr(name) if isinstance(name, str) else " ".join(repr(name).split())
     near = difflib.get_close_matches(str(name)[:80].lower(), known, n=1, cutoff=0.4)
@@ -154,7 +174,7 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     told = told if len(told) <= 80 else f"{told[:79]}…"
     bare = (name.isprintable() and name == name.strip() for name in known)
     names = ", ".join(name if x else repr(name) for name, x in zip(known, bare, strict=True))
-    return ArgumentError(f"unknown {kind} {told}{hint} Known: {names}.{more}")
+    return f"{told}{hint} Known: {names}."
 
 
 def printable(text: str) -> str:

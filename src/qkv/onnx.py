@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv import arrays, masks
 from qkv.attention import attend, weights
-from qkv.errors import ArgumentError, DtypeError, ShapeError, extra
+from qkv.errors import NO_DOUBLES, ArgumentError, DtypeError, ShapeError, extra
 from qkv.scores import ScaledDot
 
 if TYPE_CHECKING:
@@ -83,10 +83,7 @@ def attention(
             raise DtypeError(f"{name} must be an array, not {type(x).__name__}")
     fw = arrays.common(**{name: x for name, x in given.items() if x is not None})
     if softmax_precision == DOUBLE and not fw.doubles(Q):
-        raise ArgumentError(
-            "softmax_precision is 11 (float64), and there is no float64 here: on JAX "
-            "jax.config.update('jax_enable_x64', True)"
-        )
+        raise ArgumentError(f"softmax_precision is 11 (float64), and {NO_DOUBLES}")
     windows = {"left_window_size": left_window_size, "right_window_size": right_window_size}
     _check(qk_matmul_output_mode, windows, softmax_precision)
     if (past_key is None) != (past_value is None):

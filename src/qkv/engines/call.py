@@ -13,7 +13,7 @@ from qkv import arrays
 from qkv.arrays.base import Framework
 from qkv.arrays.tree import brief, fields_of, map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
-from qkv.errors import DtypeError
+from qkv.errors import NO_DOUBLES, DtypeError
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, At, Block, Live, Shape, Span, derived
@@ -106,7 +106,7 @@ class Call:
             return doubles
         raise DtypeError(
             f"float32 does not hold the scores of {brief(self.score)} and {brief(self.weighting)}, "
-            "and there is no float64 here: on JAX jax.config.update('jax_enable_x64', True)"
+            f"and {NO_DOUBLES}"
         )
 
 

@@ -83,7 +83,7 @@ def choose(call: Call, name: str | None = None) -> Choice:
 
 
 def _narrow(engine: ModuleType, call: Call) -> str | None:
-    if engine in (weights, streaming, dense) or not call.extreme:
+    if getattr(engine, "WIDENS", False) or not call.extreme:
         return None
     return f"float32 does not hold the scores of {brief(call.score)}, so they are made in float64"
 

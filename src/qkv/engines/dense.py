@@ -12,6 +12,7 @@ from qkv.engines.request import resolved
 from qkv.types import Array, Arrays, Span
 
 NAME = "dense"
+WIDENS = True
 
 
 def cannot(call: Call) -> str | None:

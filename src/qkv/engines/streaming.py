@@ -29,6 +29,7 @@ from qkv.weightings import State, TopK, Weighting
 from qkv.weightings.base import of_rows
 
 NAME = "streaming"
+WIDENS = True
 
 BLOCK = 2**21
 """Numbers held at once by a block's scores, or by what a score makes on the way to them."""

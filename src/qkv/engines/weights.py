@@ -18,6 +18,7 @@ from qkv.engines.call import Call, seeded
 from qkv.types import Array, Arrays, Slopes, Span
 
 NAME = "weights"
+WIDENS = True
 
 BLOCK = 2**20
 """Scores of all heads that are held at once, with what the score makes on the way to them."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from qkv.errors import ArgumentError, sizes, unknown
+from qkv.errors import ArgumentError, keywords, sizes
 from qkv.masks import MaskLike
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
@@ -46,12 +46,8 @@ class BlockOptions(HeadOptions, total=False):
 
 def _known(layer: nn.Module, given: Any, options: Any) -> None:
     """Refuse what a layer would hand on to one inside, which does not know it either."""
-    names = options.__optional_keys__
-    for name in given:
-        if name not in names:
-            step = " Say is_causal=True where it is called." if "causal" in name else ""
-            told = unknown("keyword argument", name, names, step)
-            raise TypeError(f"{type(layer).__name__}: {told}")
+    step = " Say is_causal=True where it is called." if any("causal" in x for x in given) else ""
+    keywords(type(layer).__name__, given, options.__optional_keys__, step)
 
 
 class TransformerBlock(nn.Module):
