@@ -9,7 +9,7 @@ from uuid import uuid4
 import numpy as np
 
 from qkv import parts
-from qkv.answer import Row, Source
+from qkv.answer import Source
 from qkv.arrays import framework, is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
@@ -270,20 +270,17 @@ class Gathered(Asked):
         new = [place for place in named if place not in known]
         self._rows_of = known | (dict(zip(new, self.view.rows(new), strict=True)) if new else {})
 
-    def _heaviest(self, alpha: Any, top: int) -> list[Row]:
+    def _heaviest(self, alpha: Any, top: int) -> tuple[np.ndarray, np.ndarray]:
         if not isinstance(alpha, One):
-            return self._rows(alpha, self.order(alpha, top))
+            return super()._heaviest(alpha, top)
         some = alpha.weights[:top]
-        return self.rows_at(alpha.places[: len(some)], some)
+        return alpha.places[: len(some)], some
 
-    def rows_at(self, places: np.ndarray, weights: np.ndarray) -> list[Row]:
-        schema, known = self.view.schema, self._rows_of
-        new = [place for place in places.tolist() if place not in known]
+    def _records(self, places: np.ndarray) -> list[dict[str, Any]]:
+        known, wanted = self._rows_of, places.tolist()
+        new = [place for place in wanted if place not in known]
         rows = known | (dict(zip(new, self.view.rows(new), strict=True)) if new else {})
-        return [
-            Row(schema.key_of(rows[p]), schema.value_of(rows[p]), float(w), p, rows[p])
-            for p, w in zip(places.tolist(), weights, strict=True)
-        ]
+        return [rows[place] for place in wanted]
 
     def scatter(self, alpha: Any, mean: np.ndarray) -> Scatter:
         found: list[Scatter] = alpha.asked.each("scatter", alpha.known, alpha.i, mean)

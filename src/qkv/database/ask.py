@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,18 +146,22 @@ class Asked:
         error = found.error
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
-        rows = self._heaviest(alpha, self.top if pooled is not None else max(self.top, SHARES))
+        top = self.top if pooled is not None else max(self.top, SHARES)
+        places, weights = self._heaviest(alpha, top)
+        records = self._records(places)
+        rows = self.rows_at(places[: self.top], weights[: self.top], records)
         value, values = None, []
         if pooled is not None and (rows or np.isnan(pooled).any()):
             value = self._value(pooled)
-        elif rows:
-            values = _shares(rows[:SHARES])
-            value, rows = values[0].value, rows[: self.top]
+        elif records:
+            held = self.view.schema.values_of(records[:SHARES])
+            values = _shares(held, weights.tolist())
+            value = values[0].value
         given = partial(_itself, alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
             alpha = np.asarray(given())
-            return self._heaviest(np.where(alpha >= weight, alpha, 0), len(alpha))
+            return self.rows_at(*self._heaviest(np.where(alpha >= weight, alpha, 0), len(alpha)))
 
         def influence() -> Any:
             from qkv.database.influence import influence
@@ -266,24 +271,25 @@ class Asked:
             near = near[np.argsort(-size[near], kind="stable")][:top]
         return np.asarray(near[size[near] > 0])
 
-    def _heaviest(self, alpha: np.ndarray, top: int) -> list[Row]:
-        return self._rows(alpha, self.order(alpha, top))
+    def _heaviest(self, alpha: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the heaviest rows, and their weights."""
+        order = self.order(alpha, top)
+        return order if self.places is None else self.places[order], alpha[order]
 
     def _rows(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
-        places = order if self.places is None else self.places[order]
-        return self.rows_at(places, alpha[order])
+        return self.rows_at(order if self.places is None else self.places[order], alpha[order])
 
-    def rows_at(self, places: np.ndarray, weights: np.ndarray) -> list[Row]:
-        """The rows at some places, with these weights."""
-        if not len(places):
-            return []
-        schema, rows = self.view.schema, self.view.rows(self.view.ids[places].tolist())
-        return [
-            Row(schema.key_of(r), schema.value_of(r), weight, place, r)
-            for weight, place, r in zip(
-                weights.astype(float).tolist(), places.tolist(), rows, strict=True
-            )
-        ]
+    def rows_at(
+        self, places: np.ndarray, weights: np.ndarray, records: list[dict[str, Any]] | None = None
+    ) -> list[Row]:
+        """The rows at some places, with these weights; the first records are theirs, if known."""
+        records = self._records(places) if records is None else records
+        key_of, value_of = self.view.schema.key_of, self.view.schema.value_of
+        told = zip(weights.tolist(), places.tolist(), records, strict=False)
+        return [Row(key_of(r), value_of(r), weight, place, r) for weight, place, r in told]
+
+    def _records(self, places: np.ndarray) -> list[dict[str, Any]]:
+        return self.view.rows(self.view.ids[places].tolist())
 
     def _value(self, pooled: np.ndarray) -> Any:
         if self.view.schema.value_kind == "number":
@@ -325,13 +331,16 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def _shares(rows: list[Row]) -> list[Share]:
+def _shares(values: list[Any], weights: list[float]) -> list[Share]:
     """The weight of each value, heaviest first."""
-    total: dict[Any, list[Any]] = {}
-    for row in rows:
-        total.setdefault(mark(row.value), [row.value, 0.0])[1] += row.weight
-    found = [Share(value, weight) for value, weight in total.values()]
-    return sorted(found, key=lambda share: -share.weight)
+    total, first = dict[Any, float](), []
+    for name, value, weight in zip(map(mark, values), values, weights, strict=False):
+        if name in total:
+            total[name] += weight
+        else:
+            total[name] = weight
+            first.append(value)
+    return sorted(map(Share, first, total.values()), key=itemgetter(1), reverse=True)
 
 
 def mark(value: Any) -> Any:

@@ -129,6 +129,12 @@ class Schema:
             return row.get(self.value[0])
         return {name: row.get(name) for name in self.value}
 
+    def values_of(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        if len(self.value) == 1:
+            (name,) = self.value
+            return [row.get(name) for row in rows]
+        return list(map(self.value_of, rows))
+
     def check(self, columns: Cells) -> None:
         """Refuse rows of other types than the first ones."""
         keys = self.keys_of(columns)
