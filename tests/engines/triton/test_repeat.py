@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,18 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.attention import request
 from qkv.engines import plan, triton
-from qkv.engines.triton import ahead, arguments, forward, launch, mend, norms, thresholds
-from qkv.engines.triton.records import Arrays, Scales, Strides
+from qkv.engines.triton import (
+    ahead,
+    arguments,
+    exact,
+    features,
+    forward,
+    hidden,
+    launch,
+    mend,
+    norms,
+    thresholds,
+)
 from qkv.engines.triton.repeat import Steps
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -27,7 +38,8 @@ class Compiled:
 
     def __init__(self, kernel, given, how):
         self.kernel, self.how = kernel, how
-        self.dtypes, self.named = [dtypes_of(x) for x in given], isinstance(given[0], tuple)
+        self.dtypes = [dtypes_of(x) for x in given]
+        self.records = [type(x) if isinstance(x, tuple) else None for x in given]
 
     def run(self, x, y, z, stream, function, metadata, a, b, c, *given):
         *given, known = given
@@ -35,11 +47,8 @@ class Compiled:
             at if dtype is None else _tensor(at, dtype)
             for at, dtype in zip(given, self.dtypes, strict=True)
         ]
-        if self.named:
-            names = (Arrays, Scales, Strides)
-            numbers = [i for i, x in enumerate(given) if isinstance(x, tuple)]
-            for i, record in zip(numbers, names, strict=True):
-                arrays[i] = record(*arrays[i])
+        pairs = zip(arrays, self.records, strict=True)
+        arrays = [x if record is None else record(*x) for x, record in pairs]
         self.kernel[(x, y, z)](*arrays, F=known, **self.how)
 
 
@@ -81,7 +90,9 @@ def counted(monkeypatch):
     """Kernels that are launched as compiled ones are; how often the launches were repeated."""
     for module, name in (
         (forward, "pool"), (forward, "pool_narrow"), (mend, "mend"), (norms, "_square_kernel"),
-        (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"),
+        (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge"),
+        (hidden, "_hidden_kernel"), (features, "_fit_kernel"), (features, "_features_kernel"),
+        (exact, "prepare"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     for name in ("COMPILED", "MADE"):
@@ -89,6 +100,7 @@ def counted(monkeypatch):
     for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(ahead, "compile_all", lambda known: None)
+    monkeypatch.setattr(hidden, "LOOKS", 2)  # programs, which are interpreted one by one
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "processors", lambda device: 1)
     monkeypatch.setattr(launch, "current", lambda device: True)
@@ -190,14 +202,76 @@ def test_strides_and_places(counted):
     assert counted == [True, False, False], "compiled for these strides, noted once, then odd"
 
 
-def test_split_keys_are_not_repeated(counted, monkeypatch):
+def test_split_keys_and_what_joins_them(counted, monkeypatch):
     monkeypatch.setattr(launch, "processors", lambda device: 64)
     monkeypatch.setattr(launch, "LEAST", 16)
     monkeypatch.setattr(launch, "MADE", {})
-    monkeypatch.setattr(forward, "merge", Kernel(forward.merge))
     for seed in range(4):
-        check(arrays_of(seed, 4, 600), weighting="entmax15")
+        check(arrays_of(seed, 4, 600), score="gaussian")
+    assert counted == [True, True]
+
+
+def additive_of(seed, h=8, reach=1.0, dtype=torch.bfloat16):
+    made = torch.Generator().manual_seed(100 + seed)
+    shapes = ((h, 16), (h, 16), (h,), (h,))
+    arrays = [
+        torch.randn(x, generator=made) * y
+        for x, y in zip(shapes, (reach / 4, reach / 4, 0.25, 0.25), strict=True)
+    ]
+    return scores.Additive(*[x.to(dtype) for x in arrays])
+
+
+def wide(score):
+    given = (score.w_query, score.w_key, score.v, score.bias)
+    return scores.Additive(*[x if x is None else x.double() for x in given])
+
+
+def check_additive(arrays, score, **how):
+    before = [x.clone() for x in arrays]
+    got = qkv.attend(*arrays, score=score, engine="triton", **how)
+    want = qkv.attend(*(x.double() for x in before), score=wide(score), engine="dense", **how)
+    torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+    return got, want
+
+
+@pytest.mark.parametrize(("h", "how"), [(8, {}), (20, {"mask": masks.window(5, 2)})])
+def test_additive_calls_by_the_same_launches(counted, how, h):
+    """Within the table and beyond it, in any order: which it is, is known to the kernels alone."""
+    held = []
+    for seed, reach in enumerate((1, 1, 6, 1)):
+        held.append(check_additive(arrays_of(seed, 16, 32), additive_of(seed, h, reach), **how))
+    assert counted == [True] * 2
+    for got, want in held:  # no result lies in another's room
+        torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+def test_additive_calls_of_other_strides_and_places(counted):
+    """Two weights that are one array; and after them what is copied first, rows and weights."""
+    for seed in range(3):
+        score, (q, k, v) = additive_of(seed), arrays_of(seed, 16, 16)
+        check_additive((q, k, v), score)
+        check_additive((q, k, v), replace(score, w_key=score.w_query))
+    assert counted == [True] * 3, "compiled once, then noted; the second is compiled already"
+    counted.clear()
+    for _ in range(2):
+        check_additive((q, k, v), replace(score, w_query=score.w_query.T.contiguous().T))
+        thin = torch.stack([score.bias, -score.bias], 1)[:, 0]
+        check_additive((q, k, v), replace(score, bias=thin))
+        check_additive((q.mT.contiguous().mT, k, v), score)
     assert not counted
+
+
+def test_additive_calls_with_gradients_and_odd_lengths(counted):
+    for seed in range(2):
+        score, (q, k, v) = additive_of(seed), arrays_of(seed, 16, 32)
+        check_additive((q, k[:, :, :21], v[:, :, :21]), score)
+        learned = replace(score, v=score.v.clone().requires_grad_())
+        got = qkv.attend(q, k, v, score=learned, engine="triton")
+        assert got.requires_grad
+        with torch.no_grad():
+            again = qkv.attend(q, k, v, score=learned, engine="triton")
+        torch.testing.assert_close(got, again, atol=2e-2, rtol=2e-2)
+    assert counted == [True], "of those under no_grad alone"
 
 
 def test_a_transform_sees_the_operators(counted):

@@ -14,7 +14,7 @@ from typing import Any
 
 from qkv.arrays import is_array, tree
 from qkv.engines import call as calls
-from qkv.engines.call import Call
+from qkv.engines.call import Bare, Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
 from qkv.engines.triton.form import (
@@ -283,13 +283,14 @@ def waits(call: Call) -> str:
     return f"compiles {count} kernels now, about {math.ceil(seconds)} s"
 
 
-def direct(call: Call) -> Callable[..., Array] | None:
+def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     """What makes the launches of calls without a gradient again, where φ and ψ are q and k."""
     from qkv.engines.triton.operators import PLAIN
 
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
     rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
-    if call.fw.needs_gradient(arrays) or any(type(x) not in PLAIN for x in arrays):
+    leaves = tree.leaves(call.fw, call)
+    if call.fw.needs_gradient(leaves) or any(type(x) not in PLAIN for x in leaves):
         return None
     wide = not 0 < arrays[2].shape[-1] <= WIDEST_VALUE or not arrays[0].shape[-1]
     if wide or len({x.dtype for x in arrays}) > 1 or any(x.ndim != 4 for x in arrays):
@@ -301,6 +302,15 @@ def direct(call: Call) -> Callable[..., Array] | None:
         return None
     if rule is not None and not (isinstance(rule, Band) and rule.relative):
         return None
+    from qkv.engines.triton import repeat
+
+    if _is_plain_additive(call):
+        from qkv.engines.triton import hidden
+
+        held = [getattr(call.score, name) for name in ("w_query", "w_key", "bias")]
+        if not hidden.knows(*arrays[:2], *held):
+            return None
+        return repeat.additive_by(*_tables(call.query, False), partial(band_of, rule))
     found = lowering(call)
     score = found[0]
     if type(score) not in (Dot, ScaledDot, Expanded):
@@ -310,11 +320,10 @@ def direct(call: Call) -> Callable[..., Array] | None:
     shifts = form.bias is not None and is_moved(call)
     if learned or shifts or form.query is not call.query or form.key is not call.key:
         return None
-    from qkv.engines.triton.repeat import Repeat
-
     scale = form.scale / getattr(call.weighting, "temperature", 1.0)
     factor = None if form.bias is None else -scale / 2
-    return Repeat(weighting, _number(call.weighting), scale, factor, partial(band_of, rule))
+    how = (_number(call.weighting), scale, factor, partial(band_of, rule))
+    return Bare(repeat.Repeat(repeat.plain(weighting, *how)))
 
 
 def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
@@ -369,10 +378,20 @@ def _number(weighting: Any) -> float:
 _TABLES: dict[Any, tuple[Array, ...]] = {}
 
 
+def _tables(like: Any, learns: bool) -> tuple[Any, Any]:
+    """The table and the grid of `features` for arrays like this."""
+    from qkv.engines.triton.features import tables
+
+    about = (like.device, FINE.get(str(like.dtype).removeprefix("torch."), 1.0))
+    if about not in _TABLES:
+        _TABLES[about] = tables(PAIRS, COARSE, about[1], about[0])
+    table, *grids = _TABLES[about]
+    return table, grids[learns]
+
+
 def _additive(call: Call) -> tuple[Array, Array | None, None]:
     from qkv.engines.triton import hidden
     from qkv.engines.triton.additive import additive
-    from qkv.engines.triton.features import tables
 
     bounds, score = bounds_of(call), call.score
     assert isinstance(score, Additive)
@@ -384,13 +403,5 @@ def _additive(call: Call) -> tuple[Array, Array | None, None]:
     else:
         a, b = score.hidden(call.query, call.key)
         a, b = four_axes(call, a, heads), four_axes(call, b, few)
-    about = (call.query.device, FINE.get(str(a.dtype).removeprefix("torch."), 1.0))
-    if about not in _TABLES:
-        _TABLES[about] = tables(PAIRS, COARSE, about[1], about[0])
-    coefficients, *grids = _TABLES[about]
-    learns = call.fw.needs_gradient(tree.leaves(call.fw, call))
-    lower, upper, lengths, *_ = bounds
-    found = additive(
-        a, b, score.v, value, coefficients, grids[learns], lower, upper, lengths, parts
-    )
-    return _as_asked(call, *found)
+    table = _tables(a, call.fw.needs_gradient(tree.leaves(call.fw, call)))
+    return _as_asked(call, *additive(a, b, score.v, value, *table, *bounds[:3], parts))

@@ -149,8 +149,8 @@ def _additive_fake(
     found = [a.new_empty(0) for _ in range(3)] if table is None else features.room(a, table)
     return (
         value.new_empty((*rows, value.shape[3])),
-        a.new_empty(rows, dtype=torch.float32),
-        a.new_empty((2, *rows), dtype=torch.float32),
+        launch.new(a, rows),
+        launch.new(a, (2, *rows)),
         *found,
     )
 
@@ -200,6 +200,6 @@ def _additive(
         known = (a, b, v, fit, beyond, width, features.pairs_of(table))
         arrays, of_query = _arrays(known, value, lengths)
         out, lse, kept = forward.attend(*arrays, *Numbers(1.0, lower=lower, upper=upper))
-        lse += of_query
-        exact.attend(exact.Exact(a, b, v, value, lower, upper, lengths, beyond), out, lse, kept)
+        how = (lower, upper, lengths, beyond, (lse, of_query))
+        exact.attend(exact.Exact(a, b, v, value, *how), out, lse, kept)
     return out, lse, kept, fit, beyond, width

@@ -79,7 +79,7 @@ class Arguments:
             arrays
         )
         scale, weighting, alpha, lower, upper, layout_size, self.whole, *_ = numbers
-        self.query, self.key, self.value = _row_major(query), _row_major(key), _row_major(value)
+        self.query, self.key, self.value = row_major(query), row_major(key), row_major(value)
         self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
         self.gate_query = None if gate_query is None else gate_query.contiguous()
         self.row_a = None if row_a is None else row_a.contiguous()
@@ -162,7 +162,7 @@ class Arguments:
         return Strides(*self.strides, *of_out, *self.along)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.query.new_empty(shape, dtype=dtype)
+        return launch.new(self.query, shape, dtype)
 
     def tile(self, name: str, rows: int) -> Tile:
         size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
@@ -314,7 +314,7 @@ def _facts(
     }
 
 
-def _row_major(x: Tensor) -> Tensor:
+def row_major(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 

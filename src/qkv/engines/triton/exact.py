@@ -51,10 +51,20 @@ def _exponentials(job, x, ex, peak, rows, room, F):
 
 
 @launched
-def prepare(a, b, ea, eb, peak_a, peak_b, when, jobs_a, n, m, room_a, room_b, F: tl.constexpr):
-    if when is not None and tl.load(when) == 0:
-        return
+def prepare(
+    a, b, ea, eb, peak_a, peak_b, when, lse, of_query, jobs_a, n, m, room_a, room_b, F: tl.constexpr
+):
+    """What `tanh` reads of rows, if `when` is not 0; else what each row adds goes to its lse."""
     job = tl.program_id(0)
+    if when is not None and tl.load(when) == 0:
+        if of_query is not None:
+            tiles = room_a // F.BLOCK
+            row = job % tiles * F.BLOCK + tl.arange(0, F.BLOCK)
+            at = (job // tiles).to(tl.int64) * n + row
+            here = row < tl.where(job < jobs_a, n, 0)
+            added = tl.load(lse + at, mask=here) + tl.load(of_query + at, mask=here)
+            tl.store(lse + at, added, mask=here)
+        return
     if job < jobs_a:
         _exponentials(job, a, ea, peak_a, n, room_a, F)
     else:
@@ -116,7 +126,8 @@ def fold(parts, others, when, dv, count, others_count, F: tl.constexpr):
 
 class Exact(Arguments):
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d). The pair i, j counts if
-    lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32 holds 0, nothing is done.
+    lower ≤ j − i ≤ upper and j < lengths[batch]. Where `when` (1,) int32 holds 0, nothing is done
+    but that the second of `moved` (B, H, n) is added to the first.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class Exact(Arguments):
         upper: int | None = None,
         lengths: Tensor | None = None,
         when: Tensor | None = None,
+        moved: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         a, b, self.v, self.when = a.contiguous(), b.contiguous(), v.contiguous(), when
         numbers = Numbers(1.0, lower=lower, upper=upper)
@@ -148,7 +160,7 @@ class Exact(Arguments):
         ea, eb = self.each_room(paired)
         peaks = self.new(self.jobs[0]), self.new(self.jobs[1])
         self.inputs = Given(*self.inputs, self.v, ea, eb, *peaks, when)
-        self.each_row(prepare, (a, b, ea, eb, *peaks, when))
+        self.each_row(prepare, (a, b, ea, eb, *peaks, when, *moved))
 
     def each_room(self, units: int) -> tuple[Tensor, Tensor]:
         """(B, H, units, n and room) and (B, Hₖ, units, m and room) for float32 numbers."""

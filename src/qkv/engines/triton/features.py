@@ -262,8 +262,8 @@ def pairs_of(table: Tensor) -> int:
 
 def room(a: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For a fit, `beyond` and `width`."""
-    fit = a.new_empty((1 + table[0].numel(), a.shape[-1]), dtype=torch.float32)
-    return fit, a.new_empty(1, dtype=torch.int32), a.new_empty(1, dtype=torch.int32)
+    fit = launch.new(a, (1 + table.shape[1] * table.shape[2], a.shape[-1]))
+    return fit, launch.new(a, (1,), torch.int32), launch.new(a, (1,), torch.int32)
 
 
 def reach_of(a: Tensor, b: Tensor) -> Tensor:
@@ -312,8 +312,8 @@ def features_of(
     """
     a, b = a.contiguous(), b.contiguous()
     h = a.shape[-1]
-    phi, psi = (x.new_empty((*x.shape[:-1], 2 * pairs * h)) for x in (a, b))
-    alone = tuple(x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (a, b))
+    phi, psi = (launch.new(x, (*x.shape[:-1], 2 * pairs * h), x.dtype) for x in (a, b))
+    alone = tuple(launch.new(x, x.shape[:-1]) for x in (a, b))
     arrays = (a, b, v, fit, beyond, width, phi, psi, *alone)
     _each_tile(_features_kernel, arrays, a, b, fit, pairs, 1)
     return phi, psi, *alone

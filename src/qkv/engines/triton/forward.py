@@ -329,5 +329,4 @@ def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor,
     """Room for what `attend` gives."""
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
-    lse = query.new_empty(rows, dtype=torch.float32)
-    return out, lse, query.new_empty((2, *rows), dtype=torch.float32)
+    return out, launch.new(query, rows), launch.new(query, (2, *rows))

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
+from qkv.engines.triton.arguments import row_major
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.tiles import launched
 
@@ -68,15 +69,15 @@ def knows(query: Any, key: Any, w_query: Any, w_key: Any, bias: Any) -> bool:
     alike = all(x.dtype == query.dtype for x in arrays) and w_query.shape == w_key.shape
     four = query.ndim == key.ndim == 4 and query.shape[0] == key.shape[0] and w_query.ndim == 2
     fits = max(*w_query.shape, 1) <= WIDEST and query.shape[-1] == key.shape[-1]
-    return narrow and alike and four and fits and query.stride(-1) == key.stride(-1) == 1
+    return narrow and alike and four and fits
 
 
 def _fake(
     query: Tensor, key: Tensor, w_query: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     h = w_query.shape[0]
-    a, b = (x.new_empty((*x.shape[:3], h)) for x in (query, key))
-    return a, b, query.new_empty((2 * LOOKS, h), dtype=torch.float32)
+    a, b = (launch.new(x, (*x.shape[:3], h), x.dtype) for x in (query, key))
+    return a, b, launch.new(query, (2 * LOOKS, h))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -110,9 +111,10 @@ def hidden(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """query (B, H, n, d), key (B, Hₖ, m, d) → W₁q + b (B, H, n, h), W₂k (B, Hₖ, m, h), and parts
     (…, h) whose largest is the largest |·| of each unit over both."""
+    query, key = row_major(query), row_major(key)
     a, b, parts = _fake(query, key, w_query)
     h, d = w_query.shape
-    w_query, w_key = w_query.contiguous(), w_key.contiguous()
+    w_query, w_key, bias = (x if x is None else x.contiguous() for x in (w_query, w_key, bias))
     (heads, n), (few, m) = query.shape[1:3], key.shape[1:3]
     facts = {
         "D": d,

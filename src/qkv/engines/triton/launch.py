@@ -187,9 +187,9 @@ def even(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32)
     So the strides are such whatever the length, and one compiled kernel reads them all.
     """
     if not shape:
-        return like.new_empty((), dtype=dtype)
+        return new(like, (), dtype)
     *lead, length = shape
-    return like.new_empty((*lead, -(-length // 16) * 16), dtype=dtype)[..., :length]
+    return new(like, (*lead, -(-length // 16) * 16), dtype)[..., :length]
 
 
 def evenly(x: Tensor) -> Tensor:
@@ -215,16 +215,22 @@ class Launch(NamedTuple):
         at = [x if x is None else x.data_ptr() for x in arrays]
         if sum([x % 16 for x in at if x is not None]) or not current(self.device.index):
             return False
-        self.start(at, floats)
+        self.start(arrays, at, floats)
         return True
 
-    def start(self, at: Sequence[int | None], floats: tuple[float, ...]) -> None:
+    def start(
+        self,
+        arrays: Sequence[Tensor | None],
+        at: Sequence[int | None],
+        floats: tuple[float, ...],
+    ) -> None:
         notes, taken = NOTES.get(), self.taken
-        if notes is not None:
-            notes.append((self, at, floats))
         first = (tuple(at[:taken]), *at[taken:]) if taken else at
         scales = (floats,) if type(floats) is Scales else floats
         self.send(current_stream(self.device.index), *first, *scales, *self.numbers)
+        if notes is not None:
+            notes.launches.append((self, at, scales))
+            notes.held.extend(arrays)
 
     def send(self, stream: int, *given: Any) -> None:
         """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
@@ -270,18 +276,39 @@ MADE: dict[tuple[Any, ...], Launch] = {}
 """Launches by `kinds` of what they were made for."""
 MOST = 4096
 """Entries of either table."""
-NOTES: ContextVar[list[Any] | None] = ContextVar("NOTES", default=None)
+
+
+class Notes(NamedTuple):
+    """Launches, with where their arrays lie and their floats, None for one that was compiled first;
+    the arrays that were made for them by `new`; and all that they had, so that none of those lies
+    where another did."""
+
+    launches: list[tuple[Launch, Sequence[int | None], tuple[Any, ...]] | None]
+    rooms: list[Tensor]
+    held: list[Tensor | None]
+
+
+NOTES: ContextVar[Notes | None] = ContextVar("NOTES", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[list[tuple[Launch, Sequence[int | None], tuple[float, ...]]]]:
-    """The launches made meanwhile, with where their arrays lie; what is compiled is not noted."""
-    notes: list[Any] = []
+def noted() -> Iterator[Notes]:
+    """What is launched meanwhile."""
+    notes = Notes([], [], [])
     token = NOTES.set(notes)
     try:
         yield notes
     finally:
         NOTES.reset(token)
+
+
+def new(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Room that launches alone fill and read, beside results: where they are made again, it is
+    made with them."""
+    made, notes = like.new_empty(shape, dtype=dtype), NOTES.get()
+    if notes is not None:
+        notes.rooms.append(made)
+    return made
 
 
 def kinds(*arrays: Tensor | None) -> tuple[Any, ...]:
@@ -356,10 +383,13 @@ def start(
         if len(COMPILED) >= MOST:
             COMPILED.clear()
         COMPILED[about] = kernel[grid](*arrays, *numbers, **named)
+        notes = NOTES.get()
+        if notes is not None:
+            notes.launches.append(None)
         return None
     # What is known at compile time is passed over, but counted.
     made = Launch(compiled, grid, device, (*whole, known), described, taken)
-    made.start(at, floats)
+    made.start(flat, at, floats)
     return None if any(odd) else made
 
 

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qkv.engines.triton import ahead, launch, norms, ops, thresholds
+from qkv.engines.triton import additive, ahead, hidden, launch, norms, ops, thresholds
 from qkv.engines.triton.arguments import Numbers
-from qkv.engines.triton.launch import Launch
-from qkv.engines.triton.records import Arrays, Scales
+from qkv.engines.triton.launch import Launch, Notes
+from qkv.engines.triton.records import Arrays
 
 Places = tuple[int | None, ...]
-"""Where the arrays of a call lie: none, query, key, value, out, lse, kept, bias, row_a, row_b."""
+"""None, then where arrays lie: those given, the output, and what is made between."""
 
-NONE, QUERY, KEY, VALUE, OUT, LSE, KEPT, BIAS, ROW_A, ROW_B = range(10)
+Band = Callable[[int, int], tuple[int | None, int | None]]
+"""The least and the largest j − i that count, of n queries and m keys."""
 
 
 class Step(NamedTuple):
@@ -29,7 +30,8 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Launches, which device they are `at`, and the room of what lies between them."""
+    """Launches, which device they are `at`, the output's shape, and the room of what lies between
+    them: its size, and where in it each array begins, in bytes."""
 
     launches: tuple[Step, ...]
     at: int | None
@@ -37,15 +39,14 @@ class Steps(NamedTuple):
     size: int
     offsets: tuple[int, ...]
 
-    def again(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    def again(self, like: Tensor, given: tuple[int, ...]) -> Tensor | None:
         """The output; None where the arrays lie oddly or on a device that is not in use."""
-        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if (q | k | v) % 16 or not launch.current(self.at):
+        if any(map((15).__and__, given)) or not launch.current(self.at):
             return None
         # One by one, and in the query's dtype: torch reads a tuple, and a dtype, for as long again.
-        out, room = query.new_empty(*self.shape), query.new_empty(self.size)
+        out, room = like.new_empty(*self.shape), like.new_empty(self.size)
         start, stream = room.data_ptr(), launch.current_stream(self.at)
-        at = (None, q, k, v, out.data_ptr(), *[start + x for x in self.offsets])
+        at = (None, *given, out.data_ptr(), *[start + x for x in self.offsets])
         for made, record, rest, numbers in self.launches:
             if record is None:
                 made.send(stream, *rest(at), *numbers)
@@ -55,77 +56,106 @@ class Steps(NamedTuple):
 
 
 class Repeat:
-    """Σⱼ α(s)ᵢⱼ vⱼ with s = scale · q·k + factor · ‖k‖², for arrays on four axes of one dtype.
+    """Calls by launches alone: `run(*arrays)` gives the output, of the first array's dtype, and
+    makes what lies between by `launch.new`.
 
-    query (B, H, n, w), key (B, Hₖ, m, w), value (B, Hₖ, m, d) → (B, H, n, d). `number` is entmax's
-    alpha or top-k's k; `band(n, m)` gives the least and the largest j − i that count. What the
-    launches depend on beside n, m, strides and places must not change; no width is 0.
+    What the launches depend on beside the sizes of the first two, strides and places must not
+    change; no width is 0.
     """
 
-    def __init__(
-        self,
-        weighting: str,
-        number: float,
-        scale: float,
-        factor: float | None,
-        band: Callable[[int, int], tuple[int | None, int | None]],
-    ) -> None:
-        self.weighting, self.number, self.scale, self.factor = weighting, number, scale, factor
-        self.band = band
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self.run = run
         self.known: dict[Any, Steps] = {}
-        bias = NONE if factor is None else BIAS
-        found = {"entmax": (ROW_A,), "topk": (ROW_A, ROW_B)}.get(weighting, ())
-        row_a, row_b = (*found, NONE, NONE)[:2]
-        pair, none = (QUERY, KEY), (NONE, NONE)
-        self.taken: list[tuple[int, ...]] = []
-        if factor is not None:
-            self.taken.append((KEY, BIAS))
-        if found:
-            self.taken.append((*pair, KEY, bias, *none * 5, NONE, *found, *none, NONE))
-        rest = (*none * 4, NONE, OUT, LSE, KEPT)
-        self.taken.append((*pair, VALUE, bias, *none, row_a, row_b, *rest))
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-        about = query.numel(), key.numel(), query.stride(), key.stride(), value.stride()
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+        # Launches know arrays by where they lie, so one that is given twice is told from two. Each
+        # call asks all this: for three arrays it is spelled out.
+        given: tuple[int, ...]
+        q, k, v = given = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        about: tuple[Any, ...] = (
+            query.numel(), key.numel(), query.stride(), key.stride(), value.stride(), q == k,
+            k == v, q == v,
+        )  # fmt: skip
+        if more:
+            given = (*given, *map(Tensor.data_ptr, more))
+            about = (*about, *map(Tensor.stride, more), *map(given.index, given))
         steps = self.known.get(about)
         if steps is not None:
-            out = steps.again(query, key, value)
+            out = steps.again(query, given)
             if out is not None:
                 return out
-        with launch.noted() as notes, ahead.together(lambda: self._run(query, key, value)):
-            made = self._run(query, key, value)
-        steps = None if launch.OVERRIDE else self._steps(notes, (query, key, value, *made))
+        with launch.noted() as notes, ahead.together(lambda: self.run(query, key, value, *more)):
+            out = self.run(query, key, value, *more)
+        steps = None if launch.OVERRIDE else _steps(notes, given, out)
         if steps is not None:
             if len(self.known) >= launch.MOST:
                 self.known.clear()
             self.known[about] = steps
-        return made[0]
+        return out
 
-    def _run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-        """out, lse, kept, bias, row_a and row_b, by the operators."""
-        band = self.band(query.shape[2], key.shape[2])
-        bias = None if self.factor is None else norms.square(key, self.factor)
-        numbers = Numbers(self.scale, self.weighting, self.number, *band)
-        arrays = thresholds.searched(Arrays(query, key, value, bias), numbers)
-        return (*ops.pooled(*arrays, *numbers), bias, arrays.row_a, arrays.row_b)
 
-    def _steps(self, notes: list[Any], arrays: tuple[Tensor | None, ...]) -> Steps | None:
-        """The launches, if there were no others and they had no arrays but these."""
-        at = (None, *[x if x is None else x.data_ptr() for x in arrays])
-        if len(notes) != len(self.taken) or sum([x % 16 for x in at if x is not None]):
+def _steps(notes: Notes, given: tuple[int, ...], out: Tensor) -> Steps | None:
+    """The launches, if all were noted, had no arrays but these, and torch wrote to none of them."""
+    written = any(not x.is_inference() and x._version for x in (*notes.rooms, out))
+    if written or not notes.launches:  # which the interpreter's are not
+        return None
+    places: dict[int | None, int] = {None: 0}
+    for i, at in enumerate((*given, out.data_ptr()), 1):
+        places.setdefault(at, i)
+    offsets, size = [], 0
+    for i, x in enumerate(notes.rooms, len(given) + 2):
+        places.setdefault(x.data_ptr(), i)
+        offsets.append(size)
+        size += -(-x.untyped_storage().nbytes() // 128) * 128  # so that the next lies evenly
+    steps = []
+    for note in notes.launches:
+        if note is None or any(x not in places or (x or 0) % 16 for x in note[1]):
             return None
-        steps, offsets, size = [], [], 0
-        for (made, had, floats), taken in zip(notes, self.taken, strict=True):
-            if tuple(had) != tuple([at[i] for i in taken]):
-                return None
-            record, rest = taken[: made.taken], taken[made.taken :]
-            scales = (floats,) if type(floats) is Scales else floats
-            first = itemgetter(*record) if record else None
-            steps.append(Step(made, first, itemgetter(*rest), (*scales, *made.numbers)))
-        for x in arrays[4:]:
-            offsets.append(size)
-            # With the room between its lines, and so that the next begins at 16 bytes.
-            size += 0 if x is None else -(-x.untyped_storage().nbytes() // 16) * 16
-        out: Any = arrays[3]
-        size //= out.element_size()
-        return Steps(tuple(steps), out.device.index, tuple(out.shape), size, tuple(offsets))
+        made, had, floats = note
+        taken = [places[x] for x in had]
+        record, rest = taken[: made.taken], taken[made.taken :]
+        first = itemgetter(*record) if record else None
+        steps.append(Step(made, first, itemgetter(*rest), (*floats, *made.numbers)))
+    size //= out.element_size()
+    return Steps(tuple(steps), out.device.index, tuple(out.shape), size, tuple(offsets))
+
+
+def plain(
+    weighting: str, number: float, scale: float, factor: float | None, band: Band
+) -> Callable[..., Tensor]:
+    """Σⱼ α(s)ᵢⱼ vⱼ with s = scale · q·k + factor · ‖k‖², for arrays on four axes of one dtype.
+
+    query (B, H, n, w), key (B, Hₖ, m, w), value (B, Hₖ, m, d) → (B, H, n, d). `number` is entmax's
+    alpha or top-k's k.
+    """
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        bias = None if factor is None else norms.square(key, factor)
+        numbers = Numbers(scale, weighting, number, *band(query.shape[2], key.shape[2]))
+        arrays = thresholds.searched(Arrays(query, key, value, bias), numbers)
+        return ops.pooled(*arrays, *numbers)[0]
+
+    return run
+
+
+def additive_by(table: Tensor, grid: Tensor, band: Band) -> Callable[..., Tensor | None]:
+    """The same with s = Σ_h v_h tanh(W₁q + W₂k + b)_h, of what `hidden` knows."""
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, table: Tensor, grid: Tensor,
+        w_query: Tensor, w_key: Tensor, v: Tensor, bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        a, b, parts = hidden.hidden(query, key, w_query, w_key, bias)
+        bounds = band(query.shape[2], key.shape[2])
+        return additive.additive(a, b, v, value, table, grid, *bounds, None, parts)[0]
+
+    repeat, at = Repeat(run), table.get_device()
+
+    def bound(query: Tensor, key: Tensor, value: Tensor, score: Any, *_: Any) -> Tensor | None:
+        held: tuple[Tensor, ...] = (score.w_query, score.w_key, score.v)
+        held = held if score.bias is None else (*held, score.bias)
+        if any(x.get_device() != at for x in held):  # which no kind tells
+            return None
+        return repeat(query, key, value, table, grid, *held)
+
+    return bound

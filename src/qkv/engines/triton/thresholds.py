@@ -72,8 +72,8 @@ def _run(
 def _room(query: Tensor, key: Tensor, weighting: str, listed: bool) -> tuple[Tensor, ...]:
     """For the results of `found`, and the bits of queries from which lists are made."""
     rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
-    row_a = query.new_empty(rows, dtype=torch.float32)
-    row_b = none if weighting == "entmax" else query.new_empty(rows, dtype=torch.int32)
+    row_a = launch.new(query, rows)
+    row_b = none if weighting == "entmax" else launch.new(query, rows, torch.int32)
     if not listed:
         return row_a, row_b, none.clone(), none.clone(), none
     marks, across = support.bits(query, key)
