@@ -225,11 +225,13 @@ def share(holders: Any, weighting: Weighting, count: int, most: np.ndarray) -> n
 
 
 class Ball(NamedTuple):
-    """Keys that lie within a radius of a centre."""
+    """Keys that lie within a radius of a centre; none lay farther than `moved` from where it lies
+    before it was kept in 8 bits."""
 
     centre: np.ndarray
     radius: float
     rows: int
+    moved: float = 0.0
 
     @classmethod
     def around(cls, rows: Rows) -> Ball:
@@ -238,11 +240,18 @@ class Ball(NamedTuple):
         for group in rows.cuts(size):
             for cut in group:
                 total += cut.key().sum(axis=0, dtype=float)
-        centre, far = total / max(rows.shape[0], 1), 0.0
+        centre, far, moved = total / max(rows.shape[0], 1), 0.0, 0.0
         for group in rows.cuts(size):
             for cut in group:
                 far = max(far, float(np.square(cut.key() - centre).sum(axis=1).max(initial=0)))
-        return cls(centre, float(np.sqrt(far)), rows.shape[0])
+                off = cut.stored.near.residual if cut.stored.near else None
+                if cut.stored.lost and off is not None:
+                    moved = max(moved, float(off.max(initial=0)))
+        return cls(centre, float(np.sqrt(far)), rows.shape[0], moved)
+
+    def before(self) -> Ball:
+        """One that held the keys before they were kept in 8 bits."""
+        return self._replace(radius=self.radius + self.moved)
 
     def most(self, query: np.ndarray, score: Score) -> np.ndarray:
         """The largest score that any of the keys can have with each query, (n,); ∞ where it is not

@@ -594,6 +594,27 @@ def test_bounds_of_shards_count_from_one_unit(
         assert abs(found.lse - whole) < 0.02
 
 
+def test_a_partial_answer_in_8_bits_counts_what_codes_lost(tmp_path: Path) -> None:
+    """Beside the rows of the shard that is gone, which have next to nothing of the weight."""
+    rng = np.random.default_rng(5)
+    key = rng.normal(size=(300, 48)).astype(np.float32)
+    key[200:] *= 0.01
+    place = str(tmp_path / "d.qkv")
+    with qkv.open(place, precision="int8") as D:
+        D.add(key, key[:, :2])
+    off = []
+    with cluster([place], 3, partial=True) as c:
+        c._fleet.workers.lost = {2}
+        for query in rng.normal(size=(20, 48)).astype(np.float32):
+            found = c.ask(query, score="dot", tolerance=0.9)
+            s = key.astype(float) @ query
+            alpha = np.exp(s - s.max())
+            off.append(0.5 * np.abs(found.weights - alpha / alpha.sum()).sum())
+            assert off[-1] <= found.error_bound < 0.9
+            assert c.ask(query, score="dot").error_bound < found.error_bound  # as its codes say
+    assert max(off) > 1e-4
+
+
 def test_shards_in_8_bits_prove_softmax_alone(tmp_path: Path) -> None:
     key = np.random.default_rng(4).normal(size=(300, 48)).astype(np.float32)
     place = str(tmp_path / "d.qkv")

@@ -139,8 +139,8 @@ class Gathered(Asked):
         self._read_as, weighting = parts.resolved(score, weighting, None)
         self.weighting, self.tolerance = weighting.among(len(view)), tolerance
         self.promise, self.library, self._but = promise, library, but
-        lost = tolerance is not None and view.rounded and view.kept.coded
-        if lost and type(self.weighting) is not Softmax:
+        self._rounded = tolerance is not None and view.rounded and view.kept.coded
+        if self._rounded and type(self.weighting) is not Softmax:
             raise CombinationError(
                 "tolerance: shards prove it for softmax alone, and the vectors are kept in 8 bits. "
                 "Ask without one, or keep them as float32"
@@ -177,10 +177,10 @@ class Gathered(Asked):
         job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
         asked = Sent(view.snapshot, job, lost)
         top = self.top if view.schema.pools else max(self.top, SHARES)
-        near = None if lost or keyed else self.tolerance
-        known, found, bound, read = self._found(asked, top, near)
+        near = None if keyed or (lost and not self._rounded) else self.tolerance
+        known, found, bound, read = self._found(asked, top, near, code.code)
         self.total, self.missing = np.sum([some.counts for some in found], axis=0).tolist()
-        if lost:
+        if lost and near is None:
             bound = self._bound(asked, code.code, lost)
         each = [One(asked, known, i, found, weighting.convex) for i in range(len(queries))]
         self._read(each, top, found)
@@ -199,23 +199,25 @@ class Gathered(Asked):
         return weighed, self._engine(lost, read)
 
     def _found(
-        self, asked: Sent, top: int, tolerance: float | None
+        self, asked: Sent, top: int, tolerance: float | None, query: Any
     ) -> tuple[State | Summed, list[Heaviest], Any, int | None]:
         """What is known of the weights, and the heaviest; how far they may be off, and the keys
         that were read for it: None where they are exact."""
         found: list[First] = []
         if type(self.weighting) is Softmax:
             found = asked.each("first", tolerance, top)
+        error: Any = 0.0
+        if found and tolerance is not None:
+            # Each keeps to the tolerance, and so do all: quotients of sums lie between theirs.
+            bound = parts.merged([x.bound for x in found if x.bound is not None], Bound.merge)
+            if not self._rounded and not (bound.error <= tolerance).all():
+                return self._found(asked, top, None, query)
+            error = (bound.merge(self._unread(asked, query)) if asked.without else bound).error
         if not found or any((np.abs(x.lse[np.isfinite(x.lse)]) > FAR).any() for x in found):
             state = parts.finished(asked, self.weighting)[1]
-            return state, asked.each("heaviest", state, top), 0.0, None
-        error: Any = 0.0
+            return state, asked.each("heaviest", state, top), error if self._rounded else 0.0, None
         read = None
         if tolerance is not None:
-            # Each keeps to the tolerance, and so do all: quotients of sums lie between theirs.
-            error = parts.merged([x.bound for x in found if x.bound is not None], Bound.merge).error
-            if not (error <= tolerance).all():
-                return self._found(asked, top, None)
             self.refused = found[0].refused if all(x.refused for x in found) else ""
             read = None if self.refused else sum(x.read for x in found)
         known = Summed(parts.merged([x.lse for x in found], np.logaddexp), tolerance)
@@ -232,7 +234,7 @@ class Gathered(Asked):
             some = Query(query[at : at + step], code.asked)
             job = self.view.job(some, None, self._read_as, self.weighting, self.where)
             asked = Sent(self.view.snapshot, job)
-            found = self._found(asked, 1, self.tolerance)[1]
+            found = self._found(asked, 1, self.tolerance, some.code)[1]
             outs.append(parts.averaged(parts.merged([some.sums for some in found], parts.both)))
         return np.concatenate(outs)
 
@@ -262,6 +264,14 @@ class Gathered(Asked):
         else:
             most = np.max([ball.most(query, self._read_as) for ball in balls], axis=0)
         return parts.share(asked, self.weighting, sum(ball.rows for ball in balls), most)
+
+    def _unread(self, asked: Sent, query: Any) -> Bound:
+        """What the rows of lost shards can have, before they were kept in 8 bits."""
+        balls = asked.many.lost(asked.without)
+        most = np.max([ball.before().most(query, self._read_as) for ball in balls], axis=0)
+        top = self.weighting.scale(most[:, None])[:, 0] + np.log(sum(ball.rows for ball in balls))
+        none = np.zeros(len(top))
+        return Bound(top, none, none + 1, none)
 
     def _read(self, each: list[One], top: int, found: list[Heaviest]) -> None:
         """Bring the rows that answers name, all at once."""
