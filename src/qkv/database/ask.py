@@ -334,7 +334,8 @@ def _itself(x: Any) -> Any:
 def _shares(values: list[Any], weights: list[float]) -> list[Share]:
     """The weight of each value, heaviest first."""
     total, first = dict[Any, float](), []
-    for name, value, weight in zip(map(mark, values), values, weights, strict=False):
+    for value, weight in zip(values, weights, strict=False):
+        name = value if type(value) is str else mark(value)
         if name in total:
             total[name] += weight
         else:
