@@ -15,11 +15,12 @@ from bench import fuzz
 from qkv import masks, scores, weightings
 from qkv.engines import triton
 from qkv.engines.triton import launch
+from tests.engines.triton.formulas import DEVICE
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="small sizes, in the interpreter")
 
 N, M = 5, 19
-MADE = torch.Generator().manual_seed(0)
+MADE = torch.Generator(DEVICE).manual_seed(0)
 
 
 def normal(*shape):
@@ -84,7 +85,7 @@ def results(arrays, how, engine, dtype):
         mask = more if mask is None else masks.array(mask) & more
     given = [x.to(dtype).clone().requires_grad_() for x in arrays]
     out = qkv.attend(*given, mask=mask, engine=engine, **how)
-    along = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    along = torch.randn(out.shape, generator=torch.Generator(DEVICE).manual_seed(1)).to(dtype)
     wanted = (*given, *floats.values())
     grads = torch.autograd.grad((out * along).sum(), wanted, allow_unused=True)
     return out, *(
@@ -94,7 +95,7 @@ def results(arrays, how, engine, dtype):
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
-    make = torch.Generator().manual_seed(2)
+    make = torch.Generator(DEVICE).manual_seed(2)
     arrays = [torch.randn(x, generator=make) for x in ((2, 4, N, 8), (2, 2, M, 8), (2, 2, M, 8))]
     got = results(arrays, CASES[name], "triton", torch.float32)
     want = results(arrays, CASES[name], "dense", torch.float64)
@@ -106,7 +107,7 @@ def test_values_and_gradients(name):
 def test_a_temperature_learns_in_16_bits_as_exactly_as_eager_code_does(width, monkeypatch):
     """Its gradient is Σ ∂L/∂s · s, where rounding what a row's ∂L/∂s add up to would show."""
     monkeypatch.setattr(launch, "HELD_BACK", 16)
-    make = torch.Generator().manual_seed(4)
+    make = torch.Generator(DEVICE).manual_seed(4)
     shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
     arrays = [torch.randn(x, generator=make).half() for x in shapes]
     how = {"temperature": torch.tensor([0.5, 0.7, 1.0, 1.4]).reshape(4, 1, 1), "score": "dot"}
@@ -117,7 +118,7 @@ def test_a_temperature_learns_in_16_bits_as_exactly_as_eager_code_does(width, mo
 
 
 def test_a_temperature_that_has_changed_is_read_again():
-    make = torch.Generator().manual_seed(6)
+    make = torch.Generator(DEVICE).manual_seed(6)
     x = torch.randn((1, 2, N, 8), generator=make)
     for warm in (1.0, 3.0):  # the second call of a kind has a plan
         weighting = weightings.Softmax(torch.tensor(warm))
@@ -128,7 +129,7 @@ def test_a_temperature_that_has_changed_is_read_again():
 
 def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
     monkeypatch.setattr(triton, "WIDEST_VALUE", 8)
-    make = torch.Generator().manual_seed(5)
+    make = torch.Generator(DEVICE).manual_seed(5)
     arrays = [torch.randn(x, generator=make) for x in ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 11))]
     how = {"weighting": "entmax15", "and": masks.window(6, align="bottom_right")}
     got = results(arrays, how, "triton", torch.float32)
@@ -139,7 +140,7 @@ def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_additive_scores_of_other_weightings(dtype):
-    make = torch.Generator().manual_seed(3)
+    make = torch.Generator(DEVICE).manual_seed(3)
     shapes = ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 8), (4, 8), (4, 8), (4,))
     arrays = [torch.randn(x, generator=make).to(dtype) / (2 if len(x) == 2 else 1) for x in shapes]
     found = []
@@ -155,7 +156,7 @@ def test_additive_scores_of_other_weightings(dtype):
 
 def test_a_nan_that_a_mask_rules_out_stays_there():
     """In a key, a value or the mask's neighbourhood, forth and back."""
-    make = torch.Generator().manual_seed(4)
+    make = torch.Generator(DEVICE).manual_seed(4)
     query, key, value = (torch.randn(1, 1, x, 8, generator=make) for x in (N, M, M))
     mask = normal(N, M)
     mask[:, 3] = -torch.inf
@@ -183,7 +184,7 @@ def test_a_dropout_without_a_seed_is_drawn_once(monkeypatch):
 @pytest.mark.parametrize("what", ["temperature", "mask"])
 def test_what_moves_whole_rows_has_a_gradient_as_near_as_eager_code(what):
     """Scores of 20 and more: the terms of its sum are large, and the sum is small or 0."""
-    make = torch.Generator().manual_seed(0)
+    make = torch.Generator(DEVICE).manual_seed(0)
     query, key, value, along = (
         torch.randn(1, 1, rows, width, generator=make)
         for rows, width in ((32, 128), (48, 128), (48, 32), (32, 32))

@@ -15,8 +15,8 @@ CLOSE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def given(shape, dtype=torch.float32, seed=0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x.to(DEVICE, dtype)
+    x = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
+    return x.to(dtype)
 
 
 def wanted(function, x, grad):

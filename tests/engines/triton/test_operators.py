@@ -22,7 +22,7 @@ def seen(monkeypatch):
 
 
 def given():
-    return torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return torch.randn(3, 8, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
 
 
 def test_eager_code_sees_the_function(seen):

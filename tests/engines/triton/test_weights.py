@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import qkv
 from qkv import attention, masks, weightings
 from qkv.engines import triton
-from qkv.engines.triton.weights import weights
+from qkv.engines.triton import launch
+from qkv.engines.triton.weights import weigh_pairs, weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,6 +45,23 @@ def test_masks_that_are_arrays(mask, mean):
 
 def test_rows_wider_than_a_tile_holds_on_the_way_back():
     check(arrays(1, 9, 20, 160), None, True)
+
+
+def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
+    """float32 rows of more than 128 numbers do not fit an H200 in three stages."""
+    tried, start = [], launch.start
+
+    def small(*given):
+        if given[0] is weigh_pairs:
+            tried.append(given[-1].stages)
+            if tried[-1] == 3:
+                raise OutOfResources(393216, 232448, "shared memory")
+        return start(*given)
+
+    monkeypatch.setattr(launch, "SMALLER", {})
+    monkeypatch.setattr(launch, "start", small)
+    check(arrays(1, 9, 20, 40), None, False)
+    assert tried == [3, 2]
 
 
 def check(given, mask, mean):

@@ -22,7 +22,7 @@ from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
 TILE = Tile(64, 64, 64, 4, 3)
-PLAIN = {"WIDE": False, "PACKED": False, "TMA": False, "CENTRED": False, "ALONG": True}
+PLAIN = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False) | {"ALONG": True}
 
 
 @launched
@@ -89,13 +89,15 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
         facts = call.facts | PLAIN | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
-        facts |= {"QUICK": False, "ROWS": TILE.rows, "COLS": TILE.cols, "CUT": m % TILE.cols != 0}
-        grid = triton.cdiv(m, TILE.cols), triton.cdiv(n, TILE.rows), b
         whole = (call.steps(out), n, m, h, call.group, call.upper)
-        with launch.on(out.device):
-            made = launch.start(
-                weigh_pairs, grid, (call.inputs, lse, out), scales, whole, facts, TILE
-            )
+
+        def run(tile: Tile) -> launch.Launch | None:
+            own = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": m % tile.cols != 0}
+            grid = triton.cdiv(m, tile.cols), triton.cdiv(n, tile.rows), b
+            given = (call.inputs, lse, out)
+            return launch.start(weigh_pairs, grid, given, scales, whole, facts | own, tile)
+
+        made = launch.fitting(TILE, out.device, (weigh_pairs, *facts.values()), run)
         launch.keep(about, None if call.copied else made)
     return out[:, 0] if mean else out
 
