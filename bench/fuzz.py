@@ -40,8 +40,10 @@ from qkv.errors import QkvError
 LEAST = 64 * 64
 FLOOR = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Errors that are not looked at, ‖got − want‖ / ‖want‖: some roundings of numbers that cancel."""
-ALIKE = 10
-"""Calls of one kind in a row, which differ in lengths and numbers: a kind must be compiled."""
+ALIKE = 20
+"""Calls of one kind in a row, which differ in lengths and numbers. All but a twentieth of the time
+is the compiler's: 13 s for the first of a kind, of the next eight still 1 to 5 s for lengths of
+their own, and later ones a tenth (H200, 14 processes)."""
 CHOOSY = (weightings.TopK, weightings.Hard)
 """Weightings that another rounding may have choose another key; of sparsemax the slope does so."""
 WORKERS = max((os.cpu_count() or 1) - 2, 1)
@@ -93,7 +95,7 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         "value": normal(b, few, m, d),
     }
     score = random.choice(
-        ("scaled_dot", "dot", "cosine", "gaussian", "learned", "gated", "additive")
+        ("scaled_dot", "dot", "capped", "cosine", "gaussian", "learned", "gated", "additive")
     )
     shapes = {"learned": ((w, w),), "gated": ((w,), (w,)), "additive": ((8, w), (8, w), (8,))}
     for i, shape in enumerate(shapes.get(score, ())):
@@ -129,7 +131,8 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
         }
         taken = {"mask": given["mask"]} if "mask" in given else {}
         weighs = kinds.get(weighting, weighting)
-        return {"score": made(*own) if own else score, "weighting": weighs} | fixed | taken
+        plain = scores.ScaledDot(softcap=3.0) if score == "capped" else score
+        return {"score": made(*own) if own else plain, "weighting": weighs} | fixed | taken
 
     told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float') else ''}"
     told += f", {list(fixed)[1:]} {dtype} {[tuple(x.shape) for x in arrays.values()]}"
@@ -265,33 +268,26 @@ def run(
         yield told.engine, None if wrong is None else f"{wrong} | {drawn.told}"
 
 
-def work(seed: str, seconds: float, pipe: Connection) -> None:
-    """One process of the run. It sends a line before each call, and a pair, the engine and the
-    complaint, after."""
-    ends = time.monotonic() + seconds
+def work(seed: str, pipe: Connection) -> None:
+    """One process of the run, without end. It sends a line before each call, and a pair, the engine
+    and the complaint, after."""
     for found in run(Random(seed), "cuda", False, note=pipe.send):
         pipe.send(found)
-        if time.monotonic() > ends:
-            break
-    # The thread of torch that ran the last backward lets go of its arrays, for which it waits for
-    # Python's lock. Python (3.12) that ends meanwhile ends that thread, in the middle of a
-    # destructor, and the process is aborted: seen of twelve in 36 processes that did nothing but
-    # one backward of torch's own.
-    time.sleep(0.5)
 
 
 def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | None] | None]]:
-    """Each call of all processes, twice: before with None, and with what came of it after."""
-    start = get_context("spawn")
+    """Each call of all processes, twice: before with None, and with what came of it after. Those
+    that run when time is up are not waited for: one may compile for as long again."""
+    start, ends = get_context("spawn"), time.monotonic() + seconds
     workers: dict[Any, Any] = {}
     for each in range(WORKERS):
         ours, theirs = start.Pipe(duplex=False)
-        workers[ours] = start.Process(target=work, args=(f"{seed} {each}", seconds, theirs))
+        workers[ours] = start.Process(target=work, args=(f"{seed} {each}", theirs))
         workers[ours].start()
         theirs.close()
     at = dict.fromkeys(workers, "before the first call")
-    while workers:
-        ready: list[Any] = wait(list(workers))
+    while workers and time.monotonic() < ends:
+        ready: list[Any] = wait(list(workers), ends - time.monotonic())
         for pipe in ready:
             try:
                 found = pipe.recv()
@@ -306,6 +302,8 @@ def heard(seconds: float, seed: int) -> Iterator[tuple[str, tuple[str, str | Non
                 yield found, None
             else:
                 yield at[pipe], found
+    for process in workers.values():
+        process.kill()
 
 
 def main(seconds: float, seed: int, log: str | None = None) -> None:
