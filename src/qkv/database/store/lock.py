@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from qkv.database.faults import Damaged, Locked, Unwritable
 from qkv.database.store import mark, plain
@@ -168,8 +169,11 @@ class Pins:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """With a lock that is free."""
-        self._lock = threading.Lock()
+        """With a lock that is free.
+
+        It is taken by `with` alone: after any call an interrupt may come before the `try`.
+        """
+        self._lock: Any = threading.RLock()
 
     def hold(self, version: int) -> bool:
         """Pin a version; False while a compaction is dropping it."""
@@ -213,16 +217,15 @@ class Pins:
                 self._reader = -1
 
     def _settle(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
+        # Inside of a hold it waits for the end of that.
+        while self._dropped and not self._lock._is_owned():
+            with self._lock:
                 while self._dropped:
                     version = self._dropped.popleft()
                     if self._held[version] > 1:
                         self._held[version] -= 1
                     elif self._held.pop(version, 0):
                         self._unshare(version)
-            finally:
-                self._lock.release()
 
     def _open(self) -> int:
         assert self._folder is not None
