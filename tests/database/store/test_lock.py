@@ -11,7 +11,7 @@ from qkv.database.store import lock
 
 
 class Interrupting:
-    """Raises in the nth place of the module's code where Python looks for a Ctrl-C: after a call."""
+    """Raises in the nth place of the module where Python looks for a Ctrl-C: after a call."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth

@@ -155,6 +155,25 @@ def test_tiles_by_descriptors(mask, w, monkeypatch):
     assert seen == {True, not wide}, "on the way back a wide one has none"
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_wide_score_ends_by_its_bias(copies, monkeypatch):
+    """Values beyond a length count for nothing, whatever they are, and the last key's ∞ does."""
+    monkeypatch.setattr(launch, "copy_engine", lambda device: copies)
+    monkeypatch.setitem(launch.OVERRIDE, "pool", SMALL._replace(described=True))
+    arrays = formulas.arrays_of(b=2, h=2, hk=2, n=21, m=37, w=72, d=8, bias=True)
+    lengths = torch.tensor([37, 29], device=formulas.DEVICE)
+    query, key, value, bias = arrays.values()
+    scores = (0.3 * query @ key.mT + bias[:, :, None]).double()
+    scores[1, :, :, 29:] = -torch.inf
+    want = scores.softmax(-1) @ value.double()
+    value[0, :, 36, 2], want[0, ..., 2] = torch.inf, torch.nan
+    value[1, :, 29:] = torch.nan
+    seen = watch(monkeypatch, "ENDED")
+    out, _ = ops.attend(**arrays, scale=0.3, lengths=lengths)
+    assert seen == {True}
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize(("lead", "upper"), [((1, 1), None), ((2, 4), 3)])
 def test_a_float_mask_by_descriptors(lead, upper, monkeypatch):
     """Its tiles on the way to the keys, as they are without; some of its numbers are −∞."""

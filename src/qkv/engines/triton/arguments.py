@@ -306,6 +306,7 @@ def _facts(
         "ALONG": False,
         "TANH": 0,
         "EDGES": False,
+        "ENDED": False,
         "LISTED": 0,
         "LAID": False,
         "EXPONENTIAL": weighting in ("softmax", "topk"),

@@ -37,9 +37,11 @@ def pool_tiles(
     if ADDED:  # the mask's own numbers are added, and what multiplies them multiplies the sum
         scale = scales.scale / scales.times
         times = 1.0
-    # As one loop with that over the chunks, so that the next tile is on its way meanwhile.
-    FLAT: tl.constexpr = F.WIDE and F.TMA
-    for t in tl.range(lo, hi, flatten=FLAT):
+    # As one loop with that over the chunks, so that the next tile is on its way meanwhile. What is
+    # done over with care is rare, and a loop that waits is sooner compiled.
+    FLAT: tl.constexpr = F.WIDE and F.TMA and not CAREFUL
+    STAGES: tl.constexpr = 1 if CAREFUL else None
+    for t in tl.range(lo, hi, flatten=FLAT, num_stages=STAGES):
         start, j, here, live, extra = tile_of(t, rows, keys, times, z, F, MASKED)
         if F.WEIGHTING == "average":
             p = live.to(tl.float32) if RULED else tl.full((F.ROWS, F.COLS), 1.0, tl.float32)
@@ -130,7 +132,7 @@ def pool(
         acc = tl.where(good, acc, 0.0)
         state = (acc, tl.where(good, top, NONE), tl.where(good, total, 0.0))
         inner_hi = tl.where(good, inner_hi, lo)  # else all tiles again, with care
-    if F.UPPER or F.CUT or F.LAYOUT or F.EDGES or F.QUICK:
+    if F.UPPER or (F.CUT and not F.ENDED) or F.LAYOUT or F.EDGES or F.QUICK:
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
@@ -305,6 +307,13 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
             facts["LAID"] = facts["LAID"] and facts["QUICK"] and not packed
             if wide and packed:
                 facts["TMA"] = False  # stacked rows do not follow each other
+            others = (call.gate_key, call.pairs, call.layout, *call.band)
+            added = call.facts["BIAS"] and call.weighting == "softmax"
+            if wide and facts["CUT"] and added and all(x is None for x in others):
+                # A bias of −∞ beyond the last key, where the copy engine has values of 0, makes for
+                # one loop to compile.
+                cut = call.lengths is not None or not facts["TMA"]
+                facts |= {"ENDED": True, "CUT": cut}
             bounds, heads = call.bounds(at_columns, splits, span), lanes // call.b
             kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
             grid = lanes * -(-rows // own.rows) * splits

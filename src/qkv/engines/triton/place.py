@@ -199,6 +199,8 @@ def rows_program(given, at, counts, steps, z, F):
     else:
         first, last = spot.first, spot.last
         edges = tiles.bounds(first, last, z.lower, z.upper, keys.end, F.COLS, F.LOWER, F.UPPER)
+    if F.ENDED:
+        edges = (edges[0], edges[1], edges[3], edges[3])
     if F.EDGES:  # one loop for all tiles
         edges = (edges[0], edges[0], edges[0], edges[3])
     if F.SPLIT:
@@ -241,8 +243,9 @@ def tile_of(t, rows, keys, times, z, F, MASKED: tl.constexpr):
     j = (start + near)[None, :]
     here = near
     live = j
-    if MASKED:
+    if MASKED or F.ENDED:
         here = tl.minimum(near, z.m - 1 - start)
+    if MASKED:
         live = tiles.alive(rows.i, j, keys.end, keys.layout, z, F)
     extra = j
     if F.PAIRS:
@@ -279,11 +282,17 @@ def product(own, others, start, here, F):
 
 @triton.jit
 def scored(x, rows, keys, start, here, scale, times, F):
-    """s of a tile from φ(q)·ψ(k), and its slope; the bias is multiplied by `times`."""
+    """s of a tile from φ(q)·ψ(k), and its slope; the bias is multiplied by `times`. ENDED has −∞
+    for that of keys beyond the end."""
     bias = here
     b = here
     if F.BIAS:
-        bias = tl.load(keys.bias + start + here)[None, :] * times
+        if F.ENDED:
+            there = start + tl.arange(0, F.COLS)
+            bias = tl.load(keys.bias + there, mask=there < keys.end, other=tiles.NONE)
+        else:
+            bias = tl.load(keys.bias + start + here)
+        bias = bias[None, :] * times
     if F.GATE:
         b = gate_half(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
     return score(x, scale, bias, rows.a, b, F)
