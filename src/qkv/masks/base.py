@@ -58,6 +58,16 @@ class Mask(Record):
         """The arrays that must be of the call's own framework."""
         return []
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A mask beside a tensor: torch.compile asks here, and names the tensor first."""
+        name = func.__name__
+        if name in ("__and__", "bitwise_and"):
+            return Both(*map(array, args))
+        if name in ("__or__", "bitwise_or"):
+            return Either(*(_boolean(array(x)) for x in args))
+        return NotImplemented
+
     def __and__(self, other: Any) -> Mask:
         return Both(self, array(other))
 
