@@ -75,20 +75,24 @@ class Arguments:
 
     def __init__(self, *given: Any) -> None:
         arrays, numbers = Arrays(*given[:ARRAYS]), Numbers(*given[ARRAYS:])
-        query, key, value, key_bias, gate_query, gate_key, row_a, row_b, lengths, layout, *_ = (
-            arrays
+        scale, weighting, alpha, lower, upper, self.layout_size, self.whole, *_ = numbers
+        self.query, self.key, self.value = (row_major(x) for x in arrays[:3])
+        self.key_bias, self.gate_key = map(_contiguous_rows, (arrays.key_bias, arrays.gate_key))
+        self.gate_query, row_a, row_b, lengths, layout = (
+            None if x is None else x.contiguous() for x in (arrays.gate_query, *arrays[6:10])
         )
-        scale, weighting, alpha, lower, upper, layout_size, self.whole, *_ = numbers
-        self.query, self.key, self.value = row_major(query), row_major(key), row_major(value)
-        self.key_bias, self.gate_key = _contiguous_rows(key_bias), _contiguous_rows(gate_key)
-        self.gate_query = None if gate_query is None else gate_query.contiguous()
-        self.row_a = None if row_a is None else row_a.contiguous()
-        self.row_b = None if row_b is None else row_b.contiguous()
-        self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
-        self.layout = None if layout is None else (layout != 0).contiguous().view(torch.uint8)
+        self.lengths = None if lengths is None else lengths.to(torch.int32)
+        self.layout = None if layout is None else (layout != 0).view(torch.uint8)
         self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
-        self.b, self.h, self.n, self.w = query.shape
-        _, self.hk, self.m, self.d = value.shape
+        self.support: Any = arrays.lists
+        self.marks: Any = arrays.marks
+        self.inputs = Arrays(
+            self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
+            row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
+        )  # fmt: skip
+        self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
+        self.b, self.h, self.n, self.w = self.query.shape
+        _, self.hk, self.m, self.d = self.value.shape
         self.group = self.h // self.hk
         reach = self.n + self.m
         self.lower = 0 if lower is None else max(min(lower, reach), -reach)
@@ -96,23 +100,13 @@ class Arguments:
         self.band = (None if lower is None else self.lower, None if upper is None else self.upper)
         self.weighting, self.floats = weighting, numbers.floats
         self.dropped = (min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed)
-        self.layout_size = layout_size
         self.layout_columns = 0 if layout is None else layout.shape[1]
         kind = kind_of(self.pairs)
         bounds = (lower, upper, lengths, layout, self.pairs)
         self.masked = any(x is not None for x in bounds)
-        there = (key_bias, gate_key, layout, self.seed)
-        self.facts = _facts(
-            self.w, self.d, query.dtype, weighting, alpha, lower is None, upper is None, kind,
-            *[x is not None for x in there],
-        )  # fmt: skip
-        self.inputs = Arrays(
-            self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
-            self.row_a, self.row_b, self.lengths, self.layout, self.pairs, self.seed,
-            width=arrays.width,
-        )  # fmt: skip
-        self.support: Any = arrays.lists
-        self.marks: Any = arrays.marks
+        there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
+        known = [x is not None for x in there]
+        self.facts = _facts(self.w, self.d, self.query.dtype, weighting, alpha, kind, *known)
         self.strides = (
             *self.query.stride()[:3],
             *self.key.stride()[:3],
@@ -122,15 +116,14 @@ class Arguments:
             *shared_strides(self.pairs),
         )
         self.along: tuple[int, ...] = (0, 0, 0)
-        self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
-        even, unit = self._even(), 16 // query.element_size()
-        self.described = launch.copy_engine(query.device) and even > 0
+        even, unit = self._even(), 16 // self.query.element_size()
+        self.described = launch.copy_engine(self.query.device) and even > 0
         self.quick = self._quick(numbers.times)
         self.facts = self.facts | {
             "EVEN": unit if even and even % 16 else 1,
             "QUICK": self.quick > 0,
         }
-        plain = key_bias is None and gate_key is None and (kind < 2 or self.quick > 0)
+        plain = self.key_bias is None and self.gate_key is None and (kind < 2 or self.quick > 0)
         self.fold = weighting == "softmax" and plain and scale > 0
 
     def _quick(self, times: float) -> int:
@@ -265,20 +258,9 @@ def shared_strides(x: Tensor | None) -> tuple[int, ...]:
 
 @cache
 def _facts(
-    w: int,
-    d: int,
-    dtype: torch.dtype,
-    weighting: str,
-    alpha: float,
-    from_start: bool,
-    to_end: bool,
-    pairs: int,
-    bias: bool,
-    gate: bool,
-    layout: bool,
-    drop: bool,
+    w: int, d: int, dtype: torch.dtype, weighting: str, alpha: float, pairs: int, *known: bool
 ) -> dict[str, Any]:
-    """What every kernel of a call is compiled for.
+    """What every kernel of a call is compiled for; what a pass does not say is as it stands here.
 
     Products of float32 are made of three by NVIDIA's matrix units: that keeps its digits, in a
     fraction of the time and of the code. But top-k must find the same scores to the last bit in
@@ -292,23 +274,15 @@ def _facts(
         "BLOCK_D": launch.block_of(d, dtype),
         "WEIGHTING": weighting,
         "POWER": {2.0: 1, 1.5: 2}.get(alpha, 0) if weighting == "entmax" else 0,
-        "LOWER": not from_start,
-        "UPPER": not to_end,
         "APART": dtype == torch.float32,
         "FAST": dtype != torch.float32 and not launch.interpreted(),
         "PRECISION": precision,
         "SCORES": "ieee" if weighting == "topk" else precision,
         "PAIRS": pairs,
-        "BIAS": bias,
-        "GATE": gate,
-        "LAYOUT": layout,
-        "DROP": drop,
-        "ALONG": False,
-        "TANH": 0,
-        "EDGES": False,
-        "ENDED": False,
-        "LISTED": 0,
-        "LAID": False,
+        **dict.fromkeys(("TANH", "LISTED", "CENTRE"), 0),
+        **dict(zip(("LOWER", "UPPER", "BIAS", "GATE", "LAYOUT", "DROP"), known, strict=True)),
+        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID", "SPLIT"), False),
+        **dict.fromkeys(("PACKED", "TMA", "CENTRED"), False),
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,

@@ -15,8 +15,6 @@ from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
 from qkv.engines.triton.support import SHARED
 
-PLAIN = {"SPLIT": False, "PACKED": False, "LAID": False}
-
 
 def _tile(query: Tensor, kernel: Any, phase: int) -> Tile:
     w = query.shape[-1]
@@ -50,8 +48,8 @@ def _run(
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
-    facts = call.facts | PLAIN | {"WIDE": wide}
-    facts |= {"PHASE": phase, "LISTED": phase if phase == 2 else 0, "MANY": 1}
+    listed = phase if phase == 2 else 0
+    facts = call.facts | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
 
     def run(tile: Tile) -> Launch | None:
         known = facts | {

@@ -22,7 +22,6 @@ from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
 TILE = Tile(64, 64, 64, 4, 3)
-PLAIN = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False) | {"ALONG": True}
 
 
 @launched
@@ -88,7 +87,8 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
     if made is None or not made.again((*arrays, lse, out), scales):
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
-        facts = call.facts | PLAIN | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
+        facts = call.facts | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
+        facts |= {"ALONG": True, "QUICK": False, "WIDE": False}
         whole = (call.steps(out), n, m, h, call.group, call.upper)
 
         def run(tile: Tile) -> launch.Launch | None:
