@@ -191,8 +191,8 @@ class Arguments:
         return launch.parts(self.query.device, programs, rows, block, waves)
 
     def start(
-        self, kernel: Any, programs: int, arrays: tuple[Any, ...], out: Tensor | None,
-        sizes: tuple[int, ...], facts: dict[str, Any], tile: Tile,
+        self, kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
+        out: Tensor | None, sizes: tuple[int, ...], facts: dict[str, Any], tile: Tile,
     ) -> Launch | None:  # fmt: skip
         """Start a kernel with the call's own arrays, numbers and strides before these; the strides
         are those of `out` too."""

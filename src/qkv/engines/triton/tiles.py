@@ -12,14 +12,11 @@ from functools import partial
 import triton
 import triton.language as tl
 
+# Imported by name: of what is reached by its module, Triton's cache on disk knows functions alone.
 LOG2E = tl.constexpr(1.4426950408889634)
-
 LN2 = tl.constexpr(0.6931471805599453)
-
 NONE = tl.constexpr(float("-inf"))
-
 INFINITY = tl.constexpr(float("inf"))
-
 EIGHT = tl.constexpr(8)
 
 SIZES = (

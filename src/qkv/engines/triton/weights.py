@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -89,13 +88,12 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
         wide = max(launch.power_of_2(call.w), 16)
         facts = call.facts | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
         facts |= {"ALONG": True, "QUICK": False, "WIDE": False}
-        whole = (call.steps(out), n, m, h, call.group, call.upper)
+        call.floats, sizes = scales, (h, call.group, call.upper)
 
         def run(tile: Tile) -> launch.Launch | None:
             own = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": m % tile.cols != 0}
-            grid = triton.cdiv(m, tile.cols), triton.cdiv(n, tile.rows), b
-            given = (call.inputs, lse, out)
-            return launch.start(weigh_pairs, grid, given, scales, whole, facts | own, tile)
+            grid = -(-m // tile.cols), -(-n // tile.rows), b
+            return call.start(weigh_pairs, grid, (lse, out), out, sizes, facts | own, tile)
 
         made = launch.fitting(TILE, out.device, (weigh_pairs, *facts.values()), run)
         launch.keep(about, None if call.copied else made)
