@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from qkv.engines.triton import COARSE, PAIRS
-from qkv.engines.triton.features import features_grad, features_of, fit_of, reach_of, tables
+from qkv.engines.triton.features import (
+    Known,
+    features_grad,
+    features_of,
+    fit_of,
+    reach_of,
+    tables,
+)
 from qkv.scores.separable import table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,25 +113,25 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
     a, b, v = mixed(*shape_a, scale=scale), mixed(*shape_b, scale=scale), some(shape_a[-1])
     rows = first_rows(a, b)
     assert len(rows.unique()) > 1
-    known = (a, b, v, *fitted(a, b, v), PAIRS)
-    width = int(known[-2])
+    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
+    width = int(known.width)
     exact = [x.double().requires_grad_() for x in (a, b, v)]
     sides = [polynomials(x, exact[2], rows, key=x is exact[1]) for x in exact[:2]]
     want = [side[0][..., :width] for side in sides] + [side[1] for side in sides]
-    found = features_of(*known)
+    found = features_of(known)
     got = [x[..., :width] for x in found[:2]] + list(found[2:])
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=3e-6 * two.abs().max().item())
     along = [torch.randn_like(x) for x in found]
-    da, db, parts = features_grad(*along, *known)
+    da, db, parts = features_grad(*along, known)
     cotangents = [x[..., :width].double() for x in along[:2]] + [x.double() for x in along[2:]]
     expected = torch.autograd.grad(want, exact, cotangents)
     for one, two in zip((da, db, parts.sum(0)), expected, strict=True):
         torch.testing.assert_close(one.double(), two, rtol=0, atol=1e-5 * two.abs().max().item())
     along[2].zero_()
     for one, two in zip(
-        features_grad(*along, *known),
-        features_grad(*along[:2], None, *along[3:], *known),
+        features_grad(*along, known),
+        features_grad(*along[:2], None, *along[3:], known),
         strict=True,
     ):
         torch.testing.assert_close(one.sum(0), two.sum(0), rtol=1e-5, atol=1e-6)
@@ -136,7 +143,7 @@ def test_values_and_gradients_are_those_of_the_polynomials(shape_a, shape_b, sca
 def test_their_product_is_the_score(dtype, error):
     a, b = (mixed(rows, 8, scale=WIDEST).to(dtype) for rows in (40, 30))
     v = some(8)
-    found = features_of(a, b, v, *fitted(a, b, v), PAIRS)
+    found = features_of(Known(a, b, v, *fitted(a, b, v), PAIRS))
     assert found[0].dtype == found[1].dtype == dtype
     want = (torch.tanh(a.double()[:, None] + b.double()[None]) * v.double()).sum(-1)
     phi, psi, one, two = (x.double() for x in found)
@@ -147,20 +154,20 @@ def test_their_product_is_the_score(dtype, error):
 def test_one_unit_beyond_the_table_and_all_features_and_gradients_are_zero():
     a, b, v = some(4, 6), some(3, 6), some(6)
     b[1, 2] = 2 * WIDEST
-    known = (a, b, v, *fitted(a, b, v), PAIRS)
-    found = features_of(*known)
+    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
+    found = features_of(known)
     along = [torch.ones_like(x) for x in found]
-    for x in (*found, *features_grad(*along, *known)):
+    for x in (*found, *features_grad(*along, known)):
         assert not x.any()
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
 def test_no_rows(n, m):
     a, b, v = some(n, 6), some(m, 6), some(6)
-    known = (a, b, v, *fitted(a, b, v), PAIRS)
-    found = features_of(*known)
+    known = Known(a, b, v, *fitted(a, b, v), PAIRS)
+    found = features_of(known)
     assert [tuple(x.shape) for x in found] == [(n, 12 * PAIRS), (m, 12 * PAIRS), (n,), (m,)]
-    da, db, parts = features_grad(*found, *known)
+    da, db, parts = features_grad(*found, known)
     assert da.shape == a.shape
     assert db.shape == b.shape
     assert parts.sum(0).shape == v.shape
@@ -171,8 +178,8 @@ def test_arrays_need_not_be_contiguous():
     plain = a.mT.contiguous(), b.mT.contiguous(), v
     fits = fitted(a.mT, b.mT, v)
     for one, two in zip(
-        (*fits, *features_of(a.mT, b.mT, v, *fits, PAIRS)),
-        (*fitted(*plain), *features_of(*plain, *fits, PAIRS)),
+        (*fits, *features_of(Known(a.mT, b.mT, v, *fits, PAIRS))),
+        (*fitted(*plain), *features_of(Known(*plain, *fits, PAIRS))),
         strict=True,
     ):
         assert torch.equal(one, two)

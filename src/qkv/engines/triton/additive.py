@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
+from qkv.engines.triton.features import Known
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
 from qkv.errors import ShapeError
@@ -23,17 +24,10 @@ ROOM = 128 * 2**20
 
 
 def additive(
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    table: Tensor,
-    grid: Tensor,
-    lower: int | None = None,
-    upper: int | None = None,
-    lengths: Tensor | None = None,
+    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor, grid: Tensor,
+    lower: int | None = None, upper: int | None = None, lengths: Tensor | None = None,
     parts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a (B, H, n, h), b (B, Hₖ, m, h), v (h,), value (B, Hₖ, m, d) → (B, H, n, d), (B, H, n).
 
     The table and grid are those of `features`. Queries of float32 are answered exactly: features
@@ -75,10 +69,10 @@ def _even(count: int, most: int) -> int:
     return max(-(-count // max(-(-count // most), 1)), 1)
 
 
-def _arrays(known: tuple[Any, ...], value: Tensor, lengths: Tensor | None) -> tuple[Arrays, Tensor]:
+def _arrays(known: Known, value: Tensor, lengths: Tensor | None) -> tuple[Arrays, Tensor]:
     """A dot product's arrays for what `features.features_of` is given, and what each row adds."""
-    phi, psi, of_query, of_key = features.features_of(*known)
-    width = features.width_for(known[0].shape[-1], known[-1], known[-2])
+    phi, psi, of_query, of_key = features.features_of(known)
+    width = features.width_for(known.a.shape[-1], known.pairs, known.width)
     bias = launch.evenly(of_key[..., None])[..., 0]
     return Arrays(phi, psi, value, bias, lengths=lengths, width=width), of_query
 
@@ -89,22 +83,10 @@ def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple
 
 @operator(_backward_fake, refuse)
 def _additive_backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    pairs: int,
-    lower: int | None,
-    upper: int | None,
-    lengths: Tensor | None,
-    out: Tensor,
-    kept: Tensor,
-    fit: Tensor,
-    beyond: Tensor,
-    width: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, grad_lse: Tensor | None, a: Tensor, b: Tensor, v: Tensor, value: Tensor,
+    pairs: int, lower: int | None, upper: int | None, lengths: Tensor | None,
+    out: Tensor, kept: Tensor, fit: Tensor, beyond: Tensor, width: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """da, db, dv, dvalue. The features, if there are `pairs` of them, are made again: they are
     wide, and quick to make. They and their gradients are the most that is held, so they come in
     pieces.
@@ -120,7 +102,7 @@ def _additive_backward(
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             some_a, some_b = a[ours], b[theirs]
-            known = (some_a, some_b, v, fit, beyond, width, pairs)
+            known = Known(some_a, some_b, v, fit, beyond, width, pairs)
             short = None if lengths is None else lengths[batches]
             some_lse = None if grad_lse is None else grad_lse[ours].contiguous()
             arrays = _arrays(known, value[theirs], short)[0]
@@ -134,7 +116,7 @@ def _additive_backward(
             else:
                 dvalue = dsome
             into = da[ours], db[theirs]
-            parts.append(features.features_grad(dphi, dpsi, some_lse, dbias, *known, into)[2])
+            parts.append(features.features_grad(dphi, dpsi, some_lse, dbias, known, into)[2])
             del dphi, dpsi, dsome, _
         call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         others = torch.cat(parts) if parts else None
@@ -176,17 +158,9 @@ def _differentiate(
 
 @operator(_additive_fake, _differentiate, _save)
 def _additive(
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    value: Tensor,
-    table: Tensor | None,
-    grid: Tensor | None,
-    lower: int | None,
-    upper: int | None,
-    lengths: Tensor | None,
-    parts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor | None, grid: Tensor | None,
+    lower: int | None, upper: int | None, lengths: Tensor | None, parts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, the log-sum-exp, what `ops` keeps of the rows, and what `features.fit_of` gives;
     the last three are empty without a table, where all is exact."""
     a, b, v = a.contiguous(), b.contiguous(), v.contiguous()
@@ -197,7 +171,7 @@ def _additive(
             return out, lse, kept, fit, beyond, width
         parts = features.reach_of(a, b) if parts is None else parts
         fit, beyond, width = features.fit_of(parts, v, table, grid)
-        known = (a, b, v, fit, beyond, width, features.pairs_of(table))
+        known = Known(a, b, v, fit, beyond, width, features.pairs_of(table))
         arrays, of_query = _arrays(known, value, lengths)
         out, lse, kept = forward.attend(*arrays, *Numbers(1.0, lower=lower, upper=upper))
         how = (lower, upper, lengths, beyond, (lse, of_query))

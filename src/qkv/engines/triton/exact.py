@@ -131,17 +131,10 @@ class Exact(Arguments):
     """
 
     def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        v: Tensor,
-        value: Tensor,
-        lower: int | None = None,
-        upper: int | None = None,
-        lengths: Tensor | None = None,
-        when: Tensor | None = None,
+        self, a: Tensor, b: Tensor, v: Tensor, value: Tensor, lower: int | None = None,
+        upper: int | None = None, lengths: Tensor | None = None, when: Tensor | None = None,
         moved: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         a, b, self.v, self.when = a.contiguous(), b.contiguous(), v.contiguous(), when
         numbers = Numbers(1.0, lower=lower, upper=upper)
         super().__init__(*Arrays(a, b, value, lengths=lengths), *numbers)
@@ -188,13 +181,9 @@ def attend(call: Exact, out: Tensor, lse: Tensor, kept: Tensor) -> None:
 
 
 def backward(
-    call: Exact,
-    grad: Tensor,
-    centre: Tensor,
-    kept: Tensor,
-    places: tuple[Tensor, ...],
+    call: Exact, grad: Tensor, centre: Tensor, kept: Tensor, places: tuple[Tensor, ...],
     others: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Fill da, db and dvalue, contiguous and shaped as their arrays; dv. The centre is
     `gradients.inner`.
 

@@ -15,6 +15,7 @@ so that neighbouring units lie side by side; `beyond` (1,) is 1 if some unit has
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,9 @@ PLAIN = launch.Tile(1, 1, 1, 4, 3)
 """Warps and stages of these kernels."""
 CHUNK = tl.constexpr(64)
 """Columns are counted in these."""
+
+Known = namedtuple("Known", "a b v fit beyond width pairs")
+"""Rows a and b (…, h), v (h,), what `fit_of` found of them, and J."""
 
 
 @triton.jit
@@ -301,70 +305,49 @@ def width_for(h: int, pairs: int, width: Tensor) -> Tensor | None:
     return None if 2 * pairs * h <= launch.HELD else width
 
 
-def features_of(
-    a: Tensor, b: Tensor, v: Tensor, fit: Tensor, beyond: Tensor, width: Tensor, pairs: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def features_of(known: Known) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """φ(a), ψ(b), Σ v∘m(a) and Σ v∘m(b), computed in float32.
 
     (…, rows, h) → (…, rows, 2·J·h) in the dtype given and (…, rows) of float32. Their product and
     sums are ≈ Σ_h v_h tanh(a_h + b_h). Columns beyond the width are not filled, and all is 0 where
     some unit is beyond the table.
     """
-    a, b = a.contiguous(), b.contiguous()
-    h = a.shape[-1]
-    phi, psi = (launch.new(x, (*x.shape[:-1], 2 * pairs * h), x.dtype) for x in (a, b))
-    alone = tuple(launch.new(x, x.shape[:-1]) for x in (a, b))
-    arrays = (a, b, v, fit, beyond, width, phi, psi, *alone)
-    _each_tile(_features_kernel, arrays, a, b, fit, pairs, 1)
+    rows = [x.contiguous() for x in known[:2]]
+    columns = 2 * known.pairs * known.a.shape[-1]
+    phi, psi = (launch.new(x, (*x.shape[:-1], columns), x.dtype) for x in rows)
+    alone = tuple(launch.new(x, x.shape[:-1]) for x in rows)
+    _each_tile(_features_kernel, known, (*rows, *known[2:6], phi, psi, *alone), 1)
     return phi, psi, *alone
 
 
 def features_grad(
-    dphi: Tensor,
-    dpsi: Tensor,
-    moved_a: Tensor | None,
-    moved_b: Tensor,
-    a: Tensor,
-    b: Tensor,
-    v: Tensor,
-    fit: Tensor,
-    beyond: Tensor,
-    width: Tensor,
-    pairs: int,
+    dphi: Tensor, dpsi: Tensor, moved_a: Tensor | None, moved_b: Tensor, known: Known,
     into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ + v∘m′(a) dM, db likewise, and parts (…, h) whose sum is dv.
 
     What `features_of` adds for rows alone has the gradients `moved`, those of a 0 if None. da and
     db are the two contiguous arrays of `into`, if given.
     """
-    dphi, dpsi, a, b, moved_b = (x.contiguous() for x in (dphi, dpsi, a, b, moved_b))
+    dphi, dpsi, a, b, moved_b = (x.contiguous() for x in (dphi, dpsi, *known[:2], moved_b))
     h = a.shape[-1]
     da, db = into or (torch.empty_like(a), torch.empty_like(b))
     tall, wide = _tile(h)
     moved_rows = _rows(b) if moved_a is None else -(-_rows(b) // tall) * tall + _rows(a)
     parts = a.new_empty((-(-moved_rows // tall), h), dtype=torch.float32)
     moved = (None if moved_a is None else moved_a.contiguous(), moved_b)
-    arrays = (dphi, dpsi, *moved, a, b, v, fit, beyond, width, da, db, parts)
-    _each_tile(_features_grad_kernel, arrays, a, b, fit, pairs, -(-h // wide))
+    arrays = (dphi, dpsi, *moved, a, b, *known[2:6], da, db, parts)
+    _each_tile(_features_grad_kernel, known, arrays, -(-h // wide))
     return da, db, parts
 
 
-def _each_tile(
-    kernel: Any,
-    arrays: tuple[Tensor | None, ...],
-    a: Tensor,
-    b: Tensor,
-    fit: Tensor,
-    pairs: int,
-    across: int,
-) -> None:
+def _each_tile(kernel: Any, known: Known, arrays: tuple[Tensor | None, ...], across: int) -> None:
     """Launch a kernel whose programs have each a tile of a or of b, so many `across`."""
-    rows_a, rows_b, h = _rows(a), _rows(b), a.shape[-1]
+    rows_a, rows_b, h, pairs = _rows(known.a), _rows(known.b), known.a.shape[-1], known.pairs
     tall, wide = _tile(h)
     tiles_a, tiles_b = -(-rows_a // tall), -(-rows_b // tall)
     if tiles_a + tiles_b:
-        order = (fit.shape[0] - 1) // (2 * pairs + 1)
+        order = (known.fit.shape[0] - 1) // (2 * pairs + 1)
         facts = {"H": h, "J": pairs, "K": order, "BLOCK_R": tall, "BLOCK_H": wide}
         whole = (rows_a, rows_b, tiles_a)
         launch.start(kernel, (tiles_a + tiles_b, across), arrays, (), whole, facts, PLAIN)
