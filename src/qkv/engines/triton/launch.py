@@ -219,10 +219,7 @@ class Launch(NamedTuple):
         return True
 
     def start(
-        self,
-        arrays: Sequence[Tensor | None],
-        at: Sequence[int | None],
-        floats: tuple[float, ...],
+        self, arrays: Sequence[Tensor | None], at: Sequence[int | None], floats: tuple[float, ...]
     ) -> None:
         notes, taken = NOTES.get(), self.taken
         first = (tuple(at[:taken]), *at[taken:]) if taken else at
@@ -325,14 +322,9 @@ def keep(about: tuple[Any, ...], made: Launch | None) -> None:
 
 
 def start(
-    kernel: Any,
-    programs: int | tuple[int, ...],
-    arrays: tuple[Any, ...],
-    floats: tuple[float, ...],
-    whole: tuple[Any, ...],
-    facts: dict[str, Any],
-    tile: Tile,
-) -> Launch | None:
+    kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
+    floats: tuple[float, ...], whole: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
+) -> Launch | None:  # fmt: skip
     """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, `F`.
 
     The first of the arrays may be a record of arrays, the floats `Scales`, and the first of the
@@ -394,12 +386,9 @@ def start(
 
 
 def _compiled(
-    kernel: Any,
-    grid: tuple[int, ...],
-    given: tuple[Any, ...],
-    named: dict[str, Any],
+    kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any],
     device: torch.device,
-) -> Any:
+) -> Any:  # fmt: skip
     """The kernel for arrays of the dtypes given, and what launches it, which is built too."""
     with on(device):
         if isinstance(given[0], tuple):

@@ -27,14 +27,10 @@ class Operator:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        fake: Callable[..., Any],
-        pull: Callable[..., Any] | None,
-        save: Callable[..., None],
-        mutates: tuple[str, ...],
+        self, function: Callable[..., Any], fake: Callable[..., Any],
+        pull: Callable[..., Any] | None, save: Callable[..., None], mutates: tuple[str, ...],
         schema: str | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         update_wrapper(self, function)
         name = function.__name__.strip("_")
         schema = schema or torch.library.infer_schema(function, mutates_args=mutates)

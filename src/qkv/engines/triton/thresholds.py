@@ -30,13 +30,9 @@ def _tile(query: Tensor, kernel: Any, phase: int) -> Tile:
 
 
 def _run(
-    kernel: Any,
-    given: Arrays,
-    numbers: Numbers,
-    outs: tuple[Tensor | None, ...],
-    whole: tuple[int, ...] = (),
+    kernel: Any, given: Arrays, numbers: Numbers, outs: tuple[Tensor | None, ...], *whole: int,
     phase: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Launch with the largest tile that the device holds."""
     about = (kernel, *launch.kinds(*given[:2], *given[3:]), *numbers[1:], *whole, phase)
     made = launch.MADE.get(about)
@@ -107,7 +103,7 @@ def found(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return row_a.fill_(0 if entmax else -torch.inf), row_b.fill_(NOWHERE.value), lists, across
     outs: tuple[Tensor, ...] = (row_a,) if entmax else (row_a, row_b)
     bits = (marks, across, lists) if listed else (None, None, None)
-    _run(kernel, arrays, numbers, (*outs, *bits), more, phase=int(listed))
+    _run(kernel, arrays, numbers, (*outs, *bits), *more, phase=int(listed))
     if listed:
         support.listed(marks, lists, key.shape[2])
     if listed and entmax:
