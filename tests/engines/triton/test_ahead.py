@@ -18,13 +18,13 @@ from qkv.engines import plan, triton
 from qkv.engines.triton import (  # fmt: skip
     ahead,
     arguments,
-    backward,
     forward,
     launch,
     norms,
     thresholds,
     to_keys,
     to_queries,
+    weigh,
 )
 from tests.engines.triton.test_repeat import Compiled, Kernel
 
@@ -52,7 +52,7 @@ def met(monkeypatch):
     """The kernels that were compiled ahead, and those when they were launched."""
     early, late = [], []
     for module, names in (
-        (forward, ("pool", "pool_narrow", "merge")), (backward, ("inner",)),
+        (forward, ("pool", "pool_narrow", "merge")), (weigh, ("inner",)),
         (to_keys, ("to_keys",)), (to_queries, ("to_queries",)),
         (norms, ("_square_kernel", "_square_slope_kernel")),
         (thresholds, ("entmax_kernel", "topk_kernel")),
