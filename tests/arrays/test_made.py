@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
-from qkv.arrays.made import later
+from qkv.arrays.made import Late, later
 
 
 def test_rows_are_made_once_for_all_names() -> None:
@@ -23,3 +25,26 @@ def test_rows_are_made_once_for_all_names() -> None:
     np.testing.assert_array_equal(np.asarray(some["square"], float)[:, 1], np.arange(7, 18) ** 2.0)
     assert asked == [(0, 1), (7, 18)]
     assert np.asarray(arrays["x"][30:40]).shape == (0,) == np.asarray(arrays["x"][9:4]).shape
+
+
+def test_what_is_made_late_is_made_after_ctrl_c_at_any_moment() -> None:
+    things, stops = Late(3, range), 0
+
+    def profile(frame, event, arg):
+        nonlocal left
+        left -= event in ("call", "c_return")
+        if left < 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    while True:
+        left = stops
+        sys.setprofile(profile)
+        try:
+            assert list(things) == [0, 1, 2]
+            break
+        except KeyboardInterrupt:
+            stops += 1
+        finally:
+            sys.setprofile(None)
+    assert stops > 3 and list(things) == [0, 1, 2]

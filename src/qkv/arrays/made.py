@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from threading import Event
+from time import monotonic, sleep
 from typing import Any, Generic
 
 import numpy as np
@@ -17,10 +17,9 @@ SOME = 8192
 PATIENCE = 1.0
 """Seconds that they wait at most: a fork may have left the threads behind that make arrays."""
 
-_IDLE = Event()
-"""That no thread makes arrays: one that works in the interpreter meanwhile would let each of their
-many short operations wait for its lock."""
-_IDLE.set()
+_MAKING: set[object] = set()
+"""Who makes arrays: a thread that works in the interpreter meanwhile would let each of their many
+short operations wait for its lock. No event of threading, whose lock Ctrl-C may leave taken."""
 
 Make = Callable[[int, int], Mapping[str, np.ndarray]]
 """(start, stop) → arrays by name, each with those rows."""
@@ -43,11 +42,12 @@ class Made:
         return Made(self._make, self._name, self._like, first + start, first + max(start, stop))
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        _IDLE.clear()
+        mark = object()
         try:
+            _MAKING.add(mark)
             array = self._make(self._start, self._stop)[self._name]
         finally:
-            _IDLE.set()
+            _MAKING.discard(mark)
         return array if dtype is None else array.astype(dtype, copy=False)
 
 
@@ -69,7 +69,9 @@ class Late(Collection[T], Generic[T]):
     def __iter__(self) -> Iterator[T]:
         found: list[T] = []
         for start in range(0, self._count, SOME):
-            _IDLE.wait(PATIENCE)
+            until = monotonic() + PATIENCE
+            while _MAKING and monotonic() < until:
+                sleep(0.001)
             found += self._make(start, min(start + SOME, self._count))
         return iter(found)
 

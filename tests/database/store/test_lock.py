@@ -1,11 +1,14 @@
-"""Pins of versions stay free of an interrupt, wherever it falls."""
+"""Ctrl-C, wherever it falls, leaves no lock taken, and closes no file but its own."""
 
 from __future__ import annotations
 
 import dis
 import itertools
+import os
 import sys
 import threading
+
+import pytest
 
 from qkv.database.store import lock
 
@@ -65,3 +68,54 @@ def test_a_finaliser_inside_of_a_hold_is_settled_after_it(monkeypatch):
     assert pins.hold(3)
     assert pins.seize(2)
     assert not pins.seize(3)
+
+
+def stopped(call, after):
+    """Whether Ctrl-C, when so many functions of C had returned, came before the call had ended."""
+    left = after
+
+    def profile(frame, event, arg):
+        nonlocal left
+        left -= event == "c_return"
+        if left < 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_a_writer_that_is_stopped_leaves_no_lock(tmp_path):
+    def moment(after):
+        writer, other = lock.WriteLock(tmp_path), lock.WriteLock(tmp_path)
+        early = stopped(writer.take, after)
+        writer.drop()
+        other.take(patience=0)
+        other.drop()
+        return early
+
+    assert len(list(itertools.takewhile(moment, itertools.count()))) > 5
+
+
+@pytest.mark.parametrize("kind", ["writer", "claims", "pins"])
+def test_what_is_closed_is_closed_once(tmp_path, kind):
+    def moment(after):
+        writer, pins = lock.WriteLock(tmp_path), lock.Pins(tmp_path)
+        writer.take()
+        assert pins.hold(1) and pins.seize(2)
+        close = {"writer": writer.drop, "claims": pins.unseize, "pins": pins.close}[kind]
+        early = stopped(close, after)
+        files = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(4)]
+        writer.drop()
+        pins.close()
+        for file in files:
+            os.close(file)  # which fails where somebody has closed it
+        return early
+
+    assert len(list(itertools.takewhile(moment, itertools.count()))) > 0

@@ -78,17 +78,26 @@ class WriteLock:
                 f"{self._folder / WRITER} cannot be opened for writing ({error.strerror}): "
                 "make the folder writable, or only read"
             ) from error
-        until = time.monotonic() + patience
+        try:
+            self._wait(file, locks, time.monotonic() + patience)
+            _, self.mark = mark.read(file)
+            self._file = file
+        except BaseException:  # Ctrl-C too: an open file would keep the lock
+            os.close(file)
+            raise
+        with contextlib.suppress(OSError):  # a full disk: the holder is not named, that is all
+            mark.write(file, self.mark)
+
+    def _wait(self, file: int, locks: ModuleType, until: float) -> None:
         while True:
             try:
                 locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
-                break
+                return
             except OSError as error:
                 if time.monotonic() < until:
                     time.sleep(0.005)
                     continue
                 holder, _ = mark.read(file)
-                os.close(file)
                 who = f"process {holder or 'unknown'}"
                 if holder == str(os.getpid()):
                     who = f"this process ({holder}), which has it open twice"
@@ -96,10 +105,6 @@ class WriteLock:
                     f"{self._folder.name} is locked by {who}: close it there, or wait until it is "
                     "closed, and try again; reading needs no lock"
                 ) from error
-        _, self.mark = mark.read(file)
-        self._file = file
-        with contextlib.suppress(OSError):  # a full disk: the holder is not named, that is all
-            mark.write(file, self.mark)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -142,9 +147,10 @@ class WriteLock:
 
     def drop(self) -> None:
         if self.held:
-            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's.
-            os.close(self._file)
-            self._file = -1
+            # No LOCK_UN: a forked child that closes its copy must not unlock its parent's. It is
+            # forgotten first: after Ctrl-C in between, the number would be another file's.
+            file, self._file = self._file, -1
+            os.close(file)
 
 
 class Pins:
@@ -205,16 +211,16 @@ class Pins:
         with self._lock:
             self._seized.clear()
             if self._seizer >= 0:
-                os.close(self._seizer)
-                self._seizer = -1
+                file, self._seizer = self._seizer, -1
+                os.close(file)
 
     def close(self) -> None:
         self.unseize()
         with self._lock:
             self._held.clear()
             if self._reader >= 0:
-                os.close(self._reader)
-                self._reader = -1
+                file, self._reader = self._reader, -1
+                os.close(file)
 
     def _settle(self) -> None:
         # Inside of a hold it waits for the end of that.
