@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SCORES = ("dot", "scaled_dot", "learned_scale", "cosine", "learned_cosine", "multiplicative",
-          "gaussian", "learned_gaussian", "additive", "gated")  # fmt: skip
+SCORES = ("dot", "scaled_dot", "softcap", "learned_scale", "cosine", "learned_cosine",
+          "multiplicative", "gaussian", "learned_gaussian", "additive", "gated")  # fmt: skip
 COVERING = [case for case in cases.covering() if case[0] in SCORES]
 
 
@@ -73,7 +73,7 @@ def test_values_and_gradients(score, weighting, mask):
         got = torch.zeros_like(x) if x.grad is None else x.grad
         size = float(right.abs().max()) + 1
         np.testing.assert_allclose(
-            got.cpu().double().numpy(), right.numpy(), atol=1e-4 * size, err_msg=name
+            got.cpu().double().numpy(), right.cpu().numpy(), atol=1e-4 * size, err_msg=name
         )
 
 
@@ -142,6 +142,30 @@ def test_distances_where_a_shift_of_the_row_counts(dtype, weighting, mask):
         assert float((got - want).detach().norm() / want.detach().norm()) < near
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weighting", "mask"),
+    [
+        (torch.float32, weightings.Softmax(0.5), masks.causal),
+        (torch.float32, "entmax15", None),
+        (torch.float32, weightings.TopK(3), None),
+        (torch.bfloat16, "sigmoid", None),
+    ],
+)
+def test_a_softcap(dtype, weighting, mask):
+    """s = cap · tanh(scale q·k / cap), and its slope 1 − (s / cap)²: half the scores are bent."""
+    given, along = torch.randn(3, 1, 2, 21, 8).to(DEVICE, dtype), torch.randn(1, 2, 21, 8)
+
+    def results(engine, kind):
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        how = {"score": scores.ScaledDot(1.0, softcap=2.0), "weighting": weighting, "mask": mask}
+        out = qkv.attend(*leaves, **how, engine=engine)
+        return out, *torch.autograd.grad(out, leaves, along.to(DEVICE, dtype).to(kind))
+
+    near = 2e-6 if dtype == torch.float32 else 1e-2
+    for got, want in zip(results("triton", dtype), results("dense", torch.float64), strict=True):
+        assert float((got - want).detach().norm() / want.detach().norm()) < near
+
+
 def test_a_learned_mask_beside_blocks():
     mask, given = torch.randn(20, 20, device=DEVICE), torch.randn(3, 20, 8, device=DEVICE)
     rule = masks.blocks(np.array([[True, False], [True, True]]), 16)
@@ -182,6 +206,7 @@ def test_what_it_refuses_it_explains(monkeypatch):
         ),
         ({"weighting": weightings.Entmax(torch.tensor(1.5, device=DEVICE))}, "alpha"),
         ({"weighting": weightings.Entmax(2.5)}, "alpha"),
+        ({"score": scores.ScaledDot(softcap=torch.ones((), device=DEVICE))}, "softcap"),
     ):
         with pytest.raises(EngineError, match=reason):
             qkv.attend(x, x, x, **how, engine="triton")

@@ -19,6 +19,7 @@ from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
 from qkv.engines.triton.form import (
     WEIGHTINGS,
+    cap_of,
     expanded_form,
     form_of,
     is_moved,
@@ -210,6 +211,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         numbers = Numbers(
             scale, weighting, _number(call.weighting), lower, upper, size, is_array(temperature),
             times, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
+            cap_of(call) * share,
         )  # fmt: skip
         arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
         arrays = thresholds.searched(arrays, numbers)
@@ -317,8 +319,8 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
         return None
     form = score.form(call.query, call.key)  # type: ignore[union-attr]
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
-    shifts = form.bias is not None and is_moved(call)
-    if learned or shifts or form.query is not call.query or form.key is not call.key:
+    other = cap_of(call) or (form.bias is not None and is_moved(call))
+    if learned or other or form.query is not call.query or form.key is not call.key:
         return None
     scale = form.scale / getattr(call.weighting, "temperature", 1.0)
     factor = None if form.bias is None else -scale / 2

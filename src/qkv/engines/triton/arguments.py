@@ -19,8 +19,8 @@ LOG2E = 1.4426950408889634
 
 class Numbers(NamedTuple):
     """What follows `Arrays`. `alpha` is also the k of top-k, `whole` for a learned temperature (see
-    `ops.attend`), `times` multiplies `pairs`, and `hashed` heads make a batch of those by which a
-    dropout counts."""
+    `ops.attend`), `times` multiplies `pairs`, `hashed` heads make a batch of those by which a
+    dropout counts, and `cap` bends dot products, which have neither bias nor gate then."""
 
     scale: float
     weighting: str = "softmax"
@@ -32,6 +32,7 @@ class Numbers(NamedTuple):
     times: float = 1.0
     dropout: float = 0.0
     hashed: int = 1
+    cap: float = 0.0
 
     @property
     def floats(self) -> Scales:
@@ -118,12 +119,14 @@ class Arguments:
         self.along: tuple[int, ...] = (0, 0, 0)
         even, unit = self._even(), 16 // self.query.element_size()
         self.described = launch.copy_engine(self.query.device) and even > 0
-        self.quick = self._quick(numbers.times)
+        self.quick = 0 if numbers.cap else self._quick(numbers.times)
         self.facts = self.facts | {
             "EVEN": unit if even and even % 16 else 1,
             "QUICK": self.quick > 0,
+            "CAP": numbers.cap,
         }
-        plain = self.key_bias is None and self.gate_key is None and (kind < 2 or self.quick > 0)
+        self.plain = self.key_bias is None and self.gate_key is None and not numbers.cap
+        plain = self.plain and (kind < 2 or self.quick > 0)
         self.fold = weighting == "softmax" and plain and scale > 0
 
     def _quick(self, times: float) -> int:
@@ -158,12 +161,10 @@ class Arguments:
         return launch.new(self.query, shape, dtype)
 
     def tile(self, name: str, rows: int) -> Tile:
-        size, plain = self.query.element_size(), self.key_bias is None and self.gate_key is None
-        banded = self.facts["LOWER"] or self.facts["UPPER"]
+        size, banded = self.query.element_size(), self.facts["LOWER"] or self.facts["UPPER"]
         return launch.OVERRIDE.get(name) or launch.tile_of(
-            name, self.w, self.d, size, rows, plain, banded, self.pairs is not None,
-            self.gate_key is not None,
-            self.quick,
+            name, self.w, self.d, size, rows, self.plain, banded, self.pairs is not None,
+            self.gate_key is not None, self.quick,
         )  # fmt: skip
 
     def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:

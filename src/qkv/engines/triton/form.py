@@ -6,7 +6,7 @@ from typing import Any
 
 from qkv.arrays import is_array
 from qkv.engines.call import Call
-from qkv.scores import Additive, Cosine, Score
+from qkv.scores import Additive, Cosine, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
@@ -31,6 +31,8 @@ def lowering(call: Call) -> tuple[Any, float] | str:
     """The score as one with a form. For 16 bits nothing is looked at, so nothing waits, but for the
     range of an additive score."""
     dtype = call.fw.dtype(call.query)
+    if cap_of(call):
+        return call.score, 0.0
     if dtype == "float32" or isinstance(call.score, Additive):
         found = call.lowering
     else:
@@ -43,6 +45,14 @@ def lowering(call: Call) -> tuple[Any, float] | str:
     if found[0] is not inner and isinstance(inner, Expanded):
         return "the kernels gate no number that is added to the score of a whole row"
     return found
+
+
+def cap_of(call: Call) -> float:
+    """The softcap that kernels compile for; 0 for none."""
+    cap = call.score.softcap if type(call.score) is ScaledDot else None
+    if cap is None or is_array(cap) or is_array(getattr(call.weighting, "temperature", 1.0)):
+        return 0.0
+    return cap
 
 
 def is_moved(call: Call) -> bool:

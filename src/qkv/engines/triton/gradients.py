@@ -60,7 +60,8 @@ def attend_backward(
     broad = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.facts = call.facts | {"CENTRED": centred}
     call.described = call.described and not broad
-    fused = call.weighting == "entmax" and for_queries and not broad and call.gate_query is None
+    bent = call.gate_query is not None or call.facts["CAP"]
+    fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
     # That of softmax is taken from the rounded output, which is near enough where what a row's
     # gradients add up to does not count. It does for a temperature, for a gate of few rows, and for

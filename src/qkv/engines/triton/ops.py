@@ -36,7 +36,8 @@ def attend(
     gate_key (B, Hₖ, m) are float32 and may be expanded.
 
     The pair i, j counts if lower ≤ j − i ≤ upper, j < lengths[batch], and
-    layout[i // layout_size, j // layout_size]; None sets no bound. `pairs` (B or 1, H or 1, n or 1,
+    layout[i // layout_size, j // layout_size]; None sets no bound. A `cap` bends dot products to
+    cap · tanh(scale · q·k / cap), before `pairs` are added. `pairs` (B or 1, H or 1, n or 1,
     m or 1) is either uint8, 0 where a pair does not count, or floats that are added to the scores,
     multiplied by `times`; −∞ rules a pair out. Weights are dropped by a hash of `seed`, an int32.
     `whole` has what each row's score gradients add up to at 0 to the last digit, as one that

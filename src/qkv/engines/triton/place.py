@@ -282,8 +282,8 @@ def product(own, others, start, here, F):
 
 @triton.jit
 def scored(x, rows, keys, start, here, scale, times, F):
-    """s of a tile from φ(q)·ψ(k), and its slope; the bias is multiplied by `times`. ENDED has −∞
-    for that of keys beyond the end."""
+    """s of a tile from φ(q)·ψ(k), and its slope; bias and cap are multiplied by `times`. ENDED has
+    −∞ for the bias of keys beyond the end."""
     bias = here
     b = here
     if F.BIAS:
@@ -295,4 +295,4 @@ def scored(x, rows, keys, start, here, scale, times, F):
         bias = bias[None, :] * times
     if F.GATE:
         b = gate_half(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
-    return score(x, scale, bias, rows.a, b, F)
+    return score(x, scale, bias, rows.a, b, times, F)

@@ -75,7 +75,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
             x, q = product(own, head, start, here, F)
-            gated, steep = weigh.score(x, scales.scale, own.bias, a[None, :], own.b, F)
+            gated, steep = weigh.score(x, scales.scale, own.bias, a[None, :], own.b, F.BASE, F)
             s = gated
             peak = top[None, :]
             if QUICK:

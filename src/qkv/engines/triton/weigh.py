@@ -1,5 +1,5 @@
-"""A tile's scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)), its weights α once its rows
-are known, and the gradients of both.
+"""A tile's scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)), or with a cap
+cap · tanh(scale · φ(q)·ψ(k) / cap); its weights α once its rows are known; the gradients of both.
 
 Scores are in base 2 for softmax and top-k, where log₂e is in `scale` and in the bias.
 """
@@ -52,14 +52,32 @@ def gate(a, b, size, FAST: tl.constexpr):
 
 
 @triton.jit
-def score(x, scale, bias, a, b, F):
-    """s and, if gated, its slope in φ·ψ; with a bias that without the scale."""
+def tanh(x, FAST: tl.constexpr):
+    """FAST is right to 11 bits, near 0 too."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    y = x * x
+    near = ((0.01649562 * y - 0.05270273) * y + 0.13321219) * y - 0.33332969  # within 4e-8
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2 * LOG2E)))
+    return tl.where(y < 0.3, x + x * y * near, far)
+
+
+@triton.jit
+def score(x, scale, bias, a, b, times, F):
+    """s and, if gated or capped, its slope in φ·ψ; with a bias or a cap that without the scale. The
+    cap is multiplied by `times`."""
     if F.GATE and not F.BIAS:
         steep = gate(a, b, scale, F.FAST)
         s = x * steep
     else:
         s = x * scale
         steep = s
+        if F.CAP > 0:
+            t = tanh(s * ((1.0 / F.CAP) / times), F.FAST)
+            s = t * (F.CAP * times)
+            steep = 1.0 - t * t
         if F.BIAS:
             s = s + bias
         if F.GATE:
@@ -195,7 +213,9 @@ def sound(x):
 
 @triton.jit
 def pulled(ds, live, gated, steep, scale, F, RULED: tl.constexpr):
-    """From the scores' gradient that of the gate's logit, and of what is gated."""
+    """From the scores' gradient that of the gate's logit, and of what is gated or capped."""
+    if F.CAP > 0:
+        ds = ds * steep
     if RULED:
         ds = tl.where(live, ds, 0.0)
     logit = ds
