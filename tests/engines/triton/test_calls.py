@@ -138,6 +138,20 @@ def test_values_wider_than_a_tile_come_in_parts(monkeypatch):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
 
 
+def test_values_wider_than_a_tile_beside_an_additive_score(monkeypatch):
+    monkeypatch.setattr(triton, "WIDEST_VALUE", 8)
+    shapes = ((1, 2, N, 8), (1, 1, M, 8), (1, 1, M, 11), (4, 8), (4, 8), (4,))
+    arrays, along = [torch.randn(x) for x in shapes], torch.randn(1, 2, N, 11)
+
+    def found(engine, dtype):
+        given = [x.to(dtype).requires_grad_() for x in arrays]
+        out = qkv.attend(*given[:3], score=scores.Additive(*given[3:]), engine=engine)
+        return out, *torch.autograd.grad(out, given, along.to(dtype))
+
+    for x, y in zip(found("triton", torch.float32), found("dense", torch.float64), strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_additive_scores_of_other_weightings(dtype):
     make = torch.Generator(DEVICE).manual_seed(3)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from qkv.arrays import is_array, tree
+from qkv.arrays import is_array, namespace, tree
 from qkv.engines import call as calls
 from qkv.engines.call import Bare, Call
 from qkv.engines.native import no_triton, scale_of
@@ -79,8 +79,7 @@ def cannot(call: Call) -> str | None:
     if reason:
         return reason
     if _is_plain_additive(call):
-        wide = call.fw.shape(call.value)[-1] > WIDEST_VALUE
-        return f"values are wider than {WIDEST_VALUE} numbers" if wide else None
+        return None
     found = lowering(call)
     if isinstance(found, str):
         return found
@@ -215,12 +214,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         )  # fmt: skip
         arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
         arrays = thresholds.searched(arrays, numbers)
-        # Values wider than a tile come in parts, each with the weights found again.
-        some = (value,) if value.shape[-1] <= WIDEST_VALUE else value.split(WIDEST_VALUE, -1)
-        pooled = [ops.pooled(*arrays._replace(value=x), *numbers) for x in some]
-        out, lse, _ = pooled[0]
-        if len(pooled) > 1:
-            out = call.fw.xp.concat([x[0] for x in pooled], axis=-1)
+        out, lse = _in_parts(value, lambda x: ops.pooled(*arrays._replace(value=x), *numbers))
         if form.offset is not None and call.wants_lse:
             lse = lse[..., None] + rows_of(call, _over(form.offset, temperature), heads)
         return _as_asked(call, out, lse)
@@ -328,6 +322,15 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     return Bare(repeat.Repeat(repeat.plain(weighting, *how)))
 
 
+def _in_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, Array]:
+    """The output and the log-sum-exp; values wider than a tile come in parts, each with the weights
+    found again."""
+    if value.shape[-1] <= WIDEST_VALUE:
+        return run(value)[:2]  # type: ignore[no-any-return]
+    pooled = [run(x) for x in value.split(WIDEST_VALUE, -1)]
+    return namespace(value).concat([x[0] for x in pooled], axis=-1), pooled[0][1]
+
+
 def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
     """The results with the call's own leading axes, and the log-sum-exp only if it is wanted."""
     if len(call.lead) != 2:
@@ -406,4 +409,5 @@ def _additive(call: Call) -> tuple[Array, Array | None, None]:
         a, b = score.hidden(call.query, call.key)
         a, b = four_axes(call, a, heads), four_axes(call, b, few)
     table = _tables(a, call.fw.needs_gradient(tree.leaves(call.fw, call)))
-    return _as_asked(call, *additive(a, b, score.v, value, *table, *bounds[:3], parts))
+    found = _in_parts(value, lambda x: additive(a, b, score.v, x, *table, *bounds[:3], parts))
+    return _as_asked(call, *found)
