@@ -161,6 +161,44 @@ def test_the_nearest_argument_is_named(door):
         door(x, x, x, wieghting="sigmoid")
 
 
+BEYOND: list[dict[str, Any]] = [
+    {"score": scores.Gaussian(1e-200)},
+    {"score": scores.Gaussian(1e-310), "weighting": "sparsemax"},
+    {"score": scores.Gaussian(1e-160), "mask": "causal", "return_weights": True},
+    {"score": scores.Laplace(1e-310), "return_lse": True},
+    {"weighting": weightings.Softmax(1e-310)},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("how", BEYOND, ids=lambda how: str(how)[:40])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_scores_that_float64_does_not_hold_are_told(library, how, dtype):
+    given = [*np.random.default_rng(0).normal(size=(3, 3, 4)).astype(dtype)]
+    if library == "torch":
+        given = [pytest.importorskip("torch").tensor(x) for x in given]
+    with pytest.raises(ArgumentError, match=r"float64 does not hold .*take a larger bandwidth"):
+        qkv.attend(*given, **how)
+
+
+def test_a_bandwidth_of_any_size_suits_keys_of_that_size():
+    query, key, value = np.random.default_rng(0).normal(size=(3, 5, 4))
+    want = qkv.attend(query, key, value, score="gaussian")
+    found = qkv.attend(query * 2.0**-700, key * 2.0**-700, value, score=scores.Gaussian(2.0**-700))
+    np.testing.assert_allclose(found, want)
+    met = qkv.attend(key, key, value, score=scores.Gaussian(1e-300))
+    np.testing.assert_array_equal(met, value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_entmax_of_the_largest_alpha_is_the_best_key(dtype):
+    query, key, value = (x.astype(dtype) for x in np.random.default_rng(0).normal(size=(3, 5, 4)))
+    found = qkv.attend(query, key, value, weighting=weightings.Entmax(1e308))
+    np.testing.assert_array_equal(found, value[(query @ key.T).argmax(1)])
+    tied = qkv.attend(query, key * 0, value, weighting=weightings.Entmax(1e308))
+    np.testing.assert_allclose(tied, np.tile(value.mean(0), (5, 1)), rtol=1e-5)
+
+
 EXTREME: list[dict[str, Any]] = [
     {"score": scores.Gaussian(1e-30)},
     {"score": scores.Laplace(1e-60), "mask": "causal"},

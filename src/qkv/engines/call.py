@@ -9,11 +9,13 @@ from functools import reduce
 from operator import mul
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qkv import arrays
 from qkv.arrays.base import Framework
 from qkv.arrays.tree import brief, fields_of, map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
-from qkv.errors import NO_DOUBLES, DtypeError
+from qkv.errors import NO_DOUBLES, ArgumentError, DtypeError, count
 from qkv.masks import Mask
 from qkv.scores import Score, evaluate, is_open
 from qkv.types import Array, At, Block, Live, Shape, Span, derived
@@ -109,6 +111,11 @@ class Call:
             f"and {NO_DOUBLES}"
         )
 
+    @derived
+    def beyond(self) -> bool:
+        """Whether a bandwidth or a temperature is so small that float64 may not hold the scores."""
+        return not within((self.score, self.weighting), 1e-100, math.inf)
+
 
 def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
@@ -176,6 +183,24 @@ def scores(call: Call, query: Array, key: Array, bias: Array | None, block: Bloc
     if bias is not None:
         s = s + call.fw.keep(bias, bias > -float("inf"))
     return call.fw.settle(call.weighting.scale(s))
+
+
+def held(call: Call, s: Array, alive: Live) -> None:
+    """Refuse queries whose scores (…, r, m) float64 does not hold, as far as they can be looked at:
+    they would be answered as if they might look at nothing."""
+    fw = call.fw
+    if fw.tracing(s) or 0 in fw.shape(s):
+        return
+    given = [fw.to_numpy(fw.detach(x)) for x in (call.query, call.key, s)]
+    seen = np.broadcast_to(True if alive is None else fw.to_numpy(alive), given[2].shape)
+    top = np.where(seen, given[2], -np.inf).max(axis=-1)
+    lost = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.convex)
+    if lost.any() and all(np.isfinite(x).all() for x in given[:2]):
+        raise ArgumentError(
+            f"float64 does not hold the scores of {brief(call.score)} and {brief(call.weighting)} "
+            f"for {count(int(lost.sum()))} of the queries: take a larger bandwidth or temperature, "
+            "for long before this the best key has all the weight"
+        )
 
 
 def clean(call: Call, rows: Array, alive: Live) -> Array:

@@ -83,7 +83,9 @@ def choose(call: Call, name: str | None = None) -> Choice:
 
 
 def _narrow(engine: ModuleType, call: Call) -> str | None:
-    if getattr(engine, "WIDENS", False) or not call.extreme:
+    if call.beyond and not hasattr(engine, "MINDS"):
+        return f"float64 may not hold the scores of {brief(call.score)}, which it does not look at"
+    if hasattr(engine, "WIDENS") or not call.extreme:
         return None
     return f"float32 does not hold the scores of {brief(call.score)}, so they are made in float64"
 

@@ -12,7 +12,7 @@ from qkv.engines.request import resolved
 from qkv.types import Array, Arrays, Span
 
 NAME = "dense"
-WIDENS = True
+WIDENS = MINDS = True
 
 
 def cannot(call: Call) -> str | None:
@@ -73,6 +73,8 @@ def run(call: Call, rows: Span | None = None) -> tuple[Array | None, Array | Non
     bias = None if call.bias is None else call.fw.cut(call.bias, block.rows, -2)
 
     scores = calls.scores(call, query, key, bias, block)
+    if call.beyond:
+        calls.held(call, scores, live)
     weights = call.weighting.weights(scores, live, block.k)
     lse = call.weighting.lse_of(scores, live, block.k) if call.wants_lse else None
 

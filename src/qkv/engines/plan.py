@@ -81,7 +81,9 @@ def find(
 def keep(kind: Kind, call: Call, choice: Choice) -> Plan | None:
     """Remember what was chosen for a call, unless there is nothing to gain."""
     looks = getattr(choice.engine, "looks", None)
-    if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)) or call.extreme:
+    if 0 in (*call.lead, call.n, call.m) or (looks is not None and looks(call)):
+        return None
+    if call.extreme or call.beyond:
         return None
     run = _bound(call, choice, kind)
     plan = Plan(choice, run) if not isinstance(run, Bare) else Plan(choice, run.run, run.of)
@@ -133,7 +135,7 @@ def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any] | Bare:
     run = choice.bind(call)
     hollow = tree.map_arrays(fw, fw.outline, call)  # it must not keep the arrays
     run, fixed, lead = _compiled(hollow, run), dict(vars(hollow)), call.lead
-    fixed["extreme"] = False
+    fixed["extreme"] = fixed["beyond"] = False
     if masked:
         fixed["rule"] = fixed["bias"] = None
 
