@@ -35,7 +35,10 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
     within = row < n
     if F.CUT:  # else 16 bytes are written at once
         within = within & (col < m)
-    out += tl.cast(batch, tl.int64) * steps.o_b + row * tl.cast(steps.o_n, tl.int64) + col
+    # 32 bits from one place: 64 for each number of an odd length leave room for two programs.
+    first = tl.program_id(1) * F.ROWS * tl.cast(steps.o_n, tl.int64) + t * F.COLS
+    out += tl.cast(batch, tl.int64) * steps.o_b + first
+    near = tl.arange(0, F.ROWS)[:, None] * steps.o_n + tl.arange(0, F.COLS)[None, :]
     for head in range(heads):
         lane = batch * heads + head
         rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
@@ -53,9 +56,9 @@ def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl
             total += alpha
         else:
             to = out + head * tl.cast(steps.o_h, tl.int64)
-            tl.store(to, alpha.to(out.dtype.element_ty), mask=within)
+            tl.store(to + near, alpha.to(out.dtype.element_ty), mask=within)
     if F.MEAN:
-        tl.store(out, (total * scales.share).to(out.dtype.element_ty), mask=within)
+        tl.store(out + near, (total * scales.share).to(out.dtype.element_ty), mask=within)
 
 
 def weights(
