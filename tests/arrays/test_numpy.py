@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.arrays import framework
+from qkv.arrays import framework, to_numpy
 from qkv.errors import DtypeError
 
 FORKED = """
@@ -87,3 +87,5 @@ def test_a_matrix_is_an_array_and_a_masked_one_is_refused():
         qkv.weights(hidden, x)
     with pytest.raises(DtypeError, match="mask is a masked array"):
         qkv.attend(x, x, x, mask=np.ma.masked_array(x > 0, mask=x > 1))
+    shown = to_numpy(np.ma.masked_array([[1, 2]], mask=[[False, True]]))
+    np.testing.assert_array_equal(shown, [[1, np.nan]])

@@ -186,9 +186,10 @@ def test_whatever_stands_for_a_missing_number_is_missing(cells):
 
 def test_a_masked_number_makes_its_vector_missing():
     cells = np.ma.array([[1, 2], [3, 99], [5, 6]], np.float32, mask=[[0, 0], [0, 1], [0, 0]])
-    D = Database(["a", "b", "c"], cells)
-    np.testing.assert_array_equal(D.attend("a", weighting="average"), [3, 4])
-    assert D["a"].dtype == np.float32
+    for given in (cells, list(cells), cells.astype(int)):
+        D = Database(["a", "b", "c"], given)
+        np.testing.assert_array_equal(D.attend("a", weighting="average"), [3, 4])
+    assert Database(["a", "b", "c"], cells)["a"].dtype == np.float32
     with pytest.raises(ArgumentError, match=r"key 1 .* NaN"):
         Database(cells, [1, 2, 3])
 

@@ -152,7 +152,8 @@ def over(x: Array, divisor: Any) -> Array:
 
 
 def to_numpy(x: Array) -> np.ndarray[Any, Any]:
-    """Any array, or nested lists of numbers, as NumPy: detached, on the host, bfloat16 widened.
+    """Any array, or nested lists of numbers, as NumPy: detached, on the host, bfloat16 widened, and
+    NaN where a number is masked.
 
     >>> to_numpy([[1.0, 2.0]]).shape
     (1, 2)

@@ -82,6 +82,8 @@ class NumPy(Framework):
         return _DTYPES[x.dtype]
 
     def to_numpy(self, x: Array) -> numpy.ndarray[Any, Any]:
+        if type(x) is not numpy.ndarray and x.dtype.kind in "biuf" and numpy.ma.is_masked(x):
+            x = x.astype(x.dtype if x.dtype.kind == "f" else float).filled(numpy.nan)
         return x.astype(numpy.float32) if self.dtype(x) == "bfloat16" else numpy.asarray(x)
 
     def astype(self, x: Array, dtype: str) -> Array:

@@ -213,14 +213,8 @@ def plain(columns: Cells) -> Cells:
     cells, with None for those that are missing by another name."""
     made = {}
     for name, column in columns.items():
-        if (
-            isinstance(column, np.ndarray)
-            and type(column) is not np.ndarray
-            and np.ma.is_masked(column)
-        ):
-            kind = column.dtype if column.dtype.kind == "f" else float
-            one = column.ndim == 1
-            column = column.tolist() if one else np.ma.filled(column.astype(kind), np.nan)
+        if isinstance(column, np.ndarray) and hasattr(column, "filled") and column.ndim == 1:
+            column = column.tolist()  # with None for what it masks
         if is_array(column):
             column = array = to_numpy(column)
             if array.ndim not in (1, 2):
