@@ -21,12 +21,15 @@ from qkv.engines.triton import (
     features,
     forward,
     hidden,
+    kept,
     launch,
     mend,
     norms,
     thresholds,
+    to_keys,
+    to_queries,
+    weigh,
 )
-from qkv.engines.triton.repeat import Steps
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
 
@@ -92,11 +95,13 @@ def counted(monkeypatch):
         (forward, "pool"), (forward, "pool_narrow"), (mend, "mend"), (norms, "_square_kernel"),
         (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge"),
         (hidden, "_hidden_kernel"), (features, "_fit_kernel"), (features, "_features_kernel"),
-        (exact, "prepare"),
+        (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),
+        (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     for name in ("COMPILED", "MADE"):
         monkeypatch.setattr(launch, name, {})
+    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
     for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(ahead, "compile_all", lambda known: None)
@@ -107,14 +112,14 @@ def counted(monkeypatch):
     monkeypatch.setattr(launch, "current_stream", lambda index: None)
     facts = arguments._facts.__wrapped__
     monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
-    count, again = [], Steps.again
+    count, again = [], kept.Steps.again
 
     def counting(steps, *arrays):
         out = again(steps, *arrays)
         count.append(out is not None)
         return out
 
-    monkeypatch.setattr(Steps, "again", counting)
+    monkeypatch.setattr(kept.Steps, "again", counting)
     return count
 
 
@@ -271,7 +276,30 @@ def test_additive_calls_with_gradients_and_odd_lengths(counted):
         with torch.no_grad():
             again = qkv.attend(q, k, v, score=learned, engine="triton")
         torch.testing.assert_close(got, again, atol=2e-2, rtol=2e-2)
-    assert counted == [True], "of those under no_grad alone"
+    assert counted and all(counted)
+
+
+def test_additive_calls_with_their_way_back(counted):
+    """While results of earlier ones are held; the last is beyond the table."""
+    held = []
+    for seed, reach in enumerate((1, 1, 1, 4)):
+        score, arrays = additive_of(seed, reach=reach), arrays_of(seed, 16, 32)
+        given = [*arrays, score.w_query, score.w_key, score.v, score.bias]
+        along = torch.randn(1, 2, 16, 8)
+        got = way_back(given, along.to(torch.bfloat16), "triton")
+        want = way_back([x.double() for x in given], along.to(torch.bfloat16).double(), "dense")
+        held.append((got, want))
+        for got, want in held:
+            for x, y in zip(got, want, strict=True):
+                torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
+    assert counted == [True] * 10, "hidden, forward, and three of the way back, twice"
+
+
+def way_back(given, along, engine):
+    """The output, and the gradients of all arrays."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    out = qkv.attend(*leaves[:3], score=scores.Additive(*leaves[3:]), engine=engine)
+    return [out.detach(), *torch.autograd.grad(out, leaves, along)]
 
 
 def test_a_transform_sees_the_operators(counted):

@@ -14,6 +14,7 @@ from torch import Tensor
 from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.features import Known
+from qkv.engines.triton.kept import kept as by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
 from qkv.errors import ShapeError
@@ -52,7 +53,9 @@ def _pieces(a: Tensor, b: Tensor, pairs: int) -> list[tuple[slice, slice, slice]
     few, m = b.shape[1:3]
     group = heads // few
     each = 2 * (2 * pairs * h) * (group * n + m) * a.element_size()
-    fit = max(ROOM // max(each, 1), 1)
+    scores = max(group * n * m, 1) * a.element_size()
+    # Products of many heads are made of as many at a time as SCRATCH holds whole.
+    fit = max(min(ROOM // max(each, 1), gradients.SCRATCH // scores or few * batch), 1)
     if fit >= few:
         step = _even(batch, fit // few)
         return [(slice(i, i + step), slice(None), slice(None)) for i in range(0, batch, step)]
@@ -81,6 +84,36 @@ def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple
     return tuple(x.new_empty(x.shape) for x in arrays[:4])
 
 
+@by_launches
+def _middle(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor]:
+    return (gradients.inner(grad, grad_lse, out),)
+
+
+@by_launches
+def _by_features(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, kept: Tensor, centre: Tensor,
+    value: Tensor, lengths: Tensor | None, da: Tensor, db: Tensor, lower: int | None,
+    upper: int | None, *known: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dvalue, and parts of dv; da and db are filled."""
+    rows, numbers = Known(*known), Numbers(1.0, lower=lower, upper=upper)
+    arrays = _arrays(rows, value, lengths)[0]
+    dphi, dpsi, dvalue, dbias, *_ = gradients.attend_backward(
+        grad, grad_lse, out, kept, *arrays, *numbers, True, True, False, known=centre
+    )
+    del arrays
+    return dvalue, features.features_grad(dphi, dpsi, grad_lse, dbias, rows, (da, db))[2]
+
+
+@by_launches
+def _exactly(
+    grad: Tensor, centre: Tensor, kept: Tensor, da: Tensor, db: Tensor, dvalue: Tensor,
+    others: Tensor | None, *given: Any,
+) -> tuple[Tensor]:  # fmt: skip
+    """dv; the others are filled where they are not by features."""
+    return (exact.backward(exact.Exact(*given), grad, centre, kept, (da, db, dvalue), others),)
+
+
 @operator(_backward_fake, refuse)
 def _additive_backward(
     grad: Tensor, grad_lse: Tensor | None, a: Tensor, b: Tensor, v: Tensor, value: Tensor,
@@ -95,32 +128,27 @@ def _additive_backward(
     if grad_lse is not None:  # a row without keys has no score to move
         grad_lse = torch.where(kept[1] == 0, 0.0, grad_lse)
     da, db, dvalue = (x.new_empty(x.shape) for x in (a, b, value))
-    parts, numbers = [], Numbers(1.0, lower=lower, upper=upper)
+    parts: list[Tensor] = []
     pieces = _pieces(a, b, pairs) if pairs else []
     with launch.on(a.device):
-        centre = gradients.inner(grad, grad_lse, out)
+        (centre,) = _middle(grad, grad_lse, out)
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
-            some_a, some_b = a[ours], b[theirs]
-            known = Known(some_a, some_b, v, fit, beyond, width, pairs)
-            short = None if lengths is None else lengths[batches]
-            some_lse = None if grad_lse is None else grad_lse[ours].contiguous()
-            arrays = _arrays(known, value[theirs], short)[0]
-            dphi, dpsi, dsome, dbias, *_ = gradients.attend_backward(
-                grad[ours], some_lse, out[ours], kept[:, *ours].contiguous(), *arrays, *numbers,
-                *(True, True, False), known=centre[ours],
+            dsome, part = _by_features(
+                grad[ours], None if grad_lse is None else grad_lse[ours].contiguous(), out[ours],
+                kept[:, *ours].contiguous(), centre[ours], value[theirs],
+                None if lengths is None else lengths[batches], da[ours], db[theirs], lower, upper,
+                a[ours], b[theirs], v, fit, beyond, width, pairs,
             )  # fmt: skip
-            del arrays
             if len(pieces) > 1:
                 dvalue[theirs] = dsome
             else:
                 dvalue = dsome
-            into = da[ours], db[theirs]
-            parts.append(features.features_grad(dphi, dpsi, some_lse, dbias, known, into)[2])
-            del dphi, dpsi, dsome, _
-        call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
-        others = torch.cat(parts) if parts else None
-        dv = exact.backward(call, grad, centre, kept, (da, db, dvalue), others)
+            parts.append(part)
+            del dsome
+        others = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+        call = (a, b, v, value, lower, upper, lengths, beyond if pairs else None)
+        (dv,) = _exactly(grad, centre, kept, da, db, dvalue, others, *call)
     return da, db, dv, dvalue
 
 
@@ -151,12 +179,23 @@ def _differentiate(
     if grad is None:
         grad = torch.zeros_like(output[0])
     grads = _additive_backward(
-        grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
+        grad.contiguous(),
+        grad_lse,
+        a,
+        b,
+        v,
+        value,
+        ctx.pairs,
+        ctx.lower,
+        ctx.upper,
+        lengths,
+        *output,
     )
     return *grads, *(None,) * 6
 
 
 @operator(_additive_fake, _differentiate, _save)
+@by_launches
 def _additive(
     a: Tensor, b: Tensor, v: Tensor, value: Tensor, table: Tensor | None, grid: Tensor | None,
     lower: int | None, upper: int | None, lengths: Tensor | None, parts: Tensor | None,

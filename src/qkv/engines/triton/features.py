@@ -334,7 +334,7 @@ def features_grad(
     da, db = into or (torch.empty_like(a), torch.empty_like(b))
     tall, wide = _tile(h)
     moved_rows = _rows(b) if moved_a is None else -(-_rows(b) // tall) * tall + _rows(a)
-    parts = a.new_empty((-(-moved_rows // tall), h), dtype=torch.float32)
+    parts = launch.new(a, (-(-moved_rows // tall), h))
     moved = (None if moved_a is None else moved_a.contiguous(), moved_b)
     arrays = (dphi, dpsi, *moved, a, b, *known[2:6], da, db, parts)
     _each_tile(_features_grad_kernel, known, arrays, -(-h // wide))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -130,7 +131,9 @@ def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: 
     learned = (*arrays[:6], arrays.pairs)
     return Gradients(
         *(
-            arrays.query.new_empty((0,)) if x is None or not wish else x.new_empty(x.shape)
+            arrays.query.new_empty((0,))
+            if x is None or not wish
+            else launch.new(x, x.shape, x.dtype)
             for x, wish in zip(learned, wishes, strict=True)
         )
     )
@@ -161,7 +164,7 @@ def _centre(
 def inner(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tensor:
     """Σ ∂L/∂out · out − ∂L/∂lse of each row, (B, H, n)."""
     *rows, d = out.shape
-    centre = out.new_empty(rows, dtype=torch.float32)
+    centre = launch.new(out, rows)
     facts = {"D": d, "BLOCK_D": launch.block_of(d, out.dtype), "ROWS": 64}
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     lines, tile = centre.numel(), Tile(64, 1, 1, 4, 1)
@@ -190,7 +193,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
         dquery: Tensor | None = None
         if grads is not None and call.facts["TANH"]:
             dquery = grads.query
-            one = two = torch.empty_like(dquery)
+            one = two = launch.new(dquery, dquery.shape, dquery.dtype)
         else:
             one, two = call.new(splits, lines), call.new(splits, lines)
             if grads is not None and not wide:
@@ -283,6 +286,7 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     if not for_keys:
         way = way._replace(grads=_places(call.inputs, False, True, False))
     total: Tensor | None = None
+    held = launch.new(phi, (count * min(keys_n, call.m) * call.group * line,), dtype)
     for pair in range(0, pairs, count):
         some = slice(pair, min(pair + count, pairs))
         size = some.stop - some.start
@@ -291,8 +295,9 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
         for first in range(0, call.m, keys_n):
             span = slice(first, min(first + keys_n, call.m))
             width = span.stop - first
-            make = torch.zeros if call.masked else torch.empty
-            ds = make((size, width, call.group, line), dtype=dtype, device=device)
+            shape = (size, width, call.group, line)
+            ds = held[: math.prod(shape)].view(shape)
+            ds = ds.zero_() if call.masked else ds
             _to_keys(way, (pair, size), (first, width), ds=ds)
             if ours:
                 dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
@@ -314,7 +319,6 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
                 else:
                     total += torch.matmul(back, there)
                 del back
-            del ds  # before the next is made
         if total is not None:
             grads.query.view(pairs, wide_n, call.w)[some] = total.to(dtype)
 

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from qkv.engines.triton import additive, ahead, hidden, launch, norms, ops, thresholds
+from qkv.engines.triton import additive, ahead, hidden, norms, ops, thresholds
 from qkv.engines.triton.arguments import Numbers
-from qkv.engines.triton.launch import Launch, Notes
+from qkv.engines.triton.kept import Launches
 from qkv.engines.triton.records import Arrays
-
-Places = tuple[int | None, ...]
-"""None, then where arrays lie: those given, the output, and what is made between."""
 
 Band = Callable[[int, int], tuple[int | None, int | None]]
 """The least and the largest j − i that count, of n queries and m keys."""
-
-
-class Step(NamedTuple):
-    """A launch, what it takes of the places (those of its record of arrays first), its numbers."""
-
-    made: Launch
-    record: Callable[[Places], Any] | None
-    rest: Callable[[Places], Any]
-    numbers: tuple[Any, ...]
-
-
-class Steps(NamedTuple):
-    """Launches, which device they are `at`, the output's shape, and the room of what lies between
-    them: its size, and where in it each array begins, in bytes."""
-
-    launches: tuple[Step, ...]
-    at: int | None
-    shape: tuple[int, ...]
-    size: int
-    offsets: tuple[int, ...]
-
-    def again(self, like: Tensor, given: tuple[int, ...]) -> Tensor | None:
-        """The output; None where the arrays lie oddly or on a device that is not in use."""
-        if any(map((15).__and__, given)) or not launch.current(self.at):
-            return None
-        # One by one, and in the query's dtype: torch reads a tuple, and a dtype, for as long again.
-        out, room = like.new_empty(*self.shape), like.new_empty(self.size)
-        start, stream = room.data_ptr(), launch.current_stream(self.at)
-        at = (None, *given, out.data_ptr(), *[start + x for x in self.offsets])
-        for made, record, rest, numbers in self.launches:
-            if record is None:
-                made.send(stream, *rest(at), *numbers)
-            else:
-                made.send(stream, record(at), *rest(at), *numbers)
-        return out
 
 
 class Repeat:
@@ -65,7 +27,7 @@ class Repeat:
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
         self.run = run
-        self.known: dict[Any, Steps] = {}
+        self.known = Launches()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
         # Launches know arrays by where they lie, so one that is given twice is told from two. Each
@@ -80,44 +42,12 @@ class Repeat:
             given = (*given, *map(Tensor.data_ptr, more))
             about = (*about, *map(Tensor.stride, more), *map(given.index, given))
         steps = self.known.get(about)
-        if steps is not None:
-            out = steps.again(query, given)
-            if out is not None:
-                return out
-        with launch.noted() as notes, ahead.together(lambda: self.run(query, key, value, *more)):
-            out = self.run(query, key, value, *more)
-        steps = None if launch.OVERRIDE else _steps(notes, given, out)
-        if steps is not None:
-            if len(self.known) >= launch.MOST:
-                self.known.clear()
-            self.known[about] = steps
-        return out
-
-
-def _steps(notes: Notes, given: tuple[int, ...], out: Tensor) -> Steps | None:
-    """The launches, if all were noted, had no arrays but these, and torch wrote to none of them."""
-    written = any(not x.is_inference() and x._version for x in (*notes.rooms, out))
-    if written or not notes.launches:  # which the interpreter's are not
-        return None
-    places: dict[int | None, int] = {None: 0}
-    for i, at in enumerate((*given, out.data_ptr()), 1):
-        places.setdefault(at, i)
-    offsets, size = [], 0
-    for i, x in enumerate(notes.rooms, len(given) + 2):
-        places.setdefault(x.data_ptr(), i)
-        offsets.append(size)
-        size += -(-x.untyped_storage().nbytes() // 128) * 128  # so that the next lies evenly
-    steps = []
-    for note in notes.launches:
-        if note is None or any(x not in places or (x or 0) % 16 for x in note[1]):
-            return None
-        made, had, floats = note
-        taken = [places[x] for x in had]
-        record, rest = taken[: made.taken], taken[made.taken :]
-        first = itemgetter(*record) if record else None
-        steps.append(Step(made, first, itemgetter(*rest), (*floats, *made.numbers)))
-    size //= out.element_size()
-    return Steps(tuple(steps), out.device.index, tuple(out.shape), size, tuple(offsets))
+        found = None if steps is None else steps.again(query, given)
+        if found is not None:
+            return found[0]
+        run = partial(self.run, query, key, value, *more)
+        with ahead.together(run):
+            return self.known.note(about, lambda: (run(),), (query, key, value, *more))[0]
 
 
 def plain(
