@@ -47,7 +47,8 @@ def attend_backward(
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
     wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
-    gradient, the array is empty. `known` is `inner` of the first three, if it is.
+    gradient, the array is empty. `along_lse` is None but for softmax and top-k; `known` is `inner`
+    of the first three, if it is.
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = Arguments(*rounded(given))
@@ -63,7 +64,7 @@ def attend_backward(
     call.described = call.described and not broad
     bent = call.gate_query is not None or call.facts["CAP"]
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
-    fused = fused and _parts(call, call.tile("to_queries", call.n))[1] == 1
+    fused = fused and _parts(call, call.tile("to_queries", call.n))[0] == 1
     # That of softmax is taken from the rounded output, which is near enough where what a row's
     # gradients add up to does not count. It does for a temperature, for a gate of few rows, and for
     # what has one row alone.
@@ -153,8 +154,6 @@ def _centre(
     call = way.call
     if not call.facts["CENTRED"]:
         return None
-    if call.weighting not in ("softmax", "topk"):
-        along_lse = None
     if call.weighting in ("softmax", "entmax") and not near:
         found = _to_queries(way._replace(grads=None))
         return found if along_lse is None else found - along_lse.reshape(-1)
@@ -172,10 +171,10 @@ def inner(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tensor:
     return centre
 
 
-def _parts(call: Arguments, tile: Tile) -> tuple[int, int, int]:
-    """The programs that go to the queries, the parts of their loops, and the tiles of each."""
+def _parts(call: Arguments, tile: Tile) -> tuple[int, int]:
+    """Into how many parts the loops on the way to the queries are split, and the tiles of each."""
     programs = call.b * call.h * -(-call.n // tile.rows)
-    return programs, *call.parts(programs, call.m, tile.cols, tile.waves)
+    return call.parts(programs, call.m, tile.cols, tile.waves)
 
 
 def _to_queries(way: Way, fused: bool = False) -> Tensor:
@@ -187,7 +186,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
 
     def run(tile: Tile) -> None:
         nonlocal one, two
-        _, splits, span = _parts(call, tile)
+        splits, span = _parts(call, tile)
         if fused:
             splits, span = 1, -(-call.m // tile.cols)
         dquery: Tensor | None = None

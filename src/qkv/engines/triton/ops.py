@@ -112,9 +112,8 @@ def _check_rows(arrays: Arrays, weighting: str, alpha: float) -> None:
 
 
 def _check_masks(arrays: Arrays, numbers: Numbers) -> None:
-    query, key, pairs, layout, lengths = (
-        arrays.query, arrays.key, arrays.pairs, arrays.layout, arrays.lengths
-    )  # fmt: skip
+    query, key, pairs = arrays.query, arrays.key, arrays.pairs
+    layout, lengths = arrays.layout, arrays.lengths
     if pairs is not None:
         full = (*query.shape[:3], key.shape[2])
         fits = pairs.ndim == 4 and all(x in (1, y) for x, y in zip(pairs.shape, full, strict=True))
@@ -155,18 +154,15 @@ def _differentiate(
     ctx: Any, along: Tensor | None, along_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     out, kept, *inputs = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    for_queries = needs[0] or needs[4]
-    for_keys = needs[1] or needs[2] or needs[3] or needs[5]
-    for_pairs = needs[PAIRS]
-    weighting = ctx.numbers[1]
+    needs, weighting = ctx.needs_input_grad, ctx.numbers[1]
     if weighting not in ("softmax", "topk"):
         along_lse = None
     if along is None and along_lse is None:
         return (None,) * len(needs)
     if along is None:
         along = torch.zeros_like(out)
-    wishes = (for_queries, for_keys, for_pairs)
+    for_queries, for_keys = needs[0] or needs[4], any(needs[i] for i in (1, 2, 3, 5))
+    wishes = (for_queries, for_keys, needs[PAIRS])
     found = _backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
     grads: list[Tensor | None] = [None] * len(needs)
     for at, x in zip((*range(6), PAIRS), found, strict=True):
