@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
+import triton
 from torch import Tensor
 
 from qkv.engines.triton import launch, support
@@ -167,10 +168,16 @@ class Arguments:
             self.gate_key is not None, self.quick,
         )  # fmt: skip
 
-    def fitting(self, name: str, rows: int, run: Callable[[Tile], Launch | None]) -> Launch | None:
-        """Run with the pass's tile, or with the largest smaller one that the device can hold."""
-        about = (name, self.query.dtype, *self.facts.values())
-        return launch.fitting(self.tile(name, rows), self.query.device, about, run)
+    def fitting(self, name: str, tile: Tile, run: Callable[[Tile], Launch | None]) -> Launch | None:
+        """Run with this tile of a pass, or with the largest smaller one that the device holds."""
+        about = (name, tile, self.query.device, self.query.dtype, *self.facts.values())
+        tile = launch.SMALLER.get(about, tile) if launch.SMALLER else tile
+        with launch.on(self.query.device):
+            while True:
+                try:
+                    return run(tile)
+                except triton.runtime.errors.OutOfResources:
+                    tile = launch.SMALLER[about] = launch.shrunk(tile)
 
     def block_w(self, tile: Tile, wide: bool) -> int:
         return tile.chunk if wide else launch.block_of(self.w, self.query.dtype)

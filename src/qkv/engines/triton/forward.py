@@ -331,7 +331,8 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
         return made if splits == 1 and walks[0].at is None else None
 
     few = lanes < launch.processors(out.device) and rows <= launch.FEW
-    return call.fitting("split" if few else "pool", rows, run)
+    name = "split" if few else "pool"
+    return call.fitting(name, call.tile(name, rows), run)
 
 
 def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

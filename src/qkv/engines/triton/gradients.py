@@ -211,7 +211,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
         if dquery is not None and grads is not None and splits > 1:
             grads.query.copy_(dquery.view(splits, *grads.query.shape).sum(0))
 
-    call.fitting("to_queries", call.n, run)
+    call.fitting("to_queries", call.tile("to_queries", call.n), run)
     if grads is None and one.shape[0] > 1:
         down = two.sum(0)
         return one.sum(0) / torch.where(down == 0, 1.0, down)
@@ -263,7 +263,7 @@ def _to_keys(way: Way, *some: tuple[int, int], ds: Tensor | None = None) -> None
                 part = part.view(splits, call.b * call.hk, call.m, -1)[:, *at]
                 place.view(call.b * call.hk, call.m, -1)[at] = part.sum(0).to(place.dtype)
 
-    call.fitting("to_keys", call.m, run)
+    call.fitting("to_keys", call.tile("to_keys", call.m), run)
 
 
 def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:

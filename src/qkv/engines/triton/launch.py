@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
@@ -17,16 +17,12 @@ from qkv.engines.triton.records import INTERPRETED, Facts, Scales, facts_of
 from qkv.errors import EngineError
 
 NARROWEST = 64
-
 HELD = 256
 """The widest φ that a forward tile holds whole; a wider one is read in chunks."""
-
 HELD_BACK = 128
 """The same on the way back, where the tile holds the gradients as well."""
-
 FEW = 64
 """Rows of queries, with those of the other heads that share the keys, that are stacked."""
-
 LEAST = 512
 """Rows of a part, where a loop is split: fewer are not worth a second kernel to join them."""
 
@@ -64,6 +60,7 @@ QUICK = {
 """Tiles where a float mask's −∞ is trusted, of 2 bytes a number and of 4, for widths up to 64."""
 
 SMALLER: dict[tuple[Any, ...], Tile] = {}
+"""What took the place of a tile that the device does not hold."""
 
 _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """What `torch.cuda.current_device` asks once it is sure that CUDA is there."""
@@ -72,8 +69,7 @@ _device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.cur
 @cache
 def tile_of(
     name: str, w: int, d: int, size: int, rows: int, plain: bool, banded: bool, ruled: bool = False,
-    gated: bool = False,
-    quick: int = 0,
+    gated: bool = False, quick: int = 0,
 ) -> Tile:  # fmt: skip
     """The tile of a pass, for φ and values this wide, of this many bytes a number.
 
@@ -423,30 +419,12 @@ def _streams() -> Any:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    there: AbstractContextManager[Any] = nullcontext()
-    return there if current(device.index) else torch.cuda.device(device)
+    return nullcontext() if current(device.index) else torch.cuda.device(device)
 
 
 def current(index: int | None) -> bool:
     """Whether a tensor's device is the one in use, as a CPU without an index always is."""
     return index is None or bool(index == _device())
-
-
-def fitting(
-    tile: Tile, device: torch.device, about: Hashable, run: Callable[[Tile], Launch | None]
-) -> Launch | None:
-    """Run with this tile, or with the largest smaller one that the device can hold.
-
-    `about` is what the need of fast memory depends on beside the tile.
-    """
-    about = (tile, device, about)
-    tile = SMALLER.get(about, tile) if SMALLER else tile
-    with on(device):
-        while True:
-            try:
-                return run(tile)
-            except triton.runtime.errors.OutOfResources:
-                tile = SMALLER[about] = shrunk(tile)
 
 
 def parts(

@@ -116,7 +116,7 @@ def _mend(
         sizes = (call.h, call.group, call.upper, parts, *strides)
         return call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 
-    return call.fitting("mend", call.n, run)
+    return call.fitting("mend", call.tile("mend", call.n), run)
 
 
 def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:

@@ -220,4 +220,4 @@ def fill(
         if out is not dpairs:
             dpairs.copy_(out.sum(0))
 
-    call.fitting("to_pairs", call.n, run)
+    call.fitting("to_pairs", call.tile("to_pairs", call.n), run)

@@ -45,10 +45,10 @@ def _run(
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
     listed = phase if phase == 2 else 0
-    facts = call.facts | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
+    call.facts = call.facts | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
 
     def run(tile: Tile) -> Launch | None:
-        known = facts | {
+        known = call.facts | {
             "ROWS": tile.rows,
             "COLS": tile.cols,
             "TMA": tile.described and call.described,
@@ -57,9 +57,7 @@ def _run(
         programs = call.b * call.h * -(-call.n // tile.rows)
         return call.start(kernel, programs, outs, None, sizes, known, tile)
 
-    need = (kernel, *facts.values())
-    tile = _tile(call.query, kernel, phase)
-    made = launch.fitting(tile, call.query.device, need, run)
+    made = call.fitting(kernel.__name__, _tile(call.query, kernel, phase), run)
     launch.keep(about, None if call.copied else made)
 
 

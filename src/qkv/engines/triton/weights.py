@@ -89,16 +89,16 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
     if made is None or not made.again((*arrays, lse, out), scales):
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
-        facts = call.facts | {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide}
-        facts |= {"ALONG": True, "QUICK": False, "WIDE": False}
+        own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "WIDE": False}
+        call.facts = call.facts | own | {"ALONG": True, "QUICK": False}
         call.floats, sizes = scales, (h, call.group, call.upper)
 
         def run(tile: Tile) -> launch.Launch | None:
-            own = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": m % tile.cols != 0}
+            facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": m % tile.cols != 0}
             grid = -(-m // tile.cols), -(-n // tile.rows), b
-            return call.start(weigh_pairs, grid, (lse, out), out, sizes, facts | own, tile)
+            return call.start(weigh_pairs, grid, (lse, out), out, sizes, call.facts | facts, tile)
 
-        made = launch.fitting(TILE, out.device, (weigh_pairs, *facts.values()), run)
+        made = call.fitting("weigh_pairs", TILE, run)
         launch.keep(about, None if call.copied else made)
     return out[:, 0] if mean else out
 
