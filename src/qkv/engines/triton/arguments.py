@@ -268,7 +268,7 @@ def shared_strides(x: Tensor | None) -> tuple[int, ...]:
 def _facts(
     w: int, d: int, dtype: torch.dtype, weighting: str, alpha: float, pairs: int, *known: bool
 ) -> dict[str, Any]:
-    """What every kernel of a call is compiled for; what a pass does not say is as it stands here.
+    """What every kernel of a call is compiled for.
 
     Products of float32 are made of three by NVIDIA's matrix units: that keeps its digits, in a
     fraction of the time and of the code. But top-k must find the same scores to the last bit in
@@ -287,10 +287,9 @@ def _facts(
         "PRECISION": precision,
         "SCORES": "ieee" if weighting == "topk" else precision,
         "PAIRS": pairs,
-        **dict.fromkeys(("TANH", "LISTED", "CENTRE"), 0),
+        **dict.fromkeys(("TANH", "LISTED"), 0),
         **dict(zip(("LOWER", "UPPER", "BIAS", "GATE", "LAYOUT", "DROP"), known, strict=True)),
-        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID", "SPLIT"), False),
-        **dict.fromkeys(("PACKED", "TMA", "CENTRED"), False),
+        **dict.fromkeys(("ALONG", "EDGES", "ENDED", "LAID"), False),
         "EXPONENTIAL": weighting in ("softmax", "topk"),
         "SPARSE": weighting in ("normalized", "raw", "entmax", "topk"),
         "BASE": LOG2E if weighting == "softmax" else 1.0,

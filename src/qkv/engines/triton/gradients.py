@@ -200,7 +200,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
             if dquery is not None and splits > 1:
                 dquery = call.new(splits * call.b, call.h, call.n, call.w)
         for own, at, counts, at_columns, more in call.walks(tile, splits):
-            facts = call.known(own, wide, splits) | more
+            facts = call.known(own, wide, splits) | {"PACKED": False} | more
             facts["LAID"] = facts["LAID"] and facts["QUICK"]
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None

@@ -22,6 +22,8 @@ from qkv.engines.triton.to_queries import queries_tiles
 from qkv.engines.triton.weigh import Back, kept_of, left_over
 from qkv.errors import ArgumentError
 
+PLAIN = dict.fromkeys(("SPLIT", "PACKED", "TMA", "FOLD", "CENTRED", "CENTRE"), False) | {"EVEN": 1}
+
 
 @triton.jit
 def _head_of(out, parts, steps, z, F):
@@ -111,7 +113,7 @@ def _mend(
     def run(tile: Tile) -> Launch | None:
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
-        facts = call.facts | {"ROWS": tile.rows, "COLS": tile.cols, "FOLD": False, "EVEN": 1}
+        facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
         sizes = (call.h, call.group, call.upper, parts, *strides)
         return call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)

@@ -208,6 +208,7 @@ def fill(
         wide = max(call.w, call.d) > launch.HELD_BACK or much
         facts = call.facts | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"WIDE": wide, "BLOCK_W": call.block_w(tile, wide), "ONCE": own == list(tiles)}
+        facts |= {"TMA": False, "PACKED": False}
         facts["QUICK"] = call.quick > 0 and facts["ONCE"] and tile.described
         facts["EDGED"] = (
             call.facts["LOWER"] or call.facts["UPPER"] or call.layout is not None

@@ -46,6 +46,7 @@ def _run(
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
     listed = phase if phase == 2 else 0
     call.facts = call.facts | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
+    call.facts |= {"SPLIT": False, "PACKED": False}
 
     def run(tile: Tile) -> Launch | None:
         known = call.facts | {

@@ -21,6 +21,7 @@ from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
 TILE = Tile(64, 64, 64, 4, 3)
+PLAIN = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False)
 
 
 @launched
@@ -89,8 +90,8 @@ def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tenso
     if made is None or not made.again((*arrays, lse, out), scales):
         call = Arguments(*arrays, *numbers)
         wide = max(launch.power_of_2(call.w), 16)
-        own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "WIDE": False}
-        call.facts = call.facts | own | {"ALONG": True, "QUICK": False}
+        own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
+        call.facts = call.facts | PLAIN | own
         call.floats, sizes = scales, (h, call.group, call.upper)
 
         def run(tile: Tile) -> launch.Launch | None:
