@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
+import polars
 import pytest
 
 import qkv
@@ -171,6 +173,21 @@ def test_rows_and_values_are_the_same_cells(client: Client, kept: Database) -> N
 def test_an_array_of_numbers_is_many_queries(client: Client) -> None:
     found = client.ask("gpa", np.array([3.1, 3.5]), where="value < 90", weighting="hard")
     assert [answer.value for answer in found] == [70.0, 82.0]
+
+
+def test_queries_are_taken_as_in_process(client: Client) -> None:
+    labelled = pandas.Series([3.2, 3.9], index=["x", "y"])
+    values = [answer.value for answer in client.ask("gpa", [3.2, 3.9], weighting="hard")]
+    for query in (labelled, polars.Series([3.2, 3.9]), np.ma.array([3.2, 3.9])):
+        found = client.ask("gpa", query, weighting="hard")
+        assert [answer.value for answer in found] == values
+    assert client.ask("gpa", np.array(3.2), weighting="hard").value == values[0]
+    vector = np.ones((1, 4), np.float32)
+    for query in (vector + 1j, vector.astype(str)):
+        with pytest.raises(DtypeError, match="real numbers"):
+            client.ask("keyed", query)
+    with pytest.raises(DtypeError, match="query is a masked array"):
+        client.attend("keyed", np.ma.array(vector, mask=vector > 0))
 
 
 def test_rows_come_in_pages_and_pass_a_condition(

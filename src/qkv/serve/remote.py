@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from urllib.parse import quote, urlencode
 
+from qkv.arrays import is_array, plain
 from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, CombinationError, DtypeError
 from qkv.serve.transport import Transport
@@ -117,9 +118,13 @@ class Remote(Closing, Leaving):
 
     def _body(self, query: Any, options: dict[str, Any]) -> dict[str, Any]:
         from qkv.database import spelled
+        from qkv.database.schema import by_place
 
         if callable(options.get("where")):
             raise ArgumentError("where: a function cannot be sent: write the condition as text")
+        query = plain(query, "query") if is_array(query) else by_place(query)
+        if is_array(query) and not query.shape:
+            query = query.item()
         return {"query": query, **spelled.plain({"at": self._pin, **options})}
 
     # Looking up

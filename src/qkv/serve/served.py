@@ -92,6 +92,8 @@ class Kept:
         or JSON, and a list that holds no lists is one where keys have several columns.
         """
         about = self.about()
+        if isinstance(given, np.ndarray) and given.dtype.kind not in "biuf":
+            raise DtypeError(f"query must hold real numbers, not {given.dtype}")
         if about.kind == "number" and isinstance(given, np.ndarray):
             given = given.tolist()
         if about.kind == "vector" or isinstance(given, np.ndarray):
