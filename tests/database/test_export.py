@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import sys
 import warnings
 from decimal import Decimal
@@ -21,6 +22,7 @@ from qkv import Database
 from qkv.database import export, sources
 from qkv.database.faults import ChangedCells
 from qkv.errors import ArgumentError, DtypeError, MissingExtra
+from tests.interrupt import moments
 
 MESSY = {
     "name": ["Li", "a,b", 'say "x"', "two\nlines", "cr\rhere", " pad "],
@@ -264,3 +266,19 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
     assert back["a"] == text and D.ask("a").to_dict()["value"] == text
     where = f"value == '{text}'"
     assert D.count(where) == back.count(where) == 2
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
+def test_an_interrupt_leaves_no_file_beside_and_the_mask_as_it_was(tmp_path):
+    def write():
+        with export.whole(tmp_path / "names.csv") as file:
+            file.write(b"key,value\n")
+
+    before = os.umask(0o027)
+    try:
+        for _ in moments(write):
+            assert os.umask(0o027) == 0o027
+            assert {path.name for path in tmp_path.iterdir()} <= {"names.csv"}
+        assert (tmp_path / "names.csv").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)

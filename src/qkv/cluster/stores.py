@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from qkv.database.faults import Unreadable
@@ -90,8 +90,9 @@ def local(url: str, cache: str | None = None) -> Path:
         raise Unreadable(f"{url}: there is no store; give the URL of its folder")
     target = _folder(cache) / f"{_mark(url, files)}.qkv"
     if not target.exists():
-        part = Path(tempfile.mkdtemp(dir=target.parent))
+        part = target.with_suffix(f".{token_hex(4)}")
         try:
+            part.mkdir(0o700)
             for name in files:
                 system.get_file(f"{root.rstrip('/')}/{name}", str(part / name))
             part.rename(target)

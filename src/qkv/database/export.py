@@ -7,13 +7,13 @@ import csv
 import io
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -119,18 +119,15 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of whatever `path` held when it is finished, by a rename."""
     if path.is_dir():
         raise ArgumentError(f"{path} is a folder: name a file in it")
-    handle, name = tempfile.mkstemp(dir=in_folder(path).parent, prefix=f".{path.name}.")
+    # Its name is known before it is there, so that Ctrl-C cannot fall between the two.
+    aside = in_folder(path).with_name(f".{path.name}.{token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(aside, "xb") as file:
             yield file
-        # mkstemp makes a file for its owner's eyes only; this one is as public as any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
+        os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            os.unlink(aside)
         raise
 
 

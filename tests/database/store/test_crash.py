@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from qkv.database.store import Store, check, folder, sizes
+from qkv.database.store import Store, check, folder, lock, sizes, sweep
 from qkv.database.store.shelf import Files
 from tests.database.store import crash
+from tests.interrupt import moments
 
 FULL = os.environ.get("QKV_FULL") == "1"
 
@@ -236,3 +237,26 @@ def test_a_sync_that_is_left_out_is_noticed(tmp_path, tight, forgotten):
         return False
 
     assert any(broken(seed) for seed in range(20))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more
+def test_a_maker_that_is_interrupted_leaves_nothing(tmp_path):
+    def make():
+        with folder.beside(tmp_path / "new.qkv") as part:
+            part.mkdir()
+
+    files = len(os.listdir("/dev/fd"))
+    for _ in moments(make, (folder.__file__, lock.__file__, sweep.__file__)):
+        assert set(os.listdir(tmp_path)) <= {"new.qkv"}
+    assert len(os.listdir("/dev/fd")) == files
+    assert os.listdir(tmp_path) == ["new.qkv"]
+
+
+def test_a_repair_that_is_interrupted_leaves_no_lock(tmp_path):
+    with Store(tmp_path / "s") as store:
+        store.commit(records=["one"], digests=[b"1"])
+    taken = lock.__file__, sweep.__file__
+    for _ in moments(lambda: check(tmp_path / "s", repair=True), taken):
+        other = lock.WriteLock(tmp_path / "s")
+        other.take(patience=0)
+        other.drop()

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
 from qkv.database.faults import Damaged, NoStore, NotAStore, Unwritable
 from qkv.database.store import plain
@@ -71,8 +71,7 @@ def prepare(folder: Path, create: bool) -> None:
         raise NotAStore(f"{folder} is a folder with other files: give the path of a store")
     if not create:
         raise NoStore(f"{folder} is empty: check the path, or make one: qkv import, create=True")
-    catalogue = Catalogue(path, create=True)
-    catalogue.close()
+    Catalogue(path, create=True).close()
     with open(folder / READERS, "ab"):
         pass
     for place in (folder, folder.absolute().parent):
@@ -103,16 +102,19 @@ def beside(path: Path) -> Iterator[Path]:
 
     Nobody sees it before it is whole, and what another process has put at `path` meanwhile stays.
     """
+    # Its name is known before it is there, so that Ctrl-C cannot fall between the two.
+    aside = path.parent / f".{path.name}.{token_hex(4)}"
+    held = contextlib.ExitStack()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tidy(path.parent)
-        aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-        held = os.open(aside / "new", os.O_RDWR | os.O_CREAT)
-        seized(held)
-        os.rename(aside / "new", aside / MAKING)  # nobody sees it before it is locked
-    except OSError as error:
-        raise Unwritable(f"{path} cannot be made ({error.strerror})") from error
-    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tidy(path.parent)
+            aside.mkdir(0o700)
+            new = held.enter_context(open(aside / "new", "xb"))  # noqa: SIM115
+            seized(new.fileno())
+            os.rename(aside / "new", aside / MAKING)  # nobody sees it before it is locked
+        except OSError as error:
+            raise Unwritable(f"{path} cannot be made ({error.strerror})") from error
         yield aside / path.name
         try:
             os.rename(aside / path.name, path)
@@ -127,7 +129,7 @@ def beside(path: Path) -> Iterator[Path]:
             Files().fsync_folder(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        os.close(held)
+        held.close()
 
 
 def size(path: Path) -> int:

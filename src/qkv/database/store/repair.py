@@ -79,10 +79,10 @@ def check(
     if not names & {FILE, READERS, WRITER} and not any(name.endswith(SUFFIX) for name in names):
         raise NotAStore(f"{folder} is not a store: give the path of a store")
     lock = WriteLock(folder)
-    if repair:
-        lock.take()
-        tidy(folder.absolute().parent)
     try:
+        if repair:
+            lock.take()
+            tidy(folder.absolute().parent)
         return list(_problems(folder, lock, repair, progress))
     finally:
         lock.drop()
