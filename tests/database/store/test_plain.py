@@ -11,6 +11,7 @@ import pytest
 
 from qkv.database.faults import Damaged, Unreadable
 from qkv.database.store import Store, check, plain, sizes
+from tests.interrupt import stopped
 
 
 @pytest.fixture
@@ -133,3 +134,13 @@ def test_a_catalogue_with_statements_of_its_own(store, statement):
     with pytest.raises(Damaged, match="statements of its own"):
         use(store)
     assert "statements of its own" in check(store)[0].what
+
+
+def test_an_interrupt_while_a_file_is_looked_at_closes_it(tmp_path):
+    def look():
+        plain.opened(tmp_path / "lock", os.O_CREAT)
+
+    files = len(os.listdir("/dev/fd"))
+    for after in (2, 3):  # fstat and S_ISREG
+        assert stopped(look, after, plain.__file__)
+    assert len(os.listdir("/dev/fd")) == files

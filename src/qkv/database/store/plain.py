@@ -24,8 +24,13 @@ def opened(path: str | os.PathLike[str], flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise _strange(path) from None
         raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
+    regular = False
+    try:
+        regular = stat.S_ISREG(os.fstat(file).st_mode)
+    finally:
+        if not regular:
+            os.close(file)
+    if not regular:
         raise _strange(path)
     return file
 
