@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from qkv.database.store import lock
+from qkv.database.store import Store, fork, lock
+from tests.interrupt import moments, stopped
 
 
 class Interrupting:
@@ -70,27 +71,6 @@ def test_a_finaliser_inside_of_a_hold_is_settled_after_it(monkeypatch):
     assert not pins.seize(3)
 
 
-def stopped(call, after):
-    """Whether Ctrl-C, when so many functions of C had returned, came before the call had ended."""
-    left = after
-
-    def profile(frame, event, arg):
-        nonlocal left
-        left -= event == "c_return"
-        if left < 0:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
 def test_a_writer_that_is_stopped_leaves_no_lock(tmp_path):
     def moment(after):
         writer, other = lock.WriteLock(tmp_path), lock.WriteLock(tmp_path)
@@ -119,3 +99,30 @@ def test_what_is_closed_is_closed_once(tmp_path, kind):
         return early
 
     assert len(list(itertools.takewhile(moment, itertools.count()))) > 0
+
+
+def test_a_snapshot_that_is_stopped_holds_no_version(tmp_path):
+    with Store(tmp_path / "s") as store:
+        for _ in moments(lambda: store.at().close()):
+            store.commit(settings={"version": store.version})
+            assert store.compact().held == ()
+
+
+def test_a_fork_that_is_stopped_leaves_no_lock():
+    thing = Store()
+
+    def free():
+        with thing.quiet():
+            fork.survive(thing)
+
+    for first in (True, False):  # Python runs the second hook whatever became of the first
+        for after in itertools.count():
+            early = stopped(fork._before, after if first else 10**6, fork.__file__)
+            early |= stopped(fork._after, 10**6 if first else after, fork.__file__)
+            later = threading.Thread(target=free, daemon=True)
+            later.start()
+            later.join(10)
+            assert not later.is_alive() and fork._held == []
+            if not early:
+                break
+        assert after > 1

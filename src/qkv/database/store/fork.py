@@ -19,17 +19,33 @@ def survive(thing: Any) -> None:
         _KNOWN.add(thing)
 
 
+# Python tells of an error in these and goes on, so that after a Ctrl-C in one the other is run. It
+# looks for that when a call has ended: what is between two calls is done, or not begun.
 def _before() -> None:
+    global _held
     _ONE.acquire()
     for thing in list(_KNOWN):
-        _held.append(thing.quiet())
-        _held[-1].acquire()
+        lock = thing.quiet()
+        _held += [lock]
+        lock.acquire()
 
 
 def _after() -> None:
-    while _held:
-        _held.pop().release()
-    _ONE.release()
+    try:
+        _let_go()
+    finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    if _ONE._is_owned():  # type: ignore[attr-defined]
+        while _held:
+            lock = _held[-1]
+            ours = lock._is_owned()
+            del _held[-1]
+            if ours:
+                lock.release()
+        _ONE.release()
 
 
 def _in_child() -> None:

@@ -7,7 +7,7 @@ import os
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -168,10 +168,10 @@ class Pins:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._process = os.getpid()
-        self._held: Counter[int] = Counter()
+        self._held: dict[int, set[object]] = {}
         self._seized: set[int] = set()
         self._reader = self._seizer = -1
-        self._dropped: deque[int] = deque()
+        self._dropped: deque[tuple[int, object]] = deque()
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -181,26 +181,29 @@ class Pins:
         """
         self._lock: Any = threading.RLock()
 
-    def hold(self, version: int) -> bool:
+    def hold(self, version: int, holder: object = None) -> bool:
         """Pin a version; False while a compaction is dropping it."""
         with self._lock:
             got = version not in self._seized
-            if got and not self._held[version]:
+            if got and not self._held.get(version):
+                self._held[version] = set()
                 got = self._share(version)
             if got:
-                self._held[version] += 1
+                self._held[version].add(holder)
         self._settle()
         return got
 
-    def release(self, version: int) -> None:
-        """Let go of one hold. A finaliser may call this at any moment, even inside `hold`."""
-        self._dropped.append(version)
+    def release(self, version: int, holder: object = None) -> None:
+        """Let go of a hold, if there is one. A finaliser may call this at any moment, even inside
+        `hold`."""
+        self._dropped.append((version, holder))
         self._settle()
 
     def seize(self, version: int) -> bool:
         """Claim a version for dropping; False where somebody reads it."""
+        self._settle()
         with self._lock:
-            got = not self._held[version] and (self._folder is None or self._claim(version))
+            got = not self._held.get(version) and (self._folder is None or self._claim(version))
             if got:
                 self._seized.add(version)
         self._settle()
@@ -227,11 +230,14 @@ class Pins:
         while self._dropped and not self._lock._is_owned():
             with self._lock:
                 while self._dropped:
-                    version = self._dropped.popleft()
-                    if self._held[version] > 1:
-                        self._held[version] -= 1
-                    elif self._held.pop(version, 0):
+                    # The last to go: what an interrupt leaves is done again by the next.
+                    version, holder = self._dropped[0]
+                    holders = self._held.get(version, set())
+                    holders.discard(holder)
+                    if not holders:
                         self._unshare(version)
+                        self._held.pop(version, None)
+                    self._dropped.popleft()
 
     def _open(self) -> int:
         assert self._folder is not None
@@ -261,7 +267,7 @@ class Pins:
         assert fcntl is not None
         if hasattr(fcntl, "F_OFD_SETLK"):
             fcntl.fcntl(self._reader, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, version))
-        elif not self._held:
+        elif not any(self._held.values()):
             fcntl.flock(self._reader, fcntl.LOCK_UN)
 
     def _claim(self, version: int) -> bool:

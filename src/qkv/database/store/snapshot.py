@@ -66,9 +66,12 @@ class Snapshot(Closing):
         self._ids: np.ndarray | None = None
         self._layout_found: Layout | None = None
         self._settings: dict[str, Any] | None = None
-        self._finalizer = weakref.finalize(self, pins.release, edition.number)
+        # Before the hold, so that nothing is held which nobody lets go of.
+        pin = edition.number, object()
+        self._finalizer = weakref.finalize(self, pins.release, *pin)
         # At the end of the process its locks go by themselves.
         self._finalizer.atexit = False
+        self.pinned = pins.hold(*pin)
 
     def between(self, start: int, stop: int) -> Snapshot:
         """The live rows from the one numbered `start` to that before `stop`, and no others."""

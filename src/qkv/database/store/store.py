@@ -168,11 +168,13 @@ class Store(Closing):
             with self._reader.lock:
                 reader = self._reader
                 edition = reader.newest() if version is None else reader.edition(version)
-                if edition is not None and self._pins.hold(edition.number):
+                if edition is not None:
+                    snapshot = Snapshot(self, self._lines, self._pins, edition, self._skip_damaged)
+                    there = "SELECT 1 FROM versions WHERE number = ?"
                     # A compaction may have dropped it before the hold.
-                    if reader.value("SELECT 1 FROM versions WHERE number = ?", edition.number):
-                        return Snapshot(self, self._lines, self._pins, edition, self._skip_damaged)
-                    self._pins.release(edition.number)
+                    if snapshot.pinned and reader.value(there, edition.number):
+                        return snapshot
+                    snapshot.close()
             if version is not None:
                 raise self._unknown(version)
             time.sleep(0.001)
