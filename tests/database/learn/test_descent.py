@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,21 @@ def test_ctrl_c_keeps_the_best_so_far() -> None:
     straight, _ = learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
     assert np.isfinite(encoder.query(MADE_UP)).all()
     assert np.abs(encoder.query(MADE_UP) - straight.query(MADE_UP)).max() > 1e-3
+
+
+def test_ctrl_c_before_the_first_best_is_whole_keeps_nothing() -> None:
+    def profile(frame, event, arg) -> None:
+        names = frame.f_code.co_name, frame.f_back.f_code.co_name  # a comprehension is inside
+        if event == "c_return" and arg.__name__ == "copy" and "one_epoch" in names:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            learn.learn(Letters(), ENGLISH, PAIRS, held_out=0)
+    finally:
+        sys.setprofile(None)
 
 
 def test_ctrl_c_before_anything_was_learned_is_raised() -> None:

@@ -173,8 +173,9 @@ class Descent:
         self.losses.append(float(np.mean(losses)) if losses else math.nan)
         mark = self.mark() if task.holds_out else (-self.losses[-1], 0.0)
         if mark > self.best_mark:
-            self.best_mark, self.best_epoch = mark, self.epoch
-            self.best = {name: array.copy() for name, array in self.now.items()}
+            best = {name: array.copy() for name, array in self.now.items()}
+            # Together: after Ctrl-C in between, the mark would be of other weights.
+            self.best, self.best_mark, self.best_epoch = best, mark, self.epoch
         return in_time
 
     def one_step(self, some: np.ndarray, rng: np.random.Generator) -> float:
