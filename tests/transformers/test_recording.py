@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from qkv import plot
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
+from tests.interrupt import stopped
 from tests.transformers.models import (
     SENTENCE,
     TINY,
@@ -202,6 +204,20 @@ def test_the_implementation_comes_back_after_an_error() -> None:
     assert model.config._attn_implementation == "sdpa"
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert not seen.layers
+
+
+def test_an_interrupt_while_a_capture_begins_leaves_the_model_as_it_was() -> None:
+    from qkv.transformers import recording
+
+    model = build(llama, "sdpa")
+    for after in itertools.count():
+        begun = ours.capture(model)
+        if not stopped(begun.__enter__, after, recording.__file__):
+            begun.__exit__(None, None, None)
+            break
+        assert not model._forward_hooks and not model._forward_pre_hooks
+        assert model.config._attn_implementation == "sdpa" and not recording._SWITCHED
+    assert after > 10
 
 
 def test_captures_inside_one_another_and_shared_configs() -> None:

@@ -47,20 +47,21 @@ def capture(
     names = _named_attention(model)
     captured = Captured([], budget=budget, unseen=_unseen(model, names))
     recorder = Recorder(names, captured, top, pool)
-    hooks = []
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            note(part)
-            hooks.append(part.register_forward_pre_hook(recorder.begin))
-            hooks.append(part.register_forward_hook(recorder.end, always_call=True))
-    token = WATCHERS.set((*WATCHERS.get(), recorder.see))
-    configs = _configs(model)
-    _switch(configs)
+    hooks: list[Any] = []
+    switched: list[Any] = []
+    before = WATCHERS.get()
     try:
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                note(part)
+                hooks.append(part.register_forward_pre_hook(recorder.begin))
+                hooks.append(part.register_forward_hook(recorder.end, always_call=True))
+        WATCHERS.set((*before, recorder.see))
+        _switch(_configs(model), switched)
         yield recorder.captured
     finally:
-        _restore(configs)
-        WATCHERS.reset(token)
+        _restore(switched)
+        WATCHERS.set(before)
         for hook in hooks:
             hook.remove()
 
@@ -120,7 +121,8 @@ def _configs(model: Any) -> list[Any]:
     return [config for config in found.values() if family(config).takes]
 
 
-def _switch(configs: Sequence[Any]) -> None:
+def _switch(configs: Sequence[Any], switched: list[Any]) -> None:
+    """Let them be seen; `switched` are those which are, should it be interrupted."""
     with _LOCK:
         if CAPTURE not in AttentionInterface._global_mapping:
             enter(CAPTURE, Implementation(records=True))
@@ -129,6 +131,7 @@ def _switch(configs: Sequence[Any]) -> None:
                 id(config), (config, config._attn_implementation_internal, 0)
             )
             _SWITCHED[id(config)] = config, before, count + 1
+            switched.append(config)
             own = f"{CAPTURE}-{before}"
             known = own in AttentionInterface._global_mapping
             # Not by the property, which would set the configs inside as well.
