@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -186,12 +186,10 @@ class Writing(Leaving, Reading[K, V]):
                 f"version {self._pin} is past and cannot change: write to the database itself"
             )
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[object]:
         """The rows as they are now, until what is made of them is written."""
         self._writable()
-        with self._store.alone():
-            yield
+        return self._store.alone()
 
     def _write(
         self,

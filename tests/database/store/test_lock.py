@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import itertools
 import os
@@ -11,7 +12,7 @@ import threading
 import pytest
 
 from qkv.database.store import Store, fork, lock
-from tests.interrupt import moments, stopped
+from tests.interrupt import STORE, moments, stopped
 
 
 class Interrupting:
@@ -126,3 +127,22 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
             if not early:
                 break
         assert after > 1
+
+
+def test_a_traceback_that_somebody_keeps_keeps_no_lock():
+    store, kept = Store(), []
+
+    def alone():
+        try:
+            with store.alone():
+                pass
+        except KeyboardInterrupt as error:
+            kept.append(error)
+            raise
+
+    for _ in moments(alone, (contextlib.__file__, STORE)):
+        later = threading.Thread(target=store.commit, daemon=True)
+        later.start()
+        later.join(10)
+        assert not later.is_alive()
+    assert kept

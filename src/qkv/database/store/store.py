@@ -369,10 +369,13 @@ class Store(Closing):
             f"version {version} was dropped by a compaction: the oldest kept is {oldest}"
         )
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> threading.RLock:
         """Inside of this no other thread or process writes: what is read here is still true when
-        it is committed."""
+        it is committed.
+
+        It is the lock itself: a generator would hold it after Ctrl-C for as long as somebody keeps
+        the traceback, as Python's prompt does.
+        """
         with self._writing_lock:
             if self._closed:
                 raise Closed("the store is closed: open it again")
@@ -381,7 +384,7 @@ class Store(Closing):
                     self._write_lock.take()
                     self._desk = None
                 self._write_lock.valid(self._reader)
-            yield
+            return self._writing_lock
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
