@@ -223,20 +223,25 @@ def test_what_it_refuses_it_explains(monkeypatch):
         qkv.attend(np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), engine="triton")
 
 
+@pytest.mark.parametrize(("n", "left"), [(400, True), (187, False)])
 @pytest.mark.parametrize(("learned", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.3)])
-def test_what_the_framework_knows_is_left_to_it(learned, dropout):
-    """A cosine, but not under a learned temperature or a seed, which its kernel does not take."""
-    device = SimpleNamespace(type="cuda")
+def test_what_the_framework_knows_is_left_to_it(n, left, learned, dropout):
+    """A cosine, but not so short that `dense` would have it, nor under a learned temperature or a
+    seed, which its kernel does not take."""
     call: Any = SimpleNamespace(
-        query=SimpleNamespace(device=device),
-        n=100,
+        fw=SimpleNamespace(tracing=lambda x: False, shape=lambda x: (2, 2, n, 64)),
+        query=SimpleNamespace(device=SimpleNamespace(type="cuda")),
+        key=None,
+        lead=(2, 2),
+        n=n,
+        m=n,
         wants_lse=False,
         rule=None,
         score=scores.Cosine(),
     )
     call.weighting = weightings.Softmax(torch.tensor(2.0) if learned else 2.0)
     call.dropout = dropout
-    assert (engine.declines(call) is None) == (learned or dropout > 0)
+    assert (engine.declines(call) is not None) == (left and not learned and not dropout)
 
 
 def test_a_short_causal_call_is_left_to_it(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 from qkv.arrays import is_array, namespace, tree
 from qkv.engines import call as calls
+from qkv.engines import streaming
 from qkv.engines.call import Bare, Call
 from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
@@ -130,6 +131,7 @@ def declines(call: Call) -> str | None:
         return "Triton's interpreter is for tests"
     plain = type(call.weighting) is Softmax and not is_array(call.weighting.temperature)
     simple = type(call.score) in (Cosine, Multiplicative) and call.n > 64 and not call.wants_lse
+    simple = simple and streaming.declines(call) is None  # else `dense` would have it
     if plain and simple and not call.dropout and (call.rule is None or is_causal(call.rule)):
         return "as a plain dot product it runs in the framework's own kernel, which is faster"
     return None

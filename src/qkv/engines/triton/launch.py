@@ -299,7 +299,7 @@ def new(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) 
     """Room that launches alone fill and read, beside results: where they are made again, it is
     made with them."""
     made, notes = like.new_empty(shape, dtype=dtype), NOTES.get()
-    if notes is not None:
+    if notes is not None and ahead.LISTED.get() is None:  # a dry run's is for nothing
         notes.rooms.append(made)
     return made
 
