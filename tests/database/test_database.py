@@ -866,3 +866,9 @@ def test_a_vector_that_an_older_row_was_known_by_is_found(tmp_path, monkeypatch)
         assert [D[key] for key in keys] == ["a", "b", "c"] and keys[0] + 1 not in D
         assert D.update(keys[0], "d") == 0 and len(D) == 3
         assert D.remove(list(keys)) == 3
+
+
+def test_an_empty_version_has_no_row_of_any_key() -> None:
+    D = qkv.Database([(3.5, 70.0)])
+    assert D.at(0).all(3.5) == qkv.Database().all("a") == []
+    assert D.at(0).get(3.5) is None

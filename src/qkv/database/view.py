@@ -215,7 +215,7 @@ class View:
         return self._filled(ids, [(fresh if i in fresh else short)[i].copy() for i in ids])
 
     def values(self, ids: Sequence[int]) -> list[Any]:
-        return self.schema.values_of(self.rows(ids))
+        return self.schema.values_of(self.rows(ids)) if len(ids) else []
 
     def all_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every id and row, oldest first."""
