@@ -591,6 +591,23 @@ def test_threads(tmp_path, small):
     assert failures == []
 
 
+def test_a_store_is_not_closed_between_its_lock_and_a_commit(tmp_path, monkeypatch):
+    s = Store(tmp_path)
+    alone, closing = s.alone, threading.Thread(target=s.close)
+
+    def looked():
+        lock = alone()
+        closing.start()
+        closing.join(0.2)
+        return lock
+
+    monkeypatch.setattr(s, "alone", looked)
+    add(s, 3)
+    closing.join()
+    with Store(tmp_path) as s:
+        assert len(s.at()) == 3
+
+
 def test_closed_and_forked(tmp_path):
     s = Store(tmp_path)
     add(s, 1)

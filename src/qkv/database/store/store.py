@@ -389,7 +389,7 @@ class Store(Closing):
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
         """The lock for writing, the writer's connection, and the newest state."""
-        with self.alone():
+        with self._writing_lock, self.alone():  # else it might be closed between look and lock
             if self._busy:
                 raise CombinationError(f"{what} cannot run inside {self._busy}: let it end first")
             if self._writer is None:
