@@ -179,17 +179,7 @@ def _differentiate(
     if grad is None:
         grad = torch.zeros_like(output[0])
     grads = _additive_backward(
-        grad.contiguous(),
-        grad_lse,
-        a,
-        b,
-        v,
-        value,
-        ctx.pairs,
-        ctx.lower,
-        ctx.upper,
-        lengths,
-        *output,
+        grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
     )
     return *grads, *(None,) * 6
 
