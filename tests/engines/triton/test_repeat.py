@@ -20,6 +20,7 @@ from qkv.engines.triton import (
     exact,
     features,
     forward,
+    gradients,
     hidden,
     kept,
     launch,
@@ -300,6 +301,23 @@ def way_back(given, along, engine):
     leaves = [x.detach().requires_grad_() for x in given]
     out = qkv.attend(*leaves[:3], score=scores.Additive(*leaves[3:]), engine=engine)
     return [out.detach(), *torch.autograd.grad(out, leaves, along)]
+
+
+def test_a_result_that_torch_made_is_made_anew(counted):
+    """No launch fills it, and in inference mode torch does not count what it wrote."""
+
+    @kept.kept
+    def both(x):
+        filled = launch.new(x, x.shape[:1])
+        return gradients.inner(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
+
+    with torch.inference_mode():
+        for seed in range(4):
+            x = arrays_of(seed)[0]
+            inner, total = both(x)
+            torch.testing.assert_close(inner, x.float().square().sum(-1))
+            torch.testing.assert_close(total, x.float().sum((1, 2, 3)))
+    assert not any(counted)
 
 
 def test_a_transform_sees_the_operators(counted):

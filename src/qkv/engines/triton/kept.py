@@ -94,6 +94,9 @@ def _steps(notes: Notes, given: Sequence[Tensor], found: tuple[Tensor, ...]) -> 
         size += -(-x.untyped_storage().nbytes() // 128) * 128  # so that the next lies evenly
     at = (None, 0, *[x.data_ptr() for x in (*given, *found, *notes.rooms)])
     places = {x: i for i, x in reversed([*enumerate(at)])}
+    filled = {x for note in notes.launches if note is not None for x in note[1]}
+    if any(x.data_ptr() not in filled for x in found if x.numel()):  # torch made it
+        return None
     steps = []
     for note in notes.launches:
         if note is None or any(x not in places or (x or 0) % 16 for x in note[1]):
