@@ -33,11 +33,10 @@ def sent(url: str, path: str, **body: Any) -> Any:
     """The status and the answer of one POST, on a connection of its own."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     head = {"content-type": "application/json"}
-    connection.request("POST", path, json.dumps(body), head)
-    answer = connection.getresponse()
-    found = answer.status, json.loads(answer.read())
-    connection.close()
-    return found
+    with contextlib.closing(connection):  # a server that is killed leaves it open else
+        connection.request("POST", path, json.dumps(body), head)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
 
 
 @pytest.fixture
