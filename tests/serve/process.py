@@ -16,11 +16,11 @@ def serving(*arguments: object, env: dict[str, str] | None = None) -> Iterator[t
     """`qkv serve` of these sources and options: its address, and the process."""
     with process("serve", *arguments, "--port", 0, env=env) as server:
         try:
-            ready, _, _ = select.select([server.stderr], [], [], 60)
+            ready, _, _ = select.select([server.stderr], [], [], 300)
             told = server.stderr.readline() if ready else "nothing"
             found = re.search(r"http://\S+?(?=;)", told)
             assert found, f"qkv serve said {told!r}"
             yield found[0], server
         finally:
             server.terminate()
-            server.communicate(timeout=30)
+            server.communicate(timeout=300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +216,10 @@ def test_what_takes_too_long(
     client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SECONDS", 0.05)
-    kept = served.databases["grades"]
-    monkeypatch.setattr(kept.database, "ask", lambda *_, **__: time.sleep(0.3), raising=False)
+    kept, late = served.databases["grades"], threading.Event()
+    monkeypatch.setattr(kept.database, "ask", lambda *_, **__: late.wait(60), raising=False)
     answer = client.post("/v1/databases/grades/ask", json={"query": 3.1})
+    late.set()
     assert answer.status_code == 503 and "0.05 seconds" in answer.json()["error"]
 
 

@@ -27,7 +27,7 @@ class Slow:
     def __call__(self, how: Any, asked: list[Any]) -> list[Any]:
         self.seen.append((how, asked))
         self.begun.set()
-        self.go.wait(10)
+        self.go.wait(60)
         return [one.upper() if one != "bad" else ValueError(one) for one in asked]
 
 
@@ -35,32 +35,32 @@ def test_those_that_wait_make_the_next_batch() -> None:
     slow = Slow()
     batches = Batches(slow)
     first = batches.ask("x", "a")
-    slow.begun.wait(10)
+    slow.begun.wait(60)
     rest = [
         batches.ask(how, one) for how, one in (("x", "b"), ("y", "c"), ("x", "bad"), ("x", "d"))
     ]
     slow.go.set()
-    assert first.result(10) == "A"
-    assert [f.result(10) for f in (rest[0], rest[1], rest[3])] == ["B", "C", "D"]
+    assert first.result(60) == "A"
+    assert [f.result(60) for f in (rest[0], rest[1], rest[3])] == ["B", "C", "D"]
     with pytest.raises(ValueError, match="bad"):
-        rest[2].result(10)
+        rest[2].result(60)
     assert slow.seen == [("x", ["a"]), ("x", ["b", "bad", "d"]), ("y", ["c"])]
     batches.close()
 
 
 def test_who_asks_again_at_once_is_of_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "PATIENCE", 1e6)
-    monkeypatch.setattr(batch, "LONGEST", 10)
+    monkeypatch.setattr(batch, "LONGEST", 60)
     slow = Slow()
     batches = Batches(slow)
     again: list[Any] = []
     first = batches.ask("x", "a")
     first.add_done_callback(lambda _: again.append(batches.ask("x", "d")))
-    slow.begun.wait(10)
+    slow.begun.wait(60)
     rest = [batches.ask("x", one) for one in "bc"]
     slow.go.set()
-    assert [f.result(10) for f in (first, *rest)] == ["A", "B", "C"]
-    assert again[0].result(10) == "D"
+    assert [f.result(60) for f in (first, *rest)] == ["A", "B", "C"]
+    assert again[0].result(60) == "D"
     assert [asked for _, asked in slow.seen] == [["a"], ["b", "c", "d"]]
     batches.close()
 
@@ -70,10 +70,10 @@ def test_a_batch_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
     batches = Batches(slow)
     found = [batches.ask("x", "a")]
-    slow.begun.wait(10)
+    slow.begun.wait(60)
     found += [batches.ask("x", one, size) for one, size in (("b", 2), ("c", 2), ("d", 1))]
     slow.go.set()
-    assert [f.result(10) for f in found] == ["A", "B", "C", "D"]
+    assert [f.result(60) for f in found] == ["A", "B", "C", "D"]
     assert [asked for _, asked in slow.seen] == [["a"], ["b"], ["c", "d"]]
     batches.close()
 
@@ -85,7 +85,7 @@ def test_a_failure_is_everyones_and_the_next_goes_on() -> None:
     batches = Batches(broken)
     for _ in range(2):
         with pytest.raises(MemoryError):
-            batches.ask("x", "a").result(10)
+            batches.ask("x", "a").result(60)
     batches.close()
 
 
@@ -93,11 +93,11 @@ def test_one_that_was_given_up_is_not_computed() -> None:
     slow = Slow()
     batches = Batches(slow)
     first = batches.ask("x", "a")
-    slow.begun.wait(10)
+    slow.begun.wait(60)
     given_up, kept = batches.ask("x", "b"), batches.ask("x", "c")
     assert given_up.cancel()
     slow.go.set()
-    assert (first.result(10), kept.result(10)) == ("A", "C")
+    assert (first.result(60), kept.result(60)) == ("A", "C")
     assert slow.seen[1] == ("x", ["c"])
     batches.close()
 

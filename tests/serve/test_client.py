@@ -300,14 +300,14 @@ def test_what_works_at_the_store_alone_says_so(client: Client) -> None:
 
 
 def test_a_token_is_wanted(url: str) -> None:
-    with pytest.raises(NotAllowed, match="token"):
-        Client(url).databases()
-    reader = Client(url, READ)
-    assert reader["books"]["Emma"] == "Jane Austen"
-    with pytest.raises(NotAllowed, match="read only"):
-        reader.add("books", "a", "b")
-    with pytest.raises(PermissionError):
-        Client(url, "wrong").databases()
+    with Client(url) as nobody, pytest.raises(NotAllowed, match="token"):
+        nobody.databases()
+    with Client(url, READ) as reader:
+        assert reader["books"]["Emma"] == "Jane Austen"
+        with pytest.raises(NotAllowed, match="read only"):
+            reader.add("books", "a", "b")
+    with Client(url, "wrong") as stranger, pytest.raises(PermissionError):
+        stranger.databases()
 
 
 def test_threads_share_a_client(client: Client) -> None:
@@ -329,30 +329,46 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(Unreachable, match=f"127.0.0.1:{port} does not answer"):
-        Client(f"http://127.0.0.1:{port}").databases()
+        port = free.getsockname()[1]  # nobody else's while it is bound, and nobody listens
+        with pytest.raises(Unreachable, match=f"127.0.0.1:{port} does not answer"):
+            Client(f"http://127.0.0.1:{port}").databases()
 
 
 class Stub:
     """A server that answers each connection by the next of some bytes, and keeps what it heard."""
 
+    END = b"no more"
+
     def __init__(self, *answers: bytes | None):
         self.answers, self.heard = list(answers), list[bytes]()
         self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
+        self.place = self.socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.place[1]}"
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Stub:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """When all who came before have been heard."""
+        with socket.create_connection(self.place, timeout=60) as last:
+            last.sendall(self.END)
+        self.thread.join(60)
 
     def _serve(self) -> None:
-        for answer in self.answers:
-            connection, _ = self.socket.accept()
-            with connection:
-                self.heard.append(connection.recv(65536))
-                if answer is None:
-                    connection.recv(1)  # until the client gives up
-                else:
-                    connection.sendall(answer)
-        self.socket.close()
+        with self.socket:
+            while True:
+                connection, _ = self.socket.accept()
+                with connection:
+                    if (heard := connection.recv(65536)) == self.END:
+                        return
+                    self.heard.append(heard)
+                    answer = self.answers.pop(0) if self.answers else b""
+                    if answer is None:
+                        connection.recv(1)  # until the client gives up
+                    else:
+                        connection.sendall(answer)
 
 
 def http(status: str, body: bytes, *headers: str) -> bytes:
@@ -371,38 +387,44 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("first", [b"", b"HTTP/1.1 20", http("503 Busy", b'{"error": "busy"}')])
 def test_what_reads_is_sent_again(first: bytes) -> None:
-    stub = Stub(first, FINE)
-    assert Client(stub.url).databases() == ["books"]
+    with Stub(first, FINE) as stub, Client(stub.url) as client:
+        assert client.databases() == ["books"]
     assert len(stub.heard) == 2
 
 
 @pytest.mark.usefixtures("hasty")
 def test_what_writes_is_sent_once() -> None:
-    stub = Stub(b"", FINE)
-    with pytest.raises(Unreachable):
-        Client(stub.url)["books"].extend([{"key": "a", "value": 1}])
+    with Stub(b"", FINE) as stub, Client(stub.url) as client, pytest.raises(Unreachable):
+        client["books"].extend([{"key": "a", "value": 1}])
     assert len(stub.heard) == 1
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_server_that_is_slow_is_given_up() -> None:
-    stub = Stub(None, None, None)
-    with pytest.raises(Unreachable, match=r"within 0\.05 s"):
-        Client(stub.url, timeout=0.05).databases()
+    with (
+        Stub(None, None, None) as stub,
+        Client(stub.url, timeout=0.05) as client,
+        pytest.raises(Unreachable, match=r"within 0\.05 s"),
+    ):
+        client.databases()
     assert len(stub.heard) == 3
 
 
 @pytest.mark.usefixtures("hasty")
 def test_another_server_is_known_by_what_it_says() -> None:
     page = http("200 OK", b"<html>", "Connection: close")
-    with pytest.raises(Unreachable, match="as qkv serve does"):
-        Client(Stub(page, page, page).url).databases()
+    with (
+        Stub(page, page, page) as stub,
+        Client(stub.url) as client,
+        pytest.raises(Unreachable, match="as qkv serve does"),
+    ):
+        client.databases()
 
 
 def test_a_connection_that_the_server_closed_is_not_used() -> None:
-    stub = Stub(FINE.replace(b"Connection: close\r\n", b""), FINE)
-    client = Client(stub.url)
-    assert client.databases() == client.databases() == ["books"]
+    first = FINE.replace(b"Connection: close\r\n", b"")
+    with Stub(first, FINE) as stub, Client(stub.url) as client:
+        assert client.databases() == client.databases() == ["books"]
     assert len(stub.heard) == 2
 
 
