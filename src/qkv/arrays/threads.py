@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import Any
 
 from qkv.types import Lift, Merge
@@ -19,13 +21,23 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 @functools.cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(CORES, thread_name_prefix=NAME)
+def _jobs() -> SimpleQueue[Callable[[], object]]:
+    """What the threads do next. The standard library's executor would lose a thread to a Ctrl-C
+    that comes while somebody waits for a result: its locks are taken in Python."""
+    jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            jobs.get()()
+
+    for number in range(CORES):
+        threading.Thread(target=work, name=f"{NAME}-{number}", daemon=True).start()
+    return jobs
 
 
 if hasattr(os, "register_at_fork"):
     # A forked process has none of its parent's threads, and would wait for them for ever.
-    os.register_at_fork(after_in_child=_workers.cache_clear)
+    os.register_at_fork(after_in_child=_jobs.cache_clear)
 
 
 def one_for_blas() -> AbstractContextManager[object]:
@@ -45,10 +57,56 @@ def inside() -> bool:
     return threading.current_thread().name.startswith(NAME)
 
 
+def begin(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Let a thread of ours do it; what is given waits for the result, as often as it is called."""
+    found: list[tuple[Any, BaseException | None]] = []
+    ready: SimpleQueue[None] = SimpleQueue()
+
+    def job() -> None:
+        try:
+            found.append((function(*arguments), None))
+        except BaseException as error:
+            found.append((None, error))
+        ready.put(None)
+
+    def result() -> Any:
+        if not found:  # where an interrupt took what came from `ready`, it is
+            ready.get()
+        value, error = found[0]
+        if error is not None:
+            raise error
+        return value
+
+    _jobs().put(job)
+    return result
+
+
 def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """function(item) for every item, on all cores, in the items' order; in this thread where it is
-    one of ours, which would wait for itself."""
-    return list(map(function, items) if inside() else _workers().map(function, items))
+    one of ours, which would wait for itself, or the last, when Python ends."""
+    if inside() or sys.is_finalizing():
+        return list(map(function, items))
+    items = list(items)
+    out: list[Any] = [None] * len(items)
+    failed: dict[int, BaseException] = {}
+    rest = iter(range(len(items)))
+
+    def some() -> None:
+        for at in rest:
+            try:
+                out[at] = function(items[at])
+            except BaseException as error:
+                failed[at] = error
+                deque(rest, 0)
+
+    try:
+        for result in [begin(some) for _ in range(min(CORES, len(items)))]:
+            result()
+    finally:
+        deque(rest, 0)  # what was not begun never is, after Ctrl-C too
+    if failed:
+        raise failed[min(failed)]
+    return out
 
 
 def reduced(lift: Lift, merge: Merge, start: Any, items: Sequence[Any]) -> Any:

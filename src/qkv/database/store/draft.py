@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 import numpy as np
 
+from qkv.arrays import threads
 from qkv.database.store import sizes
 from qkv.database.store.bundles import GENERATION, LAYOUT
 from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
@@ -65,12 +65,14 @@ class Draft:
                 self.segments(layout, rows)
             yield lambda: None
             return
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                yield pool.submit(self.segments, layout, rows).result
-            except BaseException:
-                self._given_up = True
-                raise
+        written = threads.begin(self.segments, layout, rows)
+        try:
+            yield written
+        except BaseException:
+            self._given_up = True
+            with suppress(Exception):  # of which the first is told
+                written()
+            raise
 
     def fix(self, arrays: Tensors) -> None:
         """Write the arrays of the generation."""
