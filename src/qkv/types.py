@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -28,6 +41,26 @@ class Closing:
 
     def close(self) -> None:
         raise NotImplementedError
+
+
+class _Releasing(contextlib._GeneratorContextManager[T]):
+    def __enter__(self) -> T:
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.gen.close()
+            raise
+
+
+def releasing(begin: Callable[P, Iterator[T]]) -> Callable[P, contextlib.AbstractContextManager[T]]:
+    """`contextlib.contextmanager`, which lets go wherever Ctrl-C comes: between a `yield` and the
+    body, contextlib's generator stays as it is, with all its locks, while the traceback is kept."""
+
+    @functools.wraps(begin)
+    def begun(*args: Any, **named: Any) -> Any:
+        return _Releasing(begin, args, named)  # type: ignore[arg-type]
+
+    return begun
 
 
 Array: TypeAlias = Any

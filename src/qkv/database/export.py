@@ -26,6 +26,7 @@ from qkv.database.sources.table import cell as exact
 from qkv.errors import ArgumentError, extra, file_name, in_folder
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
+from qkv.types import releasing
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -114,7 +115,7 @@ FORMS: dict[str, Callable[[BinaryIO, Sequence[str], Rows], int]] = {
 """How a file is written, by the ending of its name."""
 
 
-@contextlib.contextmanager
+@releasing
 def whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of whatever `path` held when it is finished, by a rename."""
     if path.is_dir():

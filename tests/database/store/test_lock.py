@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from qkv import types
 from qkv.database.store import Store, fork, lock
 from tests.interrupt import STORE, moments, stopped
 
@@ -129,20 +130,30 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
         assert after > 1
 
 
-def test_a_traceback_that_somebody_keeps_keeps_no_lock():
-    store, kept = Store(), []
+@pytest.mark.parametrize("way", ["alone", "commit", "view"])
+def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
+    store, kept, done = Store(), [], []
+    ways = {
+        "alone": store.alone,
+        "commit": lambda: contextlib.nullcontext(store.commit(settings={"now": len(done)})),
+        "view": store._reader.view,
+    }
 
-    def alone():
+    def change():
         try:
-            with store.alone():
+            with ways[way]():
                 pass
         except KeyboardInterrupt as error:
             kept.append(error)
             raise
 
-    for _ in moments(alone, (contextlib.__file__, STORE)):
-        later = threading.Thread(target=store.commit, daemon=True)
-        later.start()
-        later.join(10)
-        assert not later.is_alive()
+    def later():
+        done.append(store.commit(settings={"later": len(done)}))
+
+    for _ in moments(change, (contextlib.__file__, types.__file__, STORE)):
+        count = len(done)
+        other = threading.Thread(target=later, daemon=True)
+        other.start()
+        other.join(60)
+        assert len(done) == count + 1 and store.settings == {"later": count}
     assert kept

@@ -16,7 +16,7 @@ from zlib import crc32
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
 from qkv.database.store import plain
 from qkv.database.store.mark import Watch
-from qkv.types import Closing
+from qkv.types import Closing, releasing
 
 FILE = "catalogue.sqlite"
 FORMAT = 4
@@ -197,7 +197,7 @@ class Catalogue(Closing):
         """Several reads of one state."""
         return self._bracket("BEGIN")
 
-    @contextlib.contextmanager
+    @releasing
     def _bracket(self, begin: str) -> Iterator[None]:
         with self.lock:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Lock
 
 import numpy as np
@@ -15,6 +15,7 @@ from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
 from qkv.database.store.layout import Layout, Tensors
 from qkv.database.store.segments import SUFFIX, Entry, Segment, cut
 from qkv.database.store.shelf import Shelf
+from qkv.types import releasing
 
 LARGE = 32 << 20
 """Bytes of rows from which a thread of its own pays for writing them."""
@@ -56,7 +57,7 @@ class Draft:
         count = sum(len(part.ids) for part in parts)
         self._entries.append(Entry(file, generation, first, last, count, size, checksum))
 
-    @contextmanager
+    @releasing
     def beside(self, layout: Layout | None, rows: list[Segment]) -> Iterator[Callable[[], None]]:
         """Write rows as segments while the body of the `with` goes on; what it gives waits for
         them. Few are written before it begins."""

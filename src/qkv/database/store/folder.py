@@ -19,6 +19,7 @@ from qkv.database.store.segments import SUFFIX, TEMPORARY, number
 from qkv.database.store.shelf import Files
 from qkv.database.store.sweep import MAKING, tidy
 from qkv.errors import ArgumentError, DtypeError
+from qkv.types import releasing
 
 
 def named(path: str | os.PathLike[str]) -> Path:
@@ -96,7 +97,7 @@ def is_part(name: str) -> bool:
     return name in (FILE, f"{FILE}-wal", READERS, WRITER) or number(name) is not None
 
 
-@contextlib.contextmanager
+@releasing
 def beside(path: Path) -> Iterator[Path]:
     """A folder to make a store in, which becomes `path` at the end; an error leaves neither.
 

@@ -17,6 +17,7 @@ from qkv.database.faults import Damaged, Locked, Unwritable
 from qkv.database.store import mark, plain
 from qkv.database.store.catalogue import Catalogue
 from qkv.database.store.mark import WRITER, Mark
+from qkv.types import releasing
 
 fcntl: ModuleType | None
 try:
@@ -106,7 +107,7 @@ class WriteLock:
                     "closed, and try again; reading needs no lock"
                 ) from error
 
-    @contextlib.contextmanager
+    @releasing
     def changing(self) -> Iterator[None]:
         """Until this has ended well, every reader looks into the catalogue itself."""
         if self.mark is not None and not self._leave(self.mark._replace(seal="")):

@@ -29,7 +29,7 @@ from qkv.database.store.segments import Entry, Segment, follow
 from qkv.database.store.shelf import Disk, Files, Memory, Shelf
 from qkv.database.store.snapshot import Snapshot
 from qkv.errors import ArgumentError, CombinationError, DtypeError
-from qkv.types import Closing, Progress
+from qkv.types import Closing, Progress, releasing
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -386,7 +386,7 @@ class Store(Closing):
                 self._write_lock.valid(self._reader)
             return self._writing_lock
 
-    @contextlib.contextmanager
+    @releasing
     def _writing(self, what: str) -> Iterator[tuple[Catalogue, Desk]]:
         """The lock for writing, the writer's connection, and the newest state."""
         with self._writing_lock, self.alone():  # else it might be closed between look and lock
