@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import os
 import sys
@@ -282,3 +283,4 @@ def test_an_interrupt_leaves_no_file_beside_and_the_mask_as_it_was(tmp_path):
         assert (tmp_path / "names.csv").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+        gc.collect()

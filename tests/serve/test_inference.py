@@ -155,4 +155,5 @@ def test_a_body_that_is_none_is_refused(url: str, body: bytes, length: str | Non
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request)
     assert 400 <= refused.value.code < 500
-    assert json.load(refused.value)["error"]
+    with refused.value as answer:
+        assert json.load(answer)["error"]

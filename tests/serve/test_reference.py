@@ -31,7 +31,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def samples(url: str) -> dict[str, list[str]]:
     """The examples of each route: by curl, and in Python."""
-    text = urlopen(f"{url}/reference").read().decode()
+    with urlopen(f"{url}/reference") as answer:
+        text = answer.read().decode()
     found = re.findall(r"<h2><b>(\w+)</b> (.*?)</h2>(.*?)</section>", text, re.DOTALL)
     return {
         f"{method} {path}": [
@@ -44,7 +45,8 @@ def samples(url: str) -> dict[str, list[str]]:
 def test_every_route_has_its_examples(url: str, samples: dict[str, list[str]]) -> None:
     import json
 
-    paths = json.load(urlopen(f"{url}/openapi.json"))["paths"]
+    with urlopen(f"{url}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
     routes = {
         f"{method.upper()} {path}"
         for path, item in paths.items()

@@ -57,7 +57,7 @@ def test_an_interrupt_leaves_the_pins_free():
         came = interrupted(pins, nth)
         later = threading.Thread(target=pins.hold, args=(4,), daemon=True)
         later.start()
-        later.join(10)
+        later.join(300)
         assert not later.is_alive(), f"place {nth} keeps the lock"
         if not came:
             break
@@ -123,7 +123,7 @@ def test_a_fork_that_is_stopped_leaves_no_lock():
             early |= stopped(fork._after, 10**6 if first else after, fork.__file__)
             later = threading.Thread(target=free, daemon=True)
             later.start()
-            later.join(10)
+            later.join(300)
             assert not later.is_alive() and fork._held == []
             if not early:
                 break
@@ -154,6 +154,6 @@ def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
         count = len(done)
         other = threading.Thread(target=later, daemon=True)
         other.start()
-        other.join(60)
+        other.join(300)
         assert len(done) == count + 1 and store.settings == {"later": count}
     assert kept

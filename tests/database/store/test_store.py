@@ -625,7 +625,7 @@ def test_closed_and_forked(tmp_path):
 
     process = context.Process(target=child)
     process.start()
-    assert "open it again here" in here.recv()
+    assert here.poll(300) and "open it again here" in here.recv()
     process.join()
     here.close()
     there.close()
@@ -650,7 +650,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
         """Holds the lock for writing for as long as the children live."""
         rows = s.at().ids()
         yield rows, {"key": keys(rows)}
-        done.wait(60)
+        done.wait(600)
 
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
@@ -666,6 +666,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
     for _ in range(5):
         process = context.Process(target=child)
         process.start()
+        assert here.poll(300)
         before, more, same = here.recv()
         process.join()
         assert before >= 3 and more == 5 and same
@@ -678,7 +679,7 @@ def test_a_fork_in_the_middle_of_writing_has_a_copy_of_its_own(small):
         time.sleep(0.001)
     process = context.Process(target=child)
     process.start()
-    assert here.poll(30) and here.recv()[1:] == (5, True)
+    assert here.poll(300) and here.recv()[1:] == (5, True)
     process.join()
     done.set()
     recoder.join()
