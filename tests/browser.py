@@ -61,7 +61,7 @@ def page(browser: Any) -> Iterator[Any]:
     made, loop = browser
     asyncio._set_running_loop(loop)
     context = made.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(60_000)  # a busy machine is slow, and no page is wrong for it
+    context.set_default_timeout(300_000)  # a busy machine is slow, and no page is wrong for it
     page = context.new_page()
     complaints: list[str] = []
     page.expected = []

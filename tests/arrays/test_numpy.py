@@ -46,7 +46,7 @@ assert threads() == before
 
 
 def exit_code(code: str) -> int:
-    return subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode
+    return subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:

@@ -58,5 +58,5 @@ def process(*arguments: object, env: dict[str, str] | None = None, **how: Any) -
 
 def run(*arguments: object, **how: Any) -> tuple[int, str, str]:
     with process(*arguments, **how) as started:
-        out, err = started.communicate(timeout=120)
+        out, err = started.communicate(timeout=300)
     return started.returncode, out, err

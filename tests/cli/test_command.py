@@ -44,7 +44,7 @@ class TestProcess:
                     break
                 parts.append(part)
             os.close(ours)
-            assert child.communicate(timeout=60)[1] == b""
+            assert child.communicate(timeout=300)[1] == b""
             assert child.returncode == 0
             return b"".join(parts).decode()
 
@@ -88,7 +88,7 @@ class TestProcess:
             child.stdin.close()
             child.stdout.readline()
             child.stdout.close()
-            assert child.wait(timeout=60) == command.PIPE
+            assert child.wait(timeout=300) == command.PIPE
             assert child.stderr.read() == ""
 
     def test_ctrl_c(self, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ class TestProcess:
             assert json.loads(child.stdout.readline())["value"] == "Mu"  # it waits for more now
             time.sleep(0.1)
             child.send_signal(signal.SIGINT)
-            assert child.wait(timeout=60) == 130
+            assert child.wait(timeout=300) == 130
             assert child.stderr.read() == "qkv: stopped\n"
 
     def test_ctrl_c_while_it_loads(self, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ class TestProcess:
                 time.sleep(0.01)
             time.sleep(0.2)
             child.send_signal(signal.SIGINT)
-            assert child.wait(timeout=60) == 130
+            assert child.wait(timeout=300) == 130
             assert child.stderr.read() == "qkv: stopped\n"
         assert list(tmp_path.iterdir()) == [table]
 

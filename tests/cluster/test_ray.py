@@ -39,7 +39,7 @@ def test_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(None, 2)
     try:
         with qkv.open(path) as D:
-            with Cluster(path, shards=2, timeout=90) as c:
+            with Cluster(path, shards=2, timeout=600) as c:
                 answers_and_gradients(D, c)
                 deaths(D, c)
                 written(D, c)
@@ -84,7 +84,7 @@ def deaths(D: qkv.Database, c: Cluster) -> None:
         for process in c.processes():
             os.kill(process, signal.SIGKILL)
         seen = len(found)
-        end = time.monotonic() + 90
+        end = time.monotonic() + 600
         while len(found) < seen + 3 and time.monotonic() < end:
             time.sleep(0.05)
     finally:
@@ -104,7 +104,7 @@ def written(D: qkv.Database, c: Cluster) -> None:
 def replicas(D: qkv.Database, path: Path) -> None:
     """While one replica is away, the other answers; a slow one is not waited for."""
     free = {"num_cpus": 0}
-    with Cluster(path, shards=1, replicas=2, options=free, hedge=0.2, timeout=90) as c:
+    with Cluster(path, shards=1, replicas=2, options=free, hedge=0.2, timeout=600) as c:
         want = D.attend(QUERY)
         for _ in range(2):
             np.testing.assert_allclose(c.attend(QUERY), want, rtol=1e-5, atol=1e-6)
@@ -134,7 +134,7 @@ def lost(path: Path, folder: Path) -> None:
     places = [folder / f"{i}.qkv" for i in range(2)]
     qkv.cluster.split(path, places)
     free = {"num_cpus": 0}
-    with Cluster(places, options=free, timeout=30, partial=True) as c:
+    with Cluster(places, options=free, timeout=600, partial=True) as c:
         whole = c.ask(QUERY[0]).weights
         places[1].rename(folder / "gone")
         os.kill(c.processes()[1], signal.SIGKILL)

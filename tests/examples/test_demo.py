@@ -96,7 +96,7 @@ def test_stopped_halfway_it_leaves_nothing(tmp_path: Path, sent: signal.Signals,
         if "effective rows" in line:  # the store is half told
             break
     process.send_signal(sent)
-    _, wrong = process.communicate(timeout=60)
+    _, wrong = process.communicate(timeout=300)
     assert process.returncode == code
     assert not wrong
     assert not list(tmp_path.iterdir())

@@ -119,6 +119,6 @@ def test_stopped_halfway_it_leaves_nothing(tmp_path: Path) -> None:
             if line.startswith("salaries"):  # diabetes is next
                 break
         process.send_signal(signal.SIGINT)
-        _, wrong = process.communicate(timeout=60)
+        _, wrong = process.communicate(timeout=300)
     assert (process.returncode, wrong) == (130, "stopped\n")
     assert not list(tmp_path.iterdir())

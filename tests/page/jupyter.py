@@ -39,7 +39,7 @@ class Lab:
         headers = {"Authorization": f"token {self.token}"}
         data = json.dumps(body).encode() if body else None
         request = urllib.request.Request(f"{self.url}/{at}", data, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     def run(self, page: Any, *cells: str) -> None:
@@ -93,9 +93,8 @@ def lab(tmp_path_factory: Any) -> Iterator[Lab]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
-            if server.poll() is not None:
-                break
+        until = time.monotonic() + 300
+        while server.poll() is None and time.monotonic() < until:
             try:
                 urllib.request.urlopen(f"{url}/api/status?token={token}", timeout=5).close()
                 break
@@ -105,5 +104,5 @@ def lab(tmp_path_factory: Any) -> Iterator[Lab]:
         yield Lab(root, url, token)
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(300)
         log.close()

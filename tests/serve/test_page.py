@@ -40,7 +40,7 @@ def at_work(served: Served, access: Access) -> Iterator[str]:
             yield f"http://127.0.0.1:{place.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(300)
 
 
 @pytest.fixture(scope="module")
