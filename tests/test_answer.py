@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 
@@ -167,6 +168,9 @@ def test_an_answer_of_nothing():
         (("a", 2), "a, 2"),
         (None, "null"),
         (b"\x01", '"01"'),
+        (datetime.date(2024, 1, 5), "2024-01-05"),
+        (datetime.datetime(2024, 1, 5, 12), "2024-01-05T12:00:00"),
+        (datetime.time(12, 30), "12:30:00"),
         (np.array([1.0, 2.0]), "[1. 2.]"),
     ],
 )

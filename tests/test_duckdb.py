@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,6 @@ def test_what_duckdb_reads_is_a_table(tmp_path):
         vectors = con.sql("SELECT i AS k, [i, i + 0.5]::FLOAT[2] AS v FROM range(3) t(i)")
         V = qkv.Database.from_frame(vectors, key="v", value="k")
     assert list(D.rows()) == [
-        {"item": name, "price": 2.5, "sold": "2024-01-02"} for name in ("a", "b")
+        {"item": name, "price": 2.5, "sold": datetime.date(2024, 1, 2)} for name in ("a", "b")
     ]
     assert V.ask(np.array([2.0, 2.5]), weighting="hard").value == 2

@@ -65,8 +65,8 @@ def short(x: Any, most: int = 40) -> str:
         text = ", ".join(f"{name}: {short(item, most)}" for name, item in x.items())
     elif isinstance(x, tuple):
         text = ", ".join(short(item, most) for item in x)
-    elif isinstance(x, str):
-        text = x
+    elif isinstance(x, str | datetime.date | datetime.time):
+        text = jsonable(x)
     else:
         text = json.dumps(jsonable(x), ensure_ascii=False)
     text = " ".join(printable(text).split())

@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,16 @@ def test_a_query_among_numbers_is_a_number(view: Any) -> None:
         view.get_by_test_id("query").fill(query)
         told = view.get_by_test_id("trouble").inner_text()
         assert told == f"the query must be a number, as the column is, not '{query}'"
+
+
+def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({date(2023, 12, 31): 1.0, date(2024, 2, 10): 3.0, date(2024, 3, 1): 4.0})
+    opened(page, D, "2024-02-10", tmp_path / "p.html")
+    page.get_by_test_id("query").fill("2024-01-01")
+    assert weights(page, 3) == pytest.approx(D.ask("2024-01-01").weights.tolist(), abs=1e-6)
+    page.get_by_test_id("query").fill("2024")
+    told = page.get_by_test_id("trouble").inner_text()
+    assert told == "the query must be a date, as the column is, not '2024'"
 
 
 def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, date, datetime, time, timedelta, timezone
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,8 @@ def plain(x: Any) -> Any:
         return {"$": {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(x)]}
     if isinstance(x, dict):
         return {name: plain(item) for name, item in x.items()}
+    if isinstance(x, date | time):
+        return x.isoformat()
     return [plain(item) for item in x] if isinstance(x, list | tuple) else x
 
 
@@ -290,6 +293,8 @@ TEXTS = [
 ]  # fmt: skip
 
 
+NOON, EAST = datetime(2024, 6, 1, 12, tzinfo=UTC), timezone(timedelta(hours=5, minutes=30))
+
 ENCODED: list[tuple[str, list[Any], list[Any]]] = [
     ("characters", TEXTS, TEXTS),
     ("lexical", TEXTS, [*TEXTS, "the war of unknown words", "peace peace"]),
@@ -298,6 +303,18 @@ ENCODED: list[tuple[str, list[Any], list[Any]]] = [
     ("numbers", [4.0, 4.0], [4.5]),
     ("numbers", [(1.0, 1e-3), (2.0, 5e-3), (4.0, 1e-3)], [(2.0, 2e-3)]),
     ("numbers", [1e-40, 3e-40], [2e-40]),
+    (
+        "numbers",
+        [date(1814, 8, 13), date(2024, 2, 29)],
+        [date(1969, 12, 31), datetime(2000, 1, 1, 6)],
+    ),
+    (
+        "numbers",
+        [datetime(2024, 3, 1, 12, 30, 15, 250000), datetime(2024, 3, 2)],
+        [date(2024, 3, 1)],
+    ),
+    ("numbers", [NOON, NOON.astimezone(EAST) + timedelta(hours=1)], [NOON]),
+    ("numbers", [time(6), time(18, 30)], [time(0, 0, 1)]),
     ("arrays", np.eye(3).tolist(), [[0.25, 0.1, -3.0]]),
 ]
 

@@ -45,17 +45,29 @@ function alike(name: string, encode: (key: Key) => Vector, score: (rows: number)
   return { name, encode: all, query: all, score };
 }
 
+const DATE = /^(\d{4}-\d\d-\d\d|\d\d:\d\d)/;
+
+/** The days since the year 1 of a date's ISO text, in UTC where a zone is given; a time of day as a part of one. */
+function days(text: string): number {
+  if (!DATE.test(text)) return NaN; // a year alone is a date to JavaScript
+  const moment = /^\d\d:/.test(text) ? `0001-01-01T${text}` : text;
+  const utc = /^[^T]*$|(Z|[+-]\d\d:\d\d)$/.test(moment) ? moment : `${moment}Z`;
+  return Date.parse(utc) / 864e5 + 719162;
+}
+
 /** x = key − mean, compared by the Gaussian with the bandwidth of Scott's rule in each column. */
 function numbers(keys: Key[]): Encoder {
+  const dated = keys.some((key) => typeof key === "string" && DATE.test(key));
+  const kind = dated ? "date" : "number";
   const row = (key: Key, refusal: (part: unknown) => string): number[] => {
     const parts = typeof key === "object" ? Array.from(key) : [key];
     return parts.map((part) => {
-      const x = typeof part === "number" ? part : part.trim() === "" ? NaN : Number(part);
+      const x = typeof part === "number" ? part : part.trim() === "" ? NaN : dated ? days(part.trim()) : Number(part);
       if (!Number.isFinite(x)) throw new TypeError(refusal(part));
       return x;
     });
   };
-  const among = (i: number) => (part: unknown) => `key ${i} must be a number, not ${part}: leave that row out`;
+  const among = (i: number) => (part: unknown) => `key ${i} must be a ${kind}, not ${part}: leave that row out`;
   const rows = keys.map((key, i) => row(key, among(i)));
   if (!rows.length) throw new RangeError("numbers needs at least one key to learn its units from");
   const columns = rows[0].map((_, j) => rows.map((x) => x[j]));
@@ -70,7 +82,7 @@ function numbers(keys: Key[]): Encoder {
   return {
     name: "numbers",
     encode: (some) => some.map((key, i) => code(row(key, among(i)))),
-    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a number, as the column is, not '${part}'`))),
+    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a ${kind}, as the column is, not '${part}'`))),
     score(count) {
       const scott = Math.max(count, 1) ** (-1 / (told.length + 4));
       if (told.length === 1) return { name: "gaussian", bandwidth: scott * told[0] };

@@ -73,7 +73,7 @@ def cell(x: Any) -> str:
         return ", ".join(f"{printable(str(name))}: {cell(item)}" for name, item in x.items())
     if hasattr(x, "tolist"):
         return cell(x.tolist())
-    return printable(str(x))
+    return printable(x.isoformat() if hasattr(x, "isoformat") else str(x))
 
 
 def count(number: int, noun: str) -> str:

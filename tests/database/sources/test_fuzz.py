@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 import sqlite3
@@ -19,7 +20,7 @@ from qkv.database.sources.numbers import MISSING, numbers
 
 NAMES = ["t.csv", "t.txt", "t.tsv", "t.json", "t.jsonl", "t.parquet", "t.arrow", "t.feather",
          "t.db", "t", "t.xyz"]  # fmt: skip
-PLAIN = (str, int, float, bool, bytes, list, dict, type(None))
+PLAIN = (str, int, float, bool, bytes, datetime.date, datetime.time, list, dict, type(None))
 
 # Names that are drawn may well look like a row.
 pytestmark = pytest.mark.filterwarnings("ignore::qkv.NoHeader")

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.database import sources
-from qkv.database.faults import MixedColumn, NoHeader
+from qkv.database import Database, sources
+from qkv.database.faults import MixedColumn, NoHeader, SkippedRows
 from qkv.database.sources import SourceError, Table, from_frame, read
 from qkv.database.sources.numbers import MISSING, numbers
 from qkv.database.sources.sql import without_password
@@ -484,10 +484,10 @@ ARROW = {
     "bytes": [b"\0", b""],
     "list": [[1.5, 2.0], None],
     "struct": [{"a": "2020-01-02T03:04:05"}, {"a": None}],
-    "date": ["2020-01-02", None],
-    "moment": ["2020-01-02T03:04:05", None],
+    "date": [datetime.date(2020, 1, 2), None],
+    "moment": [datetime.datetime(2020, 1, 2, 3, 4, 5), None],
     "fine": ["1970-01-01T00:00:00.000000001", "1970-01-01T00:00:01.000000000"],
-    "utc": ["2020-01-02T03:04:05+00:00", None],
+    "utc": [datetime.datetime(2020, 1, 2, 3, 4, 5, tzinfo=datetime.UTC), None],
     "price": [2.5, None],
     "exact": ["0.1234567890123456789012", "1.5000000000000000000000"],
     "whole": [12345678901234567890, None],
@@ -678,8 +678,8 @@ def test_postgres(postgres):
         "raw": b"\0\xff",
         "price": 12.5,
         "exact": "0.1234567890123456789",
-        "day": "2020-01-02",
-        "moment": "2020-01-02T03:04:05+00:00",
+        "day": datetime.date(2020, 1, 2),
+        "moment": datetime.datetime(2020, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
         "j": {"a": [1]},
         "a": [1, 2],
         "u": "00000000-0000-0000-0000-000000000001",
@@ -757,7 +757,7 @@ def test_pandas_frame():
         "object": ["x", None],
         "int": [1, None],
         "bool": [True, False],
-        "moment": ["2020-01-02T00:00:00", None],
+        "moment": [datetime.datetime(2020, 1, 2), None],
         "list": [[1, 2], [0.5]],
         "category": ["p", "q"],
     }
@@ -768,7 +768,7 @@ def test_polars_and_pyarrow_frames():
     pl, pa = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
     data = {"a": [1, None], "b": ["x", "y"], "c": [[0.5], [1.5]], "d": [{"e": 1}, {"e": 2}],
             "f": [datetime.date(2020, 1, 2), None], "g": [Decimal("2.5"), None]}  # fmt: skip
-    expected = data | {"f": ["2020-01-02", None], "g": [2.5, None]}
+    expected = data | {"g": [2.5, None]}
     assert from_frame(pl.DataFrame(data)).columns == expected
     assert from_frame(pa.table(data)).columns == expected
     assert from_frame(pl.DataFrame({"a": []})) == Table("frame", {"a": []})
@@ -778,8 +778,44 @@ def test_a_table_of_arrow_has_the_cells_of_its_file():
     assert from_frame(arrow_table().drop(["float"])).columns == ARROW
 
 
+def test_days_of_a_frame_are_compared_as_days(tmp_path):
+    pd = pytest.importorskip("pandas")
+    days = [datetime.datetime(2023, 12, 31), datetime.datetime(2024, 2, 10), None]
+    frame = pd.DataFrame({"day": pd.to_datetime(days), "price": [1.0, 3.0, 4.0]})
+    frame.to_parquet(tmp_path / "t.parquet")
+    asked, how = datetime.date(2024, 1, 1), {"key": "day", "value": "price"}
+    with pytest.warns(SkippedRows):
+        made = [
+            Database.from_frame(frame, **how),
+            Database.from_columns(frame.to_dict("list"), **how),
+        ]
+        made.append(Database.from_source(tmp_path / "t.parquet", **how))
+    for D in made:
+        assert list(D) == days[:2] and D[days[0]] == 1.0
+        # One day off, not the year that no letter has in common.
+        assert D.ask(asked).rows[0].key == days[0]
+        assert D.ask(asked).weights.tolist() == D.ask("2024-01-01").weights.tolist()
+        assert D.ask(asked).weights.tolist() == made[0].ask(asked).weights.tolist()
+    assert made[0].to_frame().equals(frame[:2])
+
+
+@pytest.mark.parametrize("finer", [0, 1])
+def test_nanoseconds_of_pandas_make_a_column_text(finer):
+    pd = pytest.importorskip("pandas")
+    times = [pd.Timestamp(10**9 + finer), pd.NaT, pd.Timestamp(2 * 10**9)]
+    found = from_frame(pd.DataFrame({"when": times})).columns["when"]
+    text = ["1970-01-01T00:00:01.000000001", None, "1970-01-01T00:00:02"]
+    assert found == (
+        text
+        if finer
+        else [datetime.datetime(1970, 1, 1, 0, 0, n) if n else None for n in (1, 0, 2)]
+    )
+
+
 def test_frames_that_cannot_be_kept():
     pd, pl = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    with pytest.raises(DtypeError, match=r"path or an address.* from_frame\(frame\)$"):
+        read(pd.DataFrame({"a": [1]}))
     with pytest.raises(DtypeError, match="collect"):
         from_frame(pl.LazyFrame({"a": [1]}))
     with pytest.raises(DtypeError, match="dict"):

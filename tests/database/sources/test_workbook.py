@@ -45,7 +45,7 @@ def test_cells_are_what_they_are_in_the_sheet(books):
         "year": [1815, 1922, None],
         "price": [3.5, 4.0, None],
         "read": [True, False, None],
-        "when": ["2020-01-02", "2020-01-02T03:04:00", None],
+        "when": [datetime.datetime(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4), None],
         "2024": ["x", 7, None],
     }
     assert [type(x) for x in found.columns["year"][:2]] == [int, int]

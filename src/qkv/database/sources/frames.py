@@ -22,8 +22,8 @@ def from_frame(frame: Any) -> Table:
     (reset_index makes it one).
 
     None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
-    cell by it. Lists of floats of one fixed length are vectors. Dates and times become ISO text,
-    decimals numbers where all are exact and else text.
+    cell by it. Lists of floats of one fixed length are vectors. Dates and times finer than Python's
+    become ISO text, decimals numbers where all are exact and else text.
 
     >>> import polars
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
@@ -168,8 +168,7 @@ def _arrow(path: Path) -> Any:
 def convert(column: Any) -> list[Any]:
     """An Arrow column as cells: numbers as they are, NaN kept, null as None.
 
-    Lists of floats of one fixed length are vectors. Dates and times become ISO text, decimals
-    numbers where all of them are exact and else text.
+    Lists of floats of one fixed length are vectors. Times finer than Python's become ISO text.
 
     >>> import pyarrow
     >>> convert(pyarrow.chunked_array([[1.5, None]]))

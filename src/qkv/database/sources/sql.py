@@ -119,8 +119,8 @@ def sqlite(path: Path, wish: Wish, progress: Progress | None = None) -> Table:
 def postgres(url: str, wish: Wish, progress: Progress | None = None) -> Table:
     """The table that is wished for; one outside the current schema is named schema.table.
 
-    What Python has no plain type for is text: dates in ISO form, ranges and addresses as
-    PostgreSQL writes them; numeric becomes a number where all cells are exact and else text.
+    What Python has no plain type for is text: ranges and addresses as PostgreSQL writes them;
+    numeric becomes a number where all cells are exact and else text.
     """
     with extra("postgres", "reading PostgreSQL needs psycopg"):
         import psycopg

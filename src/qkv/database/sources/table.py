@@ -18,6 +18,7 @@ from qkv.errors import QkvError
 LONGEST = 16 * 2**20
 
 _PLAIN = {str, int, float, bool, bytes, type(None)}
+_DATES = (datetime.date, datetime.datetime, datetime.time)
 
 
 class SourceError(QkvError, ValueError):
@@ -39,8 +40,8 @@ class SourceError(QkvError, ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, a vector, a list
-    or a dict.
+    """Named columns of equal length; a cell is str, int, float, bool, None, bytes, a date, a
+    vector, a list or a dict.
 
     >>> len(Table("books", {"title": ["Emma", "Ulysses"], "year": [1815, 1922]}))
     2
@@ -94,6 +95,8 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
     kinds = set(map(type, cells))
     if Decimal in kinds and kinds <= {Decimal, type(None)}:
         cells = _decimals(cells)
+    elif (dates := _dates(cells, kinds)) is not None:
+        cells = dates
     elif not kinds <= _PLAIN:
         # Only a cell of another type has to be looked into.
         for row, value in enumerate(cells):
@@ -126,8 +129,24 @@ def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
     return cells
 
 
+def _dates(cells: list[Any], kinds: set[type]) -> list[Any] | None:
+    """A column of days, of moments or of times as Python has them, if it holds nothing else and
+    nothing finer than microseconds; a day among moments is its midnight."""
+    if any(kind.__name__ == "Timestamp" for kind in kinds):  # of pandas, with NaT for None
+        cells = [
+            x and (None if x != x else x if x.nanosecond else x.to_pydatetime()) for x in cells
+        ]
+        kinds = set(map(type, cells))
+    if kinds - {type(None)} == {datetime.date, datetime.datetime}:
+        midnight = datetime.time()
+        return [
+            datetime.datetime.combine(x, midnight) if type(x) is datetime.date else x for x in cells
+        ]
+    return cells if any(kinds - {type(None)} == {kind} for kind in _DATES) else None
+
+
 def cell(value: Any) -> Any:
-    """The plain cell that says the same: dates as ISO text, decimals as exact numbers or text; an
+    """The plain cell that says the same: a date as ISO text, decimals as exact numbers or text; an
     array of floats is a vector.
 
     >>> cell(datetime.date(1988, 4, 14)), cell(Decimal("12.50")), cell((1, np.float32(0.5)))

@@ -18,9 +18,9 @@ def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[st
     """The sheet that is wished for, by default the only one that is seen and holds something.
 
     Its first row names the columns. A whole number is an int where all numbers of its column are
-    whole, a date is ISO text, and a formula is what it gave when the file was saved; a cell is
-    missing if it is empty, an error, or one of the words `missing`. Empty rows are left out, and
-    columns without a name that hold nothing.
+    whole, a date among other cells is ISO text, and a formula is what it gave when the file was
+    saved; a cell is missing if it is empty, an error, or one of the words `missing`. Empty rows are
+    left out, and columns without a name that hold nothing.
     """
     with extra("tables", "reading a workbook needs python-calamine"):
         import python_calamine as calamine
