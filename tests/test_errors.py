@@ -70,6 +70,12 @@ INPUTS: list[Case] = [
         r"temperature.*each row \(4, 1\).*\(3, 1\)",
     ),
     (
+        "a frame",
+        lambda: qkv.attend(load("pandas").DataFrame({"a": [1.0]}), one(1, 1), one(1, 1)),
+        DtypeError,
+        r"query must be an array.*not DataFrame: take its numbers, query\.to_numpy\(\)",
+    ),
+    (
         "scores that are whole numbers",
         lambda: weightings.Softmax()(np.array([[1, 2]])),
         DtypeError,

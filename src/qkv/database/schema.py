@@ -338,7 +338,8 @@ def pairs_of(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
     except (TypeError, ValueError):
         step = "keys and values apart are Database(keys, values)"
         if isinstance(keys, str | PathLike):
-            step = "a table in a file is Database.from_source(path), a database qkv.open(path)"
+            step = "one row is add(key, value), a table in a file Database.from_source(path), "
+            step += "a database qkv.open(path)"
         elif hasattr(keys, "columns"):
             step = "a data frame is Database.from_frame(frame)"
         raise DtypeError(f"data must be a mapping or pairs (key, value); {step}") from None

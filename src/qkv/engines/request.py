@@ -222,6 +222,7 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
         )
     if not arrays.is_array(x):
         step = f"; {TEXT}" if isinstance(x, str) else ""
+        step = f": take its numbers, {name}.to_numpy()" if hasattr(x, "to_numpy") else step
         raise DtypeError(f"{name} must be an array or nested lists, not {type(x).__name__}{step}")
     return arrays.plain(x, name)
 

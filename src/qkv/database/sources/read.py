@@ -81,7 +81,9 @@ def read(
     Table(name='people', columns={'name': ['Li'], 'age': [34]})
     """
     if not isinstance(source, str | Path):
-        raise DtypeError(f"source must be a path or an address, not a {type(source).__name__}")
+        step = "; a data frame is from_frame(frame)" if hasattr(source, "columns") else ""
+        told = f"source must be a path or an address, not a {type(source).__name__}{step}"
+        raise DtypeError(told)
     words = MISSING if missing is None else _words(missing, "missing", "words, such as ['NA', '-']")
     given = () if names is None else _words(names, "names", "names, one for each column")
     found = _read(source, table, Lines(words, given), progress)
