@@ -55,6 +55,11 @@ def test_a_query_of_the_wrong_type_is_called_a_query(made, query, error, says):
         made.ask(query)
 
 
+def test_a_number_is_asked_as_its_text_too():
+    assert NUMBERS.ask("1.5").value == NUMBERS.ask(1.5).value
+    assert [one.query for one in NUMBERS.ask(["2", 1, " 1.5 "])] == [2, 1, 1.5]
+
+
 def test_a_date_is_asked_in_every_form():
     asked = datetime.date(2020, 6, 1)
     forms = [asked, "2020-06-01", "2020-06-01T00:00", np.datetime64("2020-06-01")]

@@ -86,8 +86,13 @@ def test_a_key_of_several_columns_is_a_list(client: TestClient, served: Served) 
     assert client.get('/v1/databases/places/rows/["Hu", 2]').json()["value"] == "Rachel"
 
 
-def test_text_is_read_as_the_keys_are(client: TestClient) -> None:
+def test_text_is_read_as_the_keys_are(client: TestClient, served: Served) -> None:
     assert post(client, "/v1/databases/grades/ask", query="3.5")["query"] == 3.5
+    for told in ("many", ["3.5", "many"]):
+        with pytest.raises(qkv.errors.DtypeError) as here:
+            served.databases["grades"].database.ask(told)
+        answer = client.post("/v1/databases/grades/ask", json={"query": told})
+        assert answer.status_code == 422 and str(here.value) in answer.text
 
 
 def test_attend(client: TestClient, served: Served) -> None:

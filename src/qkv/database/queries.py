@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from qkv.arrays import is_array, of, plain, to_numpy
-from qkv.database import cells
+from qkv.database import cells, spelled
 from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Array
 
@@ -61,8 +61,8 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
         query = query.to_list()
     many = isinstance(query, list) and not (kind == "json" and is_numbers(query))
     queries = query if many else [query]
-    if kind == "date" and not view.encoder.any_query:
-        queries = [_moment(one, i) for i, one in enumerate(queries)]
+    if kind in READ and not view.encoder.any_query:
+        queries = [READ[kind](one, i) for i, one in enumerate(queries)]
     for i, one in enumerate(queries):
         if one is None and not view.encoder.any_query:
             raise ArgumentError(f"query {i} must not be None")
@@ -92,6 +92,19 @@ def _moment(one: Any, place: int) -> Any:
         return one
     told = f"a date or its ISO text, as the keys are, not {cells.shown(one)}"
     raise DtypeError(f"query {place} must be {told}")
+
+
+def _number(one: Any, place: int) -> Any:
+    """A number as it is, or of its text."""
+    if not isinstance(one, str) or not one.strip():
+        return one
+    if (found := spelled.number(one)) is None:
+        raise DtypeError(f"query {place} must be a number, not {cells.shown(one)}")
+    return found
+
+
+READ = {"date": _moment, "number": _number}
+"""What is read of text where keys are of these kinds, by whichever door it came."""
 
 
 def is_numbers(query: list[Any]) -> bool:

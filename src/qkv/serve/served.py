@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from qkv.database import spelled
-from qkv.database.queries import is_numbers
+from qkv.database.queries import READ, is_numbers
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
 from qkv.serve.batch import Batches
@@ -110,6 +110,8 @@ class Kept:
         if about.kind == "tuple":
             many = many and all(isinstance(one, list | tuple) for one in given)
         each = [short(one, "query") for one in (given if many else [given])]
+        if about.kind in READ:
+            return each, not many
         return [spelled.cell(one, about.key, f"query {i}") for i, one in enumerate(each)], not many
 
     def size(self, given: Any) -> int:
