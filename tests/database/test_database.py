@@ -14,6 +14,7 @@ from hashlib import sha256
 import numpy as np
 import pandas
 import polars
+import pyarrow
 import pytest
 import torch
 
@@ -235,6 +236,27 @@ def test_a_frame(frame):
     D = Database.from_frame(frame(STUDENTS), key="name", value="major")
     assert D["John Doe"] == "psychology"
     assert D.columns == tuple(STUDENTS)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: polars.Series(x, dtype=polars.Array(polars.Float32, 2)),
+        lambda x: polars.Series(x, dtype=polars.Array(polars.Float64, 2)),
+        lambda x: pyarrow.array(x, pyarrow.list_(pyarrow.float64(), 2)),
+        lambda x: pyarrow.chunked_array([x], pyarrow.list_(pyarrow.float32(), 2)),
+        lambda x: pandas.Series([np.array(row) for row in x], index=[7, 3]),
+    ],
+)
+def test_a_column_of_vectors_of_any_library_is_one(made):
+    rows = [[1.0, 2.0], [3.0, 4.5]]
+    D = Database.from_columns({"at": made(rows), "name": pyarrow.array(["a", "b"])}, key="at")
+    N = Database.from_columns({"at": made(rows), "name": polars.Series(["a", "b"])}, key="name")
+    assert D.info()["key_kind"] == "vector" and D[np.array(rows[1])] == "b"
+    np.testing.assert_array_equal(N["b"], rows[1])
+    asked, known = D.ask(made(rows)), D.ask(np.array(rows))
+    assert [one.rows[0].weight for one in asked] == [one.rows[0].weight for one in known]
+    assert N.ask(pyarrow.array(["b"]))[0].rows[0].key == "b"
 
 
 def test_find_people_by_major():

@@ -11,6 +11,7 @@ import numpy as np
 
 from qkv.arrays import is_array, of, plain, to_numpy
 from qkv.database import cells, spelled
+from qkv.database.schema import by_place
 from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Array
 
@@ -39,7 +40,7 @@ class Asking(How, total=False):
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind, names = view.schema.key_kind, view.schema.key
-    query = plain(query, "query") if is_array(query) else query
+    query = plain(query, "query") if is_array(query) else by_place(query)
     if kind == "date" and is_array(query) and (times := to_numpy(query)).dtype.kind == "M":
         query = times.astype("M8[us]").tolist()
     if kind == "vector" or (is_array(query) and kind != "number"):
@@ -57,8 +58,6 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     if is_array(query):
         array = to_numpy(query)
         return array.reshape(-1).tolist(), array.ndim == 0
-    if hasattr(query, "to_list"):  # a column of pandas or polars
-        query = query.to_list()
     many = isinstance(query, list) and not (kind == "json" and is_numbers(query))
     queries = query if many else [query]
     if kind in READ and not view.encoder.any_query:

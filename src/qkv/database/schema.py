@@ -239,9 +239,22 @@ def plain(columns: Cells) -> Cells:
 
 
 def by_place(column: Any) -> Any:
-    """A column of pandas, which goes by labels, or polars, whose lists are columns, as its cells;
-    others as they are."""
-    return column.to_list() if hasattr(column, "to_list") else column
+    """A column of pandas, which goes by labels, of polars, whose lists are columns, or of pyarrow
+    as its cells, lists of floats of one fixed length as vectors; others as they are."""
+    if hasattr(column, "to_pylist"):
+        import pyarrow
+
+        from qkv.database.sources.frames import convert
+
+        one = isinstance(column, pyarrow.Array)
+        return convert(pyarrow.chunked_array([column]) if one else column)
+    if not hasattr(column, "to_list"):
+        return column
+    found, kind = column.to_list(), getattr(column, "dtype", column)
+    if not (hasattr(kind, "inner") and hasattr(kind, "shape") and kind.inner.is_float()):
+        return found  # else it is an Array of polars or of narwhals
+    of = "f4" if str(kind.inner) == "Float32" else "f8"
+    return [None if x is None else np.asarray(x, of) for x in found]
 
 
 def keyed(columns: Cells, key: Sequence[str]) -> Cells:

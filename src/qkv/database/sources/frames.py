@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.database.schema import by_place
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import DtypeError, extra
 from qkv.types import Progress
@@ -59,10 +60,7 @@ def _cells(series: Any) -> list[Any]:
     if fine and series.implementation.is_polars():
         with extra("tables", "reading nanoseconds needs pyarrow"):  # polars gives them as Python's
             return convert(series.to_arrow())
-    cells: list[Any] = series.to_list()
-    if isinstance(series.dtype, narwhals.Array) and series.dtype.inner.is_float():
-        kind = "f4" if series.dtype.inner == narwhals.Float32 else "f8"
-        return [None if x is None else np.asarray(x, kind) for x in cells]
+    cells: list[Any] = by_place(series)
     if series.dtype.is_float():
         return cells
     return [None if isinstance(x, float) and math.isnan(x) else x for x in cells]
