@@ -95,3 +95,24 @@ def test_a_finaliser_when_python_ends_does_not_wait_for_threads_that_are_gone():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("['0', '1', '2']\n", "")
+
+
+def test_the_end_of_python_waits_for_what_is_under_way():
+    """Ended inside C++, a thread would abort the process; a function called later still is."""
+    code = """if True:
+        import atexit, threading, time
+        from qkv.arrays import threads
+
+        begun = threading.Event()
+
+        def long():
+            begun.set()
+            time.sleep(0.3)
+            print("done", flush=True)
+
+        atexit.register(lambda: print(threads.each(str, range(3)), flush=True))
+        threads.begin(long)
+        begun.wait()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("done\n['0', '1', '2']\n", "")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +27,29 @@ def _jobs() -> SimpleQueue[Callable[[], object]]:
     jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
 
     def work() -> None:
-        while True:
+        while not _over:
             jobs.get()()
 
-    for number in range(CORES):
-        threading.Thread(target=work, name=f"{NAME}-{number}", daemon=True).start()
+    names = [f"{NAME}-{number}" for number in range(CORES)]
+    workers = [threading.Thread(target=work, name=name, daemon=True) for name in names]
+    atexit.register(_end, jobs, workers)
+    for worker in workers:
+        worker.start()
     return jobs
+
+
+_over: list[bool] = []
+"""Filled when Python ends."""
+
+
+def _end(jobs: SimpleQueue[Callable[[], object]], workers: list[threading.Thread]) -> None:
+    """Wait for what is under way: Python would end its threads inside C++, which aborts."""
+    _over.append(True)
+    for _ in workers:
+        jobs.put(bool)
+    for worker in workers:
+        if worker.is_alive():
+            worker.join()
 
 
 if hasattr(os, "register_at_fork"):
@@ -77,14 +94,14 @@ def begin(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
             raise error
         return value
 
-    _jobs().put(job)
+    job() if _over else _jobs().put(job)
     return result
 
 
 def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """function(item) for every item, on all cores, in the items' order; in this thread where it is
-    one of ours, which would wait for itself, or the last, when Python ends."""
-    if inside() or sys.is_finalizing():
+    one of ours, which would wait for itself."""
+    if inside():
         return list(map(function, items))
     items = list(items)
     out: list[Any] = [None] * len(items)
