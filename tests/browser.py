@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,6 +75,15 @@ def page(browser: Any) -> Iterator[Any]:
         asyncio._set_running_loop(None)
     left = [c for c in complaints if not any(part in c for part in page.expected)]
     assert not left, left
+
+
+def until(page: Any, wish: Callable[[], Any]) -> None:
+    """Waits for what no locator can wait for, as long as a locator would."""
+    for _ in range(30_000):
+        if wish():
+            return
+        page.wait_for_timeout(10)
+    pytest.fail("it does not come")
 
 
 def _strange(url: str) -> bool:

@@ -13,6 +13,7 @@ from qkv.errors import DtypeError
 from qkv.page import to_html
 from qkv.page.heads import heads
 from qkv.page.views import views
+from tests.browser import until
 
 RNG = np.random.default_rng(14)
 TOKENS = ["the", "dog", "<img src=x onerror=alert(1)>", "was", "happy"]
@@ -183,9 +184,9 @@ def test_a_head_is_zoomed_and_dragged_by_hand(page: Any, tmp_path: Path) -> None
     page.keyboard.down("Control")
     page.mouse.wheel(0, -400)  # e² times as large, about the pointer
     page.keyboard.up("Control")
-    page.wait_for_timeout(100)
-    assert cell(x, y) == middle
+    until(page, lambda: cell(x + 120, y + 120) != aside)  # a wheel is not waited for
     near = cell(x + 120, y + 120)
+    assert cell(x, y) == middle
     for i in (0, 1):
         assert near[i] - middle[i] == pytest.approx((aside[i] - middle[i]) / np.exp(2), abs=1.2)
     # What was under the pointer stays under it.
