@@ -19,6 +19,7 @@ from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.run import bound
 from qkv.serve.served import Served
+from tests.browser import until
 from tests.page import test_regression, test_scores, test_sentence
 from tests.serve.conftest import serving
 
@@ -104,6 +105,35 @@ def test_a_served_database_is_asked(page: Any, url: str, own: Served) -> None:
     page.get_by_test_id("data-where").fill("")
     page.get_by_test_id("data-version").select_option("1")
     page.get_by_text("of 5", exact=False).last.wait_for()
+    assert page.get_by_test_id("data-error").is_hidden()
+
+
+def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, url: str) -> None:
+    page.add_init_script("""
+        const ask = fetch;
+        window.refused = 0;  // and what the page makes of it is done
+        window.fetch = async (...given) => {
+          const answer = await ask(...given);
+          if (answer.status === 422) setTimeout(() => window.refused++, 100);
+          return answer;
+        };
+    """)
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-first-0-title").wait_for()
+    held: list[Any] = []
+    page.route(
+        "**/page/call/ask",
+        lambda way: held.append(way) if "yaer" in way.request.post_data else way.continue_(),
+    )
+    page.get_by_test_id("data-query").fill("Emma")
+    page.get_by_test_id("data-where").fill("yaer < 1850")
+    until(page, lambda: held)
+    page.get_by_test_id("data-where").fill("")
+    page.get_by_test_id("data-row-0-weight").wait_for()
+    page.expected.append("422")
+    held[0].continue_()
+    until(page, lambda: page.evaluate("window.refused"))
     assert page.get_by_test_id("data-error").is_hidden()
 
 

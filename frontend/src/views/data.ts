@@ -117,18 +117,18 @@ export const view: View = {
         const mine = last;
         if (!of) return put(answer);
         const look = { where: where.value, at: version?.value ? Number(version.value) : null };
+        const late = (error: unknown) => {
+          if (mine === last) throw error;
+          return null;
+        };
         if (query.value.trim() === "") {
-          const first = await source.rows(of, look);
-          if (!gone && mine === last) begin(first, of);
+          const first = await source.rows(of, look).catch(late);
+          if (first && !gone && mine === last) begin(first, of);
           return;
         }
-        const found = await source.ask(of, {
-          query: query.value,
-          score: score.value,
-          weighting: weighting.value,
-          ...look,
-        });
-        if (gone || mine !== last) return;
+        const asked = { query: query.value, score: score.value, weighting: weighting.value, ...look };
+        const found = await source.ask(of, asked).catch(late);
+        if (!found || gone || mine !== last) return;
         draw(found, of);
         const value = told(found.value);
         given.announce(found.rows.length ? `${value}. ${told(found.rows[0].key)} counts ${percent(found.rows[0].weight)}.` : "No row answers.");
