@@ -168,6 +168,39 @@ def test_a_key_that_a_damaged_index_hides_is_not_told_to_be_missing(tmp_path, na
     assert raised >= 12 * (name != IDS)
 
 
+def test_a_repair_makes_a_damaged_index_anew_from_the_rows(tmp_path):
+    with Store(tmp_path) as store:
+        add(store, 20)
+    [file] = files(tmp_path)
+    sound = file.read_bytes()
+    width = int.from_bytes(sound[:8], "little")
+    header = json.loads(sound[8 : 8 + width])
+    for name in ("prefix", "place"):
+        first, last = header[name]["data_offsets"]
+        for offset in range(8 + width + first, 8 + width + last, 7):
+            flip(file, offset, 1 << offset % 8)
+    harmed = file.read_bytes()
+    [problem] = check(tmp_path)
+    assert "not what was written" in problem.what and file.read_bytes() == harmed
+    [problem] = check(tmp_path, repair=True)
+    assert problem.file == file.name and problem.repaired
+    assert check(tmp_path) == [] and file.read_bytes() == sound
+    assert (tmp_path / "damaged-1" / file.name).read_bytes() == harmed
+    with Store(tmp_path) as store:
+        assert [store.at().find(b"digest %d" % i) for i in range(20)] == [[i] for i in range(20)]
+
+
+def test_a_repair_leaves_a_bundle_whose_rows_are_damaged(tmp_path):
+    with Store(tmp_path) as store:
+        add(store, 20)
+    [file] = files(tmp_path)
+    flip(file, file.read_bytes().index(b"record 17") + 2)
+    harmed = file.read_bytes()
+    assert not any(problem.repaired for problem in check(tmp_path, repair=True))
+    assert file.read_bytes() == harmed
+    assert not list(tmp_path.glob("repair-*")) and not list(tmp_path.glob("damaged-*"))
+
+
 @pytest.mark.parametrize("mask", [1, 2, 16])
 def test_where_a_record_begins_is_damaged(tmp_path, mask):
     """The CRC is of digest and record as one, so that it cannot tell where one ends."""

@@ -19,7 +19,7 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
-from qkv.database.store.bundles import GENERATION, LAYOUT
+from qkv.database.store.bundles import GENERATION, LAYOUT, merged
 from qkv.database.store.catalogue import (
     FILE,
     SEGMENT,
@@ -69,6 +69,27 @@ def rebuild(folder: Path, known: Mark | None) -> list[str] | None:
         for some in (kept, folder):
             Files().fsync_folder(some)
     return told
+
+
+def index(folder: Path, entry: Entry) -> bool:
+    """Make the index of a bundle anew from its rows; False where that is not what was written."""
+    if entry.generation != GENERATION:
+        return False
+    with tempfile.TemporaryDirectory(prefix="repair-", dir=folder) as name:
+        try:
+            notes, _ = read_notes(folder / entry.file)
+            rows = Disk(folder).get(entry, LAYOUT)
+            fresh = Disk(Path(name))
+            fresh.put(entry.file, LAYOUT, [merged([rows])], notes)
+            fresh.verify(entry.file, entry.size, entry.checksum)
+        except (Damaged, KeyError, ValueError):
+            return False
+        kept = _new_folder(folder)
+        os.link(folder / entry.file, kept / entry.file)
+        os.replace(Path(name) / entry.file, folder / entry.file)
+        for some in (kept, folder):
+            Files().fsync_folder(some)
+    return True
 
 
 @dataclass

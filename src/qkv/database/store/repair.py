@@ -61,7 +61,8 @@ def check(
 
     Without `repair` nothing is changed. With it, what a crash left behind is removed, and a damaged
     catalogue is made anew from all that can be read; the damaged one is kept in a folder beside it.
-    A damaged segment cannot be mended here: restore it, or encode the rows again.
+    So is the index of a bundle, where its rows are what was written. A damaged segment cannot be
+    mended here: restore it, or encode the rows again.
     `progress(done, total)` counts bytes.
 
     >>> import tempfile
@@ -113,8 +114,8 @@ def _problems(
             desk = Desk.at(catalogue, disk)
             lock.acknowledge(desk.edition.number, desk.files)
         yield from _leftovers(folder, catalogue, disk, lock, repair)
-        yield from _files(catalogue, disk, progress)
-        for what in _counts(catalogue, disk):
+        yield from _files(catalogue, disk, folder if repair else None, progress)
+        for what in _counts(catalogue, Disk(folder)):
             yield Problem(FILE, what)
 
 
@@ -232,8 +233,10 @@ def _leftovers(
             yield Problem(file, "no version uses it, and it may be yours: move it elsewhere")
 
 
-def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Iterator[Problem]:
-    """Every file, read in full."""
+def _files(
+    catalogue: Catalogue, disk: Disk, repaired: Path | None, progress: Progress | None
+) -> Iterator[Problem]:
+    """Every file, read in full; one that can be made anew is, in the folder that is repaired."""
     done: set[str] = set()
     size = 0
     while True:
@@ -259,7 +262,12 @@ def _files(catalogue: Catalogue, disk: Disk, progress: Progress | None) -> Itera
             except (Damaged, Unreadable) as fault:
                 if file in ledger.files(catalogue):  # and no compaction has replaced it meanwhile
                     rows = f" ({entry.rows:,} rows)" if entry is not None else ""
-                    yield Problem(file, f"{_reason(fault)}{rows}")
+                    anew = (
+                        repaired is not None
+                        and entry is not None
+                        and rebuild.index(repaired, entry)
+                    )
+                    yield Problem(file, f"{_reason(fault)}{rows}", repaired=anew)
             size += length
             if progress is not None:
                 progress(size, total)
