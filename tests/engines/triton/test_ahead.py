@@ -19,6 +19,7 @@ from qkv.engines.triton import (  # fmt: skip
     ahead,
     arguments,
     forward,
+    kept,
     launch,
     norms,
     thresholds,
@@ -26,25 +27,23 @@ from qkv.engines.triton import (  # fmt: skip
     to_queries,
     weigh,
 )
-from tests.engines.triton.test_repeat import Compiled, Kernel
+from tests.engines.triton.test_repeat import Kernel
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
 
 
 class Ready(Kernel):
-    """An interpreted kernel that can be compiled without a launch; notes both."""
+    """An interpreted kernel that notes if it is compiled in a thread of its own, or where it is
+    launched."""
 
     def __init__(self, kernel, ahead, late):
         super().__init__(kernel)
         self.ahead, self.late = ahead, late
 
-    def __getitem__(self, grid):
-        self.late.append(self.kernel.__name__)
-        return super().__getitem__(grid)
-
-    def warmup(self, *given, grid, F, num_warps, num_stages, enable_fp_fusion):
-        self.ahead.append((self.kernel.__name__, threading.current_thread()))
-        return Compiled(self.kernel, given, {"num_warps": num_warps, "num_stages": num_stages})
+    def warmup(self, *given, **how):
+        alone = threading.current_thread() is threading.main_thread()
+        (self.late if alone else self.ahead).append(self.kernel.__name__)
+        return super().warmup(*given, **how)
 
 
 @pytest.fixture
@@ -59,8 +58,8 @@ def met(monkeypatch):
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, Ready(getattr(module, name), early, late))
-    for name in ("COMPILED", "MADE"):
-        monkeypatch.setattr(launch, name, {})
+    monkeypatch.setattr(launch, "COMPILED", {})
+    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
     for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(launch, "interpreted", lambda: False)
@@ -92,8 +91,7 @@ def test_the_kernels_of_both_ways_are_compiled_in_threads_of_their_own(met, name
     how, kernels = CASES[name]
     arrays = arrays_of()
     out = qkv.attend(*arrays, engine="triton", **how)
-    assert {kernel for kernel, _ in early} == kernels
-    assert threading.main_thread() not in {thread for _, thread in early}
+    assert set(early) == kernels and not late
     out.square().sum().backward()
     assert not late, "the way back found all that it needs"
     wide = [x.detach().double().requires_grad_() for x in arrays]
@@ -108,7 +106,7 @@ def test_without_a_gradient_the_way_back_is_not_compiled(met):
     early, late = met
     with torch.no_grad():
         qkv.attend(*arrays_of(), engine="triton", weighting="entmax15")
-    assert {kernel for kernel, _ in early} == {"pool", "entmax_kernel"} and not late
+    assert set(early) == {"pool", "entmax_kernel"} and not late
     qkv.attend(*arrays_of(), engine="triton", weighting="entmax15").sum().backward()
     assert set(late) == WAY_BACK
 
@@ -136,7 +134,7 @@ def test_warm_compiles_what_the_call_and_its_gradient_launch(met, monkeypatch):
     assert "compiles 5 kernels now, about" in str(qkv.explain(*arrays, **how))
     told = qkv.warm(*arrays, **how)
     assert len(told.compiled) == 5 and "entmax_kernel of float32" in str(told)
-    assert {kernel for kernel, _ in early} == CASES["entmax"][1]
+    assert set(early) == CASES["entmax"][1]
     assert "kernels: ready" in str(qkv.explain(*arrays, **how))
     assert "nothing was left" in str(qkv.warm(*arrays, **how))
     qkv.attend(*arrays, **how).sum().backward()

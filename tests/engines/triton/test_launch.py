@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import ahead, launch, tiles
+from qkv.engines.triton import ahead, kept, launch, tiles
 from qkv.engines.triton.records import facts_of
 from tests.engines.triton import formulas
 
@@ -36,15 +36,16 @@ class Kernel:
         self.made, self.launched, self.__name__ = [], [], "kernel"
         self.params = [SimpleNamespace(do_not_specialize=name in tiles.SIZES) for name in names]
 
-    def __getitem__(self, grid):
-        return lambda *args, **facts: self.made.append(grid) or Compiled(self.launched)
+    def warmup(self, *args, grid, **facts):
+        self.made.append(grid)
+        return Compiled(self.launched)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "COMPILED", {})
-    monkeypatch.setattr(launch, "MADE", {})
+    monkeypatch.setattr(kept, "KNOWN", kept.Launches())
     monkeypatch.setattr(launch, "current_stream", lambda index: "stream")
     return Kernel()
 
@@ -61,17 +62,12 @@ def test_room_that_a_dry_run_makes_is_not_noted():
 
 
 def test_a_compiled_kernel_is_launched_again(kernel):
-    assert launch.start(kernel, *SAME) is None, "the first was compiled by Triton's own launcher"
-    made = launch.start(kernel, *SAME)
+    for _ in range(2):
+        launch.start(kernel, *SAME)
     assert kernel.made == [(3, 2, 1)]
     head = (3, 2, 1, "stream", "function", "metadata", None, None, None)
     facts = facts_of({"A": 1})
-    assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, facts)]
-    other = torch.ones(64)
-    assert made.again((other, None), (0.25,))
-    assert kernel.launched[1] == (*head, other.data_ptr(), None, 0.25, 16, 1, 7, facts)
-    assert not made.again((other[1:], None), (0.25,)), "Triton was told of multiples of 16"
-    assert len(kernel.launched) == 2
+    assert kernel.launched == [(*head, X.data_ptr(), None, 0.5, 16, 1, 7, facts)] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,7 @@ def test_a_compiled_kernel_is_launched_again(kernel):
 def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
     launch.start(kernel, *SAME)
     launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
-    assert len(kernel.made) == 2 and not kernel.launched
+    assert len(kernel.made) == len(kernel.launched) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,12 +96,12 @@ def test_what_triton_specialises_on_is_compiled_anew(kernel, at, other):
 def test_what_it_does_not_is_launched_at_once(kernel, at, other):
     launch.start(kernel, *SAME)
     launch.start(kernel, *SAME[:at], other, *SAME[at + 1 :])
-    assert len(kernel.made) == len(kernel.launched) == 1
+    assert (len(kernel.made), len(kernel.launched)) == (1, 2)
 
 
 @pytest.mark.parametrize("weighting", ["softmax", "entmax"])
 def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
-    """With other numbers and in other places, but no other shapes; its launch is the same."""
+    """In other places, but of no other shape or scale."""
     from qkv.engines.triton import forward, ops
 
     monkeypatch.setattr(forward, "pool", kernel)
@@ -118,17 +114,16 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
         out, lse = ops.attend(**given, scale=scale, weighting=weighting, **rows)
         return out, lse, given
 
-    for _ in range(2):
-        attend()
-    assert (len(kernel.made), len(kernel.launched)) == (1, 1)
+    attend(scale=0.7), attend()
     monkeypatch.setattr(forward, "pool_all", None)
-    out, lse, given = attend(scale=0.7)
-    before, last = kernel.launched
+    out, lse, given = attend()
+    assert (len(kernel.made), len(kernel.launched)) == (1, 3)
+    other, before, last = kernel.launched
     assert len(before) == len(last)
     at = [x.data_ptr() for x in (*given.values(), out, lse)]
     arrays, told = 9, 15  # behind the launcher's own: `Arrays`, and behind all others `Scales`
     assert set(at) <= {*last[arrays], *last[arrays + 1 : told]}, "it reads these and writes those"
-    assert last[told] != before[told] and last[told + 1 :] == before[told + 1 :]
+    assert last[told:] == before[told:] and last[told] != other[told]
     with pytest.raises(TypeError):
         attend(m=47)
     with pytest.raises(TypeError):

@@ -73,20 +73,15 @@ def _tensor(at, dtype):
 
 
 class Kernel:
-    """A kernel of Triton's, interpreted, which is compiled at its first launch."""
+    """A kernel of Triton's, interpreted."""
 
     params = ()
 
     def __init__(self, kernel):
         self.kernel, self.__name__ = kernel, kernel.__name__
 
-    def __getitem__(self, grid):
-        def start(*given, F, num_warps, num_stages, enable_fp_fusion, maxnreg=None):
-            how = {"num_warps": num_warps, "num_stages": num_stages}
-            self.kernel[grid](*given, F=F, **how)
-            return Compiled(self.kernel, given, how)
-
-        return start
+    def warmup(self, *given, grid, F, num_warps, num_stages, enable_fp_fusion, maxnreg=None):
+        return Compiled(self.kernel, given, {"num_warps": num_warps, "num_stages": num_stages})
 
 
 @pytest.fixture
@@ -100,8 +95,7 @@ def counted(monkeypatch):
         (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
-    for name in ("COMPILED", "MADE"):
-        monkeypatch.setattr(launch, name, {})
+    monkeypatch.setattr(launch, "COMPILED", {})
     monkeypatch.setattr(kept, "KNOWN", kept.Launches())
     for name in ("SEEN", "_KINDS"):
         monkeypatch.setattr(plan, name, {})
@@ -156,9 +150,9 @@ CASES = {
     ("name", "few"), [*((x, 2) for x in CASES), ("gaussian", 1), ("window", 1)]
 )
 def test_other_numbers_by_the_same_launches(counted, name, few):
-    for seed in range(3):  # the first is compiled, the second noted
+    for seed in range(3):
         check(arrays_of(seed, few=few), **CASES[name])
-    assert counted == [True]
+    assert counted == [True] * 2
 
 
 def test_other_lengths_have_launches_of_their_own(counted):
@@ -193,7 +187,7 @@ def test_strides_and_places(counted):
         check((q, k, v), score="gaussian")
         wide = torch.empty(1, 2, 24, 32, dtype=k.dtype)[..., :16].copy_(k)
         check((q, wide, v), score="gaussian", mask=masks.causal)
-    assert counted == [True] * 3
+    assert counted == [True] * 6
     counted.clear()
     for seed in range(3):
         x = arrays_of(seed)[0]
@@ -205,16 +199,15 @@ def test_strides_and_places(counted):
         q, k, v = arrays_of(seed, m=20)
         odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
         check((q if seed < 3 else odd, k, v), weighting="entmax15")
-    assert counted == [True, False, False], "compiled for these strides, noted once, then odd"
+    assert counted == [True, True, False, False]
 
 
 def test_split_keys_and_what_joins_them(counted, monkeypatch):
     monkeypatch.setattr(launch, "processors", lambda device: 64)
     monkeypatch.setattr(launch, "LEAST", 16)
-    monkeypatch.setattr(launch, "MADE", {})
     for seed in range(4):
         check(arrays_of(seed, 4, 600), score="gaussian")
-    assert counted == [True, True]
+    assert counted == [True] * 3
 
 
 def additive_of(seed, h=8, reach=1.0, dtype=torch.bfloat16):
@@ -246,7 +239,7 @@ def test_additive_calls_by_the_same_launches(counted, how, h):
     held = []
     for seed, reach in enumerate((1, 1, 6, 1)):
         held.append(check_additive(arrays_of(seed, 16, 32), additive_of(seed, h, reach), **how))
-    assert counted == [True] * 2
+    assert counted == [True] * 3
     for got, want in held:  # no result lies in another's room
         torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
 
@@ -257,7 +250,7 @@ def test_additive_calls_of_other_strides_and_places(counted):
         score, (q, k, v) = additive_of(seed), arrays_of(seed, 16, 16)
         check_additive((q, k, v), score)
         check_additive((q, k, v), replace(score, w_key=score.w_query))
-    assert counted == [True] * 3, "compiled once, then noted; the second is compiled already"
+    assert counted == [True] * 4
     counted.clear()
     for _ in range(2):
         check_additive((q, k, v), replace(score, w_query=score.w_query.T.contiguous().T))
@@ -293,7 +286,7 @@ def test_additive_calls_with_their_way_back(counted):
         for got, want in held:
             for x, y in zip(got, want, strict=True):
                 torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
-    assert counted == [True] * 10, "hidden, forward, and three of the way back, twice"
+    assert counted == [True] * 15, "hidden, forward, and three of the way back, thrice"
 
 
 def way_back(given, along, engine):
@@ -306,7 +299,7 @@ def way_back(given, along, engine):
 def test_a_result_that_torch_made_is_made_anew(counted):
     """No launch fills it, and in inference mode torch does not count what it wrote."""
 
-    @kept.kept
+    @kept.by_launches
     def both(x):
         filled = launch.new(x, x.shape[:1])
         return gradients.inner(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
@@ -336,7 +329,7 @@ def test_a_transform_sees_the_operators(counted):
         check(arrays_of(seed), weighting="entmax15")
     with Seen() as seen:
         qkv.attend(*arrays_of(4), weighting="entmax15", engine="triton")
-    assert counted == [True] and "qkv.attend.default" in seen.names
+    assert counted == [True] * 2 and "qkv.attend.default" in seen.names
 
 
 def test_what_it_leaves_to_the_operators():

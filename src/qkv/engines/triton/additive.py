@@ -14,7 +14,7 @@ from torch import Tensor
 from qkv.engines.triton import exact, features, forward, gradients, launch, ops
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.features import Known
-from qkv.engines.triton.kept import kept as by_launches
+from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
 from qkv.errors import ShapeError
@@ -85,8 +85,8 @@ def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple
 
 
 @by_launches
-def _middle(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor]:
-    return (gradients.inner(grad, grad_lse, out),)
+def _middle(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
+    return gradients.inner(grad, grad_lse, out)
 
 
 @by_launches
@@ -109,9 +109,9 @@ def _by_features(
 def _exactly(
     grad: Tensor, centre: Tensor, kept: Tensor, da: Tensor, db: Tensor, dvalue: Tensor,
     others: Tensor | None, *given: Any,
-) -> tuple[Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """dv; the others are filled where they are not by features."""
-    return (exact.backward(exact.Exact(*given), grad, centre, kept, (da, db, dvalue), others),)
+    return exact.backward(exact.Exact(*given), grad, centre, kept, (da, db, dvalue), others)
 
 
 @operator(_backward_fake, refuse)
@@ -131,7 +131,7 @@ def _additive_backward(
     parts: list[Tensor] = []
     pieces = _pieces(a, b, pairs) if pairs else []
     with launch.on(a.device):
-        (centre,) = _middle(grad, grad_lse, out)
+        centre = _middle(grad, grad_lse, out)
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
             dsome, part = _by_features(
@@ -148,7 +148,7 @@ def _additive_backward(
             del dsome
         others = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         call = (a, b, v, value, lower, upper, lengths, beyond if pairs else None)
-        (dv,) = _exactly(grad, centre, kept, da, db, dvalue, others, *call)
+        dv = _exactly(grad, centre, kept, da, db, dvalue, others, *call)
     return da, db, dv, dvalue
 
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from qkv.engines.triton import launch, support
-from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Strides
 from qkv.engines.triton.support import SHARED
 
@@ -92,7 +92,6 @@ class Arguments:
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
         )  # fmt: skip
-        self.copied = any(x is not y for x, y in zip(self.inputs, arrays, strict=True))
         self.b, self.h, self.n, self.w = self.query.shape
         _, self.hk, self.m, self.d = self.value.shape
         self.group = self.h // self.hk
@@ -168,7 +167,7 @@ class Arguments:
             self.gate_key is not None, self.quick,
         )  # fmt: skip
 
-    def fitting(self, name: str, tile: Tile, run: Callable[[Tile], Launch | None]) -> Launch | None:
+    def fitting(self, name: str, tile: Tile, run: Callable[[Tile], None]) -> None:
         """Run with this tile of a pass, or with the largest smaller one that the device holds."""
         about = (name, tile, self.query.device, self.query.dtype, *self.facts.values())
         tile = launch.SMALLER.get(about, tile) if launch.SMALLER else tile
@@ -201,12 +200,12 @@ class Arguments:
     def start(
         self, kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
         out: Tensor | None, sizes: tuple[int, ...], facts: dict[str, Any], tile: Tile,
-    ) -> Launch | None:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Start a kernel with the call's own arrays, numbers and strides before these; the strides
         are those of `out` too."""
         whole = (self.steps(out), self.n, self.m, *sizes)
         given = (self.inputs, *arrays)
-        return launch.start(kernel, programs, given, self.floats, whole, facts, tile)
+        launch.start(kernel, programs, given, self.floats, whole, facts, tile)
 
     def bounds(self, *more: int) -> tuple[int, ...]:
         """Which pairs count, as every pass is told it: the band, the layout, the dropout, and its

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch, tiles
-from qkv.engines.triton.arguments import Arguments, Numbers, rounded
-from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.arguments import Arguments, rounded
+from qkv.engines.triton.kept import by_launches
+from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import even, left_out, product, rows_program, scored, tile_of
-from qkv.engines.triton.records import ARRAYS, Sizes
+from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched, launched_by_rows
 from qkv.engines.triton.weigh import chosen, weigh
 
@@ -244,23 +245,18 @@ def merge(parts, tops, totals, out, lse, kept, lines, splits, F: tl.constexpr):
     put(pooled, share, out, here * F.D, here >= 0, F.D)
 
 
+@by_launches
 def attend(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, and of each row its top (in base 2) and 1 / total.
 
     What is given is that of `Arguments`.
     """
-    given = tuple(rounded(given))
-    arrays, numbers = given[:ARRAYS], Numbers(*given[ARRAYS:])
-    out, lse, kept = fake(*arrays)
-    if out.numel() == 0 or arrays[1].shape[2] == 0:
-        exponential = numbers.weighting in ("softmax", "topk")
-        return out.zero_(), lse.fill_(-math.inf if exponential else 0.0), kept.zero_()
-    about = (attend, *launch.kinds(*arrays), numbers.scale > 0, *numbers[1:])
-    made = launch.MADE.get(about)
-    if made is None or not made.again((*arrays, None, None, out, lse, kept), numbers.floats):
-        call = Arguments(*given)
-        made = pool_all(call, out, lse, kept)
-        launch.keep(about, None if call.copied else made)
+    call = Arguments(*rounded(given))
+    out, lse, kept = fake(call.query, call.key, call.value)
+    if out.numel() == 0 or call.m == 0:
+        empty = -math.inf if call.facts["EXPONENTIAL"] else 0.0
+        return out.zero_(), lse.fill_(empty), kept.zero_()
+    pool_all(call, out, lse, kept)
     return out, lse, kept
 
 
@@ -277,18 +273,18 @@ def _hopper(device: torch.device) -> Any:
     return hopper
 
 
-def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
-    """Fill out, lse and kept; the launch, if it is one and none of its arrays are made for it."""
+def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
+    """Fill out, lse and kept."""
     hopper = _hopper(out.device)
     if hopper is not None and hopper.fits(call):
-        made: Launch | None = hopper.pool(call, out, lse, kept)
-        return made
+        hopper.pool(call, out, lse, kept)
+        return
     packed = call.n * call.group <= launch.FEW and call.group > 1 and call.layout is None
     packed = packed and not call.facts["TANH"]
     rows = call.n * call.group if packed else call.n
     lanes = call.b * (call.hk if packed else call.h)
 
-    def run(tile: Tile) -> Launch | None:
+    def run(tile: Tile) -> None:
         programs = lanes * -(-rows // tile.rows)
         splits, span = call.parts(programs, call.m, tile.cols, tile.waves)
         # Scores that are made number by number are much code: a chunk of the width at a time.
@@ -299,8 +295,7 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
         if splits > 1:
             shape = (splits, lanes * rows)
             targets = (call.new(*shape, call.d), call.new(*shape), call.new(*shape))
-        walks = call.walks(tile, splits)
-        for own, at, counts, at_columns, more in walks:
+        for own, at, counts, at_columns, more in call.walks(tile, splits):
             facts = call.known(own, wide, splits) | {"PACKED": packed, "FOLD": call.fold} | more
             if call.quick and max(call.w, call.d) > 64:  # a mask's tile beside wide rows: too much
                 facts |= {"QUICK": False, "FOLD": False}
@@ -318,7 +313,7 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
             kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
             grid = lanes * -(-rows // own.rows) * splits
             sizes = (heads, call.group, rows, *bounds)
-            made = call.start(kernel, grid, (at, counts, *targets), out, sizes, facts, own)
+            call.start(kernel, grid, (at, counts, *targets), out, sizes, facts, own)
         if splits > 1:
             names = ("D", "BLOCK_D", "WEIGHTING", "EXPONENTIAL", "APART")
             joined = {name: facts[name] for name in names}
@@ -328,11 +323,10 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> Launch 
                 merge, lanes * rows, parts, (), (lanes * rows, splits), joined,
                 Tile(1, 1, 1, 4, 2),
             )  # fmt: skip
-        return made if splits == 1 and walks[0].at is None else None
 
     few = lanes < launch.processors(out.device) and rows <= launch.FEW
     name = "split" if few else "pool"
-    return call.fitting(name, call.tile(name, rows), run)
+    call.fitting(name, call.tile(name, rows), run)
 
 
 def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import row_major
-from qkv.engines.triton.kept import kept
+from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.tiles import launched
 
@@ -107,7 +107,7 @@ def _differentiate(
 
 
 @operator(_fake, _differentiate, _save)
-@kept
+@by_launches
 def hidden(
     query: Tensor, key: Tensor, w_query: Tensor, w_key: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

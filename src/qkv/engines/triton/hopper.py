@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, SIZES
 
 # By their names from Triton 3.7 on, or before.
@@ -255,7 +255,7 @@ def fits(call: Any) -> bool:
     return full and even and (at_b | at_h) % 4 == 0 and call.key_bias.data_ptr() % 16 == 0
 
 
-def pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
+def pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Fill these as `forward.pool` does."""
     tile = TILES[call.d]
     lanes, rows = call.b * call.h, -(-call.n // (2 * tile.rows))
@@ -265,4 +265,4 @@ def pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> Launch | None:
     whole = (call.steps(out), call.n, call.m, call.h, call.group, lanes, rows, count)
     with launch.on(out.device):
         programs = min(lanes * rows, launch.processors(out.device))
-        return launch.start(pool_hopper, programs, arrays, call.floats, whole, facts, tile)
+        launch.start(pool_hopper, programs, arrays, call.floats, whole, facts, tile)

@@ -197,46 +197,27 @@ def evenly(x: Tensor) -> Tensor:
 
 
 class Launch(NamedTuple):
-    """A launch, to be made again for arrays of the same shapes, strides and dtypes."""
+    """A launch, to be made again for arrays of the same shapes, strides and dtypes: all that the
+    kernel takes after its arrays are these numbers. The first `taken` arrays are one record."""
 
     compiled: Any
     grid: tuple[int, ...]
-    device: torch.device
     numbers: tuple[Any, ...]
     described: bool
     taken: int
 
-    def again(self, arrays: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
-        """Whether it was made: on the device in use, by arrays that begin at multiples of 16."""
-        at = [x if x is None else x.data_ptr() for x in arrays]
-        if sum([x % 16 for x in at if x is not None]) or not current(self.device.index):
-            return False
-        self.start(arrays, at, floats)
-        return True
-
-    def start(
-        self, arrays: Sequence[Tensor | None], at: Sequence[int | None], floats: tuple[float, ...]
-    ) -> None:
-        notes, taken = NOTES.get(), self.taken
-        first = (tuple(at[:taken]), *at[taken:]) if taken else at
-        scales = (floats,) if type(floats) is Scales else floats
-        self.send(current_stream(self.device.index), *first, *scales, *self.numbers)
-        if notes is not None:
-            notes.launches.append((self, at, scales))
-            notes.held.extend(arrays)
-
-    def send(self, stream: int, *given: Any) -> None:
+    def send(self, stream: int, *arrays: Any) -> None:
         """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
         the driver would be asked where it lies."""
         compiled = self.compiled
         if self.described:
             triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
         if _hooked():
-            compiled[self.grid](*given)
+            compiled[self.grid](*arrays, *self.numbers)
             return
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *given,
+            *arrays, *self.numbers,
         )  # fmt: skip
 
 
@@ -265,18 +246,15 @@ class Key(NamedTuple):
 COMPILED: dict[Key, Any] = {}
 """Kernels by all that they are specialised on: Triton's own look-up takes longer."""
 LARGE = 2**31 - 1
-MADE: dict[tuple[Any, ...], Launch] = {}
-"""Launches by `kinds` of what they were made for."""
 MOST = 4096
-"""Entries of either table."""
+"""Entries of a table of kernels or of launches."""
 
 
 class Notes(NamedTuple):
-    """Launches, with where their arrays lie and their floats, None for one that was compiled first;
-    the arrays that were made for them by `new`; and all that they had, so that none of those lies
-    where another did."""
+    """Launches, with where their arrays lie; the arrays that were made for them by `new`; and all
+    that they had, so that none of those lies where another did."""
 
-    launches: list[tuple[Launch, Sequence[int | None], tuple[Any, ...]] | None]
+    launches: list[tuple[Launch, Sequence[int | None]]]
     rooms: list[Tensor]
     held: list[Tensor | None]
 
@@ -304,29 +282,14 @@ def new(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) 
     return made
 
 
-def kinds(*arrays: Tensor | None) -> tuple[Any, ...]:
-    """What a launch depends on of its arrays, but for where they lie."""
-    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in arrays])
-
-
-def keep(about: tuple[Any, ...], made: Launch | None) -> None:
-    """Note the launch that a call of this kind comes down to."""
-    if made is not None and not OVERRIDE:
-        if len(MADE) >= MOST:
-            MADE.clear()
-        MADE[about] = made
-
-
 def start(
     kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
     floats: tuple[float, ...], whole: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
-) -> Launch | None:  # fmt: skip
+) -> None:  # fmt: skip
     """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, `F`.
 
     The first of the arrays may be a record of arrays, the floats `Scales`, and the first of the
     whole numbers `Strides`: the kernel takes each as one.
-
-    Returns the launch if it can be made again: it is compiled, and its arrays lie evenly.
     """
     programs = programs if isinstance(programs, tuple) else (programs,)
     grid = (*programs, 1, 1)[:3]
@@ -337,7 +300,7 @@ def start(
     numbers = (floats, *whole) if isinstance(floats, Scales) else (*floats, *whole)
     if interpreted():
         kernel[grid](*arrays, *numbers, **named)
-        return None
+        return
     if tile.registers is not None:
         named["maxnreg"] = tile.registers
     flat = (*arrays[0], *arrays[1:]) if taken else arrays
@@ -354,38 +317,38 @@ def start(
         told = [*first, *sizes]
     dtypes = tuple([x if x is None else x.dtype for x in flat])
     about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
-    compiled, described = COMPILED.get(about), tile.described
-    listed = ahead.LISTED.get()
+    compiled, listed = COMPILED.get(about), ahead.LISTED.get()
+    if compiled is None:
+        even: tuple[Any, ...] = dtypes
+        if taken:
+            even = (type(arrays[0])(*dtypes[:taken]), *dtypes[taken:])
+        given = arrays if any(odd) else even
+        job = partial(_compiled, kernel, grid, (*given, *numbers), named, device)
+        if listed is None:
+            ahead.compile_all(COMPILED)
+            compiled = COMPILED.get(about) or job()
+            if len(COMPILED) >= MOST:
+                COMPILED.clear()
+            COMPILED[about] = compiled
+        elif given is even:
+            listed[about] = job
     if listed is not None:
-        if compiled is None and not any(odd):
-            record = type(arrays[0])
-            given = (record(*dtypes[:taken]), *dtypes[taken:]) if taken else dtypes
-            listed[about] = partial(_compiled, kernel, grid, (*given, *numbers), named, device)
-        return None
-    if compiled is None:
-        ahead.compile_all(COMPILED)
-        compiled = COMPILED.get(about)
-    if compiled is None:
-        if described:
-            triton.set_allocator(_scratch)
-        if len(COMPILED) >= MOST:
-            COMPILED.clear()
-        COMPILED[about] = kernel[grid](*arrays, *numbers, **named)
-        notes = NOTES.get()
-        if notes is not None:
-            notes.launches.append(None)
-        return None
+        return
     # What is known at compile time is passed over, but counted.
-    made = Launch(compiled, grid, device, (*whole, known), described, taken)
-    made.start(flat, at, floats)
-    return None if any(odd) else made
+    made = Launch(compiled, grid, (*numbers, known), tile.described, taken)
+    places = (tuple(at[:taken]), *at[taken:]) if taken else at
+    made.send(current_stream(device.index), *places)
+    notes = NOTES.get()
+    if notes is not None:
+        notes.launches.append((made, at))
+        notes.held.extend(flat)
 
 
 def _compiled(
     kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], named: dict[str, Any],
     device: torch.device,
 ) -> Any:  # fmt: skip
-    """The kernel for arrays of the dtypes given, and what launches it, which is built too."""
+    """The kernel for these arrays, or for any of the dtypes given, and what launches it."""
     with on(device):
         if isinstance(given[0], tuple):
             mocks = map(triton.MockTensor.wrap_dtype, given[0])

@@ -12,7 +12,8 @@ from torch import Tensor
 from qkv.engines.triton import launch
 from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
-from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.kept import by_launches
+from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
@@ -103,22 +104,22 @@ def mend_queries(
 
 def _mend(
     call: Arguments, kernel: Any, arrays: tuple[Tensor | None, ...], wide: bool, *strides: int
-) -> Launch | None:
+) -> None:
     """One launch, of a program for each head, or of several where processors are left over.
 
     The first of the arrays is the output; the strides are those of the others.
     """
     lanes = call.b * call.h
 
-    def run(tile: Tile) -> Launch | None:
+    def run(tile: Tile) -> None:
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
         facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
         sizes = (call.h, call.group, call.upper, parts, *strides)
-        return call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
+        call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 
-    return call.fitting("mend", call.tile("mend", call.n), run)
+    call.fitting("mend", call.tile("mend", call.n), run)
 
 
 def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
@@ -132,19 +133,14 @@ def _heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) 
     return kept
 
 
+@by_launches
 def repair(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None = None
 ) -> None:
     """`heal` of arrays that are known to fit, where no transform looks on."""
-    if not (out.numel() and key.shape[2]):
-        return
-    arrays, numbers = Arrays(query, key, value), Numbers(scale, upper=0)
-    about = (mend, *launch.kinds(query, key, value, out), kept is None)
-    made = launch.MADE.get(about)
-    if made is None or not made.again((*arrays, out, kept), numbers.floats):
-        call = Arguments(*arrays, *numbers)
-        made = _mend(call, mend, (out, kept), call.w > launch.HELD)
-        launch.keep(about, None if call.copied else made)
+    if out.numel() and key.shape[2]:
+        call = Arguments(*Arrays(query, key, value), *Numbers(scale, upper=0))
+        _mend(call, mend, (out, kept), call.w > launch.HELD)
 
 
 def heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

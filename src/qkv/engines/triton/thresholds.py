@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qkv.engines.triton import launch, support
 from qkv.engines.triton.arguments import GIVEN, Arguments, Numbers
-from qkv.engines.triton.launch import Launch, Tile
+from qkv.engines.triton.kept import by_launches
+from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.engines.triton.search import NOWHERE, entmax_kernel, topk_kernel
@@ -34,10 +35,6 @@ def _run(
     phase: int = 0,
 ) -> None:  # fmt: skip
     """Launch with the largest tile that the device holds."""
-    about = (kernel, *launch.kinds(*given[:2], *given[3:]), *numbers[1:], *whole, phase)
-    made = launch.MADE.get(about)
-    if made is not None and made.again((*given, *outs), numbers.floats):
-        return
     call = Arguments(*given, *numbers)
     columns = 0 if outs[-1] is None else outs[-1].shape[-1]
     sizes = (call.h, call.group, call.lower, call.upper, columns, *whole)
@@ -48,7 +45,7 @@ def _run(
     call.facts = call.facts | {"WIDE": wide, "PHASE": phase, "LISTED": listed, "MANY": 1}
     call.facts |= {"SPLIT": False, "PACKED": False}
 
-    def run(tile: Tile) -> Launch | None:
+    def run(tile: Tile) -> None:
         known = call.facts | {
             "ROWS": tile.rows,
             "COLS": tile.cols,
@@ -56,10 +53,9 @@ def _run(
             "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
         programs = call.b * call.h * -(-call.n // tile.rows)
-        return call.start(kernel, programs, outs, None, sizes, known, tile)
+        call.start(kernel, programs, outs, None, sizes, known, tile)
 
-    made = call.fitting(kernel.__name__, _tile(call.query, kernel, phase), run)
-    launch.keep(about, None if call.copied else made)
+    call.fitting(kernel.__name__, _tile(call.query, kernel, phase), run)
 
 
 def _room(query: Tensor, key: Tensor, weighting: str, listed: bool) -> tuple[Tensor, ...]:
@@ -80,6 +76,7 @@ def _fake(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @operator(_fake, schema=f"({GIVEN}, bool listed) -> (Tensor, Tensor, Tensor, Tensor)")
+@by_launches
 def found(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`row_a` and `row_b` of `ops.attend`, whose arguments these are, without a gradient; then
     `lists` and `marks` of `support`, if they are to be `listed`, or else empty.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from qkv.engines.triton import gradients, launch
 from qkv.engines.triton.arguments import Arguments, Numbers
+from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
-from qkv.engines.triton.records import Arrays, Sizes
+from qkv.engines.triton.records import ARRAYS, Arrays, Sizes
 from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
@@ -75,41 +76,38 @@ def weights(
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     arrays, numbers = Arrays(query, key, key, pairs=pairs), Numbers(scale, upper=upper, times=times)
     lse = lse.float().contiguous()
-    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
-        return _weights(arrays, numbers, lse, mean)
-    found: Tensor = _Weights.apply(*arrays, numbers, lse, mean)
-    return found
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    found: Tensor = (_Weights.apply if learns else _weights)(*arrays, *numbers, lse, mean)
+    return found.squeeze(1) if mean else found
 
 
-def _weights(arrays: Arrays, numbers: Numbers, lse: Tensor, mean: bool) -> Tensor:
-    (b, h, n, _), m = arrays.query.shape, arrays.key.shape[2]
-    out = arrays.query.new_empty((b, 1 if mean else h, n, m))
-    about = (weigh_pairs, *launch.kinds(*arrays), numbers.upper, mean)
-    made = launch.MADE.get(about)
-    scales = numbers.floats._replace(share=1 / h if mean else 1.0)
-    if made is None or not made.again((*arrays, lse, out), scales):
-        call = Arguments(*arrays, *numbers)
-        wide = max(launch.power_of_2(call.w), 16)
-        own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
-        call.facts = call.facts | PLAIN | own
-        call.floats, sizes = scales, (h, call.group, call.upper)
+@by_launches
+def _weights(*given: Any) -> Tensor:
+    *arguments, lse, mean = given
+    call = Arguments(*arguments)
+    out = call.query.new_empty((call.b, 1 if mean else call.h, call.n, call.m))
+    wide = max(launch.power_of_2(call.w), 16)
+    own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
+    call.facts = call.facts | PLAIN | own
+    call.floats = call.floats._replace(share=1 / call.h if mean else 1.0)
+    sizes = (call.h, call.group, call.upper)
 
-        def run(tile: Tile) -> launch.Launch | None:
-            facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": m % tile.cols != 0}
-            grid = -(-m // tile.cols), -(-n // tile.rows), b
-            return call.start(weigh_pairs, grid, (lse, out), out, sizes, call.facts | facts, tile)
+    def run(tile: Tile) -> None:
+        facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": call.m % tile.cols != 0}
+        grid = -(-call.m // tile.cols), -(-call.n // tile.rows), call.b
+        call.start(weigh_pairs, grid, (lse, out), out, sizes, call.facts | facts, tile)
 
-        made = call.fitting("weigh_pairs", TILE, run)
-        launch.keep(about, None if call.copied else made)
-    return out[:, 0] if mean else out
+    call.fitting("weigh_pairs", TILE, run)
+    return out
 
 
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *arrays, ctx.numbers, lse, ctx.mean = given
-        ctx.save_for_backward(*arrays, lse)
-        return _weights(Arrays(*arrays), ctx.numbers, lse, ctx.mean)
+        *ctx.numbers, lse, ctx.mean = given[ARRAYS:]
+        ctx.save_for_backward(*given[:ARRAYS], lse)
+        found: Tensor = _weights(*given)
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -118,6 +116,5 @@ class _Weights(torch.autograd.Function):
         call = Arguments(*arrays, *ctx.numbers)
         if ctx.mean:
             call.floats = call.floats._replace(share=1 / call.h)
-            along = along[:, None]
         dquery, dkey = gradients.weights_backward(call, along, lse)
-        return dquery, dkey, *(None,) * (len(arrays) + 1)
+        return dquery, dkey, *(None,) * (len(ctx.needs_input_grad) - 2)
