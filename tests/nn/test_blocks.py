@@ -191,6 +191,7 @@ def test_what_is_wrong_is_refused(call, match):
     [
         (TransformerBlock, {"causal": True}, r"'causal'.*is_causal=True where it is called"),
         (TransformerBlock, {"batch_first": True}, "'batch_first'"),
+        (TransformerBlock, {"batch_first": True, "causal": True}, r"'batch_first'.*[^d]\.$"),
         (partial(TransformerEncoder, 1), {"scor": "dot"}, "'scor': did you mean 'score'"),
         (partial(TransformerDecoder, 1), {"is_causal": True}, "is_causal=True where"),
         (Transformer, {"kdim": 3}, "'kdim'"),

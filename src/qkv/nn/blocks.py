@@ -46,8 +46,9 @@ class BlockOptions(HeadOptions, total=False):
 
 def _known(layer: nn.Module, given: Any, options: Any) -> None:
     """Refuse what a layer would hand on to one inside, which does not know it either."""
-    step = " Say is_causal=True where it is called." if any("causal" in x for x in given) else ""
-    keywords(type(layer).__name__, given, options.__optional_keys__, step)
+    for name in given:
+        step = " Say is_causal=True where it is called." if "causal" in name else ""
+        keywords(type(layer).__name__, [name], options.__optional_keys__, step)
 
 
 class TransformerBlock(nn.Module):
