@@ -70,6 +70,22 @@ def test_what_is_asked_is_compared_with_the_rounded_vectors(score, gone):
     np.testing.assert_allclose(D.attend(query, **how), value, rtol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [1e37, 1e300])
+def test_a_softcap_that_float32_does_not_hold_costs_no_proof(softcap):
+    key = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    D = qkv.Database(key, np.arange(300), precision="int8")
+    plain, capped = (
+        D.ask(
+            key[3],
+            score=scores.ScaledDot(softcap=some),
+            weighting=qkv.weightings.Softmax(0.01),
+            tolerance=0.5,
+        )
+        for some in (None, softcap)
+    )
+    assert (capped.value, capped.error_bound) == (plain.value, plain.error_bound)
+
+
 @pytest.mark.parametrize("wish", ["text", "exact"])
 def test_keys_that_threads_share_are_encoded_as_by_one(monkeypatch, wish):
     encoder, keys, told = resolve(wish).fit(TITLES), TITLES * 9, []

@@ -31,6 +31,10 @@ SHUT = 1e-290
 LEAST = np.float32(1e-30)
 """Added to the size of a bias that is not 0: what float32 rounds to 0 is still none."""
 
+UNBENT = 1e36
+"""A softcap from which on it bends no score that a softmax tells from others, and float32 does
+not hold what is divided by it."""
+
 UNIT = 2.0**-24
 """What a float32 is rounded by."""
 
@@ -77,6 +81,7 @@ class Coded:
         bias = None if found.bias is None else found.bias / over
         offset = None if found.offset is None else found.offset / over
         cap = None if found.cap is None else found.cap / over
+        cap = cap if cap is None or cap < UNBENT else None
         return Affine(found.query / over, found.factor, bias, offset, cap, found.gate)
 
     def scores(self, cut: Cut) -> tuple[np.ndarray, Terms]:
