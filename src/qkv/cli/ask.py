@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from qkv.cli import files, options, screen, values
 from qkv.cli.command import NOTHING, Result
 from qkv.cli.source import cell, is_url, opened
@@ -22,11 +20,10 @@ if TYPE_CHECKING:
 BAR = 14
 Query = Annotated[
     list[str],
-    typer.Argument(
-        metavar="QUERY",
-        help="What to ask. A key of several columns: 'first, second'. "
+    options.argument(
+        "QUERY",
+        "What to ask. A key of several columns: 'first, second'. "
         "With - each line of stdin is a query.",
-        show_default=False,
     ),
 ]
 
@@ -61,11 +58,9 @@ def ask(
 
 def get(
     source: options.Source,
-    key_text: Annotated[
-        str, typer.Argument(metavar="KEY", help="The key, exactly.", show_default=False)
-    ],
+    key_text: Annotated[str, options.argument("KEY", "The key, exactly.")],
     all_rows: Annotated[
-        bool, typer.Option("--all", help="Every value of a key that repeats, oldest first.")
+        bool, options.option("--all", "Every value of a key that repeats, oldest first.")
     ] = False,
     key: options.Key = None,
     value: options.Value = None,
@@ -95,12 +90,7 @@ def plot(
     query: Query,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The picture: .png, .svg, .pdf; or .html for a page.",
-        ),
+        options.option("--output -o FILE", "The picture: .png, .svg, .pdf; or .html for a page."),
     ] = Path("answer.png"),
     key: options.Key = None,
     value: options.Value = None,

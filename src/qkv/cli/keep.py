@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from qkv.cli import options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
 from qkv.cli.source import cell, held, is_url, opened, picked, stored
@@ -26,10 +24,10 @@ def import_(
     value: options.Value = None,
     encoder: options.Encoder = None,
     unique: Annotated[
-        bool, typer.Option("--unique", help="Refuse a key that is there already.")
+        bool, options.option("--unique", "Refuse a key that is there already.")
     ] = False,
     append: Annotated[
-        bool, typer.Option("--append", help="Add the rows to a database that is there.")
+        bool, options.option("--append", "Add the rows to a database that is there.")
     ] = False,
     table: options.Table = None,
     missing: options.Missing = None,
@@ -81,21 +79,16 @@ def _read(
 
 def add(
     path: options.Place,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="The key.", show_default=False)],
+    key: Annotated[str, options.argument("KEY", "The key.")],
     value: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[VALUE]", help="The value, where it is one column.", show_default=False
-        ),
+        str | None, options.argument("[VALUE]", "The value, where it is one column.")
     ] = None,
     cells: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="COLUMN=TEXT", help="A column's cell; give it again for more."
-        ),
+        options.option("--set COLUMN=TEXT", "A column's cell; give it again for more."),
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Replace the newest row that has this key.")
+        bool, options.option("--update", "Replace the newest row that has this key.")
     ] = False,
     token: options.Token = None,
 ) -> Result:
@@ -142,9 +135,7 @@ def _change(
 
 def remove(
     path: options.Place,
-    keys: Annotated[
-        list[str], typer.Argument(metavar="KEYS...", help="The keys, exactly.", show_default=False)
-    ],
+    keys: Annotated[list[str], options.argument("KEYS...", "The keys, exactly.")],
     token: options.Token = None,
 ) -> Result:
     """Remove every row that has one of KEYS. If a key is absent, nothing is removed."""
@@ -202,7 +193,7 @@ VERSION = ("number", "time", "what", "added", "removed", "rows")
 def check(
     path: options.Folder,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what a crash left behind; delete no rows.")
+        bool, options.option("--repair", "Mend what a crash left behind; delete no rows.")
     ] = False,
 ) -> Result:
     """Verify every file of the database PATH.

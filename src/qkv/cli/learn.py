@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from qkv.cli import options, screen
 from qkv.cli.command import OK, STOPPED, Result
 from qkv.cli.source import named, stored
@@ -17,14 +15,9 @@ if TYPE_CHECKING:
 
 
 PAIRS = "A table: its first column the query, its second the right key"
-Pairs = Annotated[str, typer.Argument(metavar="PAIRS", help=f"{PAIRS}.", show_default=False)]
+Pairs = Annotated[str, options.argument("PAIRS", f"{PAIRS}.")]
 Weighed = Annotated[
-    str,
-    typer.Argument(
-        metavar="PAIRS",
-        help=f"{PAIRS}, a third, if any, how much the pair counts.",
-        show_default=False,
-    ),
+    str, options.argument("PAIRS", f"{PAIRS}, a third, if any, how much the pair counts.")
 ]
 
 
@@ -32,21 +25,19 @@ def learn(
     path: options.Folder,
     pairs: Weighed,
     epochs: Annotated[
-        int, typer.Option(min=1, metavar="NUMBER", help="Go through the pairs at most so often.")
+        int, options.option("NUMBER", "Go through the pairs at most so often.", min=1)
     ] = 10,
     seconds: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="Stop after so long and keep the best.")
+        float | None, options.option("NUMBER", "Stop after so long and keep the best.")
     ] = None,
     vectors: Annotated[
-        bool, typer.Option("--vectors", help="Learn the words' vectors too; wants many pairs.")
+        bool, options.option("--vectors", "Learn the words' vectors too; wants many pairs.")
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Keep the state in FILE, and go on from it if it is there."
-        ),
+        options.option("FILE", "Keep the state in FILE, and go on from it if it is there."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="The same seed learns the same.")] = 0,
+    seed: Annotated[int, options.option("NUMBER", "The same seed learns the same.")] = 0,
     table: options.Table = None,
 ) -> Result:
     """Learn from PAIRS of a query and its right key.
@@ -75,8 +66,7 @@ def calibrate(
     path: options.Folder,
     pairs: Pairs,
     coverage: Annotated[
-        float,
-        typer.Option(metavar="SHARE", help="How often the set of an answer has the right row."),
+        float, options.option("SHARE", "How often the set of an answer has the right row.")
     ] = 0.9,
     table: options.Table = None,
 ) -> Result:

@@ -44,126 +44,104 @@ def _no_url(path: Path) -> Path:
 
 
 _FOLDER = "The folder of a database, such as books.qkv"
-_named = functools.partial(typer.Argument, show_default=False, autocompletion=_files)
+
+
+def option(form: str, help: str, **more: Any) -> Any:
+    """An option in the form that its help shows, "--key -k COLUMN"; without flags, by the name of
+    its parameter."""
+    flags = [word for word in form.split() if word.startswith("-")]
+    metavar = next((word for word in form.split() if word not in flags), None)
+    return typer.Option(*flags, metavar=metavar, help=help, **more)
+
+
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
+
+
+_named = functools.partial(argument, autocompletion=_files)
 Source = Annotated[
     str,
     _named(
-        metavar="SOURCE",
-        help="A .qkv folder, the URL of one that is served, a CSV, TSV, JSON, Parquet, Arrow, "
+        "SOURCE",
+        "A .qkv folder, the URL of one that is served, a CSV, TSV, JSON, Parquet, Arrow, "
         "Excel or SQLite file, a pattern of such ('logs/*.csv'), sqlite:///FILE?table=NAME, a "
         "PostgreSQL URL, or - for CSV on stdin.",
     ),
 ]
-Folder = Annotated[Path, _named(metavar="PATH", help=f"{_FOLDER}.", callback=_no_url)]
-Place = Annotated[str, _named(metavar="PATH", help=f"{_FOLDER}, or the URL of one that is served.")]
+Folder = Annotated[Path, _named("PATH", f"{_FOLDER}.", callback=_no_url)]
+Place = Annotated[str, _named("PATH", f"{_FOLDER}, or the URL of one that is served.")]
 Token = Annotated[
     str | None,
-    typer.Option(
-        "--token",
-        metavar="TEXT",
-        envvar="QKV_TOKEN",
-        help="What a server asks for, where the database is one's.",
-        show_default=False,
+    option(
+        "--token TEXT", "What a server asks for, where the database is one's.", envvar="QKV_TOKEN"
     ),
 ]
 Key = Annotated[
     list[str] | None,
-    typer.Option(
-        "--key",
-        "-k",
-        metavar="COLUMN",
-        help="The column to ask by; give it again for a key of several columns.",
-    ),
+    option("--key -k COLUMN", "The column to ask by; give it again for a key of several columns."),
 ]
 Value = Annotated[
     list[str] | None,
-    typer.Option(
-        "--value",
-        "-v",
-        metavar="COLUMN",
-        help="The column to answer with; give it again for several columns.",
-    ),
+    option("--value -v COLUMN", "The column to answer with; give it again for several columns."),
 ]
-Table = Annotated[
-    str | None,
-    typer.Option("--table", metavar="NAME", help="Which table, where the source has several."),
-]
+Table = Annotated[str | None, option("--table NAME", "Which table, where the source has several.")]
 Missing = Annotated[
     list[str] | None,
-    typer.Option(
-        "--missing",
-        metavar="WORD",
-        help="A word for a missing cell in CSV, in place of NA, NaN, null …; again for more. "
+    option(
+        "--missing WORD",
+        "A word for a missing cell in CSV, in place of NA, NaN, null …; again for more. "
         "'' means none: then NA is text.",
     ),
 ]
 Names = Annotated[
     str | None,
-    typer.Option(
-        "--names",
-        metavar="NAME,…",
-        help="The columns' names, for CSV whose first line is a row already.",
-    ),
+    option("--names NAME,…", "The columns' names, for CSV whose first line is a row already."),
 ]
 Encoder = Annotated[
     str | None,
-    typer.Option(
-        "--encoder",
-        "-e",
-        metavar="NAME",
-        help="How keys become vectors: words, characters, numbers … By default their type decides.",
+    option(
+        "--encoder -e NAME",
+        "How keys become vectors: words, characters, numbers … By default their type decides.",
         autocompletion=_encoders,
     ),
 ]
 Score = Annotated[
     str | None,
-    typer.Option(
-        "--score",
-        "-s",
-        metavar="NAME",
-        help="How keys are compared with the query: cosine, gaussian:0.5 …",
+    option(
+        "--score -s NAME",
+        "How keys are compared with the query: cosine, gaussian:0.5 …",
         autocompletion=_scores,
     ),
 ]
 Weighting = Annotated[
     str | None,
-    typer.Option(
-        "--weighting",
-        "-w",
-        metavar="NAME",
-        help="How scores become weights: softmax, hard, average, topk:5, entmax15 …",
+    option(
+        "--weighting -w NAME",
+        "How scores become weights: softmax, hard, average, topk:5, entmax15 …",
         autocompletion=_weightings,
     ),
 ]
-Top = Annotated[
-    int, typer.Option("--top", "-n", metavar="ROWS", min=1, help="How many rows to show.")
-]
+Top = Annotated[int, option("--top -n ROWS", "How many rows to show.", min=1)]
 Where = Annotated[
     list[str] | None,
-    typer.Option(
-        "--where",
-        metavar="CONDITION",
-        help="Only rows that pass: genre=fantasy, or \"1900 <= year < 1950 and 'war' in summary\". "
+    option(
+        "--where CONDITION",
+        "Only rows that pass: genre=fantasy, or \"1900 <= year < 1950 and 'war' in summary\". "
         "Given again, all must pass.",
     ),
 ]
 Tolerance = Annotated[
     float | None,
-    typer.Option(
-        "--tolerance",
-        metavar="ERROR",
-        min=0.0,
-        help="How far the weights may lie from the exact ones, proven: half the sum of the "
+    option(
+        "--tolerance ERROR",
+        "How far the weights may lie from the exact ones, proven: half the sum of the "
         "differences. A large store then reads few vectors in full.",
+        min=0.0,
     ),
 ]
-At = Annotated[
-    int | None,
-    typer.Option("--at", metavar="VERSION", help="As of this version; see `qkv versions`."),
-]
+At = Annotated[int | None, option("--at VERSION", "As of this version; see `qkv versions`.")]
 Skip = Annotated[
-    bool,
-    typer.Option("--skip-damaged", help="Leave out rows whose file is damaged, and say how many."),
+    bool, option("--skip-damaged", "Leave out rows whose file is damaged, and say how many.")
 ]
 
 

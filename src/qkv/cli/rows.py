@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from qkv.cli import options, screen, values
 from qkv.cli.command import NOTHING, OK, Result
 from qkv.cli.source import is_store, opened
@@ -24,11 +22,9 @@ if TYPE_CHECKING:
 def rows(
     source: options.Source,
     start: Annotated[
-        int, typer.Option("--from", metavar="ROW", min=0, help="The first one; 0 is the oldest.")
+        int, options.option("--from ROW", "The first one; 0 is the oldest.", min=0)
     ] = 0,
-    count: Annotated[
-        int, typer.Option("--count", "-n", metavar="ROWS", min=1, help="How many to show.")
-    ] = 20,
+    count: Annotated[int, options.option("--count -n ROWS", "How many to show.", min=1)] = 20,
     where: options.Where = None,
     skip: options.Skip = False,
     read: options.Read = options.READ,
@@ -61,14 +57,10 @@ def export(
     source: options.Source,
     output: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Ends in .csv, .tsv, .jsonl or .parquet; - writes CSV on stdout.",
-            show_default=False,
-        ),
+        options.argument("FILE", "Ends in .csv, .tsv, .jsonl or .parquet; - writes CSV on stdout."),
     ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Take the place of a FILE that is there.")
+        bool, options.option("--overwrite", "Take the place of a FILE that is there.")
     ] = False,
     where: options.Where = None,
     skip: options.Skip = False,

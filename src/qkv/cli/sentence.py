@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import typer
-
-from qkv.cli import files, screen
+from qkv.cli import files, options, screen
 from qkv.cli.command import Result
 from qkv.errors import ArgumentError
 
@@ -32,43 +30,29 @@ NUMBER, BARE = 4, 2
 
 
 def weights(
-    sentence: Annotated[
-        list[str], typer.Argument(metavar="SENTENCE", help="Words.", show_default=False)
-    ],
+    sentence: Annotated[list[str], options.argument("SENTENCE", "Words.")],
     temperature: Annotated[
-        float,
-        typer.Option(metavar="NUMBER", help="Lower: each word looks at fewer. Higher: at more."),
+        float, options.option("NUMBER", "Lower: each word looks at fewer. Higher: at more.")
     ] = TEMPERATURE,
     others: Annotated[
-        bool, typer.Option("--others", help="A word looks at the other words only, not at itself.")
+        bool, options.option("--others", "A word looks at the other words only, not at itself.")
     ] = False,
     causal: Annotated[
-        bool, typer.Option("--causal", help="A word looks only at itself and those before it.")
+        bool, options.option("--causal", "A word looks only at itself and those before it.")
     ] = False,
     model: Annotated[
-        bool,
-        typer.Option("--model", help="The weights of a model's head (the bundled MiniLM's)."),
+        bool, options.option("--model", "The weights of a model's head (the bundled MiniLM's).")
     ] = False,
     head: Annotated[
         str | None,
-        typer.Option(
-            metavar="LAYER.HEAD",
-            help="Which of its 6 × 12 heads; by default the one that looks farthest.",
-            show_default=False,
+        options.option(
+            "LAYER.HEAD", "Which of its 6 × 12 heads; by default the one that looks farthest."
         ),
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw it into this file too (.png, .svg or .pdf).",
-            show_default=False,
-        ),
+        Path | None, options.option("FILE", "Draw it into this file too (.png, .svg or .pdf).")
     ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write it as a page too.", show_default=False),
-    ] = None,
+    page: Annotated[Path | None, options.option("--html FILE", "Write it as a page too.")] = None,
 ) -> Result:
     """Draw how much each word of SENTENCE attends to each other.
 

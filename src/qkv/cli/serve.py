@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from qkv.cli import screen
+from qkv.cli import options, screen
 from qkv.cli.command import Result
 from qkv.errors import MissingExtra
 
@@ -14,52 +12,31 @@ from qkv.errors import MissingExtra
 def serve(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[SOURCES]",
-            help="Folders such as books.qkv, or tables, which are read into memory.",
-            show_default=False,
+        options.argument(
+            "[SOURCES]", "Folders such as books.qkv, or tables, which are read into memory."
         ),
     ] = None,
     host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="Where to listen; one that others reach needs a token."
-        ),
+        str, options.option("ADDRESS", "Where to listen; one that others reach needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(metavar="NUMBER", min=0, max=65535, help="0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, options.option("NUMBER", "0 takes a free one.", min=0, max=65535)] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            envvar="QKV_TOKEN",
-            help="Whoever sends it may read and write.",
-            show_default=False,
-        ),
+        options.option("TEXT", "Whoever sends it may read and write.", envvar="QKV_TOKEN"),
     ] = None,
     read_token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            envvar="QKV_READ_TOKEN",
-            help="Whoever sends it may read.",
-            show_default=False,
-        ),
+        str | None, options.option("TEXT", "Whoever sends it may read.", envvar="QKV_READ_TOKEN")
     ] = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Without tokens: whoever reaches it may write too.")
+        bool, options.option("--write", "Without tokens: whoever reaches it may write too.")
     ] = False,
     cluster: Annotated[
         int | None,
-        typer.Option(
-            metavar="SHARDS",
-            min=1,
-            help="Ask each folder, or store at a URL, by so many processes on Ray.",
-            show_default=False,
+        options.option(
+            "SHARDS", "Ask each folder, or store at a URL, by so many processes on Ray.", min=1
         ),
     ] = None,
-    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    browse: Annotated[bool, options.option("--open", "Open the page in a browser.")] = False,
 ) -> Result:
     """Serve databases over HTTP: a page and an API.
 
