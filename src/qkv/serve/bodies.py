@@ -7,23 +7,9 @@ from typing import Any
 from qkv.serve import limits
 from qkv.serve.fit import Schema
 
-TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-NUMBER: Schema = {
-    "type": ["number", "string", "null"],
-    "description": 'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
-}
-AT: Schema = {
-    "type": "integer",
-    "minimum": 0,
-    "maximum": 2**53,
-    "description": "As of this version; by default the newest.",
-}
-WHERE: Schema = {
-    "type": "string",
-    "maxLength": 10_000,
-    "description": "Rows that pass: \"year < 1900 and genre == 'poetry'\".",
-}
+
+def typed(kind: str | list[str], tells: str, **more: Any) -> Schema:
+    return {"type": kind, **more, "description": tells}
 
 
 def list_of(items: Schema, **more: Any) -> Schema:
@@ -43,41 +29,29 @@ def body(title: str, required: dict[str, Schema], **more: Schema) -> Schema:
     return {**record(title, required, **more), "additionalProperties": False}
 
 
+TEXT: Schema = {"type": "string"}
 TEXTS = list_of(TEXT)
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER = typed(
+    ["number", "string", "null"],
+    'A number; null where it is NaN, "inf" or "-inf" where it is infinite.',
+)
+AT = typed("integer", "As of this version; by default the newest.", minimum=0, maximum=2**53)
+WHERE = typed("string", "Rows that pass: \"year < 1900 and genre == 'poetry'\".", maxLength=10_000)
+SCORE = 'How keys are compared with the query: "cosine", "gaussian:0.5" …'
+WEIGHTING = 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …'
 HOW: dict[str, Schema] = {
-    "score": {
-        "type": ["string", "null"],
-        "maxLength": 64,
-        "description": 'How keys are compared with the query: "cosine", "gaussian:0.5" …',
-    },
-    "weighting": {
-        "type": "string",
-        "maxLength": 64,
-        "description": 'How scores become weights: "softmax", "hard", "topk:5", "entmax15" …',
-    },
+    "score": typed(["string", "null"], SCORE, maxLength=64),
+    "weighting": typed("string", WEIGHTING, maxLength=64),
 }
-TOLERANCE: Schema = {
-    "type": ["number", "null"],
-    "minimum": 0,
-    "description": "How far the weights may lie from the exact ones, proven: ½ Σ |difference|.",
+TOLERANCE = "How far the weights may lie from the exact ones, proven: ½ Σ |difference|."
+CONFIDENCE = "With what probability the tolerance must hold, where rows may be drawn for it."
+NEAR = {
+    "tolerance": typed(["number", "null"], TOLERANCE, minimum=0),
+    "confidence": typed(["number", "null"], CONFIDENCE, minimum=0, maximum=1),
 }
-CONFIDENCE: Schema = {
-    "type": ["number", "null"],
-    "minimum": 0,
-    "maximum": 1,
-    "description": "With what probability the tolerance must hold, where rows may be drawn for it.",
-}
-NEAR = {"tolerance": TOLERANCE, "confidence": CONFIDENCE}
-WHERE_OR_CELLS: Schema = {
-    "anyOf": [
-        WHERE,
-        {
-            "type": "object",
-            "description": 'Columns and what they equal: {"genre": "poetry"}.',
-        },
-        {"type": "null"},
-    ]
-}
+EQUAL = typed("object", 'Columns and what they equal: {"genre": "poetry"}.')
+WHERE_OR_CELLS: Schema = {"anyOf": [WHERE, EQUAL, {"type": "null"}]}
 QUERY: Schema = {
     "description": "A query, of the kind that the keys are, or a list of queries.",
     "type": ["string", "number", "boolean", "array", "object", "null"],
@@ -93,10 +67,10 @@ ANSWER = record(
         "effective_rows": NUMBER,
         "total": COUNT,
         "missing": COUNT,
-        "exact": {"type": "boolean", "description": "Whether the query is a key, which decides."},
+        "exact": typed("boolean", "Whether the query is a key, which decides."),
         "error_bound": {**NUMBER, "description": "½ Σ |weight − exact weight| is at most this."},
         "rows_read": {**COUNT, "description": "Rows whose keys were read in full."},
-        "statistical": {"type": "boolean", "description": "Whether the bound is not proven."},
+        "statistical": typed("boolean", "Whether the bound is not proven."),
         "engine": TEXT,
         "score": TEXT,
         "weighting": TEXT,
@@ -106,8 +80,8 @@ ANSWER = record(
     },
     weights=list_of(NUMBER),
     spread={},
-    coverage={"type": "number", "description": "With what probability `set` has the right row."},
-    abstains={"type": "boolean", "description": "Whether no row fits: `set` is empty."},
+    coverage=typed("number", "With what probability `set` has the right row."),
+    abstains=typed("boolean", "Whether no row fits: `set` is empty."),
     set_rows={**COUNT, "description": "Rows in `set`."},
     set=list_of(ROW, description="The set, where it is small."),
 )
@@ -119,8 +93,8 @@ ASK = body(
     top={"type": "integer", "minimum": 1, "maximum": limits.TOP},
     where=WHERE_OR_CELLS,
     at=AT,
-    weights={"type": "boolean", "description": "Give the weight of every row too."},
-    spread={"type": "boolean", "description": "Give how far the pooled values lie apart too."},
+    weights=typed("boolean", "Give the weight of every row too."),
+    spread=typed("boolean", "Give how far the pooled values lie apart too."),
 )
 ATTEND = body("Attend", {"query": QUERY}, **HOW, **NEAR, where=WHERE_OR_CELLS, at=AT)
 MATRIX = list_of(list_of({"type": "number"}, minItems=1), minItems=1)
@@ -137,11 +111,11 @@ WEIGHTS = body(
         ],
     },
 )
-RECORD: Schema = {"type": "object", "description": "A cell for each column, by its name."}
+RECORD = typed("object", "A cell for each column, by its name.")
 ADD = body(
     "Add",
     {"rows": list_of(RECORD, minItems=1, maxItems=limits.ROWS)},
-    update={"type": "boolean", "description": "Replace the newest row that has a row's key."},
+    update=typed("boolean", "Replace the newest row that has a row's key."),
 )
 NOW: dict[str, Schema] = {"name": TEXT, "rows": COUNT, "version": COUNT}
 KIND: Schema = {"type": ["string", "null"]}
