@@ -206,6 +206,28 @@ def test_rows_come_in_pages_and_pass_a_condition(
     assert list(client.rows("books", count=0)) == []
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"day": datetime.date(2024, 1, 5)},
+        {"day": [datetime.date(2024, 1, 5), None], "n": 1},
+        {"n": None},
+        {"n": {1, 3}},
+        {"n": np.float64(2.5)},
+        {"t": ["y'`", "z"]},
+        {"n": []},
+        {},
+    ],
+)
+def test_a_mapping_of_columns_is_sent_as_the_condition_that_it_is(where: Any) -> None:
+    from qkv.serve.remote import _condition
+
+    days = [datetime.date(2024, 1, 5), datetime.date(2024, 2, 5), None, datetime.date(2024, 3, 1)]
+    columns = {"k": list("abcd"), "day": days, "n": [1, 2.5, None, 3], "t": ["x", "y'`", None, "z"]}
+    D = qkv.Database.from_columns(columns, key="k")
+    assert list(D.rows(where=_condition(where))) == list(D.rows(where=where))
+
+
 def test_what_is_written_is_there(tmp_path: Path) -> None:
     with qkv.open(tmp_path / "names.qkv", key="last", value="first") as database:
         database.add("Li", "Mu")

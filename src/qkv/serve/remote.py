@@ -332,15 +332,19 @@ _SERVED = ("name", "types", "missing", "uploaded")
 
 
 def _condition(where: Any) -> str | None:
-    """A condition as text; of a mapping, that each column equals its cell."""
+    """A condition as text; of a mapping, that each column equals its cell, or one of a list."""
     if where is None or isinstance(where, str):
         return where
     if not isinstance(where, Mapping):
         raise ArgumentError("where: a function cannot be sent: write the condition as text")
-    return " and ".join(
-        f"`{str(name).replace('`', '``')}` {'is' if cell is None else '=='} {cell!r}"
-        for name, cell in where.items()
-    )
+    from qkv.database.columns import normal
+
+    parts = []
+    for name, wish in where.items():
+        many = isinstance(wish, list | set | frozenset)
+        told = [repr(normal(cell)) for cell in (wish if many else [wish])]
+        parts.append(f"`{str(name).replace('`', '``')}` in [{', '.join(told)}]")
+    return " and ".join(parts) or None
 
 
 def _is(found: Any, key: Any) -> bool:
