@@ -336,3 +336,14 @@ def test_what_duckdb_reads_is_a_table(tmp_path):
         {"item": name, "price": 2.5, "sold": datetime.date(2024, 1, 2)} for name in ("a", "b")
     ]
     assert V.ask(np.array([2.0, 2.5]), weighting="hard").value == 2
+
+
+def test_dates_are_their_iso_text_in_sql(tmp_path):
+    day = datetime.date(2024, 1, 5)
+    columns = {"day": [day, datetime.date(2024, 3, 1)], "price": [1.0, 2.0]}
+    path = tmp_path / "t.qkv"
+    qkv.Database.from_columns(columns, key="day", value="price", path=path).close()
+    with duckdb.connect() as con:
+        qkv.duckdb.register(con)
+        found = con.sql(f"SELECT day, price FROM qkv_ask('{path}', '2024-01-06', top := 1)")
+        assert found.fetchall() == [("2024-01-05", 1.0)]

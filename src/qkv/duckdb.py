@@ -114,7 +114,8 @@ def _columns(path: str) -> str:
 
 
 def _types(database: Database) -> dict[str, str]:
-    known = {"text": "VARCHAR", "bool": "BOOLEAN", "vector": "DOUBLE[]", "empty": "VARCHAR"}
+    known = {"bool": "BOOLEAN", "vector": "DOUBLE[]"}
+    known |= dict.fromkeys(("text", "date", "empty"), "VARCHAR")
     found = {}
     for name, about in database.describe().items():
         if about["type"] == "number":

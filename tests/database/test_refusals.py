@@ -146,7 +146,7 @@ def test_arrays_of_text_dates_and_objects_are_cells():
     )
     assert made.describe() == {
         "k": {"type": "text", "missing": 0},
-        "day": {"type": "text", "missing": 1},
+        "day": {"type": "date", "missing": 1},
         "v": {"type": "number, text", "missing": 1},
     }
     assert made.ask("a", where="day > '2020-12-31'").rows[0].key == "c"

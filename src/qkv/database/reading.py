@@ -423,7 +423,8 @@ class Reading(Closing, Generic[K, V]):
                 found[name] = {"type": "vector", "missing": 0}
                 continue
             census = view.census(name)
-            kind = "vector" if role else columns.told(census)
+            kind = "date" if name in view.schema.dates else columns.told(census)
+            kind = "vector" if role else kind
             found[name] = {"type": kind, "missing": int(census[columns.MISSING])}
         return found
 
