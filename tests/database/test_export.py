@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import gc
 import math
 import os
@@ -267,6 +268,14 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
     assert back["a"] == text and D.ask("a").to_dict()["value"] == text
     where = f"value == '{text}'"
     assert D.count(where) == back.count(where) == 2
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path):
+    path = tmp_path / "names.csv"
+    told = r"No space left on device: '.*names\.csv'"
+    with pytest.raises(OSError, match=told), export.whole(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that nobody holds any more

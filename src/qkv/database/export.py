@@ -126,7 +126,9 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         with open(aside, "xb") as file:
             yield file
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise

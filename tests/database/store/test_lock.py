@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import errno
 import itertools
 import os
 import sys
@@ -12,6 +13,7 @@ import threading
 import pytest
 
 from qkv import types
+from qkv.database.faults import Unwritable
 from qkv.database.store import Store, fork, lock
 from tests.interrupt import STORE, moments, stopped
 
@@ -157,3 +159,18 @@ def test_a_traceback_that_somebody_keeps_keeps_no_lock(way):
         other.join(300)
         assert len(done) == count + 1 and store.settings == {"later": count}
     assert kept
+
+
+@pytest.mark.parametrize(
+    ("number", "step"), [(errno.EMFILE, "close other files$"), (errno.EROFS, "or only read$")]
+)
+def test_a_lock_that_cannot_be_opened_says_what_to_do(tmp_path, monkeypatch, number, step):
+    def opened(*_):
+        raise OSError(number, os.strerror(number))
+
+    with Store(tmp_path / "s") as store:
+        monkeypatch.setattr(lock.plain, "opened", opened)
+        with pytest.raises(Unwritable, match=step):
+            store.commit(settings={"a": 1})
+        monkeypatch.undo()
+        assert store.commit(settings={"a": 1}).version == 1

@@ -320,8 +320,8 @@ class Catalogue(Closing):
             sqlite3.SQLITE_PERM,
         ):
             return Unwritable(
-                f"{self.path}: {text}; nothing was changed. Look at the disk's room and the "
-                "folder's permissions, and try again"
+                f"{self.path}: {text}; nothing was changed. Look at the disk's room, the folder's "
+                "permissions and the number of open files, and try again"
             )
         return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import threading
@@ -75,9 +76,10 @@ class WriteLock:
         except Damaged:
             raise
         except OSError as error:
+            many = error.errno in (errno.EMFILE, errno.ENFILE)
+            step = "close other files" if many else "make the folder writable, or only read"
             raise Unwritable(
-                f"{self._folder / WRITER} cannot be opened for writing ({error.strerror}): "
-                "make the folder writable, or only read"
+                f"{self._folder / WRITER} cannot be opened for writing ({error.strerror}): {step}"
             ) from error
         try:
             self._wait(file, locks, time.monotonic() + patience)
