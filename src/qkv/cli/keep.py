@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from qkv.cli import options, screen, values
@@ -112,7 +111,11 @@ def add(
         else:
             given = {columns[0]: spelled.like(value, example.get(columns[0]), "the value")}
         if update and wanted in database:
-            inserted = _change(database, wanted, given, columns)
+            if not given.keys() <= set(columns):
+                raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
+            many = len(columns) > 1
+            now = {**database[wanted], **given} if many else given[columns[0]]
+            inserted = database.update(wanted, now)
         else:
             parts = wanted if len(keys) > 1 else (wanted,)
             # A value's columns that nobody set are empty.
@@ -120,17 +123,6 @@ def add(
             database.extend([empty | dict(zip(keys, parts, strict=True)) | given])
             inserted = 1
         return _kept(database, bool(inserted) if update else None)
-
-
-def _change(
-    database: Database | Remote, key: Any, given: dict[str, Any], columns: Sequence[str]
-) -> int:
-    for name in given:
-        if name not in columns:
-            raise ArgumentError(f"--update changes the value's columns: {', '.join(columns)}")
-    if len(columns) == 1:
-        return database.update(key, given[columns[0]])
-    return database.update(key, {**database[key], **given})
 
 
 def remove(

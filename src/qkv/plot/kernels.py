@@ -146,17 +146,8 @@ def regression(
     norm, colours = style.scale(np.array([top]), "Reds")
     for column, (name, fit) in enumerate(fits.items()):
         above, below = grid[:, column]
-        above.plot(
-            k,
-            v,
-            "o",
-            markersize=3.2,
-            color="white",
-            mec=INK,
-            mew=0.6,
-            label="points",
-            clip_on=False,
-        )
+        dots = {"color": "white", "mec": INK, "mew": 0.6, "markersize": 3.2}
+        above.plot(k, v, "o", label="points", clip_on=False, **dots)
         if truth is not None:
             above.plot(q, truth(q), "--", color=BLUE, linewidth=1.1, label="truth")
         above.plot(q, fit.fitted, color=RED, linewidth=1.7, label="f(q)")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import qkv
+from qkv.serve.bodies import TEXT, record, typed
 from qkv.serve.fit import Schema
 from qkv.serve.route import Route
 from qkv.serve.served import NAME
@@ -25,14 +26,9 @@ WHY = {
     501: "A package is missing here; the sentence says which.",
     503: "Too much at a time, or it took too long.",
 }
-ERROR: Schema = {
-    "title": "Error",
-    "type": "object",
-    "properties": {"error": {"type": "string"}},
-    "required": ["error"],
-}
+ERROR = record("Error", {"error": TEXT})
 PATH: dict[str, Schema] = {
-    "key": {"type": "string", "description": "The key as text; of several columns as JSON."},
+    "key": typed("string", "The key as text; of several columns as JSON."),
     "call": {"type": "string", "pattern": "^[a-z]+$"},
 }
 
