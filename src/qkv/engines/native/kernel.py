@@ -30,6 +30,10 @@ ON_CPU = "ScaledDotProductFlashAttentionForCpuBackward0"
 """The kernel's node in a graph."""
 
 
+# What packs the arrays that a node keeps, as an activation checkpoint does.
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def kernel(
     call: Call,
     parts: Sequence[Array],
@@ -119,7 +123,7 @@ def smooth(
     """
     node = out.grad_fn
     name = type(node).__name__
-    if name == ON_CPU and MARK is not None and node._raw_saved_query.unpack_hook is None:
+    if name == ON_CPU and MARK is not None and _hooks(True) is None:
         node._register_hook_dict(MARK)
         return out
     if not name.startswith("ScaledDotProduct"):
@@ -189,7 +193,9 @@ def _again(
 def _marked() -> Any:
     """A tensor whose hook is `_before`, for nodes to take it from; None where torch does not tell
     who holds what a node has kept."""
-    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+    try:
+        _hooks(True)
+    except TypeError:
         return None
     mark: Any = torch.zeros((), requires_grad=True)
     mark._backward_hooks = OrderedDict({0: _before})
