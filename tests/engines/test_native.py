@@ -348,3 +348,22 @@ def test_a_number_under_a_mask_spoils_no_gradient_beside_weights(at, number):
         loss = out.sum() + alpha.square().sum()
         found.append([out, alpha, *torch.autograd.grad(loss, given)])
     torch.testing.assert_close(*found, equal_nan=True)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("mkl", [False, True])
+@pytest.mark.parametrize("mask", [None, masks.causal], ids=str)
+@pytest.mark.parametrize("n", [3, 16, 140])
+def test_weights_of_keys_that_were_copied_for_the_product(n, mask, mkl, learned, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from qkv.engines.native import weights
+
+    monkeypatch.setattr(weights, "MKL", mkl)
+    chance = torch.Generator().manual_seed(n)
+    packed = torch.randn(2, n, 9, 4, generator=chance, dtype=torch.float64).transpose(1, 2)
+    given = [x.requires_grad_(learned) for x in packed.split(3, 1)]
+    for _ in range(2):  # the second by the plan of the first
+        for returned in (True, "mean"):
+            got = qkv.attend(*given, mask=mask, return_weights=returned)
+            want = qkv.attend(*given, mask=mask, return_weights=returned, engine="dense")
+            torch.testing.assert_close(got, want)

@@ -600,3 +600,21 @@ def test_an_exported_causal_layer_takes_more_keys_than_queries_and_fewer():
     for n, m in ((7, 5), (4, 9)):
         given = torch.randn(2, n, 8), torch.randn(2, m, 8)
         torch.testing.assert_close(program(*given), Cross()(*given))
+
+
+@pytest.mark.parametrize("mkl", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_short_layer_with_and_without_mkl(weights, large, mkl, monkeypatch):
+    """By torch's operator for all of it, or by its parts."""
+    from qkv.nn import heads
+
+    monkeypatch.setattr(heads, "MKL", mkl)
+    monkeypatch.setattr(heads, "LARGE", 0 if large else heads.LARGE)
+    theirs, ours = (layer.eval() for layer in pair(batch_first=True))
+    x, hidden = torch.randn(N, L, E), torch.ones(L, L, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        for options in ({}, {"attn_mask": hidden}):
+            want = theirs(x, x, x, need_weights=weights, **options)
+            got = ours(x, x, x, need_weights=weights, **options)
+            torch.testing.assert_close(got, want)

@@ -63,6 +63,10 @@ RARE = 2**-8
 
 HALF = (torch.float16, torch.bfloat16)
 
+MKL: bool = torch.backends.mkl.is_available()
+"""Whether MKL makes the products of matrices; where OpenBLAS does, one of short matrices of which
+the second is transposed takes eight times as long as with a copy of it."""
+
 
 def finite(*arrays: Array) -> bool:
     """Whether no number of a CPU's arrays is NaN or infinite: a sum tells, and at worst raises a

@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework
+from qkv.arrays.torch import MKL
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
 from qkv.nn.attention import attended, words
@@ -26,8 +27,9 @@ from qkv.weightings import WeightingLike
 PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
 """The score and the weighting of torch's own layer."""
 
-SHORT = 64
-"""Queries up to which torch's operator for a whole layer is quicker on a CPU than its parts."""
+SHORT, LARGE = 64, 2**22
+"""Queries up to which torch's operator for a whole layer is quicker on a CPU than its parts; and
+products of a projection from which, without MKL, it is not but for weights."""
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -211,6 +213,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if not self._has_operator(x) or not (padding is None or hidden is None):
             return None
         if not x.is_cpu and not (mask is weights is None):  # where no NaN may be looked for
+            return None
+        if x.is_cpu and weights is None and not MKL and x.numel() * self.embed_dim >= LARGE:
             return None
         if mask is not None:
             fits = tuple(mask.shape) == (x.shape[0 if hidden is None else 1], x.shape[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qkv.arrays.torch import finite
+from qkv.arrays.torch import MKL, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
@@ -17,6 +17,9 @@ from qkv.types import Array, Arrays, Slopes
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
+
+FEW, SHORT = 12, 2**14
+"""Queries from which on, and scores of a head up to which, a copy of the keys pays without MKL."""
 
 
 def is_alike(call: Call) -> bool:
@@ -37,7 +40,8 @@ def at_once(call: Call) -> tuple[Array, Array] | None:
     parts: list[Any] = [call.query, call.key, call.value]
     query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in parts)
     bias = live.to(query.dtype).log_()  # 0, or −∞
-    s = torch.baddbmm(bias, query, key.mT, alpha=native.scale_of(call))
+    turned = key.mT if call.fw.needs_gradient(parts) else _turned(key, call.n)
+    s = torch.baddbmm(bias, query, turned, alpha=native.scale_of(call))
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value).view(*lead, call.n, -1)
     # What leaks is NaN, and so is the row of a query that is not finite. Of such a key all scores
@@ -136,7 +140,13 @@ def _alpha(query: Array, key: Array, lse: Array, scale: float, average: bool) ->
 
 
 def _exponentials(query: Array, key: Array, lse: Array, scale: float) -> Array:
-    return (query * scale @ key.mT).sub_(lse[..., None]).exp_()
+    return (query * scale @ _turned(key, query.shape[-2])).sub_(lse[..., None]).exp_()
+
+
+def _turned(key: Array, n: int) -> Array:
+    """Kᵀ, for a product with n queries whose gradient nobody wants."""
+    short = not MKL and n >= FEW and n * key.shape[-2] <= SHORT
+    return key.mT.contiguous() if short else key.mT
 
 
 def _slopes(
