@@ -121,6 +121,18 @@ def test_a_key_that_equals_nothing_is_refused(key):
         cells.digest(key)
 
 
+@pytest.mark.parametrize("cell", [{"\ud800": 1}, [{"a\ud800": {}}], ("a", "\ud800"), ["\ud800"]])
+def test_half_a_character_is_refused_however_deep(cell):
+    for write in (cells.plain, cells.digest):
+        with pytest.raises(ArgumentError, match="lone surrogate"):
+            write(cell)
+
+
+@pytest.mark.parametrize("cell", [np.array(3), np.array(2.5, np.float32), np.array("M8", object)])
+def test_an_array_of_no_axes_is_its_number(cell):
+    assert cells.loads(cells.dumps({"value": cell})) == {"value": cell.item()}
+
+
 def test_what_cannot_be_kept_is_said():
     with pytest.raises(DtypeError, match="a set cannot be kept"):
         cells.dumps({"c": {1, 2}})

@@ -156,6 +156,7 @@ def test_arrays_of_text_dates_and_objects_are_cells():
     ("path", "error", "says"),
     [
         ("a\0b", ArgumentError, "path holds a NUL character"),
+        ("a\ud800", ArgumentError, "path holds half a character"),
         ("a" * 5000, Unwritable, "cannot be looked at"),
         (5, DtypeError, "path must be the name of a folder, not a int"),
     ],

@@ -190,6 +190,7 @@ def plain(cell: Any) -> Any:
         for name in cell:
             if not isinstance(name, str):
                 raise DtypeError(f"a mapping's names must be text to be kept, not {name!r}")
+            utf8(name)
         inner = {name: plain(x) for name, x in cell.items()}
         return {"$dict": inner} if any(name.startswith("$") for name in inner) else inner
     if isinstance(cell, np.datetime64):
@@ -199,7 +200,10 @@ def plain(cell: Any) -> Any:
             tag = "$datetime" if isinstance(cell, datetime.datetime) else tag
             return {tag: cell.isoformat()}  # type: ignore[attr-defined]
     if is_array(cell):
-        array = np.ascontiguousarray(to_numpy(cell))
+        array = to_numpy(cell)
+        if not array.ndim:
+            return plain(array[()])
+        array = np.ascontiguousarray(array)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         text = base64.b64encode(array.tobytes()).decode()
         return {"$array": [array.dtype.str, list(array.shape), text]}
@@ -261,7 +265,7 @@ def digest(key: Any) -> bytes:
         text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     except RecursionError:
         raise ArgumentError(_DEEP) from None
-    return blake2b(b"j" + text.encode(), digest_size=DIGEST).digest()
+    return blake2b(b"j" + utf8(text), digest_size=DIGEST).digest()
 
 
 def _numeric(array: np.ndarray) -> np.ndarray:

@@ -26,9 +26,12 @@ def named(path: str | os.PathLike[str]) -> Path:
     """A path as any system may have it."""
     try:
         found = Path(path)
+        os.fsencode(found)
     except TypeError:
         kind = type(path).__name__
         raise DtypeError(f"path must be the name of a folder, not a {kind}") from None
+    except UnicodeEncodeError:
+        raise ArgumentError(f"path holds half a character, which no name has: {path!r}") from None
     if "\0" in str(found):
         raise ArgumentError(f"path holds a NUL character, which no name has: {str(found)[:80]!r}")
     return found
