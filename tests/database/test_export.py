@@ -270,11 +270,12 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
     assert D.count(where) == back.count(where) == 2
 
 
-def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path):
+@pytest.mark.parametrize("named", [(), (".names.csv.0a1b2c3d",)])
+def test_a_full_disk_is_told_with_the_file_and_leaves_none(tmp_path, named):
     path = tmp_path / "names.csv"
-    told = r"No space left on device: '.*names\.csv'"
+    told = r"No space left on device: '.*/names\.csv'$"
     with pytest.raises(OSError, match=told), export.whole(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device", *named)
     assert not list(tmp_path.iterdir())
 
 

@@ -127,8 +127,8 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             yield file
         os.replace(aside, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(path)  # a full disk does not say where
+        if isinstance(error, OSError) and error.errno and error.filename2 is None:
+            error.filename = str(path)  # not the name that goes, or none where the disk is full
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise
