@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import scores
+from qkv import scores, weightings
 from qkv.engines import streaming
 from tests.transforms import OPTIONS, cells, made
 
@@ -116,3 +116,27 @@ def test_blocks_in_each_shard(score, weighting, shared):
     want = jax.jit(partial(both, partial(attend, engine="dense")))(given, along)
     for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_export_of_lengths_that_are_symbols():
+    """A program made for any lengths gives what NumPy does."""
+    batch, n, m = jax.export.symbolic_shape("b, n, m")
+    w = np.cos(np.arange(24.0)).reshape(3, 8)
+
+    def function(*x):
+        learned = scores.Additive(*(x[0].__array_namespace__().asarray(y) for y in (w, w, w[:, 0])))
+        ways = (
+            {"mask": "causal"},
+            {"weighting": weightings.TopK(3)},
+            {"score": "cosine"},
+            {"score": learned},
+        )
+        return [qkv.attend(*x, **how) for how in ways]
+
+    shapes = [(batch, 4, n, 8), (batch, 2, m, 8), (batch, 2, m, 5)]
+    given = [jax.ShapeDtypeStruct(shape, "float64") for shape in shapes]
+    program = jax.export.export(jax.jit(function))(*given)
+    made = [(2, 4, 5, 8), (2, 2, 2, 8), (2, 2, 2, 5)]
+    arrays = [np.sin(np.arange(np.prod(x)) + k).reshape(x) for k, x in enumerate(made)]
+    for got, want in zip(program.call(*arrays), function(*arrays), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-12)

@@ -70,6 +70,10 @@ class Framework:
     def shape(self, x: Array) -> Shape:
         return tuple(x.shape)  # a length unknown until a graph runs is None
 
+    def unsized(self, x: Array) -> bool:
+        """Whether the length of some axis is unknown until a graph runs: no block can be cut."""
+        return None in x.shape
+
     def length(self, x: Array, axis: int) -> Any:
         """The length of an axis, as a number or, where only a run will tell, as an array."""
         return x.shape[axis]

@@ -48,6 +48,9 @@ class Jax(Framework):
     def unknown(self, x: Array) -> bool:
         return self.tracing(x) and x.to_concrete_value() is None
 
+    def unsized(self, x: Array) -> bool:
+        return not all(isinstance(size, int) for size in x.shape)  # but a symbol of jax.export
+
     def doubles(self, x: Array) -> bool:
         return bool(jax.config.jax_enable_x64)
 

@@ -73,6 +73,11 @@ class Call:
         return self.fw.shape(self.key)[-2]
 
     @derived
+    def unsized(self) -> bool:
+        """Whether a length is unknown until a graph runs."""
+        return any(self.fw.unsized(x) for x in (self.query, self.key))
+
+    @derived
     def lowering(self) -> tuple[Score, float] | str:
         """The score as one that has a form, and a bound on its error; or why there is none."""
         fw = self.fw

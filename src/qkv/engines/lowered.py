@@ -45,7 +45,7 @@ def glance(call: Call) -> str | None:
     if not isinstance(call.score, Additive):
         return None
     shape = (*call.lead, call.n, call.m)
-    if None not in shape and math.prod(shape) * streaming.footprint(call) < SHORT:
+    if not call.unsized and math.prod(shape) * streaming.footprint(call) < SHORT:
         few = f"{count(call.n)} queries and {count(call.m)} keys"
         return f"{few} do not pay for finding functions for tanh"
     return None
@@ -62,7 +62,7 @@ def cannot(call: Call) -> str | None:
 
 
 def declines(call: Call) -> str | None:
-    if None in (*call.lead, call.n, call.m):
+    if call.unsized:
         return streaming.UNKNOWN
     if _is_short(call):
         return None

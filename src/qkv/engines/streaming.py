@@ -55,7 +55,7 @@ UNKNOWN = "a length is unknown until the graph runs, so no blocks can be laid ou
 
 def cannot(call: Call) -> str | None:
     fw = call.fw
-    if None in (*fw.shape(call.query), *fw.shape(call.key)):
+    if call.unsized:
         return UNKNOWN
     lacks = call.weighting.lacks(False)
     if lacks is None and (lacks := call.weighting.lacks(True)):

@@ -166,9 +166,9 @@ class TopK(Exponential):
         return Softmax().lse_of(scores, self.mask(scores, live, k), k)
 
     def mask(self, scores: Array, live: Live, k: Array) -> Array:
-        fw, count, how = of(scores), scores.shape[-1], self
-        if count is not None and (fw.equal_spans or not fw.tracing(scores)):
-            how = self.among(count)  # there are no more to be held
+        fw, how = of(scores), self
+        if not fw.unsized(scores) and (fw.equal_spans or not fw.tracing(scores)):
+            how = self.among(scores.shape[-1])  # there are no more to be held
         found = how.search(lambda lift, merge, init: lift(fw.detach(scores), live, k))
         return how.chosen(scores, live, k, found)
 
