@@ -51,7 +51,7 @@ def met(monkeypatch):
     """The kernels that were compiled ahead, and those when they were launched."""
     early, late = [], []
     for module, names in (
-        (forward, ("pool", "pool_narrow", "merge")), (weigh, ("inner",)),
+        (forward, ("pool", "merge")), (weigh, ("inner",)),
         (to_keys, ("to_keys",)), (to_queries, ("to_queries",)),
         (norms, ("_square_kernel", "_square_slope_kernel")),
         (thresholds, ("entmax_kernel", "topk_kernel")),

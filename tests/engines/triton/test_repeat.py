@@ -88,7 +88,7 @@ class Kernel:
 def counted(monkeypatch):
     """Kernels that are launched as compiled ones are; how often the launches were repeated."""
     for module, name in (
-        (forward, "pool"), (forward, "pool_narrow"), (mend, "mend"), (norms, "_square_kernel"),
+        (forward, "pool"), (mend, "mend"), (norms, "_square_kernel"),
         (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge"),
         (hidden, "_hidden_kernel"), (features, "_fit_kernel"), (features, "_features_kernel"),
         (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv.engines.triton import launch, support
 from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Strides
+from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Sizes, Strides
 from qkv.engines.triton.support import SHARED
 
 LOG2E = 1.4426950408889634
@@ -199,20 +199,17 @@ class Arguments:
 
     def start(
         self, kernel: Any, programs: int | tuple[int, ...], arrays: tuple[Any, ...],
-        out: Tensor | None, sizes: tuple[int, ...], facts: dict[str, Any], tile: Tile,
+        out: Tensor | None, sizes: tuple[Any, ...], facts: dict[str, Any], tile: Tile,
     ) -> None:  # fmt: skip
         """Start a kernel with the call's own arrays, numbers and strides before these; the strides
         are those of `out` too."""
-        whole = (self.steps(out), self.n, self.m, *sizes)
-        given = (self.inputs, *arrays)
+        whole, given = (self.steps(out), *sizes), (self.inputs, *arrays)
         launch.start(kernel, programs, given, self.floats, whole, facts, tile)
 
-    def bounds(self, *more: int) -> tuple[int, ...]:
-        """Which pairs count, as every pass is told it: the band, the layout, the dropout, and its
-        own."""
-        return (
-            self.lower, self.upper, self.layout_size, self.layout_columns, *self.dropped, *more
-        )  # fmt: skip
+    def sizes(self, **own: int) -> Any:
+        """What every pass is told: the lengths, the band, the layout, the dropout, and its own."""
+        bounds = (self.lower, self.upper, self.layout_size, self.layout_columns, *self.dropped)
+        return Sizes(self.n, self.m, self.h, self.group, self.n, *bounds)._replace(**own)
 
     def walks(self, tile: Tile, splits: int, by_key: bool = False) -> list[Walk]:
         """The loops of a pass: one, or one of tiles without lists (`support`) and one of lists."""

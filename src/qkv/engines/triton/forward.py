@@ -18,9 +18,9 @@ from qkv.engines.triton import launch, tiles
 from qkv.engines.triton.arguments import Arguments, rounded
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
-from qkv.engines.triton.place import even, left_out, product, rows_program, scored, tile_of
-from qkv.engines.triton.records import Sizes
-from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched, launched_by_rows
+from qkv.engines.triton.place import even, left_out, product, rows_in, rows_program, scored, tile_of
+from qkv.engines.triton.records import NarrowSizes
+from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched
 from qkv.engines.triton.weigh import chosen, weigh
 
 
@@ -106,18 +106,12 @@ def nothing(F, WIDTH: tl.constexpr):
 
 @launched
 def pool(
-    given, at, counts, out, lse, kept, scales, steps,
-    n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
-    span, F: tl.constexpr,
+    given, at, counts, out, lse, kept, scales, steps, z, F: tl.constexpr
 ):  # fmt: skip
     """The output and log-sum-exp of one tile of queries; with SPLIT, of one part of the keys.
 
     A part goes to `out` (splits, …) unfinished, with its top in `lse` and its total in `kept`.
     """
-    z = Sizes(
-        n, m, heads, group, rows_n, lower, upper, size, columns, dropped, hashed, at_columns,
-        splits, span,
-    )  # fmt: skip
     if left_out(given, at, z, F):
         return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
@@ -137,7 +131,8 @@ def pool(
         state = pool_tiles(state, rows, keys, 0, scales, z, inner_hi, hi, F, True, False)
     acc, top, total = state
     line = spot.line
-    lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * splits)
+    rows_n = rows_in(z, F)
+    lanes = tl.num_programs(0) // ((rows_n + F.ROWS - 1) // F.ROWS * z.splits)
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * lanes * rows_n
         tl.store(lse + line, top, mask=spot.inside)
@@ -165,10 +160,6 @@ def pool(
             put(seen, share, out + first, there, spot.inside, F.D - first)
     else:
         put(acc, share, out, there, spot.inside, F.D)
-
-
-pool_narrow = launched_by_rows(pool.fn)
-"""`pool` of values that do not fill their tile."""
 
 
 @triton.jit
@@ -309,11 +300,13 @@ def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
                 # one loop to compile.
                 cut = call.lengths is not None or not facts["TMA"]
                 facts |= {"ENDED": True, "CUT": cut}
-            bounds, heads = call.bounds(at_columns, splits, span), lanes // call.b
-            kernel = pool if call.d == facts["BLOCK_D"] else pool_narrow
+            sizes = call.sizes(
+                heads=lanes // call.b, rows_n=rows, at_columns=at_columns, splits=splits, span=span
+            )
+            if call.d != facts["BLOCK_D"]:  # values that do not fill their tile
+                sizes = NarrowSizes(*sizes)
             grid = lanes * -(-rows // own.rows) * splits
-            sizes = (heads, call.group, rows, *bounds)
-            call.start(kernel, grid, (at, counts, *targets), out, sizes, facts, own)
+            call.start(pool, grid, (at, counts, *targets), out, (sizes,), facts, own)
         if splits > 1:
             names = ("D", "BLOCK_D", "WEIGHTING", "EXPONENTIAL", "APART")
             joined = {name: facts[name] for name in names}

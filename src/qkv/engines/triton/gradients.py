@@ -205,7 +205,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
             facts["CENTRE"] = 1 if grads is None else 2 * fused
             facts["CENTRED"] = facts["CENTRED"] and grads is not None
             arrays = (at, counts, along, centre, kept, dquery, one, two)
-            sizes = (call.h, call.group, lines, *call.bounds(at_columns, splits, span))
+            sizes = (call.sizes(at_columns=at_columns, splits=splits, span=span), lines)
             grid = call.b * call.h * -(-call.n // own.rows) * splits
             call.start(to_queries.to_queries, grid, arrays, dquery, sizes, facts, own)
         if dquery is not None and grads is not None and splits > 1:
@@ -252,11 +252,10 @@ def _to_keys(way: Way, *some: tuple[int, int], ds: Tensor | None = None) -> None
             many = call.b * call.h * call.n > launch.LARGE
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
             arrays = (at, counts, along, centre, kept, *targets, ds)
-            bounds = call.bounds(at_columns, splits, span)
-            own_sizes = (first_pair, first_key, keys_n, lines)
-            sizes = (call.hk, call.group, call.b * call.h * call.n, *bounds, *own_sizes)
+            sizes = call.sizes(heads=call.hk, at_columns=at_columns, splits=splits, span=span)
+            whole = (sizes, call.b * call.h * call.n, first_pair, first_key, keys_n, lines)
             grid = count * -(-keys_n // own.cols) * splits
-            call.start(to_keys.to_keys, grid, arrays, ds, sizes, facts, own)
+            call.start(to_keys.to_keys, grid, arrays, ds, whole, facts, own)
         for place, part in zip(places, targets, strict=True):
             if part is not place:
                 at = (slice(first_pair, first_pair + count), slice(first_key, first_key + keys_n))

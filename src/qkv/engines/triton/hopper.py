@@ -201,11 +201,11 @@ def described(base, b, h, rows, at_b, at_h, at_row, ROWS: gl.constexpr, F: gl.co
 
 @gluon.jit(do_not_specialize=SIZES)
 def pool_hopper(
-    given, at, counts, out, lse, kept, scales, steps,
-    n, m, heads, group, lanes, rows, count, F: gl.constexpr,
+    given, at, counts, out, lse, kept, scales, steps, z, lanes, rows, count, F: gl.constexpr
 ):  # fmt: skip
     """Jobs of 2 · ROWS queries, of which a processor has one after the other. The arrays are those
     of `forward.pool`, so that either launch is made again alike."""
+    n, m, heads, group = z.n, z.m, z.heads, z.group
     few = heads // group
     b = lanes // heads
     query = described(given.query, b, heads, n, steps.q_b, steps.q_h, steps.q_n, F.ROWS, F)
@@ -262,7 +262,7 @@ def pool(call: Any, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     facts = {"D": call.d, "ROWS": tile.rows, "COLS": tile.cols, "STAGES": tile.stages}
     arrays = (call.inputs, None, None, out, lse, kept)
     count = -(-call.m // tile.cols)
-    whole = (call.steps(out), call.n, call.m, call.h, call.group, lanes, rows, count)
+    whole = (call.steps(out), call.sizes(), lanes, rows, count)
     with launch.on(out.device):
         programs = min(lanes * rows, launch.processors(out.device))
         launch.start(pool_hopper, programs, arrays, call.floats, whole, facts, tile)

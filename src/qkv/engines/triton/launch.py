@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 from torch import Tensor
 
 from qkv.engines.triton import ahead
-from qkv.engines.triton.records import INTERPRETED, Facts, Scales, facts_of
+from qkv.engines.triton.records import INTERPRETED, TOLD, Facts, Scales, facts_of
 from qkv.errors import EngineError
 
 NARROWEST = 64
@@ -289,7 +290,7 @@ def start(
     """Start a kernel whose parameters come in this order: arrays, floats, whole numbers, `F`.
 
     The first of the arrays may be a record of arrays, the floats `Scales`, and the first of the
-    whole numbers `Strides`: the kernel takes each as one.
+    whole numbers `Strides` and `Sizes`: the kernel takes each as one.
     """
     programs = programs if isinstance(programs, tuple) else (programs,)
     grid = (*programs, 1, 1)[:3]
@@ -307,14 +308,15 @@ def start(
     at = [x if x is None else x.data_ptr() for x in flat]
     odd = tuple([x if x is None else x % 16 for x in at])
     device = flat[0].device
-    first, sizes = (whole[0], whole[1:]) if isinstance(whole[0], tuple) else ((), whole)
-    if max((*first, *sizes)) <= LARGE:
+    records = [x for x in whole if isinstance(x, tuple)]
+    sizes = whole[len(records) :]
+    told = [*chain(*records), *sizes]
+    if max(told) <= LARGE:
         # Triton knows a 1, a multiple of 16, and a number of 64 bits from others.
         count = len(sizes)
-        told = [*first, *[sizes[i] for i in _strides(kernel, -1 - count, count)]]
+        told = [x[i] for x in records for i in TOLD.get(type(x), range(len(x)))]
+        told += [sizes[i] for i in _strides(kernel, -1 - count, count)]
         told = [x if x == 1 else 2 * (x % 16 == 0) for x in told]
-    else:
-        told = [*first, *sizes]
     dtypes = tuple([x if x is None else x.dtype for x in flat])
     about = Key(kernel.__name__, id(kernel), tile, device, known, dtypes, odd, tuple(told))
     compiled, listed = COMPILED.get(about), ahead.LISTED.get()
@@ -323,7 +325,8 @@ def start(
         if taken:
             even = (type(arrays[0])(*dtypes[:taken]), *dtypes[taken:])
         given = arrays if any(odd) else even
-        job = partial(_compiled, kernel, grid, (*given, *numbers), named, device)
+        untold = [_untold(x) if type(x) in TOLD else x for x in numbers]
+        job = partial(_compiled, kernel, grid, (*given, *untold), named, device)
         if listed is None:
             ahead.compile_all(COMPILED)
             compiled = COMPILED.get(about) or job()
@@ -357,6 +360,12 @@ def _compiled(
         with suppress(triton.runtime.errors.OutOfResources):  # a launch says so, and shrinks
             made.run  # noqa: B018
         return made
+
+
+def _untold(sizes: Any) -> Any:
+    """Such of which Triton, which looks at each, learns no more than it is told, and their bits."""
+    kind, other = type(sizes), [7 + 2**40 * (x > LARGE) for x in sizes]
+    return kind(*[x if i in TOLD[kind] else other[i] for i, x in enumerate(sizes)])
 
 
 @cache

@@ -17,7 +17,7 @@ from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.operators import operator
 from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
-from qkv.engines.triton.records import Arrays, Sizes
+from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.tiles import bounds, fetch, finite, launched
 from qkv.engines.triton.to_queries import queries_tiles
 from qkv.engines.triton.weigh import Back, kept_of, left_over
@@ -40,23 +40,24 @@ def _head_of(out, parts, steps, z, F):
 
 
 @launched
-def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: tl.constexpr):
+def mend(given, out, kept, scales, steps, z, parts, F: tl.constexpr):
     """One head's output over again, if its last row is not finite: softmax over j − i ≤ upper.
 
     `parts` programs share a head's tiles of rows. There are few programs, so that to look and
     return costs next to nothing; every tile is done with care, so that there is one loop to
     compile. `kept` is as `pool` fills it, if it is given.
     """
-    z = Sizes(n, m, heads, group, n, 0, upper)
     lane, batch, head, out, sound = _head_of(out, parts, steps, z, F)
     if sound:
         return
-    keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
-    value = given.value + batch * steps.v_b + head // group * steps.v_h
-    lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * n
-    for tile in tl.range(tl.program_id(0) % parts, (n + F.ROWS - 1) // F.ROWS, parts):
+    keys = keys_of(given, None, 0, steps, batch, head // z.group, z, F)
+    value = given.value + batch * steps.v_b + head // z.group * steps.v_h
+    lines = tl.cast(tl.num_programs(0) // parts, tl.int64) * z.n
+    for tile in tl.range(tl.program_id(0) % parts, (z.n + F.ROWS - 1) // F.ROWS, parts):
         rows, spot = place(given, steps, tile, lane, z, F)
-        lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
+        lo, _, _, hi = bounds(
+            spot.first, spot.first + F.ROWS - 1, 0, z.upper, z.m, F.COLS, False, True
+        )
         acc, top, total = pool_tiles(
             nothing(F, F.BLOCK_D), rows, keys, (value, F.D), scales, z, lo, hi, F, True, True
         )
@@ -67,24 +68,23 @@ def mend(given, out, kept, scales, steps, n, m, heads, group, upper, parts, F: t
 
 @launched
 def mend_queries(
-    given, out, along, kept, dquery, scales, steps, n, m, heads, group, upper, parts,
+    given, out, along, kept, dquery, scales, steps, z, parts,
     a_b, a_h, a_n, a_d, d_b, d_h, d_n, F: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one head's queries over again, if its last row of output is not finite.
 
     As `mend`, whose `out` and `kept` this takes; `along` may have any strides.
     """
-    z = Sizes(n, m, heads, group, n, 0, upper)
     lane, batch, head, out, sound = _head_of(out, parts, steps, z, F)
     if sound:
         return
     along += batch * a_b + head * a_h
     dquery += batch * d_b + head * d_h
-    keys = keys_of(given, None, 0, steps, batch, head // group, z, F)
-    back = Back(along, None, kept, tl.cast(tl.num_programs(0) // parts, tl.int64) * n)
+    keys = keys_of(given, None, 0, steps, batch, head // z.group, z, F)
+    back = Back(along, None, kept, tl.cast(tl.num_programs(0) // parts, tl.int64) * z.n)
     column_d = tl.arange(0, F.BLOCK_D)[None, :]
     column_w = tl.arange(0, F.BLOCK_W)[None, :]
-    for tile in tl.range(tl.program_id(0) % parts, (n + F.ROWS - 1) // F.ROWS, parts):
+    for tile in tl.range(tl.program_id(0) % parts, (z.n + F.ROWS - 1) // F.ROWS, parts):
         rows, spot = place(given, steps, tile, lane, z, F)
         far = spot.row.to(tl.int64)
         here = along + far[:, None] * a_n + column_d * a_d
@@ -92,7 +92,9 @@ def mend_queries(
         there = fetch(out, far * steps.o_n, F.D, F.BLOCK_D).to(tl.float32)
         middle = tl.sum(do.to(tl.float32) * there, 1)[:, None]
         top, share, zero = kept_of(back, spot.line, F)
-        lo, _, _, hi = bounds(spot.first, spot.first + F.ROWS - 1, 0, upper, m, F.COLS, False, True)
+        lo, _, _, hi = bounds(
+            spot.first, spot.first + F.ROWS - 1, 0, z.upper, z.m, F.COLS, False, True
+        )
         state = (tl.zeros((F.ROWS, F.BLOCK_W), dtype=tl.float32), zero, zero, zero)
         known = (do, top[:, None], share[:, None], middle, do, do)
         dq, _, _, _ = queries_tiles(state, rows, keys, known, scales, z, lo, hi, F, True)
@@ -116,7 +118,7 @@ def _mend(
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
         facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
         facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
-        sizes = (call.h, call.group, call.upper, parts, *strides)
+        sizes = (call.sizes(), parts, *strides)
         call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 
     call.fitting("mend", call.tile("mend", call.n), run)

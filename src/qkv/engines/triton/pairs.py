@@ -10,7 +10,6 @@ from qkv.engines.triton import launch, tiles
 from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored
-from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.tiles import LN2, NONE, launched
 from qkv.engines.triton.weigh import Back, kept_of, slope, sound, weigh
 
@@ -65,23 +64,21 @@ def shared_tile(
 
 @launched
 def to_pairs(
-    given, along, centre, kept, dpairs, scales, steps,
-    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, splits, span,
-    rows_own, keys_own, lanes_own, batches_own, heads_own, F: tl.constexpr,
+    given, along, centre, kept, dpairs, scales, steps, z, lines, rows_own, keys_own, lanes_own,
+    batches_own, heads_own, F: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of a mask's array, from all batches and heads that share it.
 
     Where its rows or keys are shared too (`rows_own` or `keys_own` is 1), their tiles are looped
     over as well. A program has `span` of these steps, and of `splits` each writes a part by itself.
     """
-    z = Sizes(n, m, heads, group, n, lower, upper, size, columns, dropped, hashed)
-    tiles_i = (n + F.ROWS - 1) // F.ROWS
-    tiles_j = (m + F.COLS - 1) // F.COLS
+    tiles_i = (z.n + F.ROWS - 1) // F.ROWS
+    tiles_j = (z.m + F.COLS - 1) // F.COLS
     own_i = tl.where(rows_own > 1, tiles_i, 1)
     own_j = tl.where(keys_own > 1, tiles_j, 1)
     pid = tl.program_id(0)
-    part = pid % splits
-    pid = pid // splits
+    part = pid % z.splits
+    pid = pid // z.splits
     tile_j = pid % own_j
     pid = pid // own_j
     tile_i = pid % own_i
@@ -95,11 +92,11 @@ def to_pairs(
     total = tl.zeros((F.ROWS, F.COLS), dtype=tl.float32)
     offset = near_i[:, None] * steps.p_n + near_j[None, :] * steps.p_m
     back = Back(along, centre, kept, tl.cast(lines, tl.int64))
-    own_heads = heads // heads_own
+    own_heads = z.heads // heads_own
     if F.ONCE:  # all that share the tile look at one and the same
         i = (tile_i * F.ROWS + near_i)[:, None]
         j = (tile_j * F.COLS + near_j)[None, :]
-        inside = tiles.alive(i, j, m, given.layout, z, F)
+        inside = tiles.alive(i, j, z.m, given.layout, z, F)
         there = given.pairs + tl.cast(lane_own // own_heads, tl.int64) * steps.p_b
         there += tl.cast(lane_own % own_heads, tl.int64) * steps.p_h
         there += tile_i * F.ROWS * tl.cast(steps.p_n, tl.int64)
@@ -112,11 +109,11 @@ def to_pairs(
                 added = tl.where(own_live, own_extra, NONE)
             else:
                 added = tl.load(there + offset).to(tl.float32) * scales.times
-    begin = part * span
-    end = tl.minimum(begin + span, rounds)
+    begin = part * z.span
+    end = tl.minimum(begin + z.span, rounds)
     if F.QUICK:
-        own = (lanes_own * others // heads, batches_own, heads_own)
-        row = tl.minimum(tile_i * F.ROWS + near_i, n - 1)
+        own = (lanes_own * others // z.heads, batches_own, heads_own)
+        row = tl.minimum(tile_i * F.ROWS + near_i, z.n - 1)
         total = shared_tile(
             given, back, added, row, tile_i, tile_j, lane_own, begin, end, steps, scales, own, z, F
         )
@@ -129,9 +126,9 @@ def to_pairs(
         other = step // (loops_j * loops_i)
         batch = lane_own // own_heads * batches_own + other // heads_own
         head = lane_own % own_heads * heads_own + other % heads_own
-        rows, spot = place(given, steps, at_i // F.ROWS, batch * heads + head, z, F)
+        rows, spot = place(given, steps, at_i // F.ROWS, batch * z.heads + head, z, F)
         keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
-        here_j = tl.minimum(near_j, m - 1 - at_j)
+        here_j = tl.minimum(near_j, z.m - 1 - at_j)
         j = (at_j + near_j)[None, :]
         if F.ONCE:
             extra = own_extra
@@ -160,7 +157,7 @@ def to_pairs(
             scales.alpha, F, True,
         )  # fmt: skip
         if F.DROP:
-            dp = dp * tiles.kept_share(rows.drawn, j, dropped, scales.share)
+            dp = dp * tiles.kept_share(rows.drawn, j, z.dropped, scales.share)
         ds = slope(p, lean, dp, middle[:, None], share[:, None], F)
         total += tl.where(live, ds, 0.0)
     factor = scales.times
@@ -176,13 +173,13 @@ def to_pairs(
         if keys_own == 1:
             tl.store(there, tl.sum(tl.sum(total, 1), 0))
         else:
-            tl.store(there + col * steps.o_m, tl.sum(total, 0), mask=col < m)
+            tl.store(there + col * steps.o_m, tl.sum(total, 0), mask=col < z.m)
     else:
         down = there + row * tl.cast(steps.o_n, tl.int64)
         if keys_own == 1:
-            tl.store(down, tl.sum(total, 1), mask=row < n)
+            tl.store(down, tl.sum(total, 1), mask=row < z.n)
         else:
-            inside = (row < n)[:, None] & (col < m)[None, :]
+            inside = (row < z.n)[:, None] & (col < z.m)[None, :]
             tl.store(down[:, None] + col[None, :] * steps.o_m, total, mask=inside)
 
 
@@ -216,7 +213,7 @@ def fill(
         )  # fmt: skip
         arrays, lines = (along, centre, kept, out), call.b * call.h * call.n
         own_sizes = (rows, keys, batches * heads, call.b // batches, call.h // heads)
-        sizes = (call.h, call.group, lines, *call.bounds(splits, span), *own_sizes)
+        sizes = (call.sizes(splits=splits, span=span), lines, *own_sizes)
         call.start(to_pairs, programs * splits, arrays, out, sizes, facts, tile)
         if out is not dpairs:
             dpairs.copy_(out.sum(0))

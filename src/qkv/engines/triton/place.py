@@ -37,6 +37,12 @@ def known_steps(steps, F):
 
 
 @triton.jit
+def rows_in(z, F):
+    """Rows of a lane: queries, with PACKED of all heads that share its keys."""
+    return z.rows_n if F.PACKED else z.n
+
+
+@triton.jit
 def program(count, z, F):
     """This program's part of a loop, its tile of so many, and its lane."""
     pid = tl.program_id(0)
@@ -80,10 +86,10 @@ def place(given, steps, tile, lane, z, F):
     batch = tl.cast(lane // z.heads, tl.int64)
     head = tl.cast(lane % z.heads, tl.int64)
     r = tile * F.ROWS + tl.arange(0, F.ROWS)
-    inside = r < z.rows_n
-    r = tl.minimum(r, z.rows_n - 1)
+    inside = r < rows_in(z, F)
+    r = tl.minimum(r, rows_in(z, F) - 1)
     # Rows of a pair's group follow each other.
-    line = tl.cast(lane, tl.int64) * z.rows_n + r
+    line = tl.cast(lane, tl.int64) * rows_in(z, F) + r
     query = given.query + batch * steps.q_b
     pos = r
     own = head
@@ -175,7 +181,7 @@ def keys_of(given, at, tile, steps, batch, shared, z, F):
 @triton.jit
 def rows_tile(z, F):
     """This program's part of a loop, its tile of rows, of how many, and its lane."""
-    count = (z.rows_n + F.ROWS - 1) // F.ROWS
+    count = (rows_in(z, F) + F.ROWS - 1) // F.ROWS
     part, tile, lane = program(count, z, F)
     if F.UPPER:
         tile = count - 1 - tile  # a causal mask's longest rows first
@@ -216,7 +222,7 @@ def left_out(given, at, z, F):
     if F.LISTED:
         _, tile, _, lane = rows_tile(z, F)
         first = tile * (F.ROWS // LIST)
-        count = (z.rows_n + LIST - 1) // LIST
+        count = (rows_in(z, F) + LIST - 1) // LIST
         idle = is_listed(at, lane, first, count, z.at_columns, F.MANY) == (F.LISTED == 1)
     return idle
 

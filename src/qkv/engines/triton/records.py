@@ -1,9 +1,7 @@
 """What kernels are told, by name: records of strides and numbers, and one of all that they are
 compiled for.
 
-A kernel takes `Arrays`, `Scales` and `Strides` each as one tuple. Sizes are flat among its
-parameters, since Triton compiles anew for members of a tuple that are 1 or multiples of 16; inside
-they go on as `Sizes`.
+A kernel takes `Arrays`, `Scales`, `Strides` and `Sizes` each as one tuple.
 """
 
 from __future__ import annotations
@@ -89,7 +87,8 @@ Strides = namedtuple(
 """Of query, key, value, bias, gate and mask by batch, head, row and key; of a result, and of what
 the gradient of weights reads."""
 
-Sizes = namedtuple(
+_record: Any = namedtuple  # mypy knows fields that are spelled alone
+Sizes = _record(
     "Sizes",
     "n m heads group rows_n lower upper size columns dropped hashed at_columns splits span",
     defaults=(0, 0, 0, 1, 0, 1, 0),
@@ -97,6 +96,12 @@ Sizes = namedtuple(
 """What is not compiled for. Rows are those of a lane, which is a batch and one of `heads`; the
 layout's blocks are of `size`, `columns` in a line; `hashed` heads make a batch of a dropout's; a
 loop is done in `splits` of `span` tiles."""
+
+NarrowSizes = _record("NarrowSizes", Sizes._fields)
+"""The same where even rows are compiled for: else 200 columns take ptxas 26 s and not 3."""
+
+TOLD = {Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4)}
+"""Which of them are compiled for nevertheless: heads and group, and n and rows_n."""
 
 Rows = namedtuple("Rows", "base offset held i a row_a row_b pairs at drawn width")
 """A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its

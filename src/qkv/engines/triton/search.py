@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qkv.engines.triton.place import left_out, positions, product, rows_program, scored
-from qkv.engines.triton.records import Scales, Sizes
+from qkv.engines.triton.records import Scales
 from qkv.engines.triton.support import FEW, LIST, Marks, mark, mark_all
 from qkv.engines.triton.tiles import EIGHT, NONE, alive, folded, launched, ruled
 
@@ -192,8 +192,7 @@ def _bits_of(marks, across, lists, spot, edges, found, bad, z, F):
 
 @launched
 def entmax_kernel(
-    given, out, marks, across, lists, scales, steps, n, m, heads, group, lower, upper, at_columns,
-    F: tl.constexpr,
+    given, out, marks, across, lists, scales, steps, z, F: tl.constexpr
 ):  # fmt: skip
     """One tile of rows: a first look for the start, then steps until the slowest row is there.
 
@@ -204,7 +203,6 @@ def entmax_kernel(
     In PHASE 1 the first look sets the bits of `support` where that pays, and no other is taken:
     those follow in PHASE 2, over the lists of these.
     """
-    z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
     if left_out(given, lists, z, F):
         return
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
@@ -244,7 +242,7 @@ def entmax_kernel(
             sums = _look(t, rows, keys, edges, scales, own, z, F, True)
             t, low, high, far = _step(t, low, high, sums, scales.alpha, empty | bad, F)
             # The first look alone, if what it found is sure to fit.
-            marking = tl.sum(sums[2], 0) <= at_columns - LIST
+            marking = tl.sum(sums[2], 0) <= z.at_columns - LIST
             step = 1
         else:
             mark_all(own, edges[0], edges[3])
@@ -321,8 +319,7 @@ def _fitting(equal, room):
 
 @launched
 def topk_kernel(
-    given, out, position, marks, across, lists, scales, steps, n, m, heads, group, lower, upper,
-    at_columns, top_k, F: tl.constexpr,
+    given, out, position, marks, across, lists, scales, steps, z, top_k, F: tl.constexpr
 ):  # fmt: skip
     """One tile of rows: a bracket of the k-th score, cut in CUTS until k scores are above its foot.
 
@@ -330,7 +327,6 @@ def topk_kernel(
     are neighbours and more than k scores are ≥ low, the k-th has equals, and the last look finds
     the position up to which they count. In PHASE 1 that look sets the bits of `support`.
     """
-    z = Sizes(n, m, heads, group, n, lower, upper, at_columns=at_columns)
     rows, keys, spot, edges, _ = rows_program(given, lists, None, steps, z, F)
     scales = Scales(scales.scale, scales.alpha, scales.times, 1.0)
     peaks, _, floor, count = _peaks(rows, keys, edges, scales, z, F, False, True)
@@ -346,7 +342,7 @@ def topk_kernel(
         middle = _cut(low, high, CUTS // 2, look)
         above = tl.sum((peaks >= _number(middle)[:, None]).to(tl.int32), 1) >= top_k
         low = tl.where(above, middle, low)
-    count = tl.full((F.ROWS,), m, tl.int32) + top_k
+    count = tl.full((F.ROWS,), z.m, tl.int32) + top_k
     count_high = tl.zeros((F.ROWS,), tl.int32)
     going = 1
     look = 0

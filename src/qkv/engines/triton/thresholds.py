@@ -36,8 +36,7 @@ def _run(
 ) -> None:  # fmt: skip
     """Launch with the largest tile that the device holds."""
     call = Arguments(*given, *numbers)
-    columns = 0 if outs[-1] is None else outs[-1].shape[-1]
-    sizes = (call.h, call.group, call.lower, call.upper, columns, *whole)
+    sizes = call.sizes(at_columns=0 if outs[-1] is None else outs[-1].shape[-1])
     # A product in float32 is written out as one instruction for each of its terms, in each loop
     # over the keys: the compiler takes long over a whole width. The order of the sum is the same.
     wide = call.w > launch.HELD or call.query.dtype == torch.float32
@@ -53,7 +52,7 @@ def _run(
             "BLOCK_W": tile.chunk if wide else max(16, launch.power_of_2(call.w)),
         }
         programs = call.b * call.h * -(-call.n // tile.rows)
-        call.start(kernel, programs, outs, None, sizes, known, tile)
+        call.start(kernel, programs, outs, None, (sizes, *whole), known, tile)
 
     call.fitting(kernel.__name__, _tile(call.query, kernel, phase), run)
 

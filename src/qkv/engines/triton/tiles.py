@@ -20,23 +20,17 @@ INFINITY = tl.constexpr(float("inf"))
 EIGHT = tl.constexpr(8)
 
 SIZES = (
-    "n", "m", "rows", "rows_a", "rows_b", "rows_n", "length", "length_out", "lines", "lower",
-    "upper", "size", "columns", "at_columns", "splits", "span", "parts", "parts_lines", "count",
-    "first_pair", "first_key", "keys_n", "top_k", "tiles_a", "tiles_b", "jobs", "jobs_a",
-    "others_count", "dropped", "hashed", "words", "rows_own", "keys_own", "lanes_own",
+    "n", "m", "rows", "rows_a", "rows_b", "length", "length_out", "lines", "lower", "upper",
+    "at_columns", "splits", "parts", "parts_lines", "count", "first_pair", "first_key", "keys_n",
+    "top_k", "tiles_a", "jobs_a", "others_count", "words", "rows_own", "keys_own", "lanes_own",
     "batches_own", "heads_own",
 )  # fmt: skip
-"""Numbers that change from call to call, by name."""
+"""Numbers that change from call to call, by name, where they are not in `records.Sizes`."""
 
 launched = partial(triton.jit, do_not_specialize=SIZES)
 """A kernel that is launched. It is compiled once for all SIZES, where Triton would tell a 1 and a
 multiple of 16 from others. Of a stride it should: rows that begin evenly are read 16 bytes at once.
 """
-
-launched_by_rows = partial(
-    triton.jit, do_not_specialize=[x for x in SIZES if x not in ("n", "rows_n")]
-)
-"""The same, compiled anew for even rows: without that, 200 columns take ptxas 26 s and not 3."""
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from qkv.engines.triton import tiles, weigh
 from qkv.engines.triton.place import found_of, known_steps, positions, product, program
-from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.support import LIST, is_listed
 from qkv.engines.triton.tanh import add_units, is_idle, side_of, sums_of, units_of
 from qkv.engines.triton.tiles import LN2, launched
@@ -170,9 +169,8 @@ def across(given, back, listing, pair, g, first, steps, z, F):
 
 @launched
 def to_keys(
-    given, at, counts, along, centre, kept, dkey, dvalue, dbias, dgate, ds, scales, steps,
-    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
-    span, first_pair, first_key, keys_n, parts_lines, F: tl.constexpr,
+    given, at, counts, along, centre, kept, dkey, dvalue, dbias, dgate, ds, scales, steps, z,
+    lines, first_pair, first_key, keys_n, parts_lines, F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and its values, from every query of the group.
 
@@ -180,10 +178,6 @@ def to_keys(
     n and room) for a matrix product, and `dkey` is left alone. With SPLIT the queries are shared
     out, and each part is written by itself, as float32.
     """
-    z = Sizes(
-        n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
-        span,
-    )  # fmt: skip
     if is_idle(given, F):
         return
     steps = known_steps(steps, F)
@@ -192,30 +186,30 @@ def to_keys(
     pair += first_pair
     if F.LISTED:
         all_listed = True
-        for g in tl.range(0, group):
+        for g in tl.range(0, z.group):
             first = tile * (F.COLS // LIST)
-            count = (m + LIST - 1) // LIST
-            some = is_listed(at, pair * group + g, first, count, at_columns, F.MANY)
+            count = (z.m + LIST - 1) // LIST
+            some = is_listed(at, pair * z.group + g, first, count, z.at_columns, F.MANY)
             all_listed = all_listed & some
         if all_listed == (F.LISTED == 1):
             return
-    batch = tl.cast(pair // heads, tl.int64)
-    head = tl.cast(pair % heads, tl.int64)
+    batch = tl.cast(pair // z.heads, tl.int64)
+    head = tl.cast(pair % z.heads, tl.int64)
     first = tile * F.COLS
     near = tl.arange(0, F.COLS)
-    stored = (first + near < m) & (first + near < first_key + keys_n)
-    here = tl.minimum(near, m - 1 - first)
+    stored = (first + near < z.m) & (first + near < first_key + keys_n)
+    here = tl.minimum(near, z.m - 1 - first)
     key = given.key + batch * steps.k_b + head * steps.k_h + first * tl.cast(steps.k_m, tl.int64)
     value = given.value + batch * steps.v_b + head * steps.v_h
     value += first * tl.cast(steps.v_m, tl.int64)
-    end = tiles.length_of(given.lengths, batch, m)
+    end = tiles.length_of(given.lengths, batch, z.m)
     v = tiles.fetch(value, here * steps.v_m, F.D, F.BLOCK_D)  # (COLS, d)
     j = (first + near)[:, None]
     k = j
     if F.TANH:
-        side = side_of(given.eb, given.peak_b, given.v, pair, m, F)
+        side = side_of(given.eb, given.peak_b, given.v, pair, z.m, F)
         k = units_of(side, key, first, here, F)
-        ds = sums_of(dkey, pair, first, m, F)
+        ds = sums_of(dkey, pair, first, z.m, F)
     elif not F.WIDE and F.WEIGHTING != "average":
         k = tiles.fetch(key, here * steps.k_m, F.W, F.BLOCK_W)  # (COLS, w)
     bias = j
@@ -227,12 +221,12 @@ def to_keys(
         there = given.gate_key + batch * steps.gate_b + head * steps.gate_h
         b = weigh.gate_half(tl.load(there + first + here), F.FAST)[:, None]
     if F.LAYOUT:
-        at += tl.cast(tile, tl.int64) * at_columns
+        at += tl.cast(tile, tl.int64) * z.at_columns
         lo, inner_lo, inner_hi, hi = tiles.listed(counts, tile, given.lengths)
     else:
         last = tl.minimum(first + F.COLS, end) - 1
         lo, inner_lo, inner_hi, hi = tiles.bounds(
-            first, last, -upper, -lower, n, F.ROWS, F.UPPER, F.LOWER
+            first, last, -z.upper, -z.lower, z.n, F.ROWS, F.UPPER, F.LOWER
         )
         if F.CUT:
             if first >= end:
@@ -243,7 +237,7 @@ def to_keys(
     if F.EDGES:
         inner_hi = lo
     if F.SPLIT:
-        lo, inner_lo, inner_hi, hi = tiles.portion((lo, inner_lo, inner_hi, hi), part, span)
+        lo, inner_lo, inner_hi, hi = tiles.portion((lo, inner_lo, inner_hi, hi), part, z.span)
     state = nothing_yet(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     at_pairs = here[:, None] * steps.p_m
@@ -253,11 +247,11 @@ def to_keys(
     )  # fmt: skip
     back = weigh.Back(along, centre, kept, tl.cast(lines, tl.int64))
     call = (given, back, ds, scales, steps)
-    for g in tl.range(0, group):
+    for g in tl.range(0, z.group):
         listing = at
         if F.LISTED == 2:
-            lane = pair * tl.cast(group, tl.int64) + g
-            listing += (lane * ((m + LIST - 1) // LIST) + tile) * at_columns
+            lane = pair * tl.cast(z.group, tl.int64) + g
+            listing += (lane * ((z.m + LIST - 1) // LIST) + tile) * z.at_columns
             inner_hi = 0
             hi = (tl.load(listing).to(tl.int32) + F.ROWS - 1) // F.ROWS
         queries = across(given, back, listing, pair, g, first, steps, z, F)
@@ -274,11 +268,11 @@ def to_keys(
         )
         if good == 0:  # all again, with care
             state = nothing_yet(F)
-            for g in tl.range(0, group):
+            for g in tl.range(0, z.group):
                 queries = across(given, back, at, pair, g, first, steps, z, F)
                 state = keys_tiles(state, own, queries, call, z, lo, hi, F, True)
             dk, dv, db, dg = state
-    line = tl.cast(pair, tl.int64) * m + first + near
+    line = tl.cast(pair, tl.int64) * z.m + first + near
     if F.SPLIT:
         line += tl.cast(part, tl.int64) * parts_lines
     column = tl.arange(0, F.BLOCK_D)[None, :]

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from qkv.engines.triton import tiles
 from qkv.engines.triton.place import left_out, product, rows_program, scored, tile_of
-from qkv.engines.triton.records import Sizes
 from qkv.engines.triton.tanh import add_units, sums_of
 from qkv.engines.triton.tiles import EIGHT, LN2, launched
 from qkv.engines.triton.weigh import Back, kept_of, left_over, pulled, slope, sound, weigh
@@ -69,9 +68,8 @@ def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.cons
 
 @launched
 def to_queries(
-    given, at, counts, along, centre, kept, dquery, one_out, two_out, scales, steps,
-    n, m, heads, group, lines, lower, upper, size, columns, dropped, hashed, at_columns, splits,
-    span, F: tl.constexpr,
+    given, at, counts, along, centre, kept, dquery, one_out, two_out, scales, steps, z, lines,
+    F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of queries and of their gate, which goes to `one_out`.
 
@@ -80,10 +78,6 @@ def to_queries(
     the centre times Σ lean · ψ is subtracted at the end, and the centre goes to `one_out`. With
     WIDE the gradient of the query is not taken. `heads` are the query's.
     """
-    z = Sizes(
-        n, m, heads, group, n, lower, upper, size, columns, dropped, hashed, at_columns, splits,
-        span,
-    )  # fmt: skip
     if left_out(given, at, z, F):
         return
     rows, keys, spot, edges, part = rows_program(given, at, counts, steps, z, F)
@@ -92,7 +86,7 @@ def to_queries(
     known = Back(along, centre, kept, lines)
     top, share, middle = kept_of(known, spot.line, F)
     middle = middle[:, None]
-    lane = spot.batch * heads + spot.head
+    lane = spot.batch * z.heads + spot.head
     if F.ALONG:
         do = along + spot.batch * steps.a_b + spot.head * steps.a_h  # (ROWS, 1)
         do += rows.i * tl.cast(steps.a_n, tl.int64)
@@ -101,8 +95,8 @@ def to_queries(
     slopes = do
     ones = do
     if F.TANH:
-        slopes = sums_of(dquery, lane, spot.first, n, F)
-        ones = sums_of(one_out, lane, spot.first, n, F)
+        slopes = sums_of(dquery, lane, spot.first, z.n, F)
+        ones = sums_of(one_out, lane, spot.first, z.n, F)
     back = (do, top[:, None], share[:, None], middle, slopes, ones)
     HELD: tl.constexpr = 16 if (F.WIDE or F.CENTRE == 1) else F.BLOCK_W
     PARTS: tl.constexpr = EIGHT if F.CENTRE > 0 else 1  # of sums: those of a gate spill in parts

@@ -17,7 +17,7 @@ from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
-from qkv.engines.triton.records import ARRAYS, Arrays, Sizes
+from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
@@ -26,23 +26,22 @@ PLAIN = dict.fromkeys(("WIDE", "PACKED", "TMA", "CENTRED", "QUICK"), False)
 
 
 @launched
-def weigh_pairs(given, lse, out, scales, steps, n, m, heads, group, upper, F: tl.constexpr):
+def weigh_pairs(given, lse, out, scales, steps, z, F: tl.constexpr):
     """A tile of the weights of each head of a batch, or of their mean."""
-    z = Sizes(n, m, heads, group, n, 0, upper)
     batch = tl.program_id(2)
     t = tl.program_id(0)
     col = (t * F.COLS + tl.arange(0, F.COLS))[None, :]
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
     row = (tl.program_id(1) * F.ROWS + tl.arange(0, F.ROWS))[:, None]
-    within = row < n
+    within = row < z.n
     if F.CUT:  # else 16 bytes are written at once
-        within = within & (col < m)
+        within = within & (col < z.m)
     # 32 bits from one place: 64 for each number of an odd length leave room for two programs.
     first = tl.program_id(1) * F.ROWS * tl.cast(steps.o_n, tl.int64) + t * F.COLS
     out += tl.cast(batch, tl.int64) * steps.o_b + first
     near = tl.arange(0, F.ROWS)[:, None] * steps.o_n + tl.arange(0, F.COLS)[None, :]
-    for head in range(heads):
-        lane = batch * heads + head
+    for head in range(z.heads):
+        lane = batch * z.heads + head
         rows, spot = place(given, steps, tl.program_id(1), lane, z, F)
         keys = keys_of(given, None, 0, steps, spot.batch, spot.shared, z, F)
         top, share, _ = kept_of(Back(None, None, lse, None), spot.line, F)
@@ -90,12 +89,11 @@ def _weights(*given: Any) -> Tensor:
     own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
     call.facts = call.facts | PLAIN | own
     call.floats = call.floats._replace(share=1 / call.h if mean else 1.0)
-    sizes = (call.h, call.group, call.upper)
 
     def run(tile: Tile) -> None:
         facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": call.m % tile.cols != 0}
         grid = -(-call.m // tile.cols), -(-call.n // tile.rows), call.b
-        call.start(weigh_pairs, grid, (lse, out), out, sizes, call.facts | facts, tile)
+        call.start(weigh_pairs, grid, (lse, out), out, (call.sizes(),), call.facts | facts, tile)
 
     call.fitting("weigh_pairs", TILE, run)
     return out
