@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -31,8 +32,10 @@ FAR, SHUT = 2, 3
 """The query beyond every window, and the one that a mask leaves nothing."""
 DEAD = (2, 5)
 WIDTH = 2.2
-SHARPNESS = float(np.random.default_rng().uniform(0.5, 2.0))
-"""How a user's weighting bends its scores: another in every run."""
+SHARPNESS = float(
+    np.random.default_rng(None if os.environ.get("QKV_FULL") == "1" else 5).uniform(0.5, 2.0)
+)
+"""How a user's weighting bends its scores: another in every run of `make test-full`."""
 
 _rng = np.random.default_rng(11)
 
