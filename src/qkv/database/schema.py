@@ -55,6 +55,8 @@ class Schema:
             isinstance(some, tuple) and some and all(isinstance(name, str) for name in some)
             for some in names
         )
+        kinds = (made.key_kind, made.value_kind)
+        sound = sound and all(isinstance(kind, str) for kind in kinds)
         sound = sound and made.hash in ("blake2b", "sha256")
         if not sound or not {*made.key, *made.value} <= {*made.columns}:
             raise Damaged(
