@@ -64,6 +64,16 @@ def test_a_thread_of_ours_does_not_wait_for_itself(two):
     ]
 
 
+def test_what_a_thread_of_ours_begins_needs_no_other(two):
+    both = threading.Barrier(2)
+
+    def nested(x):
+        both.wait(60)
+        return threads.begin(str, x)()
+
+    assert threads.each(nested, [1, 2]) == ["1", "2"]
+
+
 def test_an_interrupted_call_keeps_no_thread(two):
     assert meet()
     places = [meet() for _ in moments(lambda: threads.each(str, range(3)), WAITS)]

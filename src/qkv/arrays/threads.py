@@ -75,7 +75,8 @@ def inside() -> bool:
 
 
 def begin(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Let a thread of ours do it; what is given waits for the result, as often as it is called."""
+    """Let a thread of ours do it; what is given waits for the result, as often as it is called. In
+    one of them, which might wait for itself, and when Python ends, it is done at once."""
     found: list[tuple[Any, BaseException | None]] = []
     ready: SimpleQueue[None] = SimpleQueue()
 
@@ -94,15 +95,12 @@ def begin(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
             raise error
         return value
 
-    job() if _over else _jobs().put(job)
+    job() if _over or inside() else _jobs().put(job)
     return result
 
 
 def each(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """function(item) for every item, on all cores, in the items' order; in this thread where it is
-    one of ours, which would wait for itself."""
-    if inside():
-        return list(map(function, items))
+    """function(item) for every item, on all cores, in the items' order."""
     items = list(items)
     out: list[Any] = [None] * len(items)
     failed: dict[int, BaseException] = {}
