@@ -1127,6 +1127,68 @@ def test_reading_a_folder_that_cannot_be_written(tmp_path, small):
         tmp_path.chmod(0o755)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a limit on files of this process")
+def test_reading_on_a_full_disk(tmp_path, small):
+    """What may not grow any file, as on a full disk, reads a store that was closed, and what
+    somebody writes to it meanwhile."""
+    filled(tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdin is not None and child.stdout is not None
+
+        def told() -> list[int]:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+            return json.loads(child.stdout.readline())
+
+        first = told()
+        with Store(tmp_path) as s:
+            assert first == [s.version, len(s.at()), 0]
+        for more in (1, 2):  # a writer that has left again each time
+            with Store(tmp_path) as s:
+                add(s, 5)
+                if more == 2:
+                    s.compact()
+            assert told() == [first[0] + more, first[1] + 5 * more, 5 * more]
+        with Store(tmp_path) as s:  # one who is still there
+            add(s, 5)
+            assert told() == [first[0] + 3, first[1] + 15, 15]
+            add(s, 5)
+            assert told() == [first[0] + 4, first[1] + 20, 20]
+        assert told() == [first[0] + 4, first[1] + 20, 20]
+        child.stdin.close()
+        assert child.wait() == 0
+
+
+_ON_A_FULL_DISK = """
+import json, resource, sys
+from qkv.database.faults import Unwritable
+from qkv.database.store import Store, check
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+store = Store(sys.argv[1])
+first = len(store.at())
+for _ in sys.stdin:
+    found = store.at()
+    ids = [row for row, _ in found.rows()]
+    assert len(ids) == len(found) and (found.tensor("value", ids) == ids).all()
+    print(json.dumps([store.version, len(found), len(found) - first]), flush=True)
+assert check(sys.argv[1]) == []
+try:
+    store.commit(remove=[ids[0]])
+except Unwritable:
+    store.close()
+else:
+    raise AssertionError
+"""
+
+
 def test_a_catalogue_cannot_name_files_elsewhere(tmp_path, small):
     inside, outside = tmp_path / "s", tmp_path / "segment-00000001.safetensors"
     first = filled(inside)[0]

@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
-from qkv.database.store import plain
+from qkv.database.store import mark, plain
 from qkv.database.store.mark import Watch
 from qkv.types import Closing, releasing
 
@@ -87,7 +88,7 @@ class Catalogue(Closing):
         self._watch = None if path is None or write else Watch(path.parent)
         self._seen: tuple[Edition, bytes, float] | None = None
         try:
-            self._connection = _connect(path, write, create)
+            self._connection, self._still = _connect(path, write, create)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
         try:
@@ -174,13 +175,34 @@ class Catalogue(Closing):
         self, give: Callable[[sqlite3.Cursor], T], statement: str, values: Any, many: bool = False
     ) -> T:
         self._owned()
-        try:
-            with self.lock:
+        with self.lock:
+            while True:
                 connection = self._connection
                 run = connection.executemany if many else connection.execute
-                return give(run(statement, values))
+                try:
+                    found = give(run(statement, values))
+                except (sqlite3.Error, UnicodeDecodeError) as error:
+                    if not self._moved():
+                        raise self._named(error) from error
+                else:
+                    if not self._moved():
+                        return found
+
+    def _moved(self) -> bool:
+        """Whether somebody has written what was read as a file that nobody writes: it is opened
+        again, and must be read again."""
+        if self._still is None or self.path is None or self._still == _state(self.path):
+            return False
+        if self._connection.in_transaction:
+            raise Locked(f"{self.path} is being written: try again")
+        try:
+            connection, still = _connect(self.path, write=False, create=False)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
+        self._connection.close()
+        self._connection, self._still = connection, still
+        self._edition = self._seen = None
+        return True
 
     def _owned(self) -> None:
         # One in memory is the child's own copy; that of a file shares its locks with the parent.
@@ -253,6 +275,7 @@ class Catalogue(Closing):
             found = (b"", 0.0) if watch is None else watch.look()
             # SQLite counts what other connections change; what this one changes it forgets.
             changes = None
+            self._moved()
             if self.path is not None:
                 try:  # as `one` does, in less time: each look-up comes here
                     changes = self._connection.execute("PRAGMA data_version").fetchone()
@@ -290,7 +313,7 @@ class Catalogue(Closing):
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with self.lock:
-                self._edition = self._seen = None
+                self._edition = self._seen = self._still = None
                 connection.close()
                 if self._watch is not None:
                     self._watch.close()
@@ -312,13 +335,7 @@ class Catalogue(Closing):
             return self.damaged(text)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return Locked(f"{self.path} is busy ({text}): try again when its writer is done")
-        if code in (
-            sqlite3.SQLITE_FULL,
-            sqlite3.SQLITE_IOERR,
-            sqlite3.SQLITE_READONLY,
-            sqlite3.SQLITE_CANTOPEN,
-            sqlite3.SQLITE_PERM,
-        ):
+        if code in _NO_PLACE:
             return Unwritable(
                 f"{self.path}: {text}; nothing was changed. Look at the disk's room, the folder's "
                 "permissions and the number of open files, and try again"
@@ -346,26 +363,59 @@ def row_crc(row: int, digest: bytes, record: str) -> int:
     return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
 
 
-def _connect(path: Path | None, write: bool, create: bool) -> sqlite3.Connection:
+def _connect(
+    path: Path | None, write: bool, create: bool
+) -> tuple[sqlite3.Connection, tuple[Any, ...] | None]:
+    """A connection; and where it takes the file for one that nobody writes, the state of that."""
     if path is None:
-        return _open(":memory:")
+        return _open(":memory:"), None
     plain.refuse_links(*(f"{path}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")))
     name = path.absolute().as_uri()
-    writable = os.access(path.parent, os.W_OK)
+    if write:
+        return _open(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER), None
+    # The log's index is written even by readers.
+    mode = "rw" if os.access(path.parent, os.W_OK) else "ro"
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return _open(f"{name}?mode={mode}", *_READER), None
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _NO_PLACE:
+                raise
+            still = _state(path)
+            # Where there is a log, its writer may only just be making the index.
+            if still[0] and time.monotonic() > until:
+                raise
+        # A full disk, or a folder that cannot be written, has no place for an index; without a log
+        # none is needed.
+        try:
+            if not still[0]:
+                return _open(f"{name}?immutable=1", *_READER), still
+        except sqlite3.Error:
+            if _state(path) == still:
+                raise
+        time.sleep(0.005)
+
+
+def _state(path: Path) -> tuple[Any, ...]:
+    """The length of the log, and what else changes when somebody writes."""
     try:
-        if write:
-            connection = _open(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER)
-        else:
-            # The log's index is written even by readers.
-            connection = _open(f"{name}?mode={'rw' if writable else 'ro'}", *_READER)
-    except sqlite3.OperationalError:
-        # A folder that cannot be written has no place for that index; without a log none is needed.
-        if write or writable or Path(f"{path}-wal").exists():
-            raise
-        connection = _open(f"{name}?immutable=1", *_READER)
-    return connection
+        log = os.stat(f"{path}-wal").st_size
+    except FileNotFoundError:
+        log = 0
+    file = os.stat(path)
+    return log, file.st_ino, file.st_size, file.st_mtime_ns, mark.of(path.parent)
 
 
+PATIENCE = 0.2
+"""Seconds to wait for a writer that is only beginning."""
+_NO_PLACE = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)
 _READER = (
     "PRAGMA query_only = 1",
     "PRAGMA trusted_schema = OFF",
