@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import qkv
 from qkv import scores, weightings
+from qkv.arrays import threads
 from qkv.engines import plan, triton
 from qkv.engines.triton import (  # fmt: skip
     ahead,
@@ -28,6 +30,7 @@ from qkv.engines.triton import (  # fmt: skip
     weigh,
 )
 from tests.engines.triton.test_repeat import Kernel
+from tests.interrupt import moments
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
 
@@ -153,11 +156,40 @@ class Named(NamedTuple):
     name: str
 
 
-def test_what_takes_longest_begins_first(monkeypatch):
+@pytest.fixture
+def one(monkeypatch):
+    """One thread, however many cores there are."""
+    monkeypatch.setattr(threads, "CORES", 1)
+    threads._jobs.cache_clear()
+    yield
+    threads._jobs.cache_clear()
+
+
+def test_what_takes_longest_begins_first(monkeypatch, one):
     monkeypatch.setattr(ahead, "HEAD_START", 0)
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", lambda count: ThreadPoolExecutor(1))
     begun, known = [], {}
     names = ("inner", "to_keys", "_square_kernel", "pool")
     ahead.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
     assert begun == ["pool", "to_keys", "inner", "_square_kernel"]
     assert known == dict.fromkeys(map(Named, names))
+
+
+@pytest.mark.parametrize("label", [None, "compiling"])
+def test_an_interrupted_compilation_keeps_no_thread(monkeypatch, one, label):
+    """Ctrl-C wherever a call of C returns, to ours and to the standard library's."""
+    monkeypatch.setattr(ahead, "HEAD_START", 0.001)
+    jobs = {Named(x): partial(str, x) for x in ("pool", "to_keys", "inner")}
+    waits = (ahead.__file__, threads.__file__, threading.__file__)
+    waits += (os.path.dirname(concurrent.futures.__file__),)
+    for _ in moments(lambda: ahead.compile_jobs(jobs, {}, label), waits):
+        known = {}
+        ahead.compile_jobs(jobs, known)
+        assert known == {key: key.name for key in jobs}
+
+
+def test_an_error_of_a_compilation_is_raised(one):
+    known = {}
+    jobs = {Named("pool"): partial(int, "x"), Named("inner"): partial(int, "1")}
+    with pytest.raises(ValueError, match="'x'"):
+        ahead.compile_jobs(jobs, known, "compiling")
+    assert known == {}

@@ -6,15 +6,18 @@ the sum. A dry run, which launches nothing, tells them all, and threads compile 
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qkv.arrays.threads import begin
 from qkv.bar import bar
 
 Jobs = dict[Any, Callable[[], Any]]
@@ -71,20 +74,30 @@ def compile_all(known: dict[Any, Any]) -> None:
 
 def compile_jobs(jobs: Jobs, known: dict[Any, Any], label: str | None = None) -> None:
     """Do the jobs side by side, and add what comes of them to `known`; a label has a bar."""
-    if not jobs:
-        return
     long = sorted((key for key in jobs if key.name in LONGEST), key=lambda x: LONGEST.index(x.name))
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        waiting = {}
+    ended: SimpleQueue[Any] = SimpleQueue()
+
+    def job(key: Any) -> Any:
+        try:
+            return jobs[key]()
+        finally:
+            ended.put(key)
+
+    begun: Jobs = {}
+    done = 0
+    with contextlib.nullcontext() if label is None else bar(label, len(jobs)) as shown:
         for key in (*long, *[key for key in jobs if key.name not in LONGEST]):
-            waiting[pool.submit(jobs[key])] = key
-            if key in long[:-1]:
-                wait(waiting, HEAD_START)
-        if label is not None:
-            with bar(label, len(jobs)) as shown:
-                for done, _ in enumerate(as_completed(waiting), 1):
-                    shown(done, len(jobs))
-        known.update({key: job.result() for job, key in waiting.items()})
+            begun[key] = begin(job, key)
+            until = time.monotonic() + HEAD_START
+            with contextlib.suppress(Empty):
+                while key in long[:-1] and done < len(begun):
+                    ended.get(timeout=max(0, until - time.monotonic()))
+                    done += 1
+        while shown is not None and done < len(jobs):
+            ended.get()
+            done += 1
+            shown(done, len(jobs))
+        known.update({key: result() for key, result in begun.items()})
 
 
 def there_and_back(run: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor]) -> None:
