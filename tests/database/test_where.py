@@ -196,12 +196,67 @@ def test_cells_that_have_no_order_are_said():
     assert passing({"tags": [[1, 2]]}, [{"tags": [1, 2]}, {"tags": [1]}]) == [True, False]
 
 
-def test_dates_are_compared_as_iso_text():
+def test_dates_are_compared_with_their_iso_text():
     day = datetime.date(2020, 3, 1)
     rows = [{"day": day}, {"day": datetime.date(2021, 1, 1)}, {"day": None}]
     assert passing("day < '2020-12-31'", rows) == [True, False, False]
     assert passing({"day": day}, rows) == [True, False, False]
     assert passing("day == '2021-01-01'", rows) == [False, True, False]
+
+
+def hours(zone=None):
+    days = [(2024, 1, 1, 9), (2024, 1, 1, 12), (2024, 1, 2), (2024, 2, 3, 8, 30, 15, 500000)]
+    return [{"at": datetime.datetime(*day, tzinfo=zone)} for day in days] + [{"at": None}]
+
+
+@pytest.mark.parametrize(
+    ("where", "right"),
+    [
+        ("at < '2024-01-01 12:00'", [0]),
+        ("at <= '2024-01-01 12:00'", [0, 1]),
+        ("at <= '2024-01-01T12:00'", [0, 1]),
+        ("'2024-01-01 12:00' < at", [2, 3]),
+        ("at == '2024-01-01 12:00'", [1]),
+        ("at != '2024-01-01 12:00'", [0, 2, 3, 4]),
+        ("at in ['2024-01-01 12:00', '2024-02-03 08:30:15.5', None]", [1, 3, 4]),
+        ("at == '2024-01-02'", [2]),
+        ("at > '2024-01-02'", [3]),
+        ("at < '2024-02'", [0, 1, 2]),
+        ("at >= '2024'", [0, 1, 2, 3]),
+        ("'01-01' in at", [0, 1]),
+        ({"at": "2024-01-01 12:00"}, [1]),
+        ({"at": datetime.datetime(2024, 1, 1, 12)}, [1]),
+        ({"at": datetime.date(2024, 1, 2)}, [2]),
+    ],
+)
+def test_moments_are_compared_however_they_are_written(where, right):
+    assert np.flatnonzero(passing(where, hours())).tolist() == right
+
+
+def test_moments_of_other_zones():
+    berlin = datetime.timezone(datetime.timedelta(hours=1))
+    rows = hours(berlin)
+    assert passing("at < '2024-01-01T11:30:00+00:00'", rows) == [True, True, False, False, False]
+    assert passing("at == '2024-01-01T11:00Z'", rows) == [False, True, False, False, False]
+    assert passing("at < '2024-01-01 11:30'", rows) == [True, False, False, False, False]
+    with pytest.raises(DtypeError, match=r"without a zone.*T11:00:00\+00:00: write it without"):
+        passing("at < '2024-01-01T11:00Z'", hours())
+
+
+def test_a_date_is_not_compared_with_what_is_none():
+    for wrong in ("tomorrow", "2024-1-1"):
+        with pytest.raises(DtypeError, match=f"'at' holds dates.*'{wrong}'.*2024-01-31"):
+            passing(f"at < '{wrong}'", hours())
+    rows = [{"at": datetime.date(2024, 1, 1)}, {"at": "soon"}, {"at": "2024-01-01"}]
+    assert passing("at < 'tomorrow'", rows) == [True, True, True]
+    assert passing("at == '2024-01-01 00:00'", rows) == [True, False, False]
+    assert passing("at == 'soon'", rows) == [False, True, False]
+
+
+def test_columns_of_days_and_moments_are_compared():
+    rows = [{**row, "day": datetime.date(2024, 1, 2)} for row in hours()]
+    assert passing("at < day", rows) == [True, True, False, False, False]
+    assert passing("at <= day", rows) == [True, True, True, False, False]
 
 
 def test_numbers_that_no_float_holds_are_told_apart():

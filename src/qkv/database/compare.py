@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv.database import cells, columns
+from qkv.database import cells, columns, spelled
 from qkv.database.columns import MISSING, NUMBERS, OTHER, TEXT, WIDE, Column
 from qkv.errors import ArgumentError, DtypeError
 
@@ -34,10 +35,11 @@ _SAMPLE = 4096
 
 
 class Texts(NamedTuple):
-    """The different texts of a column, which of them each row has, (m,), −1 where none, and about
-    how many bytes that takes."""
+    """The different texts of a column, those that are dates as these too, which of them each row
+    has, (m,), −1 where none, and about how many bytes that takes."""
 
     texts: list[str]
+    dates: list[Any]
     place: np.ndarray
     size: int
 
@@ -142,6 +144,8 @@ def member(left: Side, members: Sequence[Side]) -> Condition:
         for side in members:
             if isinstance(side, Written):
                 true |= _equals(table, name, column, side.cell)
+                if (moment := _moment(side.cell)) is not None:
+                    _same_moment(table, name, column, moment, true)
             else:
                 true |= _alike(table, name, column, side.column)
         return Passed(true, np.ones(len(table), bool))
@@ -207,7 +211,7 @@ def order(op: ast.cmpop, left: Side, right: Side) -> Condition:
             return Passed(np.zeros(len(table), bool), np.zeros(len(table), bool))
         _comparable(table, name, [cell], order=True)
         if kind == TEXT:
-            return Passed(_by_text(table, name, lambda text: compare(text, cell)), known)
+            return Passed(_by_text(table, name, cell, compare), known)
         number = float(columns.coded([cell]).numbers[0])
         true = compare(column.numbers, number) & known
         if kind == WIDE or table.census(name)[WIDE]:
@@ -234,7 +238,10 @@ def _ordered_columns(
     if unsure.any():
         at = np.flatnonzero(unsure)
         pairs = zip(table.cells(one, at), table.cells(two, at), strict=True)
-        true[at] = [bool(compare(columns.normal(x), columns.normal(y))) for x, y in pairs]
+        true[at] = [
+            bool(compare(*_pair(one, x, _moment(y)) or (columns.normal(x), columns.normal(y))))
+            for x, y in pairs
+        ]
     return Passed(true, known)
 
 
@@ -254,17 +261,73 @@ def contains(right: Side, left: Side) -> Condition:
     def passed(table: Piece) -> Passed:
         _comparable(table, name, [part], order=True)
         known = table.column(name).kinds != MISSING
-        return Passed(_by_text(table, name, lambda text: part in text), known)
+        texts, _, place, _ = table.texts(name)
+        return Passed(_spread([part in text for text in texts], place), known)
 
     return passed
 
 
-def _by_text(table: Piece, name: str, passes: Callable[[str], Any]) -> np.ndarray:
-    """What a function says of each text, asked once for each different one."""
-    texts, place, _ = table.texts(name)
-    verdicts = np.zeros(len(texts) + 1, bool)
-    verdicts[:-1] = [bool(passes(text)) for text in texts]
-    return np.asarray(verdicts[place])
+def _by_text(table: Piece, name: str, text: str, compare: Callable[[Any, Any], Any]) -> np.ndarray:
+    """Of each row its text, or the moment that it is, compared with another."""
+    texts, dates, place, _ = table.texts(name)
+    moment = _moment(text)
+    if moment is None and dates and None not in dates:
+        raise DtypeError(
+            f"where: column {name!r} holds dates and is compared with {cells.shown(text)}: write "
+            "a date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
+        )
+    pairs = zip(texts, dates, strict=True)
+    return _spread([compare(*_pair(name, date, moment) or (x, text)) for x, date in pairs], place)
+
+
+def _spread(verdicts: Sequence[Any], place: np.ndarray) -> np.ndarray:
+    """What was said of each different text, for the rows that have it."""
+    return np.asarray(np.array([*map(bool, verdicts), False])[place])
+
+
+def _moment(cell: Any) -> Any:
+    """A date or its ISO text as a moment, a day as its midnight; None of anything else."""
+    if isinstance(cell, str):
+        return spelled.moment(cell)
+    if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
+        return datetime.datetime.combine(cell, datetime.time())
+    return cell if isinstance(cell, datetime.datetime | datetime.time) else None
+
+
+def _pair(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
+    """A cell and the moment it is compared with, both as moments; None where one is none. Where
+    the one that is given has no zone, the hours count that the cell's own clock showed."""
+    own = None if isinstance(date, str) else _moment(date)
+    if (
+        own is None
+        or moment is None
+        or isinstance(own, datetime.time) != isinstance(moment, datetime.time)
+    ):
+        return None
+    if moment.tzinfo is None:
+        return own.replace(tzinfo=None), moment
+    if own.tzinfo is None:
+        raise DtypeError(
+            f"where: column {name!r} holds moments without a zone and is compared with one that "
+            f"has one, {moment.isoformat()}: write it without one"
+        )
+    return own, moment
+
+
+def _same_moment(table: Piece, name: str, column: Column, moment: Any, true: np.ndarray) -> None:
+    """Which other cells are dates that mean this moment, in `true`."""
+    if moment.tzinfo is not None:
+        _, dates, place, _ = table.texts(name)
+        pairs = [_pair(name, date, moment) for date in dates]
+        true |= _spread([pair is not None and pair[0] == pair[1] for pair in pairs], place)
+        return
+    wanted = [moment]
+    if isinstance(moment, datetime.datetime) and moment.time() == datetime.time():
+        wanted.append(moment.date())
+    for date in wanted:
+        code = np.uint64(columns.code(date, TEXT))
+        at = np.flatnonzero((column.kinds == TEXT) & (column.codes == code) & ~true)
+        true[at] = [not isinstance(x, str) for x in table.cells(name, at)]
 
 
 def texts_of(table: Piece, name: str) -> Texts:
@@ -274,8 +337,10 @@ def texts_of(table: Piece, name: str) -> Texts:
     _, first, back = np.unique(column.codes[at], return_index=True, return_inverse=True)
     place = np.full(len(table), -1, np.int32)
     place[at] = back
-    texts = [str(columns.normal(x)) for x in table.cells(name, at[first])]
-    return Texts(texts, place, place.nbytes + sum(map(sys.getsizeof, texts)))
+    found = table.cells(name, at[first])
+    texts = [str(columns.normal(x)) for x in found]
+    dates = [None if isinstance(x, str) else x for x in found]
+    return Texts(texts, dates, place, place.nbytes + sum(map(sys.getsizeof, (*texts, *dates))))
 
 
 def _same(a: Any, b: Any) -> bool:

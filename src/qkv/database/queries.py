@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -83,10 +82,8 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
 
 def _moment(one: Any, place: int) -> Any:
     """A date or time as it is, or of its ISO text."""
-    if isinstance(one, str):
-        for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
-            with contextlib.suppress(ValueError):
-                return read(one)
+    if isinstance(one, str) and (found := spelled.moment(one)) is not None:
+        return found
     if one is None or cells.kind(one) == "date":
         return one
     told = f"a date or its ISO text, as the keys are, not {cells.shown(one)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import datetime
 import json
 import re
 from collections.abc import Mapping
@@ -31,6 +33,20 @@ def number(text: str) -> int | float | None:
     except ValueError:
         return None
     return found if found == found else None
+
+
+def moment(text: str) -> datetime.datetime | datetime.time | None:
+    """The moment that an ISO text is, if it is one: of a day its midnight, of a month or a year the
+    first.
+
+    >>> moment("2024-03-01 12:00"), moment("2024-03"), moment("soon")
+    (datetime.datetime(2024, 3, 1, 12, 0), datetime.datetime(2024, 3, 1, 0, 0), None)
+    """
+    text += "-01-01"[len(text) - 4 :] if re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII) else ""
+    for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return None
 
 
 def guess(text: str) -> Any:
