@@ -59,7 +59,8 @@ class Cluster(Leaving, Reading[Any, Any]):
         hedge: float | None = None,
         partial: bool = False,
     ):
-        places = [_place(x) for x in ([sources] if _one(sources) else sources)]  # type: ignore[union-attr]
+        given = [sources] if isinstance(sources, str | os.PathLike) else sources
+        places = [_place(x) for x in given]
         if not places:
             raise ArgumentError("sources: name the path or the URL of at least one store")
         count = (len(places) if len(places) > 1 else 2) if shards is None else shards
@@ -224,10 +225,6 @@ class Cluster(Leaving, Reading[Any, Any]):
     def __repr__(self) -> str:
         shards, told = len(self._fleet.shards), ", ".join(self._fleet.sources)
         return f"<Cluster {told}: {len(self):,} rows in {shards} shards>"
-
-
-def _one(sources: Any) -> bool:
-    return isinstance(sources, str | os.PathLike)
 
 
 def _place(source: Any) -> str:

@@ -157,7 +157,7 @@ class Asked:
             held = self.view.schema.values_of(records[:SHARES])
             values = _shares(held, weights.tolist())
             value = values[0].value
-        given = partial(_itself, alpha) if keep else partial(self._again, query)
+        given = (lambda: alpha) if keep else partial(self._again, query)
 
         def above(weight: float) -> list[Row]:
             alpha = np.asarray(given())
@@ -325,10 +325,6 @@ def farther(one: Scatter, two: Scatter) -> Scatter:
     """The sum of both, in the larger units."""
     size = np.maximum(one[1], two[1])
     return one[0] * (one[1] / size) ** 2 + two[0] * (two[1] / size) ** 2, size
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _shares(values: list[Any], weights: list[float]) -> list[Share]:

@@ -31,8 +31,8 @@ HUGE = int(sys.float_info.max)
 DIGITS = sys.float_info.max_10_exp
 _DEEP = "tuples, lists or mappings are nested too deeply to be kept: flatten them"
 
-_DATES = {"$date": datetime.date, "$datetime": datetime.datetime, "$time": datetime.time}
-
+# A datetime is a date too, so it comes first.
+_DATES = {"$datetime": datetime.datetime, "$date": datetime.date, "$time": datetime.time}
 
 ABSENT = {"NAType", "NaTType", "MaskedConstant"}
 """What stands for a missing cell in columns of pandas and NumPy, which we do not import."""
@@ -195,9 +195,8 @@ def plain(cell: Any) -> Any:
         return {"$dict": inner} if any(name.startswith("$") for name in inner) else inner
     if isinstance(cell, np.datetime64):
         cell = moment(cell)
-    for tag, type_ in reversed(_DATES.items()):
-        if isinstance(cell, type_):
-            tag = "$datetime" if isinstance(cell, datetime.datetime) else tag
+    for tag, kind_ in _DATES.items():
+        if isinstance(cell, kind_):
             return {tag: cell.isoformat()}  # type: ignore[attr-defined]
     if is_array(cell):
         array = to_numpy(cell)
@@ -240,9 +239,7 @@ _TAGS: dict[str, Callable[[Any], Any]] = {
     "$tuple": lambda inner: tuple(restored(x) for x in inner),
     "$dict": lambda inner: {name: restored(x) for name, x in inner.items()},
     "$array": _array,
-    "$date": datetime.date.fromisoformat,
-    "$datetime": datetime.datetime.fromisoformat,
-    "$time": datetime.time.fromisoformat,
+    **{tag: kind_.fromisoformat for tag, kind_ in _DATES.items()},  # type: ignore[attr-defined]
 }
 
 

@@ -115,15 +115,12 @@ def code(cell: Any, kind: int) -> int:
     if kind in NUMBERS:
         return int(np.float64(_float(cell)).view(np.uint64))
     if kind == TEXT:
-        return _text(normal(cell))
+        text = cells.utf8(normal(cell))
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     try:
         return int.from_bytes(cells.digest(cell)[:8], "little")
     except ArgumentError:  # a list or mapping with NaN in it, which equals nothing
         return 0
-
-
-def _text(text: str) -> int:
-    return int.from_bytes(blake2b(cells.utf8(text), digest_size=8).digest(), "little")
 
 
 def _float(number: Any) -> float:

@@ -319,14 +319,11 @@ def _kinds(told: Any) -> Iterator[str]:
 
 
 def _first_text(columns: Cells) -> str:
-    texts = (
-        name
-        for name, column in columns.items()
-        if not is_array(column) and isinstance(_first(column), str)
-    )
-    return next(texts, next(iter(columns)))
-
-
-def _first(column: Sequence[Any]) -> Any:
-    """The first cell that is not missing; None where all are."""
-    return next((column[i] for i in range(len(column)) if column[i] is not None), None)
+    """The first column whose first cell that is not missing is text; else the first."""
+    for name, column in columns.items():
+        if is_array(column):
+            continue
+        first = next((column[i] for i in range(len(column)) if column[i] is not None), None)
+        if isinstance(first, str):
+            return name
+    return next(iter(columns))

@@ -157,10 +157,12 @@ class Schema:
             return
         for name in self.value:
             wish = "number" if self.value_kind == "numbers" else self.value_kind
-            if _present(columns[name]) and kind_of(columns[name]) != wish:
+            column = columns[name]
+            present = is_array(column) or not all(map(cells.is_missing, column))
+            if present and kind_of(column) != wish:
                 raise DtypeError(
-                    f"a value is {_example(columns[name], wish)}, but the values of this database "
-                    f"are of type {wish}: the first rows fixed that"
+                    f"a value is {_example(column, wish)}, but the values of this database are of "
+                    f"type {wish}: the first rows fixed that"
                 )
 
     def decided(self, columns: Cells) -> Schema:
@@ -188,10 +190,6 @@ class Schema:
         if not self.pools:
             return None
         return np.array([_floats(columns[name]) for name in self.value]).T
-
-
-def _present(column: Any) -> bool:
-    return is_array(column) or not all(map(cells.is_missing, column))
 
 
 def _floats(column: Any) -> np.ndarray:

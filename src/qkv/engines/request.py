@@ -207,19 +207,14 @@ def as_array(name: str, x: Any, like: Array | None = None) -> Array:
         try:
             host = np.asarray(x, dtype=float)
         except (TypeError, ValueError) as error:
-            what = f"{name} is no rectangle of numbers: "
+            why = f"{error}; {TEXT}"
             if "inhomogeneous" in str(error):
-                what += (
-                    "its rows differ in length; fill them up, and rule that out by masks.lengths"
-                )
-            else:
-                what += f"{error}; {TEXT}"
-            raise DtypeError(what) from None
-        return (
-            host
-            if like is None
-            else arrays.of(like).constant(host, like, arrays.of(like).dtype(like))
-        )
+                why = "its rows differ in length; fill them up, and rule that out by masks.lengths"
+            raise DtypeError(f"{name} is no rectangle of numbers: {why}") from None
+        if like is None:
+            return host
+        fw = arrays.of(like)
+        return fw.constant(host, like, fw.dtype(like))
     if not arrays.is_array(x):
         step = f"; {TEXT}" if isinstance(x, str) else ""
         step = f": take its numbers, {name}.to_numpy()" if hasattr(x, "to_numpy") else step

@@ -38,17 +38,14 @@ def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -
     query = query if calls.within((score, weighting)) else query.astype(float)
     found = run(rows, scored(rows, query, score), weighting)
     known = _finite(found.best) and (found.lse is None or _finite(found.lse))
-    if not known and query.dtype != np.float64 and _any(rows):
+    some = rows.shape[0] if rows.allowed is None else rows.allowed.any()
+    if some and not known and query.dtype != np.float64:
         found = run(rows, scored(rows, query.astype(float), score), weighting)
     return found
 
 
 def _finite(x: np.ndarray) -> bool:
     return of(x).surely_finite(x) or bool(np.isfinite(x).all())
-
-
-def _any(rows: Rows) -> bool:
-    return bool(rows.shape[0] if rows.allowed is None else rows.allowed.any())
 
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,21 +76,17 @@ def capture(module: nn.Module) -> Iterator[Seen]:
       layers.1.self_attn: (1, 2, 5, 5), 2 heads
     """
     seen = Seen()
-    hooks = []
-    for name, layer in module.named_modules():
-        if isinstance(layer, LAYERS):
-            hook = _recorder(seen, name or "(itself)")
-            hooks.append(layer.register_forward_hook(hook, with_kwargs=True))
-    if not hooks:
+    layers = {name: x for name, x in module.named_modules() if isinstance(x, LAYERS)}
+    if not layers:
         raise ArgumentError(
             f"{type(module).__name__} has no attention layer of qkv.nn inside: for a model of "
             "Hugging Face there is qkv.transformers.capture"
         )
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = _recorder(seen, name or "(itself)")
+            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _recorder(seen: Seen, name: str) -> Any:

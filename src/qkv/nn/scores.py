@@ -258,12 +258,9 @@ class GaussianScore(LearnedScore):
         return scores.Gaussian(self.bandwidth.to(dtype))
 
     def extra_repr(self) -> str:
-        shape = tuple(self.log_bandwidth.shape)
-        return (
-            f"bandwidth={float(self.bandwidth.detach()):.4g}"
-            if not shape
-            else f"features={shape[0]}"
-        )
+        if self.log_bandwidth.dim():
+            return f"features={len(self.log_bandwidth)}"
+        return f"bandwidth={float(self.bandwidth.detach()):.4g}"
 
 
 LEARNED: dict[str, type[LearnedScore]] = {

@@ -104,16 +104,12 @@ class _Kept:
 
             return hook
 
-        hooks = []
-        for path, module in model.named_modules():
-            name = path.rpartition(".")[2]
-            if name in self.NAMES:
-                hooks.append(module.register_forward_hook(keep(name)))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
+                name = path.rpartition(".")[2]
+                if name in self.NAMES:
+                    hooks.enter_context(module.register_forward_hook(keep(name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _split(layers: list[Any], heads: int) -> Any:

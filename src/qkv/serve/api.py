@@ -44,11 +44,9 @@ ROUTES = Routes()
 )
 def databases(served: Served, given: Given) -> Any:
     """The databases that are served."""
-    return {"databases": [_short(kept) for kept in list(served.databases.values())]}
-
-
-def _short(kept: Kept) -> dict[str, Any]:
-    return {**tables.about(kept.name, kept.database), "uploaded": kept.uploaded}
+    every = list(served.databases.values())
+    found = [tables.about(x.name, x.database) | {"uploaded": x.uploaded} for x in every]
+    return {"databases": found}
 
 
 @ROUTES("POST", f"{ONE}/ask", {"anyOf": [ANSWER, list_of(ANSWER)]}, body=ASK)

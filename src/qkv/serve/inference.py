@@ -167,10 +167,9 @@ def _queries(kept: Kept, given: np.ndarray) -> Any:
     """The queries as `ask` takes them: a list, or an array (n, d)."""
     if given.dtype == object:
         try:
-            cells = [kept.cell(text.decode()) for text in given.reshape(-1)]
+            return [kept.cell(text.decode()) for text in given.reshape(-1)]
         except UnicodeDecodeError:
             raise ArgumentError("query: BYTES must be text in UTF-8") from None
-        return cells
     if given.ndim == 2 and kept.about().kind != "number":
         return given.astype(float)
     return given.reshape(-1).tolist()

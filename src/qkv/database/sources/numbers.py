@@ -124,17 +124,13 @@ def is_row(names: Sequence[str], columns: Sequence[list[str]], missing: Sequence
     first = [numbers([name.replace(",", ".")], ())[0] for name in names]
     if all(isinstance(name, str) for name in first):
         return False
-    below = [numbers(cells, missing) for cells in columns]
-    found = [x for x, cells in zip(first, below, strict=True) if _number(cells)]
+    below = [set(map(type, numbers(cells, missing))) for cells in columns]
+    found = [x for x, kinds in zip(first, below, strict=True) if kinds & {int, float}]
     if not found or any(isinstance(name, str) for name in found):
         return False
     steps = {after - before for before, after in pairwise(found)}
     counted = steps == {1} or (len(found) > 3 and min(steps) > 0)
     return not counted and not all(type(x) is int and 1000 <= x < 3000 for x in found)
-
-
-def _number(cells: list[Any]) -> bool:
-    return any(isinstance(cell, int | float) for cell in cells)
 
 
 def _words(cells: list[Any]) -> dict[str, int]:

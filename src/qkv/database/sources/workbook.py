@@ -45,7 +45,11 @@ def read(path: Path, wish: Wish, progress: Progress | None, missing: Sequence[st
     if progress is not None:
         progress(len(rows) - 1, len(rows) - 1)
     words = {*(missing or ()), ""}
-    return build(name, names, [_cells(column[1:], words) for column in columns], file)
+    cells = [
+        _whole([None if isinstance(x, str) and x.strip() in words else x for x in column[1:]])
+        for column in columns
+    ]
+    return build(name, names, cells, file)
 
 
 def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
@@ -55,10 +59,6 @@ def _sheets(calamine: Any, book: Any, named: str | None) -> list[str]:
         seen = calamine.SheetVisibleEnum.Visible
         sheets = [x for x in sheets if x.visible == seen and book.get_sheet_by_name(x.name).height]
     return [x.name for x in sheets]
-
-
-def _cells(column: Sequence[Any], words: set[str]) -> list[Any]:
-    return _whole([None if isinstance(x, str) and x.strip() in words else x for x in column])
 
 
 def _whole(cells: list[Any]) -> list[Any]:

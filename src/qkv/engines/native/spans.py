@@ -102,7 +102,9 @@ def _in_rows(
         if not runs:
             outs.append(call.query.new_zeros((*call.lead, rows.size, value.shape[-1])))
             continue
-        runs = [*runs[:-1], _reach(runs[-1], group[-1][1][-1])]
+        first, last = runs[-1], group[-1][1][-1]
+        reach = last.start + last.size - first.start
+        runs = [*runs[:-1], Span(first.start, reach, open=first.open)]
         parts = [call.fw.cut(call.query, rows, -2), _gather(call.key, runs), _gather(value, runs)]
         if totals is None:
             outs.append(_kernel_of(call, group, parts))
@@ -141,10 +143,6 @@ def _alike(call: Call, tiling: Any) -> list[Group]:
                     continue
         groups.append([(rows, runs)])
     return groups
-
-
-def _reach(first: Span, last: Span) -> Span:
-    return Span(first.start, last.start + last.size - first.start, open=first.open)
 
 
 def _kernel_of(call: Call, group: Group, parts: list[Array]) -> Array:
