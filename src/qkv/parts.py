@@ -74,35 +74,23 @@ def scored(
         return Part(weighting.scale(matches), rows.allowed, weighting, origin), best
 
 
-class Portion(NamedTuple):
-    """One holder's rows of a call, which other holders' come before and after."""
+class Portion:
+    """One holder's rows of a call, of which the first is at the position `origin` of `total`."""
 
-    call: Call
-
-    @classmethod
-    def of(
-        cls,
-        rows: Rows,
-        query: Array,
-        *,
-        score: Score,
-        weighting: Weighting,
-        origin: int,
-        total: int,
-    ) -> Portion:
+    def __init__(
+        self, rows: Rows, query: Array, score: Score, weighting: Weighting, origin: int, total: int
+    ) -> None:
         at = At(0, origin, query.shape[0], total)
-        return cls(Call(query, rows.key, rows.value, score, weighting, at=at).precise())
-
-    def _tiling(self) -> Any:
-        return streaming.tiling_of(self.call, self.call.n, streaming.block_size(self.call)[1])
+        self.call = call = Call(query, rows.key, rows.value, score, weighting, at=at).precise()
+        self.tiling = streaming.tiling_of(call, call.n, streaming.block_size(call)[1])
 
     def passes(self) -> Passes:
-        return Passes(self.call, all_rows(self.call), self._tiling()[0][1])
+        return Passes(self.call, all_rows(self.call), self.tiling[0][1])
 
     def slopes(self, kept: State, gradients: Arrays) -> list[Array | None]:
         """The gradients of the query and of every array in score and weighting, by these rows."""
         with self.call.fw.quiet():
-            return list(streaming.backward_of(self.call, self._tiling(), kept, gradients, None))
+            return list(streaming.backward_of(self.call, self.tiling, kept, gradients, None))
 
 
 # The whole

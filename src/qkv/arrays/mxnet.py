@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -116,9 +116,7 @@ class MXNet(Framework):
     @contextmanager
     def quiet(self) -> Any:
         # The NumPy semantics are a thread's own, and the backward pass runs on another thread.
-        with ExitStack() as stack:
-            stack.enter_context(util.np_shape(True))
-            stack.enter_context(util.np_array(True))
+        with util.np_shape(True), util.np_array(True):
             yield
 
     def detach(self, x: Array) -> Array:

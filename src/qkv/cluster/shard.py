@@ -169,14 +169,9 @@ class Leaf:
     def _held(self) -> parts.Portion:
         job, view = self.job, self.view
         allowed = view.having_values(view.where(job.where))[0]
-        return parts.Portion.of(
-            view.vectors(allowed, value=True, asked=job.words),
-            job.query,
-            score=job.score,
-            weighting=job.weighting,
-            origin=self.slice.origin,
-            total=job.total,
-        )
+        rows = view.vectors(allowed, value=True, asked=job.words)
+        at = (self.slice.origin, job.total)
+        return parts.Portion(rows, job.query, job.score, job.weighting, *at)
 
     # With weights
 

@@ -38,10 +38,10 @@ def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -
     query = query if calls.within((score, weighting)) else query.astype(float)
     found = run(rows, scored(rows, query, score), weighting)
     known = _finite(found.best) and (found.lse is None or _finite(found.lse))
+    if known or query.dtype == np.float64:
+        return found
     some = rows.shape[0] if rows.allowed is None else rows.allowed.any()
-    if some and not known and query.dtype != np.float64:
-        found = run(rows, scored(rows, query.astype(float), score), weighting)
-    return found
+    return run(rows, scored(rows, query.astype(float), score), weighting) if some else found
 
 
 def _finite(x: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import MissingExtra
+from qkv.errors import extra
 
 if TYPE_CHECKING:
     from qkv.retrievers.haystack import HaystackRetriever
@@ -31,11 +31,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'qkv.retrievers' has no attribute {name!r}")
     home, package = _HOMES[name]
-    try:
+    with extra(home.replace("_", "-"), f"{name} needs {package}"):
         importlib.import_module(package)
-    except ModuleNotFoundError:
-        extra = home.replace("_", "-")
-        raise MissingExtra(f'{name} needs {package}: pip install "qkv[{extra}]"') from None
     return getattr(importlib.import_module(f"qkv.retrievers.{home}"), name)
 
 
