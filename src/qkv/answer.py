@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.arrays import tree
-from qkv.errors import ArgumentError, CombinationError, DtypeError, fraction, sizes
+from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, fraction, sizes
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, jsonable, short
@@ -231,34 +231,23 @@ class Answer(Shown):
         >>> Database({"Li": "Mu", "Hu": "Rachel"}).ask("Li").explain()[:26]
         'Of 2 rows, Li counts 100 %'
         """
+        total = counted(self.total, "row")
         if not self.rows:
             return (
-                f"No row answers {short(self.query)}: every weight is 0 among {self.total:,} row"
-                f"{'s' * (self.total != 1)}"
+                f"No row answers {short(self.query)}: every weight is 0 among {total}"
                 f"{f', {self._left_out} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
-        first = self.rows[0]
-        parts = [
-            f"Of {self.total:,} row{'s' * (self.total != 1)}, {short(first.key)} "
-            f"counts {_percent(first.weight)}"
-            + (
-                ""
-                if len(self.rows) < 2
-                else f", {short(self.rows[1].key)} {_percent(self.rows[1].weight)}"
-            )
-            + "."
-        ]
+        first, *others = self.rows[:2]
+        then = "".join(f", {short(row.key)} {_percent(row.weight)}" for row in others)
+        parts = [f"Of {total}, {short(first.key)} counts {_percent(first.weight)}{then}."]
         if self.exact:
             parts.append(f"{EXACT}.")
-        effective = self.effective_rows
-        parts.append(
-            f"As many rows as {effective:,.1f} of equal weight took part: {self.sureness}."
-        )
+        effective = f"{self.effective_rows:,.1f}"
+        parts.append(f"As many rows as {effective} of equal weight took part: {self.sureness}.")
         if isinstance(self.value, float | np.ndarray) and self.spread is not None:
-            spread = self.spread
-            if isinstance(spread, float):
-                parts.append(f"Their values lie {spread:.4g} around {self.value:.4g}.")
+            if isinstance(self.spread, float):
+                parts.append(f"Their values lie {self.spread:.4g} around {self.value:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
             parts.append(
@@ -281,7 +270,7 @@ class Answer(Shown):
             return "nothing is promised"
         if self.abstains:
             return "it abstains: no row fits as the right ones did when it was calibrated"
-        rows = f"{len(self.set):,} row{'s' * (len(self.set) > 1)}"
+        rows = counted(len(self.set), "row")
         return f"the right row is among {rows} with {_percent(self.coverage)} probability"
 
     @property
@@ -295,7 +284,7 @@ class Answer(Shown):
 
     @property
     def _left_out(self) -> str:
-        return f"{self.missing:,} row{'s' if self.missing > 1 else ''} without a value"
+        return f"{counted(self.missing, 'row')} without a value"
 
     @property
     def sureness(self) -> str:
@@ -369,8 +358,7 @@ class Answer(Shown):
         ]
         rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
         if more > 0 and rest >= LEAST:
-            rows = f"{more:,} more row{'s' if more > 1 else ''}"
-            lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {rows}")
+            lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {counted(more, 'more row')}")
         if self.exact:
             lines.append(f"  {EXACT}")
         if self.coverage is not None:

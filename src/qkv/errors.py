@@ -144,6 +144,15 @@ def count(number: int) -> str:
     return "{:,}".format(number)  # noqa: UP032, an f-string asks torch.compile for the number
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of them.
+
+    >>> counted(1, "row"), counted(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> ArgumentError:
     """The error for a name that is in no table, with the nearest valid one.
 

@@ -8,7 +8,7 @@ from qkv.cli import options, screen, values
 from qkv.cli.command import DAMAGED, OK, Result
 from qkv.cli.source import cell, held, is_url, opened, picked, stored
 from qkv.database import spelled
-from qkv.errors import ArgumentError, in_folder, printable
+from qkv.errors import ArgumentError, counted, in_folder, printable
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -134,7 +134,7 @@ def remove(
     with held(path, token) as database:
         removed = database.remove([cell(database, key, "the key") for key in keys])
         data = {"path": str(path), "removed": removed, "rows": len(database)}
-    return Result(data, lambda: screen.line(f"{path}: {screen.count(removed, 'row')} removed"))
+    return Result(data, lambda: screen.line(f"{path}: {counted(removed, 'row')} removed"))
 
 
 def info(
@@ -225,9 +225,9 @@ def compact(path: options.Folder) -> Result:
     data = {"path": str(path), **screen.fields(report)}
 
     def show() -> None:
-        dropped = screen.count(report.dropped_rows, "removed row")
-        past = screen.count(report.dropped_versions, "older version")
-        screen.line(f"{path}: {screen.count(report.rows, 'row')}; dropped {dropped}, {past}")
+        dropped = counted(report.dropped_rows, "removed row")
+        past = counted(report.dropped_versions, "older version")
+        screen.line(f"{path}: {counted(report.rows, 'row')}; dropped {dropped}, {past}")
         if report.held:
             held = ", ".join(map(str, report.held))
             screen.note(f"qkv: kept version {held}, which somebody reads: compact again later")
@@ -242,5 +242,5 @@ def _kept(database: Database | Remote, inserted: bool | None = None) -> Result:
     if inserted is not None:
         data["inserted"] = inserted
     told = "inserted, as no row had the key; " if inserted else ""
-    line = f"{path}: {told}{screen.count(rows, 'row')}, version {version}"
+    line = f"{path}: {told}{counted(rows, 'row')}, version {version}"
     return Result(data, lambda: screen.line(line))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from qkv.cli import options, screen, values
 from qkv.cli.command import NOTHING, OK, Result
 from qkv.cli.source import is_store, opened
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, counted
 
 if TYPE_CHECKING:
     from qkv.database import Database
@@ -84,7 +84,7 @@ def export(
             yield Result({"rows": database.count(wish)}, draw)
             return
         count = out.write(output, database.columns, found)
-        told = f"{output}: {screen.count(count, 'row')}"
+        told = f"{output}: {counted(count, 'row')}"
         yield Result({"written": str(output), "rows": count}, lambda: screen.line(told))
 
 

@@ -76,15 +76,6 @@ def cell(x: Any) -> str:
     return printable(x.isoformat() if hasattr(x, "isoformat") else str(x))
 
 
-def count(number: int, noun: str) -> str:
-    """So many of them.
-
-    >>> count(1, "row"), count(1200, "row")
-    ('1 row', '1,200 rows')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def around(value: float, spread: float) -> str:
     """A mean and its spread, to the second digit of the spread.
 

@@ -19,7 +19,7 @@ from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.faults import LostShard
 from qkv.database.view import View
-from qkv.errors import CombinationError
+from qkv.errors import CombinationError, counted
 from qkv.scores import Score
 from qkv.weightings import State, Weighting
 from qkv.weightings.bound import Bound
@@ -249,7 +249,7 @@ class Gathered(Asked):
         kind = "exact index" if self.score.compares_keys else f"scan of {self.total:,} rows"
         if read is not None:
             kind = f"codes of {self.total:,} rows, {read:,} of them read in full,"
-        told = f"{kind} by {shards} shard{'s' if shards > 1 else ''}"
+        told = f"{kind} by {counted(shards, 'shard')}"
         told += f", exactly: {self.refused}" if self.refused else ""
         if not lost:
             return told

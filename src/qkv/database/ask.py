@@ -17,7 +17,7 @@ from qkv.arrays.rows import Weighed
 from qkv.database import cells
 from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError
+from qkv.errors import ArgumentError, CombinationError, counted
 from qkv.scores import Score
 from qkv.weightings import Weighting
 
@@ -104,9 +104,7 @@ class Asked:
             matches, engine = self.matches(queries), "exact index"
         else:
             code = self._encoded(queries)
-            pieces = f"{view.pieces} piece{'s' if view.pieces > 1 else ''}"
-            rows = f"{self.asked:,} row{'' if self.asked == 1 else 's'}"
-            engine = f"scan of {rows} in {pieces}"
+            engine = f"scan of {counted(self.asked, 'row')} in {counted(view.pieces, 'piece')}"
         found = attention.weigh(
             view.vectors(self.live, value=value, asked=code.asked),
             code.code,

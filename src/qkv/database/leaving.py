@@ -8,7 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from qkv.database.faults import Closed
-from qkv.errors import CombinationError, printable
+from qkv.errors import CombinationError, counted, printable
 from qkv.shown import Shown
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Leaving(Shown):
         more = {"rows": count - GLANCE, "columns": len(about["columns"]) - WIDE}
         told = ", ".join(f"{rest:,} more {what}" for what, rest in more.items() if rest > 0)
         rest = f"<p><small>and {told}</small></p>" if told else ""
-        rows = f"{count:,} row{'' if count == 1 else 's'}, version {about['version']}"
+        rows = f"{counted(count, 'row')}, version {about['version']}"
         return (
             f"<style>{_STYLE}</style><div class=qkv-rows><p><b>{name}</b>: {rows}</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}</div>"

@@ -17,7 +17,14 @@ from qkv.database.queries import Asking, How, as_queries, differentiable, nearne
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, printable
+from qkv.errors import (
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    QkvError,
+    counted,
+    printable,
+)
 from qkv.log import listener
 from qkv.types import NOTHING, A, Array, Closing, K, Shaped, T, V
 
@@ -442,4 +449,4 @@ class Reading(Closing, Generic[K, V]):
             return f"<Database {where}: empty>"
         names = printable(f"{', '.join(schema.key)} → {', '.join(schema.value)}")
         past = "" if self._pin is None else f", version {self._pin}"
-        return f"<Database {where}: {rows:,} row{'s' * (rows != 1)}, {names}{past}>"
+        return f"<Database {where}: {counted(rows, 'row')}, {names}{past}>"

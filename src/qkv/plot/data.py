@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from qkv.arrays import to_numpy
-from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float
+from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, counted
 from qkv.scores import Score, ScoreLike
 from qkv.scores import resolve as score_of
 from qkv.weightings import WeightingLike, paired
@@ -125,7 +125,7 @@ def bars(names: Sequence[str], weights: Sequence[float], *, others: int = 0) -> 
     all_names, all_weights = list(names), [float(weight) for weight in weights]
     rest = 1 - sum(all_weights)
     if others > 0 and rest > 0.0005:
-        all_names.append(f"{others:,} other row{'s' if others > 1 else ''}")
+        all_names.append(counted(others, "other row"))
         all_weights.append(rest)
     return Bars(all_names, all_weights)
 
