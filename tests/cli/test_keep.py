@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qkv import open as qkv_open
 from tests.cli.run import NAMES, data, qkv, run
 
 
@@ -34,6 +35,17 @@ class TestKeep:
         assert qkv("import", table, path).exit_code == 2
         assert list(table.parent.iterdir()) == [table]
         assert "there is no folder" in qkv("import", table, table.parent / "no" / "b.qkv").stderr
+
+    def test_append_keeps_text_that_looks_like_numbers_or_dates(self, tmp_path: Path) -> None:
+        first, store = tmp_path / "a.csv", tmp_path / "a.qkv"
+        first.write_text("code,since\na1,long ago\n")
+        data("import", first, store, "--key", "code", "--value", "since")
+        for more in ("1.50,2024-01-01", "2024-01-02,3", "b2,NA"):
+            first.write_text(f"code,since\n{more}\n")
+            assert qkv("import", first, store, "--append").exit_code == 0
+        with qkv_open(store) as database:
+            found = [*database.items()]
+        assert found[1:] == [("1.50", "2024-01-01"), ("2024-01-02", "3"), ("b2", None)]
 
     def test_append(self, table: Path, store: Path) -> None:
         more = table.with_name("more.csv")

@@ -140,7 +140,16 @@ def test_a_missing_vector_is_missing_everywhere(tmp_path):
         ([True, False], True),
         ([b"a", b"b"], True),
         ([[1], [2]], True),
-        ([datetime.date(1988, 4, 14)] * 2, True),
+        ([datetime.date(1988, 4, 14)] * 2, False),
+        ([datetime.datetime(1988, 4, 14, 1, 2, 3, 4), None], False),
+        ([datetime.datetime(1988, 4, 14, tzinfo=datetime.UTC), None], False),
+        (
+            [datetime.datetime(1988, 4, 14), datetime.datetime(1988, 4, 14, tzinfo=datetime.UTC)],
+            True,
+        ),
+        ([datetime.time(12)] * 2, True),
+        (["1988-04-14", "1988-04-15"], True),
+        (["1988-04-14", "1988-04-14 12:00"], False),
         (["a", None], False),
         ([None, math.nan], False),
     ],
@@ -157,6 +166,7 @@ def test_csv_tells_what_it_cannot_keep(tmp_path, column, changes):
 
 
 cell = st.none() | st.text(st.characters(codec="utf-8"), max_size=4) | st.integers() | st.floats()
+cell |= st.dates() | st.datetimes() | st.dates().map(str) | st.datetimes().map(str)
 
 
 @settings(max_examples=60, deadline=None)
@@ -265,7 +275,8 @@ def test_a_time_is_its_iso_text_in_every_file_and_answer(tmp_path, ending, zone)
         export.write(tmp_path / f"a{ending}", D.columns, D.rows())
     back = Database.from_source(tmp_path / f"a{ending}", key="key", value="value")
     text = noon.isoformat()
-    assert back["a"] == text and D.ask("a").to_dict()["value"] == text
+    assert back["a"] == (noon if ending == ".csv" else text)  # JSON says of text that it is text
+    assert D.ask("a").to_dict()["value"] == text
     where = f"value == '{text}'"
     assert D.count(where) == back.count(where) == 2
 

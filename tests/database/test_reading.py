@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import threading
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import AbsentKey
+from qkv.database import AbsentKey, Database
 from qkv.database.faults import Closed, DuplicateKey
 from qkv.database.store import sizes
+from qkv.errors import DtypeError
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -139,3 +141,32 @@ def test_another_writer_is_seen(tmp_path):
         process.start()
         process.join()
         assert reader["Li"] == 6
+
+
+DAY, NOON = datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 2, 12)
+
+
+@pytest.mark.parametrize("first", [DAY, datetime.datetime(2024, 1, 1)])
+def test_a_day_and_its_midnight_are_one_key(first):
+    D = Database([(first, 1.0), (NOON, 2.0)])
+    for same in (DAY, datetime.datetime(2024, 1, 1), "2024-01-01", "2024-01-01 00:00"):
+        assert D[same] == 1.0 and same in D and D.get(same) == 1.0 and D.all(same) == [1.0]
+        assert D.ask(same).rows[0].key == first
+    assert D["2024-01-02T12:00"] == 2.0
+    for other in (NOON.date(), "2024-01-02", "soon", NOON.replace(tzinfo=datetime.UTC), 3):
+        assert other not in D
+    assert D.update("2024-01-01", 5.0) == 0 and list(D.items())[-1] == (first, 5.0)
+    assert D.remove("2024-01-01 00:00") == 1 and list(D) == [NOON]
+
+
+def test_parts_of_a_key_are_read_of_text():
+    rows = {"who": ["Li", "Hu", "Li"], "n": [3, 4, 2024], "day": [DAY, DAY, NOON.date()]}
+    D = Database.from_columns({**rows, "v": [1.0, 2.0, 3.0]}, key=["who", "n", "day"], value="v")
+    right = D.ask(("Li", 3, DAY)).value
+    assert D.ask(("Li", "3", "2024-01-01")).value == right
+    assert D.ask({"who": "Li", "n": "3", "day": "2024-01-01"}).value == right
+    assert D.ask([("Li", "3", None), ("Hu", None, "2024-01")])[1].rows[0].value == 2.0
+    with pytest.raises(DtypeError, match="query 1, column 'n', must be a number, not 'x'"):
+        D.ask([("Li", 3, DAY), ("Li", "x", DAY)])
+    with pytest.raises(DtypeError, match="query 0, column 'day', must be a date or its ISO text"):
+        D.ask({"day": "soon"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from qkv.cli import options, screen, values
@@ -42,7 +43,9 @@ def import_(
             raise ArgumentError("--append takes columns and encoder as the database has them")
         with stored(path) as database:
             with screen.progress("importing") as progress:
-                read, _ = _read(source, how, progress)
+                first = next(database.rows(), {})
+                text = [name for name, cell in first.items() if isinstance(cell, str)]
+                read, _ = _read(source, how, progress, text)
                 rows = (
                     dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)
                 )
@@ -61,14 +64,14 @@ def import_(
 
 
 def _read(
-    source: str, how: options.Read, progress: Progress | None
+    source: str, how: options.Read, progress: Progress | None, text: Sequence[str] = ()
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The columns of SOURCE, and which of them are key and value where it says so."""
+    """The columns of SOURCE, of CSV some as text, and which are key and value where it says so."""
     from qkv.database import sources
     from qkv.database.schema import transposed
 
     if not is_url(source):
-        found = sources.read(source, **how.of_tables(), progress=progress)
+        found = sources.read(source, **how.of_tables(), text=text, progress=progress)
         return dict(found.columns), {"key": [], "value": []}
     with opened(source, how) as database:
         about = database.info()

@@ -144,7 +144,7 @@ def member(left: Side, members: Sequence[Side]) -> Condition:
         for side in members:
             if isinstance(side, Written):
                 true |= _equals(table, name, column, side.cell)
-                if (moment := _moment(side.cell)) is not None:
+                if (moment := spelled.moment(side.cell)) is not None:
                     _same_moment(table, name, column, moment, true)
             else:
                 true |= _alike(table, name, column, side.column)
@@ -239,7 +239,9 @@ def _ordered_columns(
         at = np.flatnonzero(unsure)
         pairs = zip(table.cells(one, at), table.cells(two, at), strict=True)
         true[at] = [
-            bool(compare(*_pair(one, x, _moment(y)) or (columns.normal(x), columns.normal(y))))
+            bool(
+                compare(*_pair(one, x, spelled.moment(y)) or (columns.normal(x), columns.normal(y)))
+            )
             for x, y in pairs
         ]
     return Passed(true, known)
@@ -270,7 +272,7 @@ def contains(right: Side, left: Side) -> Condition:
 def _by_text(table: Piece, name: str, text: str, compare: Callable[[Any, Any], Any]) -> np.ndarray:
     """Of each row its text, or the moment that it is, compared with another."""
     texts, dates, place, _ = table.texts(name)
-    moment = _moment(text)
+    moment = spelled.moment(text)
     if moment is None and dates and None not in dates:
         raise DtypeError(
             f"where: column {name!r} holds dates and is compared with {cells.shown(text)}: write "
@@ -285,19 +287,10 @@ def _spread(verdicts: Sequence[Any], place: np.ndarray) -> np.ndarray:
     return np.asarray(np.array([*map(bool, verdicts), False])[place])
 
 
-def _moment(cell: Any) -> Any:
-    """A date or its ISO text as a moment, a day as its midnight; None of anything else."""
-    if isinstance(cell, str):
-        return spelled.moment(cell)
-    if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
-        return datetime.datetime.combine(cell, datetime.time())
-    return cell if isinstance(cell, datetime.datetime | datetime.time) else None
-
-
 def _pair(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
     """A cell and the moment it is compared with, both as moments; None where one is none. Where
     the one that is given has no zone, the hours count that the cell's own clock showed."""
-    own = None if isinstance(date, str) else _moment(date)
+    own = None if isinstance(date, str) else spelled.moment(date)
     if (
         own is None
         or moment is None
@@ -321,10 +314,7 @@ def _same_moment(table: Piece, name: str, column: Column, moment: Any, true: np.
         pairs = [_pair(name, date, moment) for date in dates]
         true |= _spread([pair is not None and pair[0] == pair[1] for pair in pairs], place)
         return
-    wanted = [moment]
-    if isinstance(moment, datetime.datetime) and moment.time() == datetime.time():
-        wanted.append(moment.date())
-    for date in wanted:
+    for date in spelled.alike(moment):
         code = np.uint64(columns.code(date, TEXT))
         at = np.flatnonzero((column.kinds == TEXT) & (column.codes == code) & ~true)
         true[at] = [not isinstance(x, str) for x in table.cells(name, at)]

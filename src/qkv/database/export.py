@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import io
 import json
 import os
@@ -21,7 +22,7 @@ import numpy as np
 from qkv.database.cells import is_missing
 from qkv.database.faults import ChangedCells, warn
 from qkv.database.schema import transposed
-from qkv.database.sources.numbers import MISSING, numbers
+from qkv.database.sources.numbers import MISSING, date_form, numbers
 from qkv.database.sources.table import cell as exact
 from qkv.errors import ArgumentError, extra, file_name, in_folder
 from qkv.frames import arrow, frame
@@ -163,12 +164,16 @@ def _text(cell: Any) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
+_DATES = {datetime.date, datetime.datetime}
+
+
 class _Seen:
     """What stood in a column, as far as it matters to whoever reads it as text again."""
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
         self._odd = self._words = self._finite = False
+        self._dates: set[str | None] = set()
         self._largest = 0
 
     def look(self, cells: Iterable[Any]) -> None:
@@ -179,6 +184,9 @@ class _Seen:
             texts = {x for x in present if type(x) is str}
             self._odd |= any(text.strip() in ABSENT or "\0" in text for text in texts)
             self._words = self._words or any(type(numbers([text])[0]) is str for text in texts)
+            self._dates |= {date_form(text.strip()) for text in texts}
+        elif kinds & _DATES:
+            self._dates |= {date_form(_text(x)) for x in present}
         if int in kinds:
             self._largest = max(self._largest, *(abs(x) for x in present if type(x) is int))
         self._finite = self._finite or any(type(x) is float and isfinite(x) for x in present)
@@ -186,9 +194,11 @@ class _Seen:
     @property
     def changes(self) -> bool:
         """Whether a reader makes other cells of it."""
-        kinds = self._kinds
+        kinds, dates = self._kinds, len(self._dates) == 1 and None not in self._dates
         if kinds <= {str}:
-            return self._odd or (bool(kinds) and not self._words)
+            return self._odd or (bool(kinds) and (dates or not self._words))
+        if len(kinds) == 1 and kinds <= _DATES:
+            return not dates
         if kinds == {int}:
             return self._largest >= 2**63
         exact = self._largest < 2**53

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -60,7 +60,14 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     many = isinstance(query, list) and not (kind == "json" and is_numbers(query))
     queries = query if many else [query]
     if kind in READ and not view.encoder.any_query:
-        queries = [READ[kind](one, i) for i, one in enumerate(queries)]
+        queries = [READ[kind](one, f"query {i}") for i, one in enumerate(queries)]
+    elif len(names) > 1 and not view.encoder.any_query:
+        queries = [
+            _parts(view, one, f"query {i}")
+            if isinstance(one, Mapping) or (isinstance(one, tuple) and len(one) == len(names))
+            else one
+            for i, one in enumerate(queries)
+        ]
     for i, one in enumerate(queries):
         if one is None and not view.encoder.any_query:
             raise ArgumentError(f"query {i} must not be None")
@@ -80,22 +87,35 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     return queries, not many
 
 
-def _moment(one: Any, place: int) -> Any:
+def _parts(view: View, one: Any, what: str) -> Any:
+    """A query of several columns, whose parts are read of text where they are."""
+    given = one if isinstance(one, Mapping) else dict(zip(view.schema.key, one, strict=False))
+    read = {
+        name: READ[view.key_kinds[name]](part, f"{what}, column {name!r},")
+        for name, part in given.items()
+        if isinstance(part, str) and view.key_kinds.get(name) in READ
+    }
+    if isinstance(one, Mapping):
+        return {**one, **read}
+    return tuple(read.get(name, part) for name, part in given.items())
+
+
+def _moment(one: Any, what: str) -> Any:
     """A date or time as it is, or of its ISO text."""
     if isinstance(one, str) and (found := spelled.moment(one)) is not None:
         return found
     if one is None or cells.kind(one) == "date":
         return one
     told = f"a date or its ISO text, as the keys are, not {cells.shown(one)}"
-    raise DtypeError(f"query {place} must be {told}")
+    raise DtypeError(f"{what} must be {told}")
 
 
-def _number(one: Any, place: int) -> Any:
+def _number(one: Any, what: str) -> Any:
     """A number as it is, or of its text."""
     if not isinstance(one, str) or not one.strip():
         return one
     if (found := spelled.number(one)) is None:
-        raise DtypeError(f"query {place} must be a number, not {cells.shown(one)}")
+        raise DtypeError(f"{what} must be a number, not {cells.shown(one)}")
     return found
 
 

@@ -35,18 +35,34 @@ def number(text: str) -> int | float | None:
     return found if found == found else None
 
 
-def moment(text: str) -> datetime.datetime | datetime.time | None:
-    """The moment that an ISO text is, if it is one: of a day its midnight, of a month or a year the
-    first.
+def moment(cell: Any) -> datetime.datetime | datetime.time | None:
+    """The moment that a date or its ISO text is: of a day its midnight, of a month or a year the
+    first; None of what is neither.
 
     >>> moment("2024-03-01 12:00"), moment("2024-03"), moment("soon")
     (datetime.datetime(2024, 3, 1, 12, 0), datetime.datetime(2024, 3, 1, 0, 0), None)
     """
-    text += "-01-01"[len(text) - 4 :] if re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII) else ""
-    for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
-        with contextlib.suppress(ValueError):
-            return read(text)
-    return None
+    if isinstance(cell, str):
+        part = re.fullmatch(r"\d{4}(-\d\d)?", cell, re.ASCII)
+        text = cell + "-01-01"[len(cell) - 4 :] if part else cell
+        for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
+            with contextlib.suppress(ValueError):
+                return read(text)
+        return None
+    if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
+        return datetime.datetime.combine(cell, datetime.time())
+    return cell if isinstance(cell, datetime.datetime | datetime.time) else None
+
+
+def alike(moment: datetime.datetime | datetime.time | None) -> list[Any]:
+    """The dates that mean this moment: itself, and of a midnight its day; none of None.
+
+    >>> alike(datetime.datetime(2024, 3, 1))
+    [datetime.datetime(2024, 3, 1, 0, 0), datetime.date(2024, 3, 1)]
+    """
+    if isinstance(moment, datetime.datetime) and moment.timetz() == datetime.time():
+        return [moment, moment.date()]
+    return [] if moment is None else [moment]
 
 
 def guess(text: str) -> Any:

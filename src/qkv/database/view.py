@@ -12,7 +12,7 @@ import numpy as np
 from qkv.arrays import of
 from qkv.arrays.ragged import Query, Wide, beside
 from qkv.arrays.rows import Rows, Stored
-from qkv.database import cells, codes, columns
+from qkv.database import cells, codes, columns, spelled
 from qkv.database.columns import Column
 from qkv.database.compare import Texts
 from qkv.database.faults import Damaged, UnknownRow
@@ -200,7 +200,16 @@ class View:
             before = self.schema.digest_before(key)
         except (ArgumentError, DtypeError):
             return None  # what cannot be kept is nobody's key
+        if self.schema.key_kind == "date" and not self.snapshot.find(found):
+            others = map(self.schema.digest, spelled.alike(spelled.moment(key)))
+            return next(filter(self.snapshot.find, others), found)
         return found if before is None or not self.snapshot.find(before) else before
+
+    @cached_property
+    def key_kinds(self) -> dict[str, str]:
+        """What the first row has in each column of the key."""
+        row = next((row for _, row in self.all_rows()), {})
+        return {name: cells.kind(row[name]) for name in self.schema.key if name in row}
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         short, fresh = self._short, {}

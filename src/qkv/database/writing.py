@@ -116,11 +116,15 @@ class Writing(Leaving, Reading[K, V]):
             changed: dict[bytes, dict[str, Any]] = {}
             dead: dict[bytes, int] = {}
             for k, v in pairs:
-                found, mark = view.find(k), view.schema.digest(k)
+                found, old = view.find(k), None
+                if found:  # the key stays as it was written, as in a dict
+                    old = view.rows(found[-1:])[0]
+                    k = view.schema.key_of(old)
+                mark = view.schema.digest(k)
                 row = {name: column[0] for name, column in self._named([k], [v]).items()}
-                if found:
+                if old is not None:
                     dead[mark] = found[-1]
-                    row = {**view.rows(found[-1:])[0], **row}
+                    row = {**old, **row}
                 changed[mark] = row
             self._write(transposed(changed.values()), remove=list(dead.values()), what="update")
         return len(changed) - len(dead)

@@ -1019,3 +1019,57 @@ def test_a_few_words_among_numbers_are_told_of(tmp_path: Path) -> None:
 def test_a_number_may_begin_with_its_point(tmp_path: Path) -> None:
     path = write(tmp_path, "p.csv", b"p,q,r\n.05,-.5e1,.\n1,2,.x\n")
     assert read(path).columns == {"p": [0.05, 1.0], "q": [-5.0, 2.0], "r": [".", ".x"]}
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (
+            ["2024-01-31", "", "2024-02-01"],
+            [datetime.date(2024, 1, 31), None, datetime.date(2024, 2, 1)],
+        ),
+        ([" 2024-01-31", "NA"], [datetime.date(2024, 1, 31), None]),
+        (["2024-01-31 12:00"], [datetime.datetime(2024, 1, 31, 12)]),
+        (["2024-01-31T12:00:01.5"], [datetime.datetime(2024, 1, 31, 12, 0, 1, 500000)]),
+        (["2024-01-31T12:00Z"], [datetime.datetime(2024, 1, 31, 12, tzinfo=datetime.UTC)]),
+        (["2024-01-31T12:00Z", "2024-01-31T12:00"], None),
+        (["2024-01-31", "2024-01-31 12:00"], None),
+        (["2024-02-30"], None),
+        (["2024-01-31 12:00:00.1234567"], None),
+        (["31.01.2024"], None),
+        (["20240131x"], None),
+        (["2024-W01-1"], None),
+        (["2024-01"], None),
+        (["12:30"], None),
+    ],
+)
+def test_iso_dates_of_csv(tmp_path: Path, cells, expected) -> None:
+    """A column of dates is one, as a frame's is; None: it stays text."""
+    path = tmp_path / "t.csv"
+    path.write_text("day,n\n" + "".join(f"{cell},{i}\n" for i, cell in enumerate(cells)))
+    assert sources.read(path).columns["day"] == (expected or cells)
+    (tmp_path / "u.csv").write_text(path.read_text())
+    both = sources.read(str(tmp_path / "?.csv")).columns["day"]
+    assert both == (expected or cells) * 2
+
+
+def test_a_few_words_among_dates_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("day\n" + "2024-01-31\n" * 30 + "soon\n")
+    with pytest.warns(MixedColumn, match="'day' is text for 1 of 31 cells that are no.*'soon'"):
+        assert sources.read(path).columns["day"][0] == "2024-01-31"
+    days = sources.read(path, missing=["soon"]).columns["day"]
+    assert days == [datetime.date(2024, 1, 31)] * 30 + [None]
+
+
+def test_dates_of_csv_are_asked_as_those_of_a_frame(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "t.csv"
+    path.write_text("at,n\n2024-01-01 09:00,1\n2024-01-01 12:00,2\n2024-02-01 00:00,3\n")
+    frame = pandas.read_csv(path, parse_dates=["at"])
+    one = Database.from_source(path, key="at", value="n")
+    two = Database.from_frame(frame, key="at", value="n")
+    for query in ("2024-01-01 10:00", datetime.datetime(2024, 1, 20)):
+        assert one.ask(query).value == two.ask(query).value
+    where = "at < '2024-01-01 12:00'"
+    assert one.count(where) == two.count(where) == 1

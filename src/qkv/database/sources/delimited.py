@@ -30,11 +30,12 @@ _LIMIT = threading.Lock()
 @dataclass(frozen=True)
 class Lines:
     """How lines of text are read: which words are missing cells; the columns' names, where no line
-    gives them; whether every cell stays text."""
+    gives them; which columns stay text; whether every cell stays as it is."""
 
     missing: Sequence[str] = MISSING
     names: Sequence[str] = ()
-    text: bool = False
+    text: Sequence[str] = ()
+    raw: bool = False
 
 
 PLAIN = Lines()
@@ -84,7 +85,7 @@ def read(
     if row:
         told = f"{file}, line {line} looks like a row, not like names: if it is one, {_NAMES}"
         warn(told, NoHeader)
-    return Table(name, found if lines.text else typed(found, lines.missing))
+    return Table(name, found if lines.raw else typed(found, lines.missing, lines.text))
 
 
 def _says(place: int, name: str, cells: list[str]) -> bool:

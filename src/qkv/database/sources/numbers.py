@@ -1,11 +1,12 @@
-"""Which columns of text are columns of numbers: those that lose none of their digits as numbers."""
+"""Which columns of text are columns of numbers or dates: those that lose nothing as such."""
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,10 @@ _COMMA = re.compile(
 ).fullmatch
 _WHOLE = re.compile(r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:\.\d{3})+)", re.ASCII).fullmatch
 _THOUSANDS = re.compile(r"-?[1-9]\d{0,2},\d{3}", re.ASCII).fullmatch
+_DATE = re.compile(
+    r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d(?::\d\d)?)?)?",
+    re.ASCII,
+).fullmatch
 SOME, RARE, SAMPLE = 20, 0.1, 1000
 """Cells that make a column, the share of words among them that is an accident, and how many are
 looked at first."""
@@ -60,17 +65,62 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
     return [None if text in absent else next(rest) for text in cells]
 
 
-def typed(columns: Mapping[str, list[str]], missing: Sequence[str]) -> dict[str, list[Any]]:
-    """Every column as `numbers` has it; a warning of each that a few cells keep from being one."""
-    found = {name: numbers(cells, missing) for name, cells in columns.items()}
+def date_form(text: str) -> str | None:
+    """Which kind of date an ISO text is: a day, or a moment with or without a zone; None of none.
+
+    >>> date_form("2024-01-31"), date_form("2024-01-31 12:00Z"), date_form("31.1.2024")
+    ('day', 'moment with a zone', None)
+    """
+    found = _DATE(text)
+    if found is None:
+        return None
+    return "day" if found[1] is None else "moment with a zone" if found[2] else "moment"
+
+
+def dates(cells: list[Any]) -> list[Any]:
+    """A column of ISO text as days, or as moments that all have a zone or all have none; else as
+    it came.
+
+    >>> dates(["2024-01-31", None]), dates(["2024-01-31", "2024-01-31 12:00"])
+    ([datetime.date(2024, 1, 31), None], ['2024-01-31', '2024-01-31 12:00'])
+    """
+    first = next((cell for cell in cells if cell is not None), None)
+    if not isinstance(first, str) or (form := date_form(first.strip())) is None:
+        return cells
+    read = datetime.date.fromisoformat if form == "day" else datetime.datetime.fromisoformat
+    known: dict[str | None, Any] = {None: None}
+    for text in set(cells) - {None}:
+        if date_form(text.strip()) != form:
+            return cells
+        try:
+            known[text] = read(text.strip())
+        except ValueError:  # the 30th of February
+            return cells
+    return [known[cell] for cell in cells]
+
+
+def typed(
+    columns: Mapping[str, list[str]], missing: Sequence[str], text: Sequence[str] = ()
+) -> dict[str, list[Any]]:
+    """Every column as `numbers` and `dates` have it, but those that are to stay text; a warning of
+    each that a few cells keep from being one."""
+    words, found = {*missing, ""}, dict[str, list[Any]]()
+    for name, cells in columns.items():
+        if name in text:
+            found[name] = [None if cell.strip() in words else cell for cell in cells]
+        else:
+            found[name] = dates(numbers(cells, missing))
     for name, cells in found.items():
-        words = _words(cells)
-        if words:
-            told = f"column {name!r} is text for {sum(words.values()):,} of {len(cells):,} cells"
-            named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*words][:3]]
-            why = (
-                "a float would not keep" if all(map(_PLAIN.fullmatch, words)) else "are no numbers"
-            )
+        if name in text:
+            continue
+        odd, why = _words(cells, _keeps), "are no numbers"
+        if odd and all(map(_PLAIN.fullmatch, odd)):
+            why = "a float would not keep"
+        elif not odd:
+            odd, why = _words(cells, date_form), "are no such dates as the others"
+        if odd:
+            told = f"column {name!r} is text for {sum(odd.values()):,} of {len(cells):,} cells"
+            named = [repr(word if len(word) <= 20 else f"{word[:19]}…") for word in [*odd][:3]]
             warn(
                 f"{told} that {why}, such as {', '.join(named)}: name them as missing, if that is "
                 "what they mean",
@@ -133,16 +183,16 @@ def is_row(names: Sequence[str], columns: Sequence[list[str]], missing: Sequence
     return not counted and not all(type(x) is int and 1000 <= x < 3000 for x in found)
 
 
-def _words(cells: list[Any]) -> dict[str, int]:
-    """What keeps a column from being one of numbers, and how often it stands there; nothing where
-    that is much, or digits with zeros before them, as 007 has."""
+def _words(cells: list[Any], keeps: Callable[[str], Any]) -> dict[str, int]:
+    """What keeps a column from being one of numbers, or dates, and how often it stands there;
+    nothing where that is much, or digits with zeros before them, as 007 has."""
     texts = [cell for cell in cells[:SAMPLE] if cell is not None]
     if len(texts) < SOME or type(texts[0]) is not str:
         return {}
-    if sum(not _keeps(text.strip()) for text in texts) > RARE * len(texts):
+    if sum(not keeps(text.strip()) for text in texts) > RARE * len(texts):
         return {}
     texts = [cell.strip() for cell in cells if cell is not None]
-    words = Counter(text for text in texts if not _keeps(text))
+    words = Counter(text for text in texts if not keeps(text))
     padded = any(text.isdigit() and not _PLAIN.fullmatch(text) for text in words)
     few = sum(words.values()) <= RARE * len(texts) and not padded
     return dict(words.most_common()) if few else {}

@@ -56,6 +56,7 @@ def read(
     table: str | None = None,
     missing: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
+    text: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Table:
     """The table in a file or a database, read and checked as a whole before any of it is returned.
@@ -67,8 +68,9 @@ def read(
     place of ?table=. `table` names the table of a database that has several, or the sheet of a
     workbook. `missing` are the words for a missing cell in CSV, TSV and workbooks, by default those
     of pandas; an empty cell always is one. `names` are those of the columns of CSV or TSV whose
-    first line is a row already. `progress(done, total)` is called along the way, in
-    whatever the source counts (bytes, rows, columns); `total` is None where it is not known.
+    first line is a row already, `text` those whose cells stay text. `progress(done, total)` is
+    called along the way, in whatever the source counts (bytes, rows, columns); `total` is None
+    where it is not known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
     `MissingExtra` where a package is needed.
@@ -86,7 +88,7 @@ def read(
         raise DtypeError(told)
     words = MISSING if missing is None else _words(missing, "missing", "words, such as ['NA', '-']")
     given = () if names is None else _words(names, "names", "names, one for each column")
-    found = _read(source, table, Lines(words, given), progress)
+    found = _read(source, table, Lines(words, given, text), progress)
     if log := listener():
         log.debug("read %s: %d rows of %s", found.name, len(found), ", ".join(found.columns))
     return found
@@ -121,7 +123,7 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, lines: Lines) 
     columns: dict[str, list[Any]] = {}
     for done, path in enumerate(paths, start=1):
         before = len(next(iter(columns.values()), []))
-        found = _file(path, chosen, None, replace(lines, text=text))
+        found = _file(path, chosen, None, replace(lines, raw=text))
         for name in found.columns:
             if name not in columns:
                 columns[name] = ["" if text else None] * before
@@ -130,7 +132,7 @@ def _files(pattern: str, chosen: Wish, progress: Progress | None, lines: Lines) 
         if progress is not None:
             progress(done, len(paths))
     if text:
-        columns = typed(columns, lines.missing)
+        columns = typed(columns, lines.missing, lines.text)
     return Table(Path(pattern).stem, columns)
 
 
