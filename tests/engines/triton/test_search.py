@@ -209,6 +209,7 @@ def test_arrays_need_not_be_contiguous():
     assert torch.equal(entmax_threshold(*turned, 1.5, 1.0, **more), want)
 
 
+@pytest.mark.skipif(not launch.interpreted(), reason="a launch is stood in for")
 def test_a_device_too_small_for_the_tile_gets_a_smaller_one(monkeypatch):
     import triton
 

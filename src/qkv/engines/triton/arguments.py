@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
         """As a kernel takes them: scales of scores that are in base 2 for softmax."""
         base = LOG2E if self.weighting == "softmax" else 1.0
         share = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return Scales(float(self.scale) * base, self.alpha, self.times * base, share)
+        return Scales(float(self.scale) * base, float(self.alpha), self.times * base, share)
 
 
 _TYPES = {
