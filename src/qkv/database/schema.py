@@ -246,7 +246,7 @@ def plain(columns: Cells) -> Cells:
 
 def by_place(column: Any) -> Any:
     """A column of pandas, which goes by labels, of polars, whose lists are columns, or of pyarrow
-    as its cells, lists of floats of one fixed length as vectors; others as they are."""
+    as its cells, lists of floats that have one length as vectors; others as they are."""
     if hasattr(column, "to_pylist"):
         import pyarrow
 
@@ -257,8 +257,11 @@ def by_place(column: Any) -> Any:
     if not hasattr(column, "to_list"):
         return column
     found, kind = column.to_list(), getattr(column, "dtype", column)
-    if not (hasattr(kind, "inner") and hasattr(kind, "shape") and kind.inner.is_float()):
-        return found  # else it is an Array of polars or of narwhals
+    if not hasattr(kind, "inner") or not kind.inner.is_float():
+        return found  # else it is an Array or a List of polars or of narwhals
+    lists = [] if hasattr(kind, "shape") else [x for x in found if x is not None]
+    if {0} == {*map(len, lists)} or len({*map(len, lists)}) > 1 or any(None in x for x in lists):
+        return found
     of = "f4" if str(kind.inner) == "Float32" else "f8"
     return [None if x is None else np.asarray(x, of) for x in found]
 

@@ -462,7 +462,7 @@ def arrow_table() -> Any:
             "float": [0.5, math.nan],
             "bool": [True, None],
             "bytes": [b"\0", b""],
-            "list": [[1.5, 2.0], None],
+            "list": [[1.5, 2.0], [0.5]],
             "struct": [{"a": moment}, {"a": None}],
             "date": [moment.date(), None],
             "moment": pa.array([moment, None], pa.timestamp("ns")),
@@ -482,7 +482,7 @@ ARROW = {
     "missing": [1, None],
     "bool": [True, None],
     "bytes": [b"\0", b""],
-    "list": [[1.5, 2.0], None],
+    "list": [[1.5, 2.0], [0.5]],
     "struct": [{"a": "2020-01-02T03:04:05"}, {"a": None}],
     "date": [datetime.date(2020, 1, 2), None],
     "moment": [datetime.datetime(2020, 1, 2, 3, 4, 5), None],
@@ -1073,3 +1073,42 @@ def test_dates_of_csv_are_asked_as_those_of_a_frame(tmp_path: Path) -> None:
         assert one.ask(query).value == two.ask(query).value
     where = "at < '2024-01-01 12:00'"
     assert one.count(where) == two.count(where) == 1
+
+
+LISTS = [[1.0, 0.0], None, [0.0, 1.0]]
+
+
+def _pandas_lists(lists):
+    return pytest.importorskip("pandas").DataFrame({"x": lists})
+
+
+def _polars_lists(lists):
+    return pytest.importorskip("polars").DataFrame({"x": lists})
+
+
+def _arrow_lists(lists, kind=None):
+    pa = pytest.importorskip("pyarrow")
+    return pa.table({"x": pa.array(lists, kind and getattr(pa, kind)(pa.float32()))})
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (_pandas_lists, "f8"),
+        (_polars_lists, "f8"),
+        (_arrow_lists, "f8"),
+        (lambda lists: _arrow_lists(lists, "list_"), "f4"),
+        (lambda lists: _arrow_lists(lists, "large_list"), "f4"),
+    ],
+)
+def test_lists_of_floats_that_have_one_length_are_vectors(tmp_path: Path, make, dtype) -> None:
+    """As JSON lines have them; any other list is a list."""
+    tables = [from_frame(make(LISTS))]
+    if make is not _pandas_lists and make is not _polars_lists:
+        tables.append(read(write_arrow(tmp_path / "t.parquet", make(LISTS))))
+    for found in tables:
+        cells = found.columns["x"]
+        assert cells[1] is None and [x.dtype for x in cells[::2]] == [dtype] * 2
+        assert np.array_equal(cells[::2], LISTS[::2])
+    for other in ([[1.0], [1.0, 2.0]], [[], []], [[1.0, None], [1.0, 2.0]], [None, None]):
+        assert from_frame(make(other)).columns["x"] == other

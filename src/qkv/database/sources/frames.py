@@ -23,8 +23,8 @@ def from_frame(frame: Any) -> Table:
     (reset_index makes it one).
 
     None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
-    cell by it. Lists of floats of one fixed length are vectors. Dates and times finer than Python's
-    become ISO text, decimals numbers where all are exact and else text.
+    cell by it. Lists of floats that have one length are vectors. Dates and times finer than
+    Python's become ISO text, decimals numbers where all are exact and else text.
 
     >>> import polars
     >>> from_frame(polars.DataFrame({"name": ["Li", None], "age": [34, 35]})).columns
@@ -67,8 +67,7 @@ def _cells(series: Any) -> list[Any]:
 
 
 def from_dataset(dataset: Any) -> Table:
-    """The table of a Hugging Face data set, whole or streamed; its lists of floats that have one
-    length are vectors."""
+    """The table of a Hugging Face data set, whole or streamed."""
     if type(dataset).__module__.partition(".")[0] != "datasets":
         raise DtypeError(
             "dataset must be a data set of Hugging Face's datasets, not a "
@@ -85,23 +84,7 @@ def from_dataset(dataset: Any) -> Table:
         table = dataset.with_format("arrow")[:]
     else:
         table = pyarrow.Table.from_pylist(list(dataset))
-    for place, name in enumerate(table.column_names):
-        table = table.set_column(place, name, _vectors(table.column(name)))
     return from_frame(table)
-
-
-def _vectors(column: Any) -> Any:
-    """A column of lists of floats as one of vectors, if they have one length."""
-    import pyarrow
-    from pyarrow import compute
-
-    kind = column.type
-    if not pyarrow.types.is_list(kind) or not pyarrow.types.is_floating(kind.value_type):
-        return column
-    sizes = compute.unique(compute.list_value_length(column)).to_pylist()
-    if len(sizes) != 1 or not sizes[0]:
-        return column
-    return column.cast(pyarrow.list_(kind.value_type, sizes[0]))
 
 
 def _check_text(cells: list[Any], name: str) -> None:
@@ -166,7 +149,7 @@ def _arrow(path: Path) -> Any:
 def convert(column: Any) -> list[Any]:
     """An Arrow column as cells: numbers as they are, NaN kept, null as None.
 
-    Lists of floats of one fixed length are vectors. Times finer than Python's become ISO text.
+    Lists of floats that have one length are vectors. Times finer than Python's become ISO text.
 
     >>> import pyarrow
     >>> convert(pyarrow.chunked_array([[1.5, None]]))
@@ -181,7 +164,10 @@ def convert(column: Any) -> list[Any]:
     numbers = types.is_integer(kind) or types.is_floating(kind)
     if types.is_string(kind) or types.is_large_string(kind) or (numbers and not column.null_count):
         return column.to_numpy().tolist()  # type: ignore[no-any-return]
-    if types.is_fixed_size_list(kind) and types.is_floating(kind.value_type):
+    lists = types.is_list(kind) or types.is_large_list(kind)
+    if types.is_fixed_size_list(kind) or (lists and _even(column)):
+        if not types.is_floating(kind.value_type):
+            return column.to_pylist()  # type: ignore[no-any-return]
         dtype = kind.value_type.to_pandas_dtype()
         return [None if x is None else np.asarray(x, dtype) for x in column.to_pylist()]
     if getattr(kind, "unit", None) == "ns":
@@ -193,6 +179,14 @@ def convert(column: Any) -> list[Any]:
         except pyarrow.ArrowInvalid:
             return [each and _iso(each) for each in column.cast(pyarrow.string()).to_pylist()]
     return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _even(column: Any) -> bool:
+    """Whether lists have one length, and nothing in them is missing."""
+    from pyarrow import compute
+
+    sizes = compute.unique(compute.list_value_length(column.drop_null())).to_pylist()
+    return len(sizes) == 1 and sizes[0] > 0 and not compute.list_flatten(column).null_count
 
 
 def _iso(text: str) -> str:

@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
-import numpy as np
-
 from qkv.database.sources import files
-from qkv.database.sources.table import LONGEST, Table, bounded, check_names
+from qkv.database.sources.table import LONGEST, Table, bounded, check_names, vectors
 from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -48,7 +46,7 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
         progress(len(data), len(data))
     check_names(list(columns), file)
     # What JSON has are plain cells as they stand.
-    columns = {title: _vectors(cells) for title, cells in columns.items()}
+    columns = {title: vectors(cells) for title, cells in columns.items()}
     if len(data) > LONGEST:
         columns = {title: bounded(cells, title, file) for title, cells in columns.items()}
     return Table(name, columns)
@@ -127,19 +125,6 @@ def _names(cells: Collection[Any]) -> int:
     lists = (cell for cell in cells if type(cell) is list)
     within = [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
     return sum(map(len, dicts)) + _names(within)
-
-
-def _vectors(column: list[Any]) -> list[Any]:
-    """The column, with vectors for cells that are lists of as many floats each."""
-    if type(column[0]) not in (list, type(None)):
-        return column
-    lists = [cell for cell in column if cell is not None]
-    if not all(type(cell) is list and cell and set(map(type, cell)) == {float} for cell in lists):
-        return column
-    if len(set(map(len, lists))) != 1:
-        return column
-    vectors = iter(np.array(lists))
-    return [None if cell is None else next(vectors) for cell in column]
 
 
 class _Fault(ValueError):

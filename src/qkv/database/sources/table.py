@@ -109,7 +109,21 @@ def plain(column: Iterable[Any], name: str, file: str) -> list[Any]:
                         "turn the column into text or numbers first",
                         file=file,
                     ) from None
+        cells = vectors(cells)
     return bounded(cells, name, file)
+
+
+def vectors(column: list[Any]) -> list[Any]:
+    """The column, with vectors for cells that are lists of as many floats each."""
+    if not column or type(column[0]) not in (list, type(None)):
+        return column
+    lists = [cell for cell in column if cell is not None]
+    if not all(type(cell) is list and cell and set(map(type, cell)) == {float} for cell in lists):
+        return column
+    if len(set(map(len, lists))) != 1:
+        return column
+    made = iter(np.array(lists))
+    return [None if cell is None else next(made) for cell in column]
 
 
 def bounded(cells: list[Any], name: str, file: str) -> list[Any]:
