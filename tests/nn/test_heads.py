@@ -529,6 +529,23 @@ def test_a_hook_on_the_last_layer_is_called():
     assert called
 
 
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias", "out_proj.weight"])
+def test_a_parameter_that_is_made_anew_counts(name):
+    """Such as torch's parametrizations and pruning make: the layer keeps what it is made of."""
+    layer, x = MultiHeadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 3, 8)
+    part, _, last = name.rpartition(".")
+    module = layer.get_submodule(part)
+    torch.nn.utils.parametrize.register_parametrization(module, last, Doubled())
+    got = layer(x, x, x, need_weights=False)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], got)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x + 1
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_self_attention_without_a_mask_has_second_derivatives(batch_first):
     layer = MultiHeadAttention(4, 2, batch_first=batch_first, dtype=torch.float64)

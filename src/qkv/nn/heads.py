@@ -12,7 +12,7 @@ from torch.nn.functional import linear, pad
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
-from qkv.arrays import framework
+from qkv.arrays import framework, tree
 from qkv.arrays.torch import MKL
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
@@ -24,7 +24,14 @@ from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.nn.weightings import checked as checked_weighting
 from qkv.weightings import WeightingLike
 
-PLAIN = scores.resolve("scaled_dot"), weightings.resolve("softmax")
+TORCH = framework("torch")
+
+
+def _kinds(*records: Any) -> list[Any]:
+    return [tree.kind(TORCH, x) for x in records]
+
+
+PLAIN = _kinds(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
 """The score and the weighting of torch's own layer."""
 
 SHORT, LARGE = 64, 2**22
@@ -123,7 +130,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def _is_torchs(self) -> bool:
         """Whether this is what torch's own layer computes from one packed input."""
         same = self.num_kv_heads == self.num_heads and self.rotary is None and not self._extra
-        return bool(same and self.packed and self.weighting == PLAIN[1] and self.score == PLAIN[0])
+        try:
+            return same and self.packed and _kinds(self.score, self.weighting) == PLAIN
+        except tree.Unkind:  # learned, or a function
+            return False
 
     def _narrow(self, device: Any, dtype: Any) -> None:
         """Parameters for as many keys and values as there are heads of them."""
@@ -209,45 +219,48 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None] | None:
         """The whole layer, projections and all, as one operator of torch's; None where it has none
         for these, or ours is quicker, or what is masked out has spoiled its answer."""
-        mask = padding if hidden is None else hidden
-        if not self._has_operator(x) or not (padding is None or hidden is None):
+        given = self._operands(x)
+        if given is None or not (padding is None or hidden is None):
             return None
-        if not x.is_cpu and not (mask is weights is None):  # where no NaN may be looked for
+        mask, on_cpu = padding if hidden is None else hidden, x.is_cpu
+        if not on_cpu and not (mask is weights is None):  # where no NaN may be looked for
             return None
-        if x.is_cpu and weights is None and not MKL and x.numel() * self.embed_dim >= LARGE:
+        if on_cpu and weights is None and not MKL and x.numel() * self.embed_dim >= LARGE:
             return None
         if mask is not None:
             fits = tuple(mask.shape) == (x.shape[0 if hidden is None else 1], x.shape[1])
             if not fits or mask.dtype != torch.bool:
                 return None
         out, alpha = torch._native_multi_head_attention(
-            *(x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias),
-            *(self.out_proj.weight, self.out_proj.bias, mask, weights is not None),
+            *(x, x, x, self.embed_dim, self.num_heads, *given, mask, weights is not None),
             *(weights != "heads", None if mask is None else int(hidden is None)),
         )
-        if x.is_cpu and not framework("torch").surely_finite(out):
+        if on_cpu and not TORCH.surely_finite(out):
             return None
         return out, None if weights is None else alpha
 
-    def _has_operator(self, x: Tensor) -> bool:
-        """Whether the operator takes x, and is quicker: half precision on CUDA, on a CPU the rest
-        in short."""
+    def _operands(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """The parameters as the operator takes them, where it takes x and is quicker: half
+        precision on CUDA, on a CPU the rest in short."""
         if torch.is_grad_enabled() or not self.batch_first or (self.training and self.dropout):
-            return False
-        fw, half = framework("torch"), x.dtype in (torch.float16, torch.bfloat16)
-        if x.is_nested or fw.tracing(x) or fw.ambient(x) is not x:
-            return False
-        shape = x.shape
+            return None
+        if x.is_nested or TORCH.tracing(x) or TORCH.ambient(x) is not x:
+            return None
+        shape, dtype = x.shape, x.dtype
         if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape or self.num_heads % 2:
-            return False
-        if half or shape[1] > SHORT if x.is_cpu else not (half and x.device.type == "cuda"):
-            return False
-        last = self.out_proj  # a hook on it, or another layer in its place, must be called
+            return None
+        half = dtype is torch.bfloat16 or dtype is torch.float16
+        if half or shape[1] > SHORT if x.is_cpu else not (half and x.is_cuda):
+            return None
+        last = self._modules["out_proj"]  # a hook on it, or another in its place, must be called
         if type(last) is not Last or last._forward_hooks or last._forward_pre_hooks:
-            return False
-        if self.in_proj_bias is None or x.dtype != self.in_proj_bias.dtype:
-            return False
-        return self._is_torchs()
+            return None
+        # Read where they are kept, which takes a tenth of the time. What is not kept is made anew.
+        first, then = self._parameters.get, last._parameters.get
+        found = first("in_proj_weight"), first("in_proj_bias"), then("weight"), then("bias")
+        if any(y is None or y.dtype is not dtype for y in found) or not self._is_torchs():
+            return None
+        return found  # type: ignore[return-value]
 
     def _projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -393,7 +406,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             ),
             strict=True,
         )
-        shut = framework("torch").packed(list(out), query)
+        shut = TORCH.packed(list(out), query)
         if not need_weights:
             return shut, None
         wide = max(max(x.shape[-2:]) for x in alpha)
