@@ -106,7 +106,7 @@ def _flash(parts: Sequence[Array], mask: Array, scale: float, told: list[Array])
     added = mask
     if mask.dtype == torch.bool:
         added = torch.where(mask, query.new_zeros(()), -math.inf)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(*parts, attn_mask=added, scale=scale)
     told.append(lse.detach())
     return smooth(out, parts, mask, False, scale)

@@ -69,7 +69,7 @@ def run(call: Call) -> tuple[Array, Array] | None:
             return None
         from qkv.engines.triton.weights import weights as on_chip
 
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = torch._scaled_dot_product_flash_attention
         out, lse, *_ = flash(*parts, 0.0, False, False, scale=scale)
         return out, on_chip(query, call.key, lse.detach(), scale, None, average)
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
@@ -110,7 +110,7 @@ def _learning(
 
 
 def _kernel(found: list[Array], scale: float, *parts: Array) -> Array:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(*parts, 0.0, False, scale=scale)
     found.append(lse.detach())
     return out
