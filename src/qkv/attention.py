@@ -137,11 +137,13 @@ def attend(
         flags = _told(flags, return_lse, return_weights)
     fw, kind, plan = KNOWN.get(type(query)), None, None
     sign = None if fw is None else fw.signature(query, key, value)
-    if sign is not None and type(score) is type(weighting) is str:
-        rule = None if mask is None else getattr(mask, KIND, mask)
-        if rule is not mask or mask is None:  # as most calls are: what `find` does, without it
+    if sign is not None:  # as most calls are: what `find` does, without it
+        alike = score if type(score) is str else getattr(score, KIND, None)
+        turned = weighting if type(weighting) is str else getattr(weighting, KIND, None)
+        rule: Any = None if mask is None else getattr(mask, KIND, mask)
+        if alike is not None and turned is not None and (rule is not mask or mask is None):
             try:
-                plan = plans.SEEN.get((sign, score, weighting, rule, flags, EDITION[0]))
+                plan = plans.SEEN.get((sign, alike, turned, rule, flags, EDITION[0]))
             except TypeError:  # a flag that is none: the check of the arguments says so
                 sign = None
     if plan is None:

@@ -158,8 +158,10 @@ class Torch(Framework):
         return Parted() if is_parted(x) else _AS_IT_IS
 
     def ambient(self, x: Array) -> Array:
+        if not _autocasts():
+            return x
         device = x.device.type
-        if not (_autocasts() and x.dtype in _NARROWED and torch.amp.is_autocast_available(device)):
+        if not (x.dtype in _NARROWED and torch.amp.is_autocast_available(device)):
             return x
         if not torch.is_autocast_enabled(device):
             return x
@@ -191,14 +193,13 @@ class Torch(Framework):
                 dtype = (dtype, key.dtype, last.dtype)
             learned = records and (query.requires_grad or key.requires_grad or last.requires_grad)
             place: Any = None
-            if not query.is_cpu:
-                if query.is_meta:
+            if query.is_cpu:
+                if not (key.is_cpu and last.is_cpu):
                     return None
-                place = query.get_device() if query.is_cuda else query.device
-                if not key.device == query.device == last.device:
+            else:
+                place = query.device
+                if query.is_meta or not key.device == place == last.device:
                     return None
-            elif not (key.is_cpu and last.is_cpu):
-                return None
             shape = None if value is None else value.shape
             return query.shape, key.shape, shape, kind, dtype, place, records, learned
         except (AttributeError, RuntimeError):  # a nested tensor has no shape

@@ -197,34 +197,41 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     return lambda query, key, value, score, weighting, mask, seed: careful(query, key, value, mask)
 
 
-def _direct_on_device(call: Call) -> Callable[..., Array | None] | None:
+def _direct_on_device(call: Call) -> Bare | None:
     """The same on CUDA, where nothing may wait for the numbers."""
     causal, scale = is_causal(call.rule), native.scale_of(call)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
     if call.rule is not None and (learning or not _heals(call)):
         return None
-    repair = mend().repair if causal else None
+    repair, width = mend().repair if causal else None, call.query.shape[-1]
+    usual = not causal and scale == 1 / math.sqrt(width)  # what torch takes unless it is told
+    # Other calls of this plan have lengths of as many binary digits.
+    most = math.prod(call.lead) * width << (call.n.bit_length() + call.m.bit_length())
 
-    def attend(query: Array, key: Array, value: Array, *_: Any) -> Array | None:
-        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16:
+    def attend(query: Array, key: Array, value: Array) -> Array | None:
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
-        if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        # Asked as a whole first, which takes less; one column may lie so with any stride.
+        whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        rows = (whole and width > 1) or query.stride(3) == key.stride(3) == value.stride(3) == 1
+        if not rows:
             return None
         if causal and key.shape[2] > query.shape[2]:
             key, value = (x[:, :, : query.shape[2]] for x in (key, value))
-        parts = query, key, value
-        if query.numel() * key.shape[2] < backends.WORTH:
-            out = sdpa(query, key, value, None, 0.0, causal, scale=scale)
+        if most >= backends.WORTH:
+            out = backends.sdpa((query, key, value), None, causal, scale)
+        elif usual:
+            out = sdpa(query, key, value)
         else:
-            out = backends.sdpa(parts, None, causal, scale)
+            out = sdpa(query, key, value, None, 0.0, causal, scale=scale)
         if repair is not None:
             repair(out, query, key, value, scale)
         elif learning:
-            smooth(out, parts, None, False, scale)
+            smooth(out, (query, key, value), None, False, scale)
         return out
 
-    return attend
+    return Bare(attend)
 
 
 # A few queries among many keys, on a CPU
@@ -243,7 +250,7 @@ def _splits(call: Call) -> bool:
 
 def _split(call: Call) -> Array:
     """The kernel on parts of the keys as so many heads, merged by their log-sum-exps."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
     query = call.query
     key, value = (calls.share_heads(call, x) for x in (call.key, call.value))
     width = max(query.shape[-1], value.shape[-1])
