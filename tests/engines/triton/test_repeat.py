@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import qkv
 from qkv import masks, scores, weightings
 from qkv.attention import request
 from qkv.engines import plan, triton
+from qkv.engines import weights as weights_engine
 from qkv.engines.triton import (
     ahead,
     arguments,
@@ -30,6 +32,7 @@ from qkv.engines.triton import (
     to_keys,
     to_queries,
     weigh,
+    weights,
 )
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -39,6 +42,7 @@ class Compiled:
     """Stands for a compiled kernel: takes places in memory as its launcher does, and interprets."""
 
     function = packed_metadata = None
+    metadata = SimpleNamespace(global_scratch_size=384, num_ctas=1)
 
     def __init__(self, kernel, given, how):
         self.kernel, self.how = kernel, how
@@ -93,6 +97,7 @@ def counted(monkeypatch):
         (hidden, "_hidden_kernel"), (features, "_fit_kernel"), (features, "_features_kernel"),
         (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),
         (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
+        (norms, "_square_slope_kernel"), (weights, "weigh_pairs"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     monkeypatch.setattr(launch, "COMPILED", {})
@@ -109,8 +114,8 @@ def counted(monkeypatch):
     monkeypatch.setattr(arguments, "_facts", lambda *given: facts(*given) | {"FAST": False})
     count, again = [], kept.Steps.again
 
-    def counting(steps, *arrays):
-        out = again(steps, *arrays)
+    def counting(steps, *given):
+        out = again(steps, *given)
         count.append(out is not None)
         return out
 
@@ -200,6 +205,35 @@ def test_strides_and_places(counted):
         odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
         check((q if seed < 3 else odd, k, v), weighting="entmax15")
     assert counted == [True, True, False, False]
+
+
+def test_descriptors_lie_in_the_room(counted, monkeypatch):
+    """Triton asks for their memory at each launch, and another's must not be given ours."""
+    from triton.runtime import _allocation
+
+    asked, rooms, run, new_empty = [], [], Compiled.run, torch.Tensor.new_empty
+
+    def asking(self, x, y, z, stream, *given):
+        give = _allocation._allocator.get()
+        asked.append(give if give is launch._scratch else give(384 * x * y * z, 128, stream))
+        run(self, x, y, z, stream, *given)
+
+    def noted(like, *shape, **how):
+        rooms.append(new_empty(like, *shape, **how))
+        return rooms[-1]
+
+    monkeypatch.setattr(Compiled, "run", asking)
+    monkeypatch.setattr(torch.Tensor, "new_empty", noted)
+    for seed in range(2):
+        asked.clear(), rooms.clear()
+        qkv.attend(*arrays_of(seed), weighting="entmax15", engine="triton")
+        if not seed:
+            assert asked[0] is launch._scratch
+    _, room, *_ = rooms  # after the output; the interpreter makes some too
+    first, size = room.data_ptr(), room.numel() * room.element_size()
+    assert counted == [True]
+    assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
+    assert asked[1] is launch._scratch is _allocation._allocator.get()
 
 
 def test_split_keys_and_what_joins_them(counted, monkeypatch):
@@ -294,6 +328,44 @@ def way_back(given, along, engine):
     leaves = [x.detach().requires_grad_() for x in given]
     out = qkv.attend(*leaves[:3], score=scores.Additive(*leaves[3:]), engine=engine)
     return [out.detach(), *torch.autograd.grad(out, leaves, along)]
+
+
+WAYS = {
+    "gaussian": {"score": scores.Gaussian(2.0)},
+    "window": {"weighting": "sigmoid", "score": "dot", "mask": masks.window(4)},
+    "their mean": {"return_weights": "mean", "mask": masks.causal},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_way_back_by_the_same_launches(counted, name, monkeypatch):
+    """While gradients of earlier ones are held."""
+    monkeypatch.setattr(weights_engine, "_by_log_sum_exp", by_kernels)
+    held = []
+    for seed in range(2):
+        arrays = arrays_of(seed)
+        got = slopes_of(arrays, **WAYS[name])
+        held.append((got, slopes_of([x.double() for x in arrays], **WAYS[name])))
+    for got, want in held:
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
+    assert len(counted) >= 2 and all(counted), "there and back"
+
+
+def by_kernels(call):
+    """As on CUDA."""
+    mean = call.wants_weights == "mean"
+    return triton.with_weights(replace(call, wants_weights=None), mean)
+
+
+def slopes_of(arrays, **how):
+    leaves = [x.detach().requires_grad_() for x in arrays]
+    engine = "dense" if arrays[0].dtype == torch.float64 else "triton"
+    if "return_weights" in how:
+        engine = None
+    found = qkv.attend(*leaves, engine=engine, **how)
+    found = found if isinstance(found, tuple) else (found,)
+    return torch.autograd.grad(sum((x * x.detach()).sum() for x in found), leaves)
 
 
 def test_a_result_that_torch_made_is_made_anew(counted):

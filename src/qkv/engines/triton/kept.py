@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from operator import itemgetter
+from functools import reduce, wraps
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,45 +18,60 @@ Places = tuple[int | None, ...]
 
 
 class Step(NamedTuple):
-    """A launch, and what it takes of the places, those of its record of arrays first."""
+    """A launch, what it takes of the places, those of its record of arrays first, where in the room
+    its scratch begins, if it has some, and what Triton launches it by."""
 
     made: Launch
     record: Callable[[Places], Any] | None
     rest: Callable[[Places], Any]
+    scratch: int | None
+    run: Callable[..., None]
+    how: tuple[Any, ...]
 
 
 class Steps(NamedTuple):
     """Launches, which device they are `at`, the results' shapes, with strides and dtypes where they
-    are not contiguous and of the first array's, whether there is one `alone`, and the room of what
-    lies between: its size, and where in it each array begins, in bytes."""
+    are not contiguous and of the first array's, whether there is one `alone`, and whether that is
+    `like` the first array, and the room of what lies between: its size, and where in it each array
+    begins, in bytes."""
 
     launches: tuple[Step, ...]
     at: int | None
     results: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype], ...]
     alone: bool
+    like: bool
     size: int
     offsets: tuple[int, ...]
 
-    def again(self, like: Tensor, given: tuple[int, ...]) -> Any:
+    def again(self, like: Tensor, given: tuple[int, ...], odd: int) -> Any:
         """The results; None where the arrays lie oddly or on a device that is not in use."""
-        if any(map((15).__and__, given)) or not launch.current(self.at):
+        if odd & 15 or not launch.current(self.at):
             return None
         # One by one, and in the query's dtype: torch reads a tuple, and a dtype, for as long again.
-        found = [
-            like.new_empty(*shape)
-            if stride is None
-            else like.new_empty_strided(shape, stride, dtype=dtype)
-            for shape, stride, dtype in self.results
-        ]
+        found = (
+            [torch.empty_like(like)]
+            if self.like
+            else [
+                like.new_empty(*shape)
+                if stride is None
+                else like.new_empty_strided(shape, stride, dtype=dtype)
+                for shape, stride, dtype in self.results
+            ]
+        )
         room = like.new_empty(self.size) if self.size else like
         start, stream = room.data_ptr(), launch.current_stream(self.at)
         of_results = map(Tensor.data_ptr, found)
         at = (None, 0, *given, *of_results, *[start + x for x in self.offsets])
-        for made, record, rest in self.launches:
-            if record is None:
-                made.send(stream, *rest(at))
+        hooked = launch.hooked()
+        for made, record, rest, scratch, run, how in self.launches:
+            arrays = rest(at) if record is None else (record(at), *rest(at))
+            if hooked:
+                made.send(stream, arrays)
+            elif scratch is None:
+                run(*made.grid, stream, *how, *arrays, *made.numbers)
             else:
-                made.send(stream, record(at), *rest(at))
+                given = (*made.grid, stream, *how, *arrays, *made.numbers)
+                launch.lent(start + scratch, run, given)
         return found[0] if self.alone else tuple(found)
 
 
@@ -89,26 +104,30 @@ def _version(x: Tensor) -> int:
 def _steps(
     notes: Notes, given: Sequence[Tensor], found: Sequence[Tensor], alone: bool
 ) -> Steps | None:
-    like = given[0]
+    like, results = given[0], {x.data_ptr() for x in found}
+    used = {x for _, had in notes.launches for x in had}
+    rooms = [x for x in notes.rooms if x.data_ptr() in used - results]
     offsets, size = [], 0
-    for x in notes.rooms:
+    for x in rooms:
         offsets.append(size)
         size += -(-x.untyped_storage().nbytes() // 128) * 128  # so that the next lies evenly
-    at = (None, 0, *[x.data_ptr() for x in (*given, *found, *notes.rooms)])
+    at = (None, 0, *[x.data_ptr() for x in (*given, *found, *rooms)])
     places = {x: i for i, x in reversed([*enumerate(at)])}
-    used = {x for _, had in notes.launches for x in had}
     if any(x.data_ptr() not in used for x in found if x.numel()):  # torch made it
         return None
     if not used or any(x not in places or (x or 0) % 16 for x in used):
         return None  # the interpreter's launches are not noted
     steps = []
     for made, had in notes.launches:
-        taken = [places[x] for x in had]
+        taken, scratch = [places[x] for x in had], made.scratch
         record, rest = taken[: made.taken], taken[made.taken :]
-        steps.append(Step(made, itemgetter(*record) if record else None, itemgetter(*rest)))
-    results = tuple((tuple(x.shape), _stride(x, like), x.dtype) for x in found)
-    index = like.device.index
-    return Steps(tuple(steps), index, results, alone, size // like.element_size(), tuple(offsets))
+        parts = itemgetter(*record) if record else None, itemgetter(*rest)
+        steps.append(Step(made, *parts, size if scratch else None, made.compiled.run, made.how))
+        size += -(-scratch // 128) * 128
+    told = tuple((tuple(x.shape), _stride(x, like), x.dtype) for x in found)
+    alike = alone and told[0][:2] == (like.shape, None) and like.is_contiguous()
+    room = size // like.element_size(), tuple(offsets)
+    return Steps(tuple(steps), like.device.index, told, alone, alike, *room)
 
 
 def _stride(x: Tensor, like: Tensor) -> tuple[int, ...] | None:
@@ -141,7 +160,7 @@ def by_launches(function: Callable[..., Any]) -> Callable[..., Any]:
             *map(at.index, at),
         )
         steps = KNOWN.get(about)
-        found = None if steps is None else steps.again(arrays[0], at)
+        found = None if steps is None else steps.again(arrays[0], at, reduce(or_, at))
         if found is None:
             return KNOWN.note(about, lambda: function(*given), arrays)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -160,6 +161,15 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
+def lent(at: int, run: Callable[..., None], given: Sequence[Any]) -> None:
+    """`run(*given)`, a launch whose descriptors lie here."""
+    triton.set_allocator(lambda *_: at)
+    try:
+        run(*given)
+    finally:
+        triton.set_allocator(_scratch)  # of later launches, which may be others'
+
+
 @cache
 def interpreted() -> bool:
     return INTERPRETED
@@ -207,19 +217,28 @@ class Launch(NamedTuple):
     described: bool
     taken: int
 
-    def send(self, stream: int, *arrays: Any) -> None:
+    @property
+    def scratch(self) -> int:
+        """Bytes that its descriptors take."""
+        if not self.described:
+            return 0
+        about = self.compiled.metadata
+        return int(about.global_scratch_size * about.num_ctas * math.prod(self.grid))
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """What Triton's launcher is told between the stream and the arrays."""
+        return self.compiled.function, self.compiled.packed_metadata, None, None, None
+
+    def send(self, stream: int, arrays: Sequence[Any]) -> None:
         """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
         the driver would be asked where it lies."""
-        compiled = self.compiled
         if self.described:
-            triton.set_allocator(_scratch)  # for the descriptors; a thread has its own
-        if _hooked():
-            compiled[self.grid](*arrays, *self.numbers)
+            triton.set_allocator(_scratch)  # a thread has its own
+        if hooked():
+            self.compiled[self.grid](*arrays, *self.numbers)
             return
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *arrays, *self.numbers,
-        )  # fmt: skip
+        self.compiled.run(*self.grid, stream, *self.how, *arrays, *self.numbers)
 
 
 class Key(NamedTuple):
@@ -340,7 +359,7 @@ def start(
     # What is known at compile time is passed over, but counted.
     made = Launch(compiled, grid, (*numbers, known), tile.described, taken)
     places = (tuple(at[:taken]), *at[taken:]) if taken else at
-    made.send(current_stream(device.index), *places)
+    made.send(current_stream(device.index), places)
     notes = NOTES.get()
     if notes is not None:
         notes.launches.append((made, at))
@@ -375,14 +394,14 @@ def _strides(kernel: Any, first: int, count: int) -> tuple[int, ...]:
     return tuple(i for i, param in enumerate(params) if not param.do_not_specialize)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a profiler of Triton's wants to hear of each launch."""
     hook = triton.knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 
 def current_stream(index: int | None) -> int:
-    return int(_streams()(index))
+    return _streams()(index)  # type: ignore[no-any-return]
 
 
 @cache

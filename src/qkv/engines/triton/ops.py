@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qkv.engines.triton import forward, gradients
 from qkv.engines.triton.arguments import GIVEN, Numbers
+from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import ARRAYS, Arrays
 from qkv.errors import ArgumentError, DtypeError, EngineError, ShapeError, unknown
@@ -140,7 +141,7 @@ _backward = operator(
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {GIVEN}, "
     "bool for_queries, bool for_keys, bool for_pairs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)(gradients.attend_backward)
+)(by_launches(gradients.attend_backward))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

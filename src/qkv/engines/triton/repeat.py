@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 from torch import Tensor
@@ -31,18 +32,20 @@ class Repeat:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
         # Launches know arrays by where they lie, so one that is given twice is told from two. Each
-        # call asks all this: for three arrays it is spelled out.
+        # call asks all this: for three arrays it is spelled out, and strides are those of arrays
+        # that have no gaps, where one may ask for that alone.
         given: tuple[int, ...]
         q, k, v = given = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        about: tuple[Any, ...] = (
-            query.numel(), key.numel(), query.stride(), key.stride(), value.stride(), q == k,
-            k == v, q == v,
-        )  # fmt: skip
+        odd, strides = q | k | v, None
+        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
+            strides = query.stride(), key.stride(), value.stride()
+        about: tuple[Any, ...] = query.numel(), key.numel(), q == k, k == v, q == v, strides
         if more:
             given = (*given, *map(Tensor.data_ptr, more))
             about = (*about, *map(Tensor.stride, more), *map(given.index, given))
+            odd = reduce(or_, given)
         steps = self.known.get(about)
-        found = None if steps is None else steps.again(query, given)
+        found = None if steps is None else steps.again(query, given, odd)
         if found is None:
             run = partial(self.run, query, key, value, *more)
             with ahead.together(run):

@@ -111,8 +111,14 @@ class _Weights(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, along: Tensor) -> tuple[Any, ...]:
         *arrays, lse = ctx.saved_tensors
-        call = Arguments(*arrays, *ctx.numbers)
-        if ctx.mean:
-            call.floats = call.floats._replace(share=1 / call.h)
-        dquery, dkey = gradients.weights_backward(call, along, lse)
+        dquery, dkey = _weights_backward(*arrays, *ctx.numbers, lse, ctx.mean, along)
         return dquery, dkey, *(None,) * (len(ctx.needs_input_grad) - 2)
+
+
+@by_launches
+def _weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
+    *arguments, lse, mean, along = given
+    call = Arguments(*arguments)
+    if mean:
+        call.floats = call.floats._replace(share=1 / call.h)
+    return gradients.weights_backward(call, along, lse)
