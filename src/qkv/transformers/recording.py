@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,23 +47,20 @@ def capture(
     names = _named_attention(model)
     captured = Captured([], budget=budget, unseen=_unseen(model, names))
     recorder = Recorder(names, captured, top, pool)
-    hooks: list[Any] = []
     switched: list[Any] = []
     before = WATCHERS.get()
-    try:
+    with ExitStack() as undone:
         for part in model.modules():
             if isinstance(part, PreTrainedModel):
                 note(part)
-                hooks.append(part.register_forward_pre_hook(recorder.begin))
-                hooks.append(part.register_forward_hook(recorder.end, always_call=True))
+                undone.enter_context(part.register_forward_pre_hook(recorder.begin))
+                hook = part.register_forward_hook(recorder.end, always_call=True)
+                undone.enter_context(hook)
+        undone.callback(WATCHERS.set, before)
         WATCHERS.set((*before, recorder.see))
+        undone.callback(_restore, switched)
         _switch(_configs(model), switched)
         yield recorder.captured
-    finally:
-        _restore(switched)
-        WATCHERS.set(before)
-        for hook in hooks:
-            hook.remove()
 
 
 def _named_attention(model: Any) -> dict[Any, str]:
