@@ -1166,6 +1166,47 @@ def test_reading_on_a_full_disk(tmp_path, small):
         assert child.wait() == 0
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a limit on files of this process")
+@pytest.mark.parametrize("free", [1, 2, 4, 6, 9])
+def test_a_store_that_cannot_be_made_without_descriptors_leaves_nothing(tmp_path, free):
+    """However many are left when it begins; and what is named is where it was to be."""
+    told = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(tmp_path / "s.qkv"), str(free)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith(f"{tmp_path / 's.qkv'}"), told
+    assert list(tmp_path.iterdir()) == []
+
+
+_WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from pathlib import Path
+from qkv.database.store import Store
+from qkv.database.store.folder import beside
+from qkv.errors import QkvError
+
+path, held = Path(sys.argv[1]), []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+while True:
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        break
+for _ in range(int(sys.argv[2])):
+    os.close(held.pop())
+try:
+    with beside(path) as place, Store(place) as store:
+        store.commit(records=["a"], digests=[b"a"])
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+except QkvError as error:
+    print(error)
+except OSError:
+    print(path)
+"""
+
 _ON_A_FULL_DISK = """
 import json, resource, sys
 from qkv.database.faults import Unwritable

@@ -18,7 +18,7 @@ from qkv.database.store.mark import WRITER
 from qkv.database.store.segments import SUFFIX, TEMPORARY, number
 from qkv.database.store.shelf import Files
 from qkv.database.store.sweep import MAKING, tidy
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.types import releasing
 
 
@@ -131,9 +131,20 @@ def beside(path: Path) -> Iterator[Path]:
             ) from error
         with contextlib.suppress(OSError):
             Files().fsync_folder(path.parent)
+    except QkvError as error:
+        hidden, told = str(aside / path.name), str(error)
+        if hidden in told:  # which is gone when somebody reads it
+            error.args = (told.replace(hidden, str(path)), *error.args[1:])
+        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         held.close()
+        # Where no descriptors were left, there is one now, which is enough for this.
+        for folder, _, names in os.walk(aside, topdown=False):
+            with contextlib.suppress(OSError):
+                for name in names:
+                    os.unlink(os.path.join(folder, name))
+                os.rmdir(folder)
 
 
 def size(path: Path) -> int:
