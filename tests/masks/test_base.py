@@ -55,3 +55,34 @@ def test_a_batch_of_nothing_has_no_lengths(fw):
     x = fw.make(np.ones((0, 3, 2)))
     for mask in (masks.lengths([]), masks.causal(offset=[])):
         assert to_numpy(qkv.attend(x, x, x, mask=mask)).shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize("fw", [f for f in FRAMEWORKS if f.name != "numpy"], ids=lambda f: f.name)
+def test_one_word_for_all_pairs(fw):
+    """FlexAttention's `noop_mask` gives an array of no axes."""
+    x = fw.make(np.arange(24.0).reshape(2, 3, 4) / 10)
+    for word, want in ((0, qkv.attend(x, x, x)), (1, x * 0)):
+        rule = masks.custom(lambda b, h, i, j, word=word: i[0, 0] * 0 == word)
+        found = qkv.attend(x, x, x, mask=rule)
+        np.testing.assert_allclose(to_numpy(found), to_numpy(want), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("name", ["causal_upper_left", "causal_lower_right"])
+def test_torchs_causal_biases_hold_no_numbers(name):
+    torch = pytest.importorskip("torch")
+    bias = getattr(pytest.importorskip("torch.nn.attention.bias"), name)(3, 3)
+    x = torch.randn(2, 1, 3, 4)
+    with pytest.raises(TypeError, match=r"mask is a CausalBias .* pass masks\.causal"):
+        qkv.attend(x, x, x, mask=bias)
+
+
+def test_a_block_mask_of_flex_attention_names_its_function():
+    pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    made = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
+    x = np.ones((8, 2))
+    with pytest.raises(TypeError, match=r"a BlockMask: pass masks\.custom\(mask\.mask_mod\)"):
+        qkv.attend(x, x, x, mask=made)
+    with pytest.raises(TypeError, match="BlockMask: pass its mask_mod"):
+        masks.custom(made)

@@ -236,14 +236,23 @@ def array(values: Any) -> Mask:
             return _named(values)
         if not isinstance(values, list | tuple):
             told = str(type(values))
+            if callable(values):
+                told = "a function: wrap it as masks.custom(f)"
+            elif hasattr(values, "mask_mod"):  # what FlexAttention makes of such a function
+                told = f"a {type(values).__name__}: pass masks.custom(mask.mask_mod)"
             raise DtypeError(
                 "mask must be a mask of qkv.masks, its name, or a boolean or float array, not "
-                + ("a function: wrap it as masks.custom(f)" if callable(values) else told)
+                + told
             )
         try:
             values = np.asarray(values)
         except ValueError:
             raise DtypeError("mask is no rectangle: its rows differ in length") from None
+    if hasattr(values, "variant"):  # torch's `causal_upper_left` has a shape, and memory unset
+        raise DtypeError(
+            f"mask is a {type(values).__name__} of torch, which holds no numbers: pass "
+            "masks.causal, or masks.causal('bottom_right') for the lower right"
+        )
     values = plain(values, "mask")
     kind = of(values).dtype(values)
     if kind != "bool" and "float" not in kind:

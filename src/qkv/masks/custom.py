@@ -32,6 +32,8 @@ class Custom(Mask):
                 f"masks.custom: mask_mod gave shape {shape}, which does not broadcast to "
                 f"the scores' {due}"
             )
+        while len(fw.shape(out)) < 2:  # one word for all pairs, or a row: kernels want both axes
+            out = out[None, ...]
         return out
 
 
@@ -44,9 +46,10 @@ def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
     array([[0.5, 0. , 0.5]])
     """
     if not callable(mask_mod):
+        own = ": pass its mask_mod" if hasattr(mask_mod, "mask_mod") else ""
         raise DtypeError(
             f"masks.custom: mask_mod must be a function (b, h, q_idx, kv_idx), not "
-            f"{type(mask_mod).__name__}"
+            f"{type(mask_mod).__name__}{own}"
         )
     return Custom(mask_mod)
 
