@@ -165,8 +165,7 @@ def one(monkeypatch):
     threads._jobs.cache_clear()
 
 
-def test_what_takes_longest_begins_first(monkeypatch, one):
-    monkeypatch.setattr(ahead, "HEAD_START", 0)
+def test_what_takes_longest_begins_first():
     begun, known = [], {}
     names = ("inner", "to_keys", "_square_kernel", "pool")
     ahead.compile_jobs({Named(x): partial(begun.append, x) for x in names}, known)
@@ -175,9 +174,8 @@ def test_what_takes_longest_begins_first(monkeypatch, one):
 
 
 @pytest.mark.parametrize("label", [None, "compiling"])
-def test_an_interrupted_compilation_keeps_no_thread(monkeypatch, one, label):
+def test_an_interrupted_compilation_keeps_no_thread(one, label):
     """Ctrl-C wherever a call of C returns, to ours and to the standard library's."""
-    monkeypatch.setattr(ahead, "HEAD_START", 0.001)
     jobs = {Named(x): partial(str, x) for x in ("pool", "to_keys", "inner")}
     waits = (ahead.__file__, threads.__file__, threading.__file__)
     waits += (os.path.dirname(concurrent.futures.__file__),)
@@ -193,3 +191,18 @@ def test_an_error_of_a_compilation_is_raised(one):
     with pytest.raises(ValueError, match="'x'"):
         ahead.compile_jobs(jobs, known, "compiling")
     assert known == {}
+
+
+def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeypatch):
+    monkeypatch.setattr(threads, "CORES", 2)
+    threads._jobs.cache_clear()
+    both, told = threading.Barrier(2, timeout=60), []
+
+    def job(name):
+        told.append(name)
+        ahead.READ.get()()
+        both.wait()  # for the other, which is read by now
+
+    ahead.compile_jobs({Named(x): partial(job, x) for x in ("inner", "pool")}, {})
+    threads._jobs.cache_clear()
+    assert told == ["pool", "inner"]

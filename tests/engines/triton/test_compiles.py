@@ -54,8 +54,9 @@ def keys_of(kind: str, lengths: list[int]) -> list[str]:
     ]
 
 
-def compiled() -> list[int]:
-    """The bytes of kernels as they are compiled for Hopper, of records too."""
+def compiled() -> dict[str, list]:
+    """The bytes of kernels as they are compiled for Hopper, of records too; whose launchers were
+    built, and how often `inner` told that it had been read."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -66,16 +67,24 @@ def compiled() -> list[int]:
     from qkv.engines.triton.arguments import Arguments
     from qkv.engines.triton.records import facts_of
 
+    launchers: list[str] = []
+    read: list[None] = []
+
     class Driver:
+        launcher_cls = staticmethod(lambda src, metadata: launchers.append(src.name))
         get_current_device = get_current_stream = staticmethod(lambda *given: 0)
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
     triton.runtime.driver.set_active(Driver())
+    ahead.READ.set(lambda: read.append(None))
     half, whole = torch.bfloat16, torch.float32
     facts = {"D": 64, "BLOCK_D": 64, "WEIGHTING": "softmax", "EXPONENTIAL": True}
+    triton.knobs.compilation.always_compile = True  # not read where Triton has it on disk
     inner = weigh.inner.warmup(
         half, half, None, whole, 100, F=facts_of(facts | {"ROWS": 64}), grid=(2, 1, 1), num_warps=4
     )
+    triton.knobs.compilation.always_compile = False
+    told = len(read)
     merge = forward.merge.warmup(
         whole, whole, whole, half, whole, whole, 100, 4,
         F=facts_of(facts | {"BLOCK_S": 16, "APART": False}), grid=(100, 1, 1), num_warps=4,
@@ -107,7 +116,13 @@ def compiled() -> list[int]:
         arrays = type(given[0])(*map(triton.MockTensor.wrap_dtype, given[0]))
         made.append(kernel.warmup(arrays, *given[1:], grid=grid, **named))
     assert len(made) == 7
-    return [len(x.asm["cubin"]) for x in (inner, merge, *made)]
+    made += [inner, merge]
+    return {
+        "bytes": [len(x.asm["cubin"]) for x in made],
+        "names": [x.src.name for x in made],
+        "launchers": launchers,
+        "told": [told],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +144,16 @@ def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
 
 
 def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
-    assert min(found["compiled"]) > 1000
+    assert min(found["compiled"]["bytes"]) > 1000
+
+
+def test_a_launcher_is_built_while_its_kernel_is_compiled(found):
+    about = found["compiled"]
+    assert sorted(about["launchers"]) == sorted(about["names"])
+
+
+def test_a_kernel_tells_when_it_has_been_read(found):
+    assert found["compiled"]["told"] == [1]
 
 
 if __name__ == "__main__":

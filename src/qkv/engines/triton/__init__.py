@@ -162,6 +162,10 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     Where numbers decide (a score that is `ranged`, in float32), `cannot` must be asked each time.
     """
+    from qkv.engines.triton import ahead
+
+    if not interpreted():
+        ahead.begun()
     from qkv.engines.triton import ops, thresholds
     from qkv.engines.triton.arguments import Numbers
     from qkv.engines.triton.records import Arrays
@@ -275,10 +279,8 @@ def waits(call: Call) -> str:
     count = len(missing(call))
     if not count:
         return "ready"
-    # Seen beside an H200. Top-k's scores of float32 are written out term by term.
-    long = not is_narrow(call) and WEIGHTINGS[type(call.weighting)] == "topk"
-    seconds = (1.5 + 0.2 * count) * (4 if long else 1)
-    return f"compiles {count} kernels now, about {math.ceil(seconds)} s"
+    seconds = math.ceil(1.5 + 0.2 * count)  # seen beside an H200
+    return f"compiles {count} kernels now, about {seconds} s"
 
 
 def direct(call: Call) -> Callable[..., Array | None] | Bare | None:

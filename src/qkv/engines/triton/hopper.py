@@ -11,11 +11,13 @@ the rows, start q·kᵀ of a tile and p·v of the one before it ahead of the exp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkv.engines.triton import launch
+from qkv.engines.triton.ahead import Heard
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, SIZES
 
@@ -199,7 +202,11 @@ def described(base, b, h, rows, at_b, at_h, at_row, ROWS: gl.constexpr, F: gl.co
     )
 
 
-@gluon.jit(do_not_specialize=SIZES)
+class Kernel(Heard, GluonJITFunction):
+    """What `gluon.jit` makes, and such a one."""
+
+
+@partial(Kernel, do_not_specialize=SIZES)
 def pool_hopper(
     given, at, counts, out, lse, kept, scales, steps, z, lanes, rows, count, F: gl.constexpr
 ):  # fmt: skip

@@ -12,6 +12,8 @@ from functools import partial
 import triton
 import triton.language as tl
 
+from qkv.engines.triton.ahead import Kernel
+
 # Imported by name: of what is reached by its module, Triton's cache on disk knows functions alone.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -27,7 +29,9 @@ SIZES = (
 )  # fmt: skip
 """Numbers that change from call to call, by name, where they are not in `records.Sizes`."""
 
-launched = partial(triton.jit, do_not_specialize=SIZES)
+launched = partial(
+    triton.jit if triton.knobs.runtime.interpret else Kernel, do_not_specialize=SIZES
+)
 """A kernel that is launched. It is compiled once for all SIZES, where Triton would tell a 1 and a
 multiple of 16 from others. Of a stride it should: rows that begin evenly are read 16 bytes at once.
 """
