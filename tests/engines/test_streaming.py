@@ -133,3 +133,26 @@ def test_functions_of_the_caller_under_torch_func(how):
     torch.testing.assert_close(got, torch.stack(want))
     tangent = torch.func.jvp(loss, (given[0],), (many[1],))[1]
     torch.testing.assert_close(tangent, (want[0] * many[1]).sum())
+
+
+@pytest.mark.parametrize("places", ["qqv", "qvv", "qqq"])
+@pytest.mark.parametrize("how", ["save_on_cpu", "checkpoint"])
+def test_one_tensor_in_several_places_whose_copies_are_kept(how, places):
+    """What is saved for the way back comes back as new tensors, which are one leaf all the same."""
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+    make = torch.Generator().manual_seed(0)
+    leaf = {x: torch.randn(2, 5, 4, generator=make, dtype=torch.float64) for x in "qv"}
+    given = [leaf[x].requires_grad_() for x in places]
+    at = [leaf[x] for x in dict.fromkeys(places)]
+
+    def attended(*given, engine="streaming"):
+        return qkv.attend(*given, weighting="entmax15", engine=engine)
+
+    want = torch.autograd.grad(attended(*given, engine="dense").square().sum(), at)
+    if how == "checkpoint":
+        out = checkpoint(attended, *given, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            out = attended(*given)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), at), want)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import compiler
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
@@ -359,13 +360,13 @@ class Torch(Framework):
         with torch.enable_grad():
             # A leaf of the caller's graph may also be reached through a closure, so it stays
             # itself, in one place; anything else is cut from its history. A view of a leaf, made
-            # without a graph, says that it is one too.
+            # without a graph, says that it is one too. A leaf is known by its node: hooks on what
+            # is saved, as of a checkpoint, make new tensors of it.
             leaves = [x.is_leaf and x.requires_grad and not x._is_view() for x in args]
-            kept = {id(x): i for i, x in reversed([*enumerate(args)]) if leaves[i]}
-            args = tuple(
-                x if kept.get(id(x)) == i else x.detach().requires_grad_()
-                for i, x in enumerate(args)
-            )
+            nodes = [get_gradient_edge(x).node if leaves[i] else None for i, x in enumerate(args)]
+            kept = {node: i for i, node in reversed([*enumerate(nodes)]) if node is not None}
+            own = [kept.get(node) == i for i, node in enumerate(nodes)]
+            args = tuple(x if own[i] else x.detach().requires_grad_() for i, x in enumerate(args))
             out = function(*args)
 
         def pull(gradient: Array) -> Slopes:
