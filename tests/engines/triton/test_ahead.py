@@ -206,3 +206,16 @@ def test_a_kernel_is_read_after_the_one_before_it_while_that_is_compiled(monkeyp
     ahead.compile_jobs({Named(x): partial(job, x) for x in ("inner", "pool")}, {})
     threads._jobs.cache_clear()
     assert told == ["pool", "inner"]
+
+
+def test_a_call_that_torch_compiles_begins_nothing(monkeypatch):
+    """A thread cannot be part of a graph."""
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "cannot", lambda call: None)
+    arrays = [x.detach() for x in arrays_of()]
+
+    def attend(*given):
+        return qkv.attend(*given, weighting="sigmoid", engine="triton")
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arrays), attend(*arrays))

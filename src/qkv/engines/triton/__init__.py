@@ -164,7 +164,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     """
     from qkv.engines.triton import ahead
 
-    if not interpreted():
+    if not interpreted() and not call.fw.tracing(call.query):
         ahead.begun()
     from qkv.engines.triton import ops, thresholds
     from qkv.engines.triton.arguments import Numbers
