@@ -84,6 +84,44 @@ def test_the_terminal_shows_bars_and_the_rest():
     assert repr(answer([1.0])) == str(answer([1.0]))
 
 
+def test_weights_that_are_no_shares_are_told_as_they_are():
+    D = Database({float(i): float(i) for i in range(10)})
+    all_count = D.ask(4.0, score="constant", weighting="raw")
+    assert [line.split()[0] for line in str(all_count).splitlines()[1:]] == ["1.000"] * 5 + [
+        "…",
+        "effective",
+    ]
+    assert "5 more rows" in str(all_count)
+    told = all_count.explain()
+    assert told.startswith("Of 10 rows, 0 weighs 1.000, 1 1.000.")
+    assert "%" not in told and "many rows" in told and "around" not in told
+    assert len(all_count.plot().axes[0].patches) == 5  # the others' share of 1 means nothing
+    near = D.ask(4.2, score="epanechnikov", weighting="raw")
+    assert "more row" not in str(near) and near.sureness == "a sum of a few rows"
+    named = Database({"a": "x", "b": "y", "ab": "x"}).ask("a", score="dot", weighting="raw")
+    assert not named.exact and "%" not in named.explain()
+    assert Database({"a": "x", "b": "y"}).ask("a", score="exact", weighting="raw").exact
+
+
+def test_large_and_negative_weights_line_up():
+    D = Database({1.0: 3.0, -2.0: 5.0, 1e6: 2.0})
+    lines = str(D.ask(-1e6, score="dot", weighting="raw")).splitlines()[1:-1]
+    assert [line.split()[0] for line in lines] == ["-8.889e+11", "4.444e+11", "4.444e+11"]
+    assert len({line.index("█") for line in lines}) == 1
+    assert [line.count("█") for line in lines] == [24, 12, 12]
+
+
+def test_wide_and_combining_letters_line_up():
+    lines = str(answer([0.5, 0.3, 0.2], keys=["日本", "e\u0301", "abcd"])).splitlines()[1:-1]
+    assert [line[33:] for line in lines] == ["日本  v0", "e\u0301     v1", "abcd  v2"]
+
+
+def test_joiners_of_words_and_pictures_are_no_control_characters():
+    joined = ["می\u200cخواهم", "👩\u200d👧", "❤\ufe0f\u200d🔥"]
+    assert [short(x) for x in joined] == joined
+    assert short("a\u200db\u200c") == r"a\u200db\u200c"  # nobody could see them
+
+
 def test_rows_that_three_digits_cannot_show_join_the_rest():
     lines = str(answer([0.99, 0.0004, 0.0003], total=3)).splitlines()
     assert lines[2].endswith("2 more rows")

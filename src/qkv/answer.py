@@ -16,7 +16,7 @@ from qkv.arrays import tree
 from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, fraction, sizes
 from qkv.frames import frame
 from qkv.shown import Shown
-from qkv.told import BAR, bar, jsonable, short
+from qkv.told import BAR, bar, columns, figure, jsonable, lengths, padded, short
 from qkv.types import T
 
 EXACT = "The query is a key itself, which decides"
@@ -99,6 +99,8 @@ class Answer(Shown):
     """Rows that were asked, after `where`."""
     missing: int = field(kw_only=True, default=0)
     """Rows that passed `where` and were left out, because their value is missing."""
+    shares: bool = field(kw_only=True, default=True)
+    """Whether the weights share out one whole, Σᵢ αᵢ = 1; those of `raw` and `sigmoid` do not."""
     version: int = field(kw_only=True, default=0)
     """The version of the database that answered."""
     coverage: float | None = field(kw_only=True, default=None)
@@ -198,7 +200,13 @@ class Answer(Shown):
         """Whether the query is a text that is a key, to the letter, and has nearly all weight."""
         if not isinstance(self.query, str):
             return False
-        return sum(row.weight for row in self.rows if row.key == self.query) > DECIDES
+        found = sum(row.weight for row in self.rows if row.key == self.query)
+        return found > DECIDES if self.shares else found > 0 and self._first > DECIDES
+
+    @property
+    def _first(self) -> float:
+        """The share that the heaviest row has, or the least it can have where that is not known."""
+        return self.rows[0].weight if self.shares else 1 / self.effective_rows
 
     @property
     def effective_rows(self) -> float:
@@ -239,20 +247,23 @@ class Answer(Shown):
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first, *others = self.rows[:2]
-        then = "".join(f", {short(row.key)} {_percent(row.weight)}" for row in others)
-        parts = [f"Of {total}, {short(first.key)} counts {_percent(first.weight)}{then}."]
+        counts, told = ("counts", _percent) if self.shares else ("weighs", figure)
+        then = "".join(f", {short(row.key)} {told(row.weight)}" for row in others)
+        parts = [f"Of {total}, {short(first.key)} {counts} {told(first.weight)}{then}."]
         if self.exact:
             parts.append(f"{EXACT}.")
         effective = f"{self.effective_rows:,.1f}"
         parts.append(f"As many rows as {effective} of equal weight took part: {self.sureness}.")
-        if isinstance(self.value, float | np.ndarray) and self.spread is not None:
-            if isinstance(self.spread, float):
+        if isinstance(self.value, float | np.ndarray):
+            if self.shares and isinstance(self.spread, float):
                 parts.append(f"Their values lie {self.spread:.4g} around {self.value:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
+            has = (
+                f"has {told(best.weight)} of the weight" if self.shares else f"{told(best.weight)}"
+            )
             parts.append(
-                f"The value {short(best.value)} has {_percent(best.weight)} of the weight, "
-                f"{short(next_.value)} {_percent(next_.weight)}."
+                f"The value {short(best.value)} {has}, {short(next_.value)} {told(next_.weight)}."
             )
         if self.coverage is not None:
             parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
@@ -291,11 +302,12 @@ class Answer(Shown):
         """How concentrated the weights are, in a few words."""
         if not self.rows:
             return "no answer"
-        first, effective = self.rows[0].weight, self.effective_rows
+        first, effective = self._first, self.effective_rows
         if not self.values:  # pooled: many rows are no doubt, but a mean
             if first > 0.9:
                 return "one row decides"
-            return f"a mean of {'a few' if effective < 4 else 'many'} rows"
+            few = "a few" if effective < 4 else "many"
+            return f"a {'mean' if self.shares else 'sum'} of {few} rows"
         if first > 0.5:
             return "sure" if first > 0.9 else "fairly sure"
         if effective < 4:
@@ -341,7 +353,7 @@ class Answer(Shown):
             [short(row.key, 44) for row in self.rows],
             [row.weight for row in self.rows],
             title=f"{short(self.query, 60)} → {short(self.value, 60)}",
-            others=self.total - len(self.rows),
+            others=self.total - len(self.rows) if self.shares else 0,
         )
         return style.kept(figure, path)
 
@@ -350,15 +362,19 @@ class Answer(Shown):
         if not self.rows:
             return f"{short(self.query)} → nothing: every weight is 0"
         seen = [row for row in self.rows if abs(row.weight) >= LEAST] or self.rows[:1]
-        width = min(max(len(short(row.key, 32)) for row in seen), 32)
-        lines = [
-            f"  {row.weight:.3f} {bar(row.weight):{BAR}} {short(row.key, 32):{width}}  "
-            f"{short(row.value, 40)}".rstrip()
-            for row in seen
-        ]
         rest, more = 1 - sum(row.weight for row in seen), self.total - len(seen)
-        if more > 0 and rest >= LEAST:
-            lines.append(f"  {rest:.3f} {bar(rest):{BAR}} {counted(more, 'more row')}")
+        names = [short(row.key, 32) for row in seen]
+        told, longs = [figure(row.weight) for row in seen], lengths(row.weight for row in seen)
+        wide, high = max(map(len, told)), max(map(columns, names))
+        lines = [
+            f"  {number:>{wide}} {bar(long):{BAR}} {padded(name, high)}  "
+            f"{short(row.value, 40)}".rstrip()
+            for row, number, name, long in zip(seen, told, names, longs, strict=True)
+        ]
+        if more > 0 and not self.shares and self._others_count(seen):
+            lines.append(f"  {'…':>{wide}} {'':{BAR}} {counted(more, 'more row')}")
+        elif more > 0 and rest >= LEAST:
+            lines.append(f"  {figure(rest):>{wide}} {bar(rest):{BAR}} {counted(more, 'more row')}")
         if self.exact:
             lines.append(f"  {EXACT}")
         if self.coverage is not None:
@@ -367,17 +383,25 @@ class Answer(Shown):
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])
 
+    def _others_count(self, seen: list[Row]) -> bool:
+        """Whether rows beside these have weight: by the entropy, which is of all of them."""
+        sizes = np.abs([row.weight for row in seen])
+        parts = sizes / (sizes.sum() or 1)
+        entropy = -float((parts * np.log(np.where(parts, parts, 1))).sum())
+        return abs(self.entropy - entropy) > 1e-4
+
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         import html
 
+        longs = lengths(row.weight for row in self.rows)
         cells = "".join(
-            f"<tr><td class=w>{row.weight:.3f}</td><td class=b><i style='width:"
-            f"{100 * max(min(row.weight, 1.0), 0.0):.1f}%'></i></td>"
+            f"<tr><td class=w>{figure(row.weight)}</td><td class=b><i style='width:"
+            f"{100 * long:.1f}%'></i></td>"
             f"<td>{html.escape(short(row.key, 200))}</td>"
             f"<td>{html.escape(short(row.value, 400))}</td></tr>"
-            for row in self.rows
+            for row, long in zip(self.rows, longs, strict=True)
         )
         value = html.escape(short(self.value, 400)) if self.rows else "nothing"
         return (

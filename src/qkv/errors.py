@@ -195,4 +195,14 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     text = text.replace("\r\n", "\n")
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or _joins(text, i) else ascii(c)[1:-1]
+        for i, c in enumerate(text)
+    )
+
+
+def _joins(text: str, i: int) -> bool:
+    """Whether a joiner stands there that its neighbours are written with: of Persian or Indic
+    letters, of pictures."""
+    near = text[i - 1 : i] + text[i + 1 : i + 2]
+    return text[i] in "\u200c\u200d" and len(near) == 2 and all(c > "\u02ff" for c in near)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,51 @@ def bar(weight: float, width: int = BAR) -> str:
     """
     eighths = round(max(min(weight, 1.0), 0.0) * width * 8)
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
+
+
+def lengths(weights: Iterable[float]) -> list[float]:
+    """How long each one's bar is: of a whole that is 1, or the largest where that is more.
+
+    >>> lengths([0.5, 0.25]), lengths([-4.0, 2.0, math.nan])
+    ([0.5, 0.25], [1.0, 0.5, 0.0])
+    """
+    sizes = [abs(weight) for weight in weights]
+    whole = max([1.0, *filter(math.isfinite, sizes)])
+    return [0.0 if math.isnan(size) else min(size / whole, 1.0) for size in sizes]
+
+
+def figure(weight: float) -> str:
+    """A weight in three decimals, or in four digits where it is large.
+
+    >>> figure(0.25), figure(-8.8889e11)
+    ('0.250', '-8.889e+11')
+    """
+    return f"{weight:.3f}" if abs(weight) < 1e4 else f"{weight:.4g}"
+
+
+def padded(text: str, width: int) -> str:
+    """The text with blanks up to so many columns of a terminal.
+
+    >>> padded("日本", 6)
+    '日本  '
+    """
+    return text + " " * (width - columns(text))
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal it fills: wide letters two, combining marks none.
+
+    >>> columns("日本"), columns("e\u0301")
+    (4, 1)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(
+        0
+        if unicodedata.category(c) in ("Mn", "Me", "Cf")
+        else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in text
+    )
 
 
 _AS_IT_IS = frozenset({str, int, bool, type(None)})

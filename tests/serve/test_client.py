@@ -115,6 +115,7 @@ ASKED: list[tuple[str, Any, dict[str, Any]]] = [
     ("gpa", 3.4, {"where": "value < 90"}),
     ("gpa", 9.0, {"score": scores.Boxcar(0.5), "weighting": weightings.Normalized("nearest")}),
     ("gpa", 4.0, {}),
+    ("gpa", 4.0, {"score": "constant", "weighting": "raw", "top": 1}),
     ("places", ("Hu", 2), {}),
     ("odd", "a", {}),
     ("odd", "c", {"top": 1}),

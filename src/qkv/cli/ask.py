@@ -13,6 +13,7 @@ from qkv.cli.command import NOTHING, Result
 from qkv.cli.source import cell, is_url, opened
 from qkv.database import spelled
 from qkv.errors import ArgumentError, counted
+from qkv.told import figure, lengths
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
@@ -139,20 +140,20 @@ def draw(answer: Answer) -> None:
     if not answer.rows:
         screen.line(f"nothing: every weight is 0 among {answer.total:,} rows{_left(answer)}")
         return
-    pooled = isinstance(answer.value, float) and not answer.values
-    value = screen.around(answer.value, answer.spread) if pooled else screen.text(answer.value)
+    mean = isinstance(answer.value, float) and not answer.values and answer.shares
+    value = screen.around(answer.value, answer.spread) if mean else screen.text(answer.value)
     screen.line(value, "bold")
     screen.line()
     plain = screen.ascii_only()
     width = min(BAR, screen.width() // 5)
     rows = [
         (
-            screen.bar(row.weight, width, ascii_only=plain),
-            screen.percent(row.weight),
+            screen.bar(long, width, ascii_only=plain),
+            screen.percent(row.weight) if answer.shares else figure(row.weight),
             screen.cell(row.key),
             screen.cell(row.value),
         )
-        for row in answer.rows
+        for row, long in zip(answer.rows, lengths(row.weight for row in answer.rows), strict=True)
     ]
     screen.table(
         ("weight", "", "key", "value"), rows, right=[""], colour=["weight"], whole=["weight", ""]

@@ -175,6 +175,7 @@ class Asked:
             values=values,
             total=self.total,
             missing=self.missing,
+            shares=self.weighting.convex,
             version=self.view.version,
             entropy=float(found.entropy[at]),
             lse=None if found.lse is None else float(found.lse[at]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.plot import data, style
 from qkv.plot.style import INK, RED
+from qkv.told import figure as figure_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ def bars(
     axes.barh(places, all_weights, color=colours, height=0.62)
     for at, weight in zip(places, all_weights, strict=True):
         axes.annotate(
-            f"{weight:.3f}",
+            figure_of(weight),
             (max(weight, 0), at),
             xytext=(4, 0),
             textcoords="offset points",

@@ -76,6 +76,7 @@ ANSWER = record(
         "weighting": TEXT,
         "values": list_of(record("Share", {"value": {}, "weight": NUMBER})),
         "lse": NUMBER,
+        "shares": typed("boolean", "Whether the weights share out one whole."),
         "version": COUNT,
     },
     weights=list_of(NUMBER),

@@ -25,7 +25,7 @@ FIRST, PAGE = 16, 1000
 """Rows that are fetched together: at first, and at most."""
 
 _NEAR = ("error_bound", "rows_read", "statistical")
-_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+_PLAIN = ("entropy", "lse", "shares", "total", "missing", "engine", "score", "weighting", "version")
 
 
 class Remote(Closing, Leaving):

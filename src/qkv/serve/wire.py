@@ -44,6 +44,7 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         **answer.told(row),
         "values": [share._asdict() for share in answer.values],
         "lse": answer.lse,
+        "shares": answer.shares,
         "score": answer.score,
         "weighting": answer.weighting,
         "version": answer.version,
