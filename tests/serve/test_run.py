@@ -255,6 +255,27 @@ def test_what_was_taken_is_finished(names: Path, how: signal.Signals) -> None:
         assert database["Smola"] == "Alex"
 
 
+def test_a_second_ctrl_c_ends_it_in_one_line(names: Path) -> None:
+    """What is cut off by it is no bug, whose trace would be told."""
+    with serving(names, "--write") as (url, server):
+        place = urlsplit(url)
+        connection = http.client.HTTPConnection(place.netloc, timeout=300)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/v1/databases/names/rows")
+            connection.putheader("content-type", "application/json")
+            connection.putheader("content-length", "100")
+            connection.endheaders(b'{"rows"')
+            sent(url, "/v1/databases/names/ask", query="Li")  # by now the other has been taken
+            server.send_signal(signal.SIGINT)
+            with pytest.raises(OSError):  # it listens until it has heard that
+                while True:
+                    socket.create_connection((place.hostname, place.port or 80)).close()
+                    time.sleep(0.01)
+            server.send_signal(signal.SIGINT)
+            told = server.communicate(timeout=300)[1]
+        assert server.returncode in (-signal.SIGINT, 130) and told == "qkv: stopped\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import socket
 import warnings
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -156,11 +158,19 @@ def config(app: Starlette) -> uvicorn.Config:
     )
 
 
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:  # what is cut off by a second Ctrl-C is no bug, whose trace is told
+            logging.getLogger("uvicorn.error").disabled = True
+
+
 def run(app: Starlette, place: socket.socket) -> None:
-    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken."""
+    """Serve at the socket until Ctrl-C or SIGTERM, which let finish what was taken; a second Ctrl-C
+    does not."""
     _open_files()
     gc.freeze()  # what is loaded by now stays: no collection need look at it again
-    uvicorn.Server(config(app)).run(sockets=[place])
+    _Server(config(app)).run(sockets=[place])
 
 
 def _open_files() -> None:
