@@ -216,3 +216,13 @@ def test_a_short_additive_call_stays_as_it_is(monkeypatch):
     assert "functions of each hidden unit" in why
     monkeypatch.setattr(lowered, "PAIRS", 0)
     assert told() == ("lowered", "")
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, ids=lambda fw: fw.name)
+def test_bandwidths_of_each_head_over_keys_that_heads_share(fw):
+    rng = np.random.default_rng(3)
+    shapes = ((2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 2))
+    given = [fw.make(rng.normal(size=shape), "float64") for shape in shapes]
+    score = scores.Gaussian(fw.make(rng.uniform(1, 2, size=(4, 1, 1)), "float64"))
+    out, want = (qkv.attend(*given, score=score, engine=x) for x in ("lowered", "dense"))
+    np.testing.assert_allclose(to_numpy(out), to_numpy(want), atol=1e-12)

@@ -100,7 +100,7 @@ class Expanded(Score):
     def scaled(self, x: Array) -> Array:
         if self.centre is not None:
             x = x - self.centre[(*[None] * (len(x.shape) - 1), ...)]  # JAX may forbid to add axes
-        return over(x, self.bandwidth)
+        return over(_each_head(x, self.bandwidth), self.bandwidth)
 
     def form(self, query: Array, key: Array) -> Form:
         if self.centre is None and not is_array(self.bandwidth):
@@ -133,6 +133,19 @@ class Quick(Gaussian):
             return super().__call__(query, key)
         half = (squares[0] + fw.xp.matrix_transpose(squares[1])) * 0.5
         return (fw.inner(query, key) - half) * scale
+
+
+def _each_head(x: Array, bandwidth: float | Array) -> Array:
+    """x (…, few, r, d) with each head repeated for those that share it, where (…, h, 1, 1)
+    bandwidths are of more heads."""
+    heads = tuple(getattr(bandwidth, "shape", ()))[-3:-2]
+    few = x.shape[-3:-2]
+    if () in (heads, few) or heads[0] == 1 or few[0] in (1, heads[0]):
+        return x
+    fw = of(x)
+    sizes = fw.sizes(x)
+    x = fw.xp.broadcast_to(x[..., :, None, :, :], (*sizes[:-2], heads[0] // sizes[-3], *sizes[-2:]))
+    return fw.xp.reshape(x, (*sizes[:-3], heads[0], *sizes[-2:]))
 
 
 def _square(x: Array, factor: float) -> Array:
