@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import qkv
 from bench import fuzz
 from qkv import masks, scores, weightings
+from qkv.arrays import of, tree
 from qkv.engines import triton
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, thresholds
 from tests.engines.triton.formulas import DEVICE
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="small sizes, in the interpreter")
@@ -67,17 +68,92 @@ CASES = {
         "score": "gaussian",
     },
     "a temperature for each query": {"temperature": torch.rand((2, 4, N, 1), generator=MADE) + 0.5},
+    "a temperature of a softcap": {"temperature": torch.tensor(0.7), "softcap": 2.0},
+    "a temperature for each query of a softcap, and a mask": {
+        "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
+        "softcap": 2.0,
+        "mask": holed(N, M),
+    },
+    "a softcap for each head, and its temperature": {
+        "softcap": torch.rand((4, 1, 1), generator=MADE) + 1,
+        "temperature": torch.tensor([0.7]),
+        "and": masks.causal("bottom_right"),
+    },
+    "a learned softcap and a number for its temperature": {
+        "softcap": torch.tensor(2.0),
+        "weighting": weightings.Softmax(0.7),
+        "mask": holed(4, N, M),
+    },
+    "a learned softcap and entmax": {"softcap": torch.tensor(2.0), "weighting": "entmax15"},
+    "a learned softcap and top-k": {"softcap": torch.tensor(1.0), "weighting": weightings.TopK(3)},
+    "a learned softcap, hard": {"softcap": torch.tensor(1.0), "weighting": "hard"},
+    "a gate over a softcap": {
+        "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
+        "mask": holed(N, M),
+    },
+    "a gate over a softcap, by entmax": {
+        "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
+        "weighting": "entmax15",
+    },
+    "a temperature for each query of a gate over a softcap": {
+        "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
+        "score": scores.Gated(normal(8), normal(8), score=scores.ScaledDot(softcap=1.0)),
+        "mask": holed(N, M),
+    },
+    "a gate over a Gaussian": {
+        "score": scores.Gated(normal(8), normal(8), score=scores.Gaussian(1.5)),
+        "mask": holed(N, M),
+    },
+    "a gate over a Gaussian, by sigmoid": {
+        "score": scores.Gated(normal(8), normal(8), score="gaussian"),
+        "weighting": "sigmoid",
+        "and": masks.causal("bottom_right"),
+    },
+    "a temperature for each query of a gate": {
+        "temperature": torch.rand((2, 4, N, 1), generator=MADE) + 0.5,
+        "score": scores.Gated(normal(8), normal(8), torch.tensor(0.3)),
+    },
+    "a temperature for each query of a Gaussian": {
+        "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
+        "score": scores.Gaussian(1.5),
+        "mask": holed(N, M),
+    },
+    "a temperature for each query of an additive score": {
+        "temperature": torch.rand((4, N, 1), generator=MADE) + 0.5,
+        "score": scores.Additive(normal(4, 8) / 3, normal(4, 8) / 3, normal(4)),
+    },
+    "hard, with softmax's gradient": {
+        "weighting": weightings.Hard(straight_through=True),
+        "mask": holed(N, M),
+    },
+    "hard, with softmax's gradient, of a Gaussian": {
+        "weighting": weightings.Hard(straight_through=True),
+        "score": "gaussian",
+        "dropout_p": 0.4,
+        "seed": 7,
+    },
+    "a learned softcap and sigmoid": {
+        "softcap": torch.rand((2, 1, 1, 1), generator=MADE) + 1,
+        "weighting": "sigmoid",
+        "mask": normal(N, 1),
+    },
 }
 
 
 def results(arrays, how, engine, dtype):
     """The output and the gradients of all that floats."""
     how = dict(how)
+    if "score" in how:
+        own = scores.resolve(how["score"])
+        how["score"] = tree.map_arrays(of(arrays[0]), lambda x: x.to(dtype), own)
     floats = {
         name: how.pop(name).to(dtype).clone().requires_grad_()
-        for name in ("mask", "temperature")
-        if name in how and how[name].is_floating_point()
+        for name in ("mask", "temperature", "softcap")
+        if torch.is_tensor(how.get(name)) and how[name].is_floating_point()
     }
+    softcap = floats.get("softcap", how.pop("softcap", None))
+    if softcap is not None:
+        how["score"] = scores.ScaledDot(softcap=softcap)
     if "temperature" in floats:
         how["weighting"] = weightings.Softmax(floats["temperature"])
     mask, more = floats.get("mask", how.pop("mask", None)), how.pop("and", None)
@@ -100,6 +176,44 @@ def test_values_and_gradients(name):
     got = results(arrays, CASES[name], "triton", torch.float32)
     want = results(arrays, CASES[name], "dense", torch.float64)
     for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weighting", ["warm", "entmax15"])
+@pytest.mark.parametrize("width", [8, 20])
+def test_a_softcap_learns_in_16_bits_as_exactly_as_eager_code_does(width, weighting, monkeypatch):
+    """Also where φ is too wide for one pass, and its own gradient is a product of matrices."""
+    monkeypatch.setattr(launch, "HELD_BACK", 16)
+    make = torch.Generator(DEVICE).manual_seed(4)
+    shapes = ((2, 4, 3, width), (2, 2, 40, width), (2, 2, 40, 8))
+    arrays = [torch.randn(x, generator=make).half() for x in shapes]
+    how = {"softcap": torch.tensor([1.5, 2.0, 2.5, 3.0]).reshape(4, 1, 1)}
+    how |= {"temperature": torch.tensor(0.7)} if weighting == "warm" else {"weighting": weighting}
+    read = []
+    search = thresholds._run
+    monkeypatch.setattr(
+        thresholds, "_run", lambda *given, **named: (read.append(given[1]), search(*given, **named))
+    )
+    got = results(arrays, how, "triton", torch.float16)
+    assert all(x.query.dtype == x.key.dtype for x in read)
+    want = results([x.double() for x in arrays], how, "dense", torch.float64)
+    for x, y in zip(got, want, strict=True):
+        assert (x.double() - y).norm() < 4e-3 * y.norm()
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "sigmoid"])
+def test_shared_keys_under_bandwidths_of_each_head(weighting):
+    make = torch.Generator(DEVICE).manual_seed(5)
+    shapes = ((2, 4, N, 8), (2, 2, M, 8), (2, 2, M, 8), (4, 1, 1))
+    arrays = [torch.randn(x, generator=make) for x in shapes]
+
+    def found(engine, dtype):
+        *given, wide = (x.to(dtype).requires_grad_() for x in arrays)
+        how = {"score": scores.Gaussian(wide.abs() + 1), "weighting": weighting}
+        out = qkv.attend(*given, engine=engine, **how)
+        return out, *torch.autograd.grad(out.square().sum(), (*given, wide))
+
+    for x, y in zip(found("triton", torch.float32), found("dense", torch.float64), strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
 
 

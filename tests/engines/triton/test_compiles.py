@@ -65,7 +65,7 @@ def compiled() -> dict[str, list]:
     from qkv.engines.request import request
     from qkv.engines.triton import ahead, forward, hopper, launch, mend, weigh, weights
     from qkv.engines.triton.arguments import Arguments
-    from qkv.engines.triton.records import facts_of
+    from qkv.engines.triton.records import ARRAYS, facts_of
 
     launchers: list[str] = []
     read: list[None] = []
@@ -99,7 +99,7 @@ def compiled() -> dict[str, list]:
         """Tiles of the kernel for Hopper that are compiled in a third of the time."""
         hopper.TILES[64] = hopper.TILES[128]._replace(cols=64)
         y, rows = x.detach()[..., :1].expand(1, 2, 32, 64).contiguous(), torch.zeros(2, 1, 2, 32)
-        given = Arguments(y, y, y, torch.zeros(1, 2, 32), *[None] * 11, 0.3)
+        given = Arguments(y, y, y, torch.zeros(1, 2, 32), *[None] * (ARRAYS - 4), 0.3)
         hopper.pool(given, y, rows[0], rows)
 
     with torch.autograd.set_multithreading_enabled(False):

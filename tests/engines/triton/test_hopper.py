@@ -11,6 +11,7 @@ import torch
 import qkv
 from qkv.engines.triton import forward, launch, norms, ops
 from qkv.engines.triton.arguments import Arguments
+from qkv.engines.triton.records import ARRAYS
 from qkv.scores import Gaussian
 
 hopper = pytest.importorskip("qkv.engines.triton.hopper", reason="this Triton has another Gluon")
@@ -32,7 +33,7 @@ def device(monkeypatch):
 
 def fits(bias=True, places=(), numbers=(), **shape):
     query, key, value = arrays_of(**shape)
-    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * 11]
+    given = [query, key, value, norms.square(key, -0.5) if bias else None, *[None] * (ARRAYS - 4)]
     for at, x in places:
         given[at] = x
     return hopper.fits(Arguments(*given, 0.3, *numbers))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,11 @@ from qkv.engines.native import no_triton, scale_of
 from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
 from qkv.engines.triton.form import (
     WEIGHTINGS,
+    bent,
     cap_of,
     expanded_form,
-    form_of,
+    formed,
+    is_merged,
     is_moved,
     is_narrow,
     lowering,
@@ -31,7 +34,7 @@ from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_o
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
-from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
@@ -73,7 +76,7 @@ def cannot(call: Call) -> str | None:
     if getattr(call.weighting, "on_empty", "zero") != "zero":
         return "the kernels give 0 to a row without weights"
     if getattr(call.weighting, "straight_through", False):
-        return "the kernels have no gradient of other weights than those that pool"
+        return cannot(replace(call, weighting=Hard())) or cannot(replace(call, weighting=Softmax()))
     if 0 in (*call.lead, call.n, call.m):
         return "there is nothing to compute"
     reason = _unread(call, bounds_of(call))
@@ -86,7 +89,7 @@ def cannot(call: Call) -> str | None:
         return found
     temperature = getattr(call.weighting, "temperature", 1.0)
     if is_array(temperature):
-        return _untempered(call, temperature, found[0])
+        return _untempered(call, temperature)
     if call.fw.shape(call.query)[-1] > WIDEST:
         return f"vectors are wider than {WIDEST} numbers"
     return None
@@ -115,12 +118,9 @@ def _unread(call: Call, bounds: Bounds) -> str | None:
     return None
 
 
-def _untempered(call: Call, temperature: Array, score: Score) -> str | None:
-    """Why scores cannot be divided by this temperature in the query."""
+def _untempered(call: Call, temperature: Array) -> str | None:
+    """Why scores cannot be divided by this temperature."""
     shape = tuple(temperature.shape)
-    each = shape[-2:-1] not in ((), (1,))
-    if each and not isinstance(score, Dot | ScaledDot | Cosine | Multiplicative):
-        return "a temperature of each query cannot be divided out of what is added for each key"
     if call.bias is not None and math.prod(shape) * math.prod(call.bias.shape) > WIDEST_RULE:
         return f"a float mask for each temperature is an array of more than {WIDEST_RULE} pairs"
     return None
@@ -172,26 +172,35 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     if _is_plain_additive(call):
         return _together(_additive)
+    if getattr(call.weighting, "straight_through", False):
+        return _straight(call)
     weighting = WEIGHTINGS[type(call.weighting)]
     found = lowering(call)
     expanded = is_narrow(call) and isinstance(found[0], Expanded)
 
     def bound(call: Call) -> tuple[Array, Array | None, None]:
         bounds = bounds_of(call)
-        if expanded and not is_array(call.score.bandwidth):  # type: ignore[attr-defined]
-            form = expanded_form(call, call.score.bandwidth)  # type: ignore[attr-defined]
+        score: Any = call.score
+        if expanded and not is_array(score.bandwidth) and not is_merged(call):
+            form = expanded_form(call, score.bandwidth)
         else:
-            found = lowering(call)
-            assert not isinstance(found, str)
-            form = form_of(call, found[0])
+            call, form = formed(call)
         temperature: Any = getattr(call.weighting, "temperature", 1.0)
-        share = 1.0 if is_array(temperature) else 1 / temperature
-        if is_array(temperature):  # in float32, whose gradient is that of the temperature
+        share, cap = 1.0 if is_array(temperature) else 1 / temperature, cap_of(call)
+        scale = form.scale * share
+        caps: Any = None
+        if cap < 0:
+            form, caps = bent(call, form)
+            scale = form.scale
+        elif is_array(temperature):  # in float32, whose gradient is that of the temperature
             form = form._replace(query=_over(form.query.float(), temperature))
         if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
             held: Any = form
             form = Form(*(x.detach() if is_array(x) else x for x in held))
+            caps = caps if caps is None else caps.detach()
         (_, heads), few, bias = batch_and_heads(call), key_heads(call), form.bias
+        if form.key.shape[-3:-2] not in ((), (1,), (few,)):  # ψ is each query head's own
+            few = heads
         if bias is not None:
             if is_array(temperature) and math.prod(temperature.shape) > 1:  # heads share no more
                 few, bias = heads, calls.share_heads(call, bias)
@@ -203,7 +212,6 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             rows_of(call, form.gate_key, few),
         )
         lower, upper, lengths, layout, size, _ = bounds
-        scale, times = form.scale * share, share
         pairs: Any = pairs_of(call, bounds)
         added = pairs is not None and pairs.is_floating_point()
         if added and is_array(temperature):
@@ -214,11 +222,13 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             query, pairs = unmoved(query, pairs)
         value, seed = four_axes(call, call.value, few), call.seed if call.dropout else None
         numbers = Numbers(
-            scale, weighting, _number(call.weighting), lower, upper, size, is_array(temperature),
-            times, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
-            cap_of(call) * share,
+            scale, weighting, _number(call.weighting), lower, upper, size,
+            is_array(temperature) or cap < 0,
+            share, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
+            cap * share if cap > 0 else cap,
         )  # fmt: skip
         arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
+        arrays = arrays._replace(caps=rows_of(call, caps, heads))
         arrays = thresholds.searched(arrays, numbers)
         out, lse = _in_parts(value, lambda x: ops.pooled(*arrays._replace(value=x), *numbers))
         if form.offset is not None and call.wants_lse:
@@ -226,6 +236,23 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         return _as_asked(call, out, lse)
 
     return _together(bound)
+
+
+def _straight(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
+    """`hard`, with the gradient that softmax in its place has: Σ hard v + (Σ soft v − itself)."""
+    kinds = Hard(), Softmax()
+    hard, soft = (bind(replace(call, weighting=x)) for x in kinds)
+
+    def bound(call: Call) -> tuple[Array, None, None]:
+        call = calls.seeded(call)
+        out: Any = hard(replace(call, weighting=kinds[0]))[0]
+        if call.fw.needs_gradient(tree.leaves(call.fw, call)):
+            value = call.fw.detach(call.value)
+            like: Any = soft(replace(call, weighting=kinds[1], value=value))[0]
+            out = out + (like - like.detach()).nan_to_num(0.0, 0.0, 0.0)
+        return out, None, None
+
+    return bound
 
 
 def _over(x: Any, temperature: Any) -> Any:

@@ -21,7 +21,8 @@ LOG2E = 1.4426950408889634
 class Numbers(NamedTuple):
     """What follows `Arrays`. `alpha` is also the k of top-k, `whole` for a learned temperature (see
     `ops.attend`), `times` multiplies `pairs`, `hashed` heads make a batch of those by which a
-    dropout counts, and `cap` bends dot products, which have neither bias nor gate then."""
+    dropout counts, and `cap` bends dot products, which have no bias then; −1 says that each
+    query's is in `caps`."""
 
     scale: float
     weighting: str = "softmax"
@@ -86,11 +87,13 @@ class Arguments:
         self.lengths = None if lengths is None else lengths.to(torch.int32)
         self.layout = None if layout is None else (layout != 0).view(torch.uint8)
         self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
+        self.caps = None if arrays.caps is None else arrays.caps.contiguous()
         self.support: Any = arrays.lists
         self.marks: Any = arrays.marks
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
+            caps=self.caps,
         )  # fmt: skip
         self.b, self.h, self.n, self.w = self.query.shape
         _, self.hk, self.m, self.d = self.value.shape

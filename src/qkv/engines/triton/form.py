@@ -6,7 +6,7 @@ from typing import Any
 
 from qkv.arrays import is_array
 from qkv.engines.call import Call
-from qkv.scores import Additive, Cosine, ScaledDot, Score
+from qkv.scores import Additive, Cosine, Gated, Gaussian, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
@@ -42,22 +42,65 @@ def lowering(call: Call) -> tuple[Any, float] | str:
     inner = getattr(found[0], "score", found[0])
     if type(inner) is Additive:
         return "the kernels know no gate on an additive score"
-    if found[0] is not inner and isinstance(inner, Expanded):
-        return "the kernels gate no number that is added to the score of a whole row"
     return found
 
 
 def cap_of(call: Call) -> float:
-    """The softcap that kernels compile for; 0 for none."""
-    cap = call.score.softcap if type(call.score) is ScaledDot else None
-    if cap is None or is_array(cap) or is_array(getattr(call.weighting, "temperature", 1.0)):
-        return 0.0
-    return cap
+    """The softcap that kernels compile for; 0 for none, −1 where it or its temperature is learned
+    and each row has its own (`bent`)."""
+    cap = _cap(call)
+    if is_array(cap) or (cap and is_array(getattr(call.weighting, "temperature", 1.0))):
+        return -1.0
+    return cap or 0.0
+
+
+def _cap(call: Call) -> Any:
+    inner = call.score.score if type(call.score) is Gated else call.score
+    return inner.softcap if type(inner) is ScaledDot else None
+
+
+def bent(call: Call, form: Form) -> tuple[Form, Any]:
+    """The form of c · tanh(φ·ψ / c) / T as that of cap · tanh(φ·ψ), and the caps (…, n, 1), in
+    float32: gradients of c and T are those of what stands for them."""
+    given: Any = _cap(call), getattr(call.weighting, "temperature", 1.0)
+    cap, temperature = (x.float() if is_array(x) else x for x in given)
+    if is_array(cap):
+        form = form._replace(query=form.query.float() / cap)
+    else:
+        form = form._replace(scale=form.scale / cap)
+    own = cap / temperature
+    own = own.reshape(1, 1) if own.ndim < 2 else own
+    return form, own.expand(*own.shape[:-2], call.n, 1)
 
 
 def is_moved(call: Call) -> bool:
     """Whether the weighting is one that a shift of the whole row moves."""
     return WEIGHTINGS[type(call.weighting)] not in UNMOVED
+
+
+def is_merged(call: Call) -> bool:
+    """Whether a Gaussian's squares must be numbers of φ and ψ: a gate multiplies them, or each
+    query has a temperature of its own."""
+    shape = getattr(getattr(call.weighting, "temperature", None), "shape", ())
+    gated = isinstance(getattr(call.score, "score", None), Gaussian)
+    return gated or (isinstance(call.score, Gaussian) and shape[-2:-1] not in ((), (1,)))
+
+
+def formed(call: Call) -> tuple[Call, Form]:
+    """The call and its score's form: both in float32 where squares are numbers of φ and ψ."""
+    if not is_merged(call):
+        found = lowering(call)
+        assert not isinstance(found, str)
+        return call, form_of(call, found[0])
+    wide = call.precise()
+    found = call.lowering
+    if wide is not call:  # nothing is looked at in 16 bits
+        dtype = call.fw.dtype(call.query)
+        found = wide.score.lowered(wide.query, wide.key, call.tolerance, dtype)
+    assert not isinstance(found, str)
+    form = found[0].form(wide.query, wide.key)
+    query, key = form.products()
+    return wide, Form(query, key, gate_query=form.gate_query, gate_key=form.gate_key)
 
 
 def form_of(call: Call, score: Score) -> Form:

@@ -59,7 +59,7 @@ def pool_tiles(
                 base = tl.where(new == NONE, 0.0, new)
                 p = tl.exp2(s * factor - base[:, None])
             else:
-                s, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+                s, _, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
                 if F.PAIRS == 2:
                     s = s + extra
                 if F.EXPONENTIAL:

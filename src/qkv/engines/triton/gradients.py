@@ -26,6 +26,7 @@ class Gradients(NamedTuple):
     gate_query: Tensor
     gate_key: Tensor
     pairs: Tensor
+    caps: Tensor
 
 
 class Way(NamedTuple):
@@ -43,7 +44,7 @@ def attend_backward(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any,
     known: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs.
+    """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs, caps.
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
     wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
@@ -110,7 +111,7 @@ def units_backward(
     dvalue; those of ∂L/∂v, of each query's units. The centre is `inner`."""
     call.facts = call.facts | {"CENTRED": True}
     none = dvalue  # of what there is no gradient: it is not touched
-    way = Way(call, along, centre, kept, Gradients(*sums, dvalue, none, none, none, none), True)
+    way = Way(call, along, centre, kept, Gradients(*sums, dvalue, *[none] * 5), True)
     _to_keys(way)
     return _to_queries(way)
 
@@ -118,7 +119,8 @@ def units_backward(
 def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
     if way.wide:
         _through_scratch(way, for_queries, for_keys)
-        for_queries, for_keys = for_queries and way.call.gate_query is not None, False
+        more = way.call.gate_query is not None or way.call.caps is not None
+        for_queries, for_keys = for_queries and more, False
     if for_keys:
         _to_keys(way)
     if for_queries:
@@ -127,9 +129,10 @@ def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
 
 def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool) -> Gradients:
     """Room for the gradients of these; none where there is no argument or no wish."""
-    wishes = (for_queries, for_keys, for_keys, for_keys, for_queries, for_keys, for_pairs)
+    keys = (for_keys,) * 3
+    wishes = (for_queries, *keys, for_queries, for_keys, for_pairs, for_queries)
     arrays = Arrays(*given[:ARRAYS])
-    learned = (*arrays[:6], arrays.pairs)
+    learned = (*arrays[:6], arrays.pairs, arrays.caps)
     return Gradients(
         *(
             arrays.query.new_empty((0,))
@@ -178,8 +181,8 @@ def _parts(call: Arguments, tile: Tile) -> tuple[int, int]:
 
 
 def _to_queries(way: Way, fused: bool = False) -> Tensor:
-    """Fill the gradients of query and gate_query. Returns the centre where there is no place for
-    them, or with `fused` where the one given is near it; of scores by tanh the sums of ∂L/∂v."""
+    """Fill the gradients of query, gate_query and caps. Returns the centre where there is no place
+    for them, or with `fused` where the one given is near it; of scores by tanh sums of ∂L/∂v."""
     call, along, centre, kept, grads, wide = way
     lines = call.b * call.h * call.n
     one = two = kept
@@ -217,6 +220,8 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
         return one.sum(0) / torch.where(down == 0, 1.0, down)
     if grads is not None and call.gate_query is not None:
         grads.gate_query.copy_(one.sum(0).view(grads.gate_query.shape))
+    if grads is not None and call.caps is not None:
+        grads.caps.copy_(two.sum(0).view(grads.caps.shape))
     return one
 
 

@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 WIDEST_VALUE = 512
 
-PAIRS = Arrays._fields.index("pairs")
+PAIRS, CAPS = map(Arrays._fields.index, ("pairs", "caps"))
 
 
 def attend(
@@ -38,8 +38,9 @@ def attend(
 
     The pair i, j counts if lower ≤ j − i ≤ upper, j < lengths[batch], and
     layout[i // layout_size, j // layout_size]; None sets no bound. A `cap` bends dot products to
-    cap · tanh(scale · q·k / cap), before `pairs` are added. `pairs` (B or 1, H or 1, n or 1,
-    m or 1) is either uint8, 0 where a pair does not count, or floats that are added to the scores,
+    cap · tanh(scale · q·k / cap), before `pairs` are added; one of −1 to c · tanh(scale · q·k),
+    with c (B, H, n) each query's of `caps`, float32. `pairs` (B or 1, H or 1, n or 1, m or 1) is
+    either uint8, 0 where a pair does not count, or floats that are added to the scores,
     multiplied by `times`; −∞ rules a pair out. Weights are dropped by a hash of `seed`, an int32.
     `whole` has what each row's score gradients add up to at 0 to the last digit, as one that
     multiplies whole rows needs.
@@ -56,7 +57,7 @@ def attend(
     rest = {name: named.pop(name) for name in Arrays._fields if name in named}
     arrays, numbers = Arrays(query, key, value, **rest), Numbers(scale, **named)
     check("query", query, "key", key, value, WIDEST_VALUE)
-    _check_rows(arrays, numbers.weighting, numbers.alpha)
+    _check_rows(arrays, numbers)
     _check_masks(arrays, numbers)
     out, lse, _ = pooled(*arrays, *numbers._replace(hashed=query.shape[1]))
     return out, lse
@@ -88,13 +89,15 @@ def check(one: str, query: Tensor, two: str, key: Tensor, value: Tensor, widest:
         raise EngineError(f"values are {d} wide, and a tile holds {widest}")
 
 
-def _check_rows(arrays: Arrays, weighting: str, alpha: float) -> None:
+def _check_rows(arrays: Arrays, numbers: Numbers) -> None:
+    weighting, alpha = numbers.weighting, numbers.alpha
     if weighting not in WEIGHTINGS:
         raise unknown("weighting", weighting, WEIGHTINGS)
     if weighting == "entmax" and not 1 < alpha <= 2:
         raise ArgumentError(f"alpha must lie above 1 and up to 2, not {alpha}")
     query, key = arrays[:2]
     likes = {"key_bias": key, "gate_query": query, "gate_key": key, "row_a": query, "row_b": query}
+    likes["caps"] = query
     for name, like in likes.items():
         x = getattr(arrays, name)
         if x is None:
@@ -140,7 +143,7 @@ _backward = operator(
     refuse,
     schema=f"(Tensor along, Tensor? along_lse, Tensor out, Tensor kept, {GIVEN}, "
     "bool for_queries, bool for_keys, bool for_pairs) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )(by_launches(gradients.attend_backward))
 
 
@@ -162,11 +165,11 @@ def _differentiate(
         return (None,) * len(needs)
     if along is None:
         along = torch.zeros_like(out)
-    for_queries, for_keys = needs[0] or needs[4], any(needs[i] for i in (1, 2, 3, 5))
+    for_queries, for_keys = any(needs[i] for i in (0, 4, CAPS)), any(needs[i] for i in (1, 2, 3, 5))
     wishes = (for_queries, for_keys, needs[PAIRS])
     found = _backward(along, along_lse, out, kept, *inputs, *ctx.numbers, *wishes)
     grads: list[Tensor | None] = [None] * len(needs)
-    for at, x in zip((*range(6), PAIRS), found, strict=True):
+    for at, x in zip((*range(6), PAIRS, CAPS), found, strict=True):
         grads[at] = x if needs[at] else None
     return tuple(grads)
 

@@ -151,7 +151,7 @@ def to_pairs(
             do = tiles.fetch(along, at, F.D, F.BLOCK_D)  # (ROWS, d)
             v = tiles.fetch(value, at_value, F.D, F.BLOCK_D)  # (COLS, d)
             dp = tl.dot(do, tl.trans(v), input_precision=F.PRECISION)
-        s, _ = scored(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
+        s, _, _ = scored(x, rows, keys, at_j, here_j, scales.scale, F.BASE, F)
         p, lean = weigh(
             s + extra, j, live, top[:, None], share[:, None], rows.row_a, rows.row_b,
             scales.alpha, F, True,

@@ -62,7 +62,8 @@ def program(count, z, F):
 
 @triton.jit
 def found_of(given, line, F):
-    """What was found of rows before: their thresholds, and the gate's half of the logit."""
+    """What was found of rows before: their thresholds, and the gate's half of the logit, and
+    their own caps."""
     zero = line.to(tl.float32) * 0.0
     row_a = zero
     row_b = zero
@@ -73,7 +74,10 @@ def found_of(given, line, F):
         row_b = tl.load(given.row_b + line)
     if F.GATE:
         a = gate_half(tl.load(given.gate_query + line), F.FAST)
-    return row_a, row_b, a
+    cap = zero
+    if F.CAP < 0:
+        cap = tl.load(given.caps + line)
+    return row_a, row_b, a, cap
 
 
 @triton.jit
@@ -129,7 +133,7 @@ def place(given, steps, tile, lane, z, F):
             drawn = tiles.row_hash(given.seed, lane * z.group + r // z.n, pos, z.hashed)[:, None]
         else:
             drawn = tiles.row_hash(given.seed, lane, pos, z.hashed)[:, None]
-    row_a, row_b, a = found_of(given, line, F)
+    row_a, row_b, a, cap = found_of(given, line, F)
     q = i
     if F.TANH:
         side = side_of(given.ea, given.peak_a, given.v, lane, z.n, F)
@@ -140,8 +144,8 @@ def place(given, steps, tile, lane, z, F):
     step = tl.cast(steps.q_n, tl.int64)
     query = tiles.described(query, z.n - first, step, F.W, F.ROWS, F.BLOCK_W, FLAT)
     rows = Rows(
-        query, offset, q, i, a[:, None], row_a[:, None], row_b[:, None], pairs, at, drawn,
-        tiles.width_of(given.width, F),
+        query, offset, q, i, a[:, None], cap[:, None], row_a[:, None], row_b[:, None], pairs, at,
+        drawn, tiles.width_of(given.width, F),
     )  # fmt: skip
     return rows, Spot(batch, own, shared, line, pos, inside, first, last)
 
@@ -288,8 +292,8 @@ def product(own, others, start, here, F):
 
 @triton.jit
 def scored(x, rows, keys, start, here, scale, times, F):
-    """s of a tile from φ(q)·ψ(k), and its slope; bias and cap are multiplied by `times`. ENDED has
-    −∞ for the bias of keys beyond the end."""
+    """s of a tile from φ(q)·ψ(k), and its two slopes; bias and cap are multiplied by `times`. ENDED
+    has −∞ for the bias of keys beyond the end."""
     bias = here
     b = here
     if F.BIAS:
@@ -301,4 +305,4 @@ def scored(x, rows, keys, start, here, scale, times, F):
         bias = bias[None, :] * times
     if F.GATE:
         b = gate_half(tl.load(keys.gate_key + start + here), F.FAST)[None, :]
-    return score(x, scale, bias, rows.a, b, times, F)
+    return score(x, scale, bias, rows.a, b, rows.cap, times, F)

@@ -64,6 +64,7 @@ class Arrays(NamedTuple):
     lists: Tensor | None = None
     marks: Tensor | None = None
     width: Tensor | None = None
+    caps: Tensor | None = None
 
 
 ARRAYS = len(Arrays._fields)
@@ -103,10 +104,10 @@ NarrowSizes = _record("NarrowSizes", Sizes._fields)
 TOLD = {Sizes: (2, 3), NarrowSizes: (0, 2, 3, 4)}
 """Which of them are compiled for nevertheless: heads and group, and n and rows_n."""
 
-Rows = namedtuple("Rows", "base offset held i a row_a row_b pairs at drawn width")
+Rows = namedtuple("Rows", "base offset held i a cap row_a row_b pairs at drawn width")
 """A tile of queries: where they are, φ(q) (ROWS, w) or `tanh.Units`, and of each (ROWS, 1) its
-position, the gate's half, its thresholds, its place in the mask's array from `pairs`, and its
-hash; φ has `width` columns."""
+position, the gate's half, its cap, its thresholds, its place in the mask's array from `pairs`, and
+its hash; φ has `width` columns."""
 
 Spot = namedtuple("Spot", "batch head shared line row inside first last")
 """Where the tile lies: its batch, the head of each row, that of the keys, each row's line in an

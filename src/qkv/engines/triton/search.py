@@ -44,7 +44,7 @@ def _scores(t, rows, keys, edges, scales, z, F):
     j = (start + near)[None, :]
     here = tl.minimum(near, z.m - 1 - start)
     x, _ = product(rows, keys, start, here, F)
-    s, _ = scored(x, rows, keys, start, here, scales.scale, scales.share, F)
+    s, _, _ = scored(x, rows, keys, start, here, scales.scale, scales.share, F)
     if F.PAIRS:
         live = alive(rows.i, j, keys.end, keys.layout, z, F)
         there = rows.pairs + start * tl.cast(keys.p_m, tl.int64)

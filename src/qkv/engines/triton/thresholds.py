@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.triton import launch, support
-from qkv.engines.triton.arguments import GIVEN, Arguments, Numbers
+from qkv.engines.triton.arguments import GIVEN, Arguments, Numbers, rounded
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.operators import operator
@@ -89,7 +89,8 @@ def found(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     that score; else it may lie below it, above the next. A row with no more than k scores above −∞
     has −∞ and position 2³¹ − 1; one with a NaN or +∞ has NaN.
     """
-    arrays, numbers, listed = Arrays(*given[:ARRAYS]), Numbers(*given[ARRAYS:-1]), given[-1]
+    arrays, numbers = Arrays(*rounded(given[:ARRAYS])), Numbers(*given[ARRAYS:-1])
+    listed = given[-1]
     query, key = arrays[:2]
     row_a, row_b, lists, across, marks = _room(query, key, numbers.weighting, listed)
     entmax = numbers.weighting == "entmax"

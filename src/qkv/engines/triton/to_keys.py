@@ -62,7 +62,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             share = top
         else:
             top, share, middle = weigh.kept_of(back, line, F)
-        row_a, row_b, a = found_of(given, line, F)
+        row_a, row_b, a, cap = found_of(given, line, F)
         if not F.ALONG:
             do = tiles.rows_at(head.along, start, F.D, here, F.D, F.BLOCK_D, F.TMA)  # (ROWS, d)
         if F.WEIGHTING == "average":
@@ -74,7 +74,9 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=F.PRECISION)
         else:
             x, q = product(own, head, start, here, F)
-            gated, steep = weigh.score(x, scales.scale, own.bias, a[None, :], own.b, F.BASE, F)
+            gated, steep, bend = weigh.score(
+                x, scales.scale, own.bias, a[None, :], own.b, cap[None, :], F.BASE, F
+            )
             s = gated
             peak = top[None, :]
             if QUICK:
@@ -98,7 +100,7 @@ def keys_tiles(state, own, head, call, z, lo, hi, F, MASKED: tl.constexpr):
             if F.DROP:
                 dp = dp * keep
             ds = weigh.slope(p, lean, dp, middle[None, :], share[None, :], F)
-            logit, ds = weigh.pulled(ds, live, gated, steep, scales.scale, F, RULED)
+            logit, _, ds = weigh.pulled(ds, live, gated, steep, bend, scales.scale, F, RULED)
             if F.GATE:
                 dgate += tl.sum(logit, 1)
             if F.BIAS:

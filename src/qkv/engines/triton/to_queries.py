@@ -26,7 +26,7 @@ def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.cons
     for t in tl.range(lo, hi):
         start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, MASKED)
         x, k = product(rows, keys, start, here, F)
-        gated, steep = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        gated, steep, bend = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
         s = gated
         peak = top
         if QUICK:
@@ -54,9 +54,11 @@ def queries_tiles(state, rows, keys, back, scales, z, lo, hi, F, MASKED: tl.cons
             lent = tl.dot(lean.to(k.dtype), k, lent, input_precision=F.PRECISION)
         else:
             ds = slope(p, lean, dp, middle, share, F)
-            logit, ds = pulled(ds, live, gated, steep, scales.scale, F, RULED)
+            logit, own, ds = pulled(ds, live, gated, steep, bend, scales.scale, F, RULED)
             if F.GATE:
                 one += tl.sum(logit, 1)[:, None]
+            if F.CAP < 0:
+                two += tl.sum(own, 1)[:, None]
             if F.TANH:
                 add_units(slopes, along, ds, rows.held, k, F, True)
             elif not F.WIDE:
@@ -71,7 +73,8 @@ def to_queries(
     given, at, counts, along, centre, kept, dquery, one_out, two_out, scales, steps, z, lines,
     F: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of one tile of queries and of their gate, which goes to `one_out`.
+    """The gradients of one tile of queries and of their gate, which goes to `one_out`, and
+    caps, which goes to `two_out`.
 
     If CENTRE is 1, instead entmax's centre, Σ lean · ∂L/∂α / Σ lean, or with SPLIT both sums. If it
     is 2, the centre given is a number near it, and the gradient is taken from there: the rest of
@@ -142,6 +145,10 @@ def to_queries(
             if F.WEIGHTING == "softmax":
                 one = one * LN2
             tl.store(one_out + line, one, mask=spot.inside)
+        if F.CAP < 0:
+            cap = tl.sum(rows.cap, 1) * F.BASE
+            two = two / tl.where(cap == 0, 1.0, cap)
+            tl.store(two_out + line, two, mask=spot.inside)
         if not F.WIDE:
             dq = dq * left_over(scales.scale, F)
             column = tl.arange(0, F.BLOCK_W)[None, :]

@@ -1,5 +1,6 @@
 """A tile's scores s = (scale · φ(q)·ψ(k) + bias(k)) · σ(a(q) + b(k)), or with a cap
-cap · tanh(scale · φ(q)·ψ(k) / cap); its weights α once its rows are known; the gradients of both.
+cap · tanh(scale · φ(q)·ψ(k) / cap), where each query has its own cap(q) · tanh(scale · φ(q)·ψ(k));
+its weights α once its rows are known; the gradients of both.
 
 Scores are in base 2 for softmax and top-k, where log₂e is in `scale` and in the bias.
 """
@@ -65,10 +66,12 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def score(x, scale, bias, a, b, times, F):
-    """s and, if gated or capped, its slope in φ·ψ; with a bias or a cap that without the scale. The
-    cap is multiplied by `times`."""
-    if F.GATE and not F.BIAS:
+def score(x, scale, bias, a, b, cap, times, F):
+    """s and, if gated, its slope in what is gated, if capped that of the cap in scale · φ·ψ; a gate
+    alone has the scale in its slope. The cap is multiplied by `times`; where F's is below 0, it is
+    each query's own."""
+    bend = x
+    if F.GATE and not F.BIAS and F.CAP == 0:
         steep = gate(a, b, scale, F.FAST)
         s = x * steep
     else:
@@ -77,19 +80,23 @@ def score(x, scale, bias, a, b, times, F):
         if F.CAP > 0:
             t = tanh(s * ((1.0 / F.CAP) / times), F.FAST)
             s = t * (F.CAP * times)
-            steep = 1.0 - t * t
+            bend = 1.0 - t * t
+        elif F.CAP < 0:
+            t = tanh(s * (1.0 / times), F.FAST)
+            s = t * (cap * times)
+            bend = (1.0 - t * t) * cap
         if F.BIAS:
             s = s + bias
         if F.GATE:
             steep = gate(a, b, 1.0, F.FAST)
             s = s * steep
-    return s, steep
+    return s, steep, bend
 
 
 @triton.jit
 def pull_gate(ds, s, steep, scale, F):
     """From a score's gradient that of the gate's logit, s σ(−logit), and of what is gated."""
-    if F.BIAS:
+    if F.BIAS or F.CAP != 0:
         shut = 1.0 - steep
     else:
         shut = 1.0 - steep * (1.0 / tl.where(scale == 0, 1.0, scale))
@@ -100,7 +107,7 @@ def pull_gate(ds, s, steep, scale, F):
 def left_over(scale, F):
     """The factor still missing from a gradient of φ·ψ: the scale, without its log₂e."""
     factor = scale
-    if F.GATE and not F.BIAS:
+    if F.GATE and not F.BIAS and F.CAP == 0:
         factor = 1.0
     if F.WEIGHTING == "softmax":
         factor = factor * LN2
@@ -212,19 +219,22 @@ def sound(x):
 
 
 @triton.jit
-def pulled(ds, live, gated, steep, scale, F, RULED: tl.constexpr):
-    """From the scores' gradient that of the gate's logit, and of what is gated or capped."""
-    if F.CAP > 0:
-        ds = ds * steep
-    if RULED:
-        ds = tl.where(live, ds, 0.0)
+def pulled(ds, live, gated, steep, bend, scale, F, RULED: tl.constexpr):
+    """From the scores' gradient that of the gate's logit, of the logarithm of a query's own cap,
+    and of what is gated or capped."""
     logit = ds
+    own = ds
+    if F.CAP < 0:
+        own = ds * gated
     if F.GATE:
         logit, ds = pull_gate(ds, gated, steep, scale, F)
-        if RULED:
-            logit = tl.where(live, logit, 0.0)
-            ds = tl.where(live, ds, 0.0)
-    return logit, ds
+    if F.CAP != 0:
+        ds = ds * bend
+    if RULED:  # what does not count may not be finite
+        logit = tl.where(live, logit, 0.0)
+        own = tl.where(live, own, 0.0)
+        ds = tl.where(live, ds, 0.0)
+    return logit, own, ds
 
 
 @launched

@@ -47,7 +47,7 @@ def weigh_pairs(given, lse, out, scales, steps, z, F: tl.constexpr):
         top, share, _ = kept_of(Back(None, None, lse, None), spot.line, F)
         start, j, here, live, extra = tile_of(t, rows, keys, scales.times, z, F, True)
         x, _ = product(rows, keys, start, here, F)
-        s, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
+        s, _, _ = scored(x, rows, keys, start, here, scales.scale, F.BASE, F)
         if F.PAIRS == 2:
             s += extra
         alpha, _ = weigh(
