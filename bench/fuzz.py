@@ -35,7 +35,7 @@ from torch import Tensor
 import qkv
 from qkv import masks, scores, weightings
 from qkv.engines.call import Call
-from qkv.errors import QkvError
+from qkv.errors import EngineError, QkvError
 
 LEAST = 64 * 64
 FLOOR = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -54,6 +54,35 @@ ALONE = " | alone "
 ROUNDS = 32
 """Gradients along so many outputs are taken together on a GPU: of one number, as a temperature's, a
 single error says nothing of the usual one."""
+
+
+def _gaussian(w: int, wide: Any = 1.0) -> scores.Gaussian:
+    """A Gaussian whose bandwidth grows with distances: beyond 32 of them float32 has no form."""
+    return scores.Gaussian(wide * max(w / 64, 1.0) ** 0.5)
+
+
+SCORES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "scaled_dot": ("", lambda w: "scaled_dot"),
+    "dot": ("", lambda w: "dot"),
+    "of a scale": ("+", lambda w, scale: scores.ScaledDot(scale * w**-0.5)),
+    "capped": ("", lambda w: scores.ScaledDot(softcap=3.0)),
+    "of a cap": ("+", lambda w, cap: scores.ScaledDot(softcap=cap)),
+    "cosine": ("", lambda w: "cosine"),
+    "warm cosine": ("+", lambda w, warm: scores.Cosine(warm)),
+    "gaussian": ("", lambda w: _gaussian(w)),
+    "wide gaussian": ("+", lambda w, wide: _gaussian(w, wide)),
+    "learned": ("w", lambda w, matrix: scores.Multiplicative(matrix)),
+    "gated": ("gg", lambda w, a, b: scores.Gated(a, b)),
+    "gated cosine": ("gg", lambda w, a, b: scores.Gated(a, b, None, scores.Cosine())),
+    "gated cap": ("gg", lambda w, a, b: scores.Gated(a, b, None, scores.ScaledDot(softcap=3.0))),
+    "gated gaussian": ("gg", lambda w, a, b: scores.Gated(a, b, None, _gaussian(w))),
+    "additive": ("hhv", lambda w, *own: scores.Additive(*own)),
+}
+"""Scores by name: the kinds of their arrays, and what makes one for rows of w numbers of these."""
+WEIGHTINGS = (
+    "softmax", "entmax15", "entmax", "sparsemax", "topk", "all of them", "hard", "straight",
+    "average", "sigmoid", "raw", "warm",
+)  # fmt: skip
 
 
 class Drawn(NamedTuple):
@@ -87,55 +116,67 @@ def draw(random: Random, size: Random, device: str, small: bool, turn: int = 0) 
     few = random.choice((1, 2))
     b, h = random.choice((1, 2)), few * random.choice((1, 2))
     top = 40 if small else random.choice((70, 300, 700))
-    n, m = size.choice((1, 3, size.randint(2, top), size.randint(2, top))), size.randint(2, top)
-    w, d = (random.choice((8, 16, 20) if small else (16, 40, 64, 128, 200)) for _ in "wd")
+    n, m = size.choice((1, 3, size.randint(2, top), size.randint(2, top))), size.randint(1, top)
+    widths = (1, 8, 16, 20) if small else (1, 16, 40, 64, 64, 128, 128, 200, 512)
+    w, d = (random.choice(widths) for _ in "wd")
     arrays = {
         "query": normal(b, h, n, w),
         "key": normal(b, few, m, w),
         "value": normal(b, few, m, d),
     }
-    score = random.choice(
-        ("scaled_dot", "dot", "capped", "cosine", "gaussian", "learned", "gated", "additive")
-    )
-    shapes = {"learned": ((w, w),), "gated": ((w,), (w,)), "additive": ((8, w), (8, w), (8,))}
-    for i, shape in enumerate(shapes.get(score, ())):
-        arrays[f"of the score {i}"] = normal(*shape) / w**0.5
-    weighting = random.choice(
-        ("softmax", "entmax15", "sparsemax", "topk", "hard", "average", "sigmoid", "raw", "warm")
-    )
+    score = random.choice(tuple(SCORES))
+    few_numbers = random.choice(((), (h, 1, 1))) if h > 1 else ()
+    shapes = {"w": (w, w), "g": (w,), "h": (8, w), "v": (8,), "+": few_numbers}
+    for i, kind in enumerate(SCORES[score][0]):
+        x = normal(*shapes[kind])
+        arrays[f"of the score {i}"] = x.abs() + 1 if kind == "+" else x / w**0.5
+    weighting = random.choice(WEIGHTINGS)
     if weighting == "warm":
-        arrays["temperature"] = normal(*random.choice(((), (h, 1, 1)))).abs() + 0.5
-    rule = random.choice(("none", "none", "causal", "window", "lengths", "bool", "float", "blocks"))
+        each = random.choice(((), (h, 1, 1) if h > 1 else (), (n, 1)))
+        arrays["temperature"] = normal(*each).abs() + 0.5
+    rule = random.choice(
+        ("none", "none", "causal", "window", "lengths", "bool", "float", "blocks", "all")
+    )
     fixed: dict[str, Any] = {}
     own = random.choice(((n, m), (b, 1, 1, m), (h, n, m), (b, h, n, m), (n, 1)))
-    if rule == "float":
+    if rule in ("float", "all"):
         arrays["mask"] = normal(*own)
     elif rule == "bool":
         fixed["mask"] = torch.rand(own, generator=make, device=device) > 0.3
     elif rule == "blocks":
         fixed["mask"] = masks.blocks((torch.rand(-(-n // 16), -(-m // 16)) > 0.3).numpy(), 16)
-    elif rule == "lengths":
+    if rule in ("lengths", "all"):
         fixed["mask"] = masks.lengths(torch.randint(m + 1, (b,), generator=make, device=device))
-    elif rule != "none":
+    elif rule in ("causal", "window"):
         fixed["mask"] = masks.causal("bottom_right") if rule == "causal" else masks.window(5)
     if random.random() < 0.2:
         fixed |= {"dropout_p": 0.3, "seed": random.randrange(1000)}
+    if weighting in ("softmax", "warm", "topk") and random.random() < 0.2:
+        fixed["return_lse"] = True
 
     def how(given: dict[str, Tensor]) -> dict[str, Any]:
         own = [x for name, x in given.items() if name.startswith("of the score")]
-        made: Any = {"learned": scores.Multiplicative, "gated": scores.Gated}.get(score)
-        made = scores.Additive if score == "additive" else made
         kinds = {
             "topk": weightings.TopK(4),
+            "all of them": weightings.TopK(1000),
+            "straight": weightings.Hard(straight_through=True),
+            "entmax": weightings.Entmax(1.2),
             "warm": weightings.Softmax(given.get("temperature", 1.0)),
         }
         taken = {"mask": given["mask"]} if "mask" in given else {}
+        if rule == "all":
+            taken["mask"] = masks.array(given["mask"]) & masks.window(20) & fixed["mask"]
         weighs = kinds.get(weighting, weighting)
-        plain = scores.ScaledDot(softcap=3.0) if score == "capped" else score
-        return {"score": made(*own) if own else plain, "weighting": weighs} | fixed | taken
+        return {"score": SCORES[score][1](w, *own), "weighting": weighs} | fixed | taken
 
-    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float') else ''}"
-    told += f", {list(fixed)[1:]} {dtype} {[tuple(x.shape) for x in arrays.values()]}"
+    whole = few == h == 1 and rule in ("none", "causal", "window", "blocks")
+    lead = random.choice(("", "no heads", "no axes")) if whole else ""
+    if lead:  # the arrays without their axes of 1
+        cut = (slice(None), 0) if lead == "no heads" else (0, 0)
+        arrays |= {name: arrays[name][cut] for name in ("query", "key", "value")}
+    told = f"{score}, {weighting}, {rule}{own if rule in ('bool', 'float', 'all') else ''}"
+    told += f", {[x for x in fixed if x != 'mask']} {dtype} "
+    told += str([tuple(x.shape) for x in arrays.values()])
     return Drawn(
         {name: amid_nan(x, random) if x.ndim > 1 else x for name, x in arrays.items()}, how, told
     )
@@ -147,20 +188,27 @@ def results(drawn: Drawn, dtype: torch.dtype | None, engine: Any) -> dict[str, T
         name: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
         for name, x in drawn.arrays.items()
     }
-    out = qkv.attend(
+    outs: Any = qkv.attend(
         given["query"], given["key"], given["value"], **drawn.how(given), engine=engine
     )
-    make = torch.Generator(device=out.device).manual_seed(3)
+    outs = dict(zip(("out", "lse"), outs if isinstance(outs, tuple) else (outs,), strict=False))
+    make = torch.Generator(device=outs["out"].device).manual_seed(3)
     found: list[tuple[Tensor | None, ...]] = []
-    for _ in range(ROUNDS if out.is_cuda else 1):
-        along = torch.randn(out.shape, generator=make, device=out.device)
-        along = along.to(drawn.arrays["query"].dtype).to(out.dtype)
+    for _ in range(ROUNDS if outs["out"].is_cuda else 1):
+        along = [
+            torch.randn(x.shape, generator=make, device=x.device)
+            .to(drawn.arrays["query"].dtype)
+            .to(x.dtype)
+            .where(x.isfinite(), 0.0)  # of a row that sees nothing the logarithm is −∞
+            for x in outs.values()
+        ]
         found.append(
             torch.autograd.grad(
-                out, tuple(given.values()), along, retain_graph=True, allow_unused=True
+                tuple(outs.values()), tuple(given.values()), along, retain_graph=True,
+                allow_unused=True,
             )
-        )
-    return {"out": out.detach()} | {
+        )  # fmt: skip
+    return {name: x.detach().masked_fill(x == -torch.inf, 0.0) for name, x in outs.items()} | {
         name: torch.stack([torch.zeros_like(x) if g is None else g for g in grads])
         for (name, x), grads in zip(given.items(), zip(*found, strict=True), strict=True)
     }
@@ -254,8 +302,11 @@ def run(
         query, key, value = (drawn.arrays[name] for name in ("query", "key", "value"))
         try:
             told = qkv.explain(query, key, value, **drawn.how(drawn.arrays), engine=engine)
+        except EngineError as error:
+            yield "none", f"{error} | {drawn.told}"
+            continue
         except QkvError:
-            continue  # two things that mean nothing together, or an engine that says why it cannot
+            continue  # two things that mean nothing together
         line = f"call {count} on {told.engine}: {drawn.told}"
         note(line)
         try:
