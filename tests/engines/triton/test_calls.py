@@ -300,6 +300,19 @@ def test_a_nan_that_a_mask_rules_out_stays_there():
             torch.testing.assert_close(x, y)
 
 
+def test_a_row_whose_mask_is_the_lowest_number_is_the_mean_of_what_it_leaves():
+    """As by the formula, which has no number below it; log₂e times it is none in float32."""
+    make = torch.Generator(DEVICE).manual_seed(4)
+    arrays = [torch.randn(1, 2, x, 8, generator=make) for x in (N, M, M)]
+    mask = holed(N, M)
+    mask[1:3] = torch.finfo(torch.float32).min
+    mask[2, :7] = -torch.inf
+    got = results(arrays, {"mask": mask}, "triton", torch.float32)
+    want = results(arrays, {"mask": mask}, "dense", torch.float64)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
 def test_a_dropout_without_a_seed_is_drawn_once(monkeypatch):
     x = torch.ones(1, 1, 4, 8)
     outs = []

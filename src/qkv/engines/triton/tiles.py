@@ -19,6 +19,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NONE = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
+LOWEST = tl.constexpr(-3e38)
+"""Nearly the lowest number of float32, so that a score more or less does not make it −∞."""
 EIGHT = tl.constexpr(8)
 
 SIZES = (
@@ -127,6 +129,8 @@ def ruled(read, live, times, F, MASKED: tl.constexpr, QUICK: tl.constexpr = Fals
     if MASKED:
         counts = counts & live
     if F.PAIRS == 2:
+        if F.APART:  # a row of the lowest numbers has equal weights, and log₂e times them is −∞
+            added = tl.maximum(added, LOWEST / tl.maximum(times, 1.0))
         added = added * times
         if not QUICK:
             added = tl.where(counts, added, 0.0)
