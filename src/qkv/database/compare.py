@@ -35,8 +35,8 @@ _SAMPLE = 4096
 
 
 class Texts(NamedTuple):
-    """The different texts of a column, those that are dates as these too, which of them each row
-    has, (m,), −1 where none, and about how many bytes that takes."""
+    """The different texts of a column, as dates too where any is one, which of them each row has,
+    (m,), −1 where none, and about how many bytes that takes."""
 
     texts: list[str]
     dates: list[Any]
@@ -278,6 +278,8 @@ def _by_text(table: Piece, name: str, text: str, compare: Callable[[Any, Any], A
             f"where: column {name!r} holds dates and is compared with {cells.shown(text)}: write "
             "a date as ISO text, '2024-01-31' or '2024-01-31 12:00'"
         )
+    if moment is None or not dates:
+        return _spread([compare(x, text) for x in texts], place)
     pairs = zip(texts, dates, strict=True)
     return _spread([compare(*_pair(name, date, moment) or (x, text)) for x, date in pairs], place)
 
@@ -310,8 +312,8 @@ def _pair(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
 def _same_moment(table: Piece, name: str, column: Column, moment: Any, true: np.ndarray) -> None:
     """Which other cells are dates that mean this moment, in `true`."""
     if moment.tzinfo is not None:
-        _, dates, place, _ = table.texts(name)
-        pairs = [_pair(name, date, moment) for date in dates]
+        texts, dates, place, _ = table.texts(name)
+        pairs = [_pair(name, date, moment) for date in dates or texts]
         true |= _spread([pair is not None and pair[0] == pair[1] for pair in pairs], place)
         return
     for date in spelled.alike(moment):
@@ -330,6 +332,7 @@ def texts_of(table: Piece, name: str) -> Texts:
     found = table.cells(name, at[first])
     texts = [str(columns.normal(x)) for x in found]
     dates = [None if isinstance(x, str) else x for x in found]
+    dates = dates if any(dates) else []
     return Texts(texts, dates, place, place.nbytes + sum(map(sys.getsizeof, (*texts, *dates))))
 
 
