@@ -153,7 +153,15 @@ def test_a_day_and_its_midnight_are_one_key(first):
         assert D[same] == 1.0 and same in D and D.get(same) == 1.0 and D.all(same) == [1.0]
         assert D.ask(same).rows[0].key == first
     assert D["2024-01-02T12:00"] == 2.0
-    for other in (NOON.date(), "2024-01-02", "soon", NOON.replace(tzinfo=datetime.UTC), 3):
+    for other in (
+        NOON.date(),
+        "2024-01-02",
+        "2024",
+        "2024-01",
+        "soon",
+        NOON.replace(tzinfo=datetime.UTC),
+        3,
+    ):
         assert other not in D
     assert D.update("2024-01-01", 5.0) == 0 and list(D.items())[-1] == (first, 5.0)
     assert D.remove("2024-01-01 00:00") == 1 and list(D) == [NOON]
@@ -165,7 +173,7 @@ def test_parts_of_a_key_are_read_of_text():
     right = D.ask(("Li", 3, DAY)).value
     assert D.ask(("Li", "3", "2024-01-01")).value == right
     assert D.ask({"who": "Li", "n": "3", "day": "2024-01-01"}).value == right
-    assert D.ask([("Li", "3", None), ("Hu", None, "2024-01")])[1].rows[0].value == 2.0
+    assert D.ask([("Li", "3", None), ("Hu", None, "2024-01-01 10:00")])[1].rows[0].value == 2.0
     with pytest.raises(DtypeError, match="query 1, column 'n', must be a number, not 'x'"):
         D.ask([("Li", 3, DAY), ("Li", "x", DAY)])
     with pytest.raises(DtypeError, match="query 0, column 'day', must be a date or its ISO text"):

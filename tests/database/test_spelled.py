@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from datetime import date
 from typing import Any
 
@@ -90,3 +91,24 @@ def test_every_parameter_goes_through_text(names: Any, thing: Any, text: str) ->
 def test_a_parameter_that_is_none_is_refused(read: Any, text: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         read(text)
+
+
+DAY = datetime.date(2024, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "example", "right"),
+    [
+        ("2024-01-01", DAY, DAY),
+        ("2024-01-01 00:00", DAY, DAY),
+        ("2024-01-01 12:00", DAY, datetime.datetime(2024, 1, 1, 12)),
+        ("2024-01-01", datetime.datetime(2023, 1, 1), datetime.datetime(2024, 1, 1)),
+        ("12:30", datetime.time(1), datetime.time(12, 30)),
+    ],
+)
+def test_a_date_is_read_as_the_database_reads_it(text, example, right):
+    found = spelled.like(text, example)
+    assert found == right and type(found) is type(right)
+    for wrong in ("soon", "2024", "1.1.2024"):
+        with pytest.raises(ArgumentError, match="must be a date such as"):
+            spelled.like(wrong, example)

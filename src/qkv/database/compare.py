@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -272,7 +273,9 @@ def contains(right: Side, left: Side) -> Condition:
 def _by_text(table: Piece, name: str, text: str, compare: Callable[[Any, Any], Any]) -> np.ndarray:
     """Of each row its text, or the moment that it is, compared with another."""
     texts, dates, place, _ = table.texts(name)
-    moment = spelled.moment(text)
+    # A month, or a year, is where it begins.
+    part = re.fullmatch(r"\d{4}(-\d\d)?", text, re.ASCII)
+    moment = spelled.moment(text + "-01-01"[len(text) - 4 :] if part else text)
     if moment is None and dates and None not in dates:
         raise DtypeError(
             f"where: column {name!r} holds dates and is compared with {cells.shown(text)}: write "

@@ -36,18 +36,16 @@ def number(text: str) -> int | float | None:
 
 
 def moment(cell: Any) -> datetime.datetime | datetime.time | None:
-    """The moment that a date or its ISO text is: of a day its midnight, of a month or a year the
-    first; None of what is neither.
+    """The moment that a date or its ISO text is, of a day its midnight; None of what is neither.
 
-    >>> moment("2024-03-01 12:00"), moment("2024-03"), moment("soon")
+    >>> moment("2024-03-01 12:00"), moment("2024-03-01"), moment("soon")
     (datetime.datetime(2024, 3, 1, 12, 0), datetime.datetime(2024, 3, 1, 0, 0), None)
     """
     if isinstance(cell, str):
-        part = re.fullmatch(r"\d{4}(-\d\d)?", cell, re.ASCII)
-        text = cell + "-01-01"[len(cell) - 4 :] if part else cell
-        for read in (datetime.datetime.fromisoformat, datetime.time.fromisoformat):
-            with contextlib.suppress(ValueError):
-                return read(text)
+        with contextlib.suppress(ValueError):
+            return datetime.datetime.fromisoformat(cell)
+        with contextlib.suppress(ValueError):  # 2024 is no time, though ISO may write 20:24 so
+            return datetime.time.fromisoformat(cell) if ":" in cell else None
         return None
     if isinstance(cell, datetime.date) and not isinstance(cell, datetime.datetime):
         return datetime.datetime.combine(cell, datetime.time())
@@ -109,11 +107,11 @@ def like(text: str, example: Any, what: str = "the query") -> Any:
                 for part, wish in zip(parts, example, strict=True)
             )
         case "date":
-            try:
-                return type(example).fromisoformat(text)
-            except ValueError:
+            dates = alike(moment(text))
+            if not dates:
                 form = example.isoformat()
-                raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}") from None
+                raise ArgumentError(f"{what} must be a date such as {form}, not {text!r}")
+            return next((one for one in dates if type(one) is type(example)), dates[0])
         case "bytes":
             return _bytes(text)
         case _:
