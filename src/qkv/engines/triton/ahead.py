@@ -34,7 +34,7 @@ LONGEST = (
 )  # fmt: skip
 """Kernels that take longest to compile, by name."""
 
-READ: ContextVar[Callable[[], Any] | None] = ContextVar("READ", default=None)
+READ: ContextVar[Callable[[], Any]] = ContextVar("READ", default=bool)
 """Whom to tell that Triton has read the kernel that this thread compiles."""
 
 LISTED: ContextVar[Jobs | None] = ContextVar("LISTED", default=None)
@@ -153,9 +153,7 @@ class Heard:
                 try:
                     return super().make_ir(*given, **named)
                 finally:
-                    told = READ.get()
-                    if told is not None:
-                        told()
+                    READ.get()()
 
         def beside(src: Any, *given: Any, **named: Any) -> Any:
             building = Thread(target=_launcher, args=(src,), daemon=True)
@@ -163,6 +161,7 @@ class Heard:
             try:
                 return compiled(src, *given, **named)
             finally:
+                READ.get()()  # where Triton had it on disk, it was not read
                 building.join()
 
         self.ASTSource, self.compile = Source, beside

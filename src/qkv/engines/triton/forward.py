@@ -266,7 +266,7 @@ def _hopper(device: torch.device) -> Any:
 
 def pool_all(call: Arguments, out: Tensor, lse: Tensor, kept: Tensor) -> None:
     """Fill out, lse and kept."""
-    hopper = _hopper(out.device)
+    hopper = None if call.key_bias is None else _hopper(out.device)
     if hopper is not None and hopper.fits(call):
         hopper.pool(call, out, lse, kept)
         return
