@@ -3,8 +3,9 @@
 import { fixed, h, put } from "./dom";
 import { clamp } from "./numbers";
 
-/** How long a weight's bar is, in every view the same: all of it is 1. */
-export const long = (weight: number) => `${100 * clamp(Math.abs(weight) || 0, 0, 1)}%`;
+/** How long a weight's bar is, in every view the same: all of it is 1, or the largest where that is more. */
+export const long = (weight: number, whole = 1) => `${100 * clamp(Math.abs(weight) / whole || 0, 0, 1)}%`;
+export const wholeOf = (weights: Iterable<number>) => Array.from(weights).reduce((most, w) => (Math.abs(w) < Infinity ? Math.max(most, Math.abs(w)) : most), 1);
 
 export interface Bar {
   name: string;

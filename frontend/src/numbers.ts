@@ -38,6 +38,11 @@ export function rounded(x: number): string {
   return text.replaceAll("-", "−");
 }
 
+/** A weight or score with its decimals, or with four digits where it is large. */
+export function figure(x: number, digits = 3): string {
+  return Math.abs(x) < 1e4 || !Number.isFinite(x) ? fixed(x, digits) : x.toExponential(3).replaceAll("-", "−");
+}
+
 /** `1 row`, `2,000 rows`. */
 export function counted(count: number, what: string): string {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;

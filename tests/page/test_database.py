@@ -458,3 +458,53 @@ def test_a_temperature_that_means_nothing_is_refused_in_words(view: Any) -> None
     view.keyboard.press("Tab")
     assert trouble.is_hidden()
     shown_as(view, letters(view), "Lee", weighting=weightings.Softmax(temperature=2.0))
+
+
+def test_large_and_negative_weights_are_seen_whole(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({1.0: 3.0, -2.0: 5.0, 1e6: 2.0})
+    opened(page, D, -1e6, tmp_path / "p.html", score="dot", weighting="raw")
+    told = [page.get_by_test_id(f"row-{i}-weight").inner_text() for i in range(3)]
+    assert told == ["4.444e+11", "4.444e+11", "−8.889e+11"]
+    assert page.get_by_test_id("row-2-score").inner_text().endswith("−8.889e+11")
+    for width in (360, 820, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for i in range(3):
+            cell = page.locator("tbody tr").nth(i).locator("td.weight.first")
+            number, bar = (cell.locator(part).bounding_box() for part in (".number", ".bar"))
+            assert bar["x"] >= number["x"] + number["width"], width
+            assert cell.locator(".number").evaluate("e => e.scrollWidth <= e.clientWidth"), width
+    whole, part = (
+        page.locator("tbody tr").nth(i).locator("td.weight.first .bar i").bounding_box()["width"]
+        for i in (2, 0)
+    )
+    assert part / whole == pytest.approx(0.5, abs=0.02)
+    # A spread, or a percent of all, means nothing to weights that are no shares.
+    assert "±" not in page.get_by_test_id("view-database").inner_text()
+    named: Any = Database({1.0: "a", 2.0: "b", 4.0: "b"})
+    opened(page, named, 3.0, tmp_path / "q.html", score="constant", weighting="raw")
+    assert page.locator(".answer.soft .legend").inner_text().split() == ["b", "2.000", "a", "1.000"]
+
+
+def test_rows_without_a_value_are_counted(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({"a": None, "b": 1.0, "c": float("nan"), "d": 2.0})
+    opened(page, D, "b", tmp_path / "p.html")
+    note = page.get_by_test_id("note")
+    assert note.inner_text() == "2 rows without a value are left out."
+    page.get_by_test_id("row-0-value").fill("")
+    assert "3 rows without a value are left out." in note.inner_text()
+
+
+def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
+    D: Any = Database({1.0: 3.0, 2.0: 5.0, 6.0: 2.0})
+    formula = page.get_by_test_id("formulas").locator("span").first
+    opened(page, D, 4.0, tmp_path / "p.html", score="dot", weighting="raw")
+    assert D.ask(4.0, score="dot", weighting="raw").weights == pytest.approx([-2.0, -1.0, 3.0])
+    assert " ".join(formula.inner_text().split()) == "s = qᵀk, q and k less the keys’ mean"
+    for score, told in (
+        (scores.Laplace(2.0), "s = −‖q − k‖₁ / b, b = 2"),
+        (scores.Boxcar(2.0), "s = 1 where ‖q − k‖ ≤ w, else 0, w = 2"),
+        (scores.Cosine(0.5), "s = qᵀk / (‖q‖ ‖k‖ τ), τ = 0.5, q and k less the keys’ mean"),
+    ):
+        opened(page, D, 4.0, tmp_path / "p.html", score=score)
+        assert " ".join(formula.inner_text().split()) == told

@@ -2,7 +2,7 @@
 
 import { fixed, h, put, s } from "../dom";
 import type { Answer } from "../equation";
-import { percent, rounded, told } from "../numbers";
+import { figure as weighed, percent, rounded, told } from "../numbers";
 import { spell } from "./state";
 
 /** Values that are told apart by colour; the rest share one. */
@@ -86,7 +86,7 @@ export function card(name: string, title: string, hint: string, tie: (answer: An
 
 function spread(answer: Answer): HTMLElement | null {
   const far = answer.spread!;
-  return far > 0
+  return answer.shares && far > 0
     ? h("p", { class: "hint" }, `the values that were pooled lie ± ${Number(far.toPrecision(3))} around it`)
     : null;
 }
@@ -111,14 +111,14 @@ function shares(answer: Answer): HTMLElement[] {
       "ul",
       { class: "legend" },
       ...parts
-        .filter(({ weight }, i) => i < 1 || weight >= 0.005)
+        .filter(({ weight }, i) => i < 1 || Math.abs(weight) >= 0.005)
         .map(({ text, weight, colour }) =>
           h(
             "li",
             {},
             h("i", { class: `share-${colour}`, "aria-hidden": "true" }),
             h("span", {}, text),
-            h("span", { class: "number" }, percent(weight)),
+            h("span", { class: "number" }, (answer.shares ? percent : weighed)(weight)),
           ),
         ),
     ),

@@ -31,6 +31,9 @@ const NUMBERS: Record<string, { setting: string; label: string; low: number; hig
   entmax15: { setting: "alpha", label: "Order α", low: 1.01, high: 4 },
 };
 
+/** Scores that a shift of all keys and queries changes. */
+const MOVED = ["dot", "scaled_dot", "cosine", "multiplicative", "additive", "gated"];
+
 const KINDS: Record<string, { settings: Record<string, unknown> }> = { ...SCORES, ...WEIGHTINGS };
 
 const nameOf = (like: Like) => (typeof like === "string" ? like : like.name);
@@ -149,7 +152,9 @@ export function choices(state: State, changed: () => void): Choices {
       const numbers = typeof used === "string" ? [] : Object.entries(used).filter(([, x]) => typeof x === "number");
       const scaled = nameOf(used) === "scaled_dot" && typeof setting(used, "scale") === "number";
       const formula = scaled ? "s = τ qᵀk" : score?.formula ?? "";
-      const named = numbers.map(([name, x]) => `${name === "scale" ? "τ" : name === "bandwidth" ? "σ" : name} = ${rounded(x as number)}`);
+      const symbol = NUMBERS[nameOf(used)];
+      const named = numbers.map(([name, x]) => `${name === symbol?.setting ? symbol.label.split(" ").at(-1) : name} = ${rounded(x as number)}`);
+      if (outcome.encoder === "numbers" && MOVED.includes(nameOf(used))) named.push("q and k less the keys’ mean");
       put(
         formulas,
         h("span", {}, formula + (named.length ? `,  ${named.join(", ")}` : "")),

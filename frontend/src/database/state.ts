@@ -114,6 +114,11 @@ export class State {
     return Math.max((this.data?.answer?.total ?? 0) - (this.data?.rows?.length ?? 0), 0);
   }
 
+  /** Rows that Python left out, since their value is missing; they are not here. */
+  get leftOut(): number {
+    return this.data?.answer?.missing ?? 0;
+  }
+
   /** What Python scored and weighed by, where that has no name here. */
   get foreign(): string | null {
     const told = this.data?.answer;

@@ -1,8 +1,8 @@
 /** The rows: keys and values to be typed over, and beside them what the equation makes of each. */
 
-import { long } from "../bars";
-import { fixed, h, put, unique } from "../dom";
-import { told } from "../numbers";
+import { long, wholeOf } from "../bars";
+import { h, put, unique } from "../dom";
+import { figure, told } from "../numbers";
 import { isTensor } from "../wire";
 import { type Outcome, type State, inOneLine, typed } from "./state";
 
@@ -27,7 +27,7 @@ interface Shown {
 
 interface Meter {
   cell: HTMLElement;
-  set(weight: number | null): void;
+  set(weight: number | null, whole: number): void;
 }
 
 function meter(name: string, kind: string): Meter {
@@ -36,10 +36,10 @@ function meter(name: string, kind: string): Meter {
   const cell = h("td", { class: `weight ${kind}` }, number, h("span", { class: `bar ${kind}`, "aria-hidden": "true" }, part));
   return {
     cell,
-    set(weight) {
-      number.textContent = weight === null ? "" : fixed(weight);
+    set(weight, whole) {
+      number.textContent = weight === null ? "" : figure(weight);
       number.dataset.value = weight === null ? "" : String(weight);
-      part.style.width = long(weight ?? 0);
+      part.style.width = long(weight ?? 0, whole);
     },
   };
 }
@@ -186,18 +186,21 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
     "Swap keys and values",
   );
 
+  const rows = h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The database: its rows, and how much each counts"), head, body);
   return {
     element: h(
       "div",
       {},
       h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "heaviest first")),
-      h("table", { class: "rows" }, h("caption", { class: "unseen" }, "The database: its rows, and how much each counts"), head, body),
+      rows,
       h("div", { class: "row" }, add, swap, more),
     ),
     draw,
     show(outcome) {
       last = outcome;
       const place = new Map(outcome?.used.map((line, i) => [line, i]));
+      const whole = wholeOf(outcome?.soft.weights ?? []);
+      rows.classList.toggle("wide", whole >= 100);
       let best = -1;
       if (outcome) {
         const { weights } = outcome.soft;
@@ -208,10 +211,10 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       shown.forEach(({ row, score, soft, hard }, i) => {
         const at = place.get(i);
         const found = outcome && at !== undefined ? outcome : null;
-        score.textContent = found ? fixed(found.soft.scores[at!], 2) : "";
+        score.textContent = found ? figure(found.soft.scores[at!], 2) : "";
         score.dataset.value = found ? String(found.soft.scores[at!]) : "";
-        soft.set(found ? found.soft.weights[at!] : null);
-        hard.set(found ? found.hard.weights[at!] : null);
+        soft.set(found ? found.soft.weights[at!] : null, whole);
+        hard.set(found ? found.hard.weights[at!] : null, 1);
         row.classList.toggle("best", found !== null && at === best);
       });
       arrange();

@@ -34,6 +34,8 @@ export interface Answer extends Attended {
   /** Rows that were asked, and those that were left out because their value is missing. */
   total: number;
   missing: number;
+  /** Whether the weights share out one whole: those of `raw` and `sigmoid` do not. */
+  shares: boolean;
   score: Like;
 }
 
@@ -88,6 +90,7 @@ export function ask(rows: Row[], query: Key, how: Asking = {}): Answer {
     missing: live.filter((x) => !x).length,
     entropy: entropy(weights),
     effective: effective(weights),
+    shares: weighting.convex,
     score: chosen,
   };
   if (values && (order.length || found.value!.some(Number.isNaN))) {

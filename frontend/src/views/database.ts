@@ -6,7 +6,7 @@ import { EXAMPLES } from "../database/examples";
 import { type Outcome, State, inOneLine, spell, typed } from "../database/state";
 import { table } from "../database/table";
 import { fixed, h, labelled } from "../dom";
-import { percent, told } from "../numbers";
+import { counted, figure, percent, told } from "../numbers";
 import type { View } from "../view";
 
 /** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
@@ -65,6 +65,8 @@ const STYLE = `
 .database .rows td.weight > * { display: inline-block; vertical-align: middle; }
 .database .rows td.weight .number { width: 3.2rem; text-align: start; }
 .database .rows td.weight .bar { width: calc(100% - 4rem); margin-inline-start: 0.4rem; }
+.database .rows.wide td.weight.first .number { width: 7rem; }
+.database .rows.wide td.weight.first .bar { width: calc(100% - 7.8rem); min-width: 1.2rem; }
 .database .rows th:is(:nth-child(1), :nth-child(2), .weight) { width: 20%; }
 .database .rows th:nth-child(3) { width: 6rem; }
 .database .rows td.score { padding-inline-end: 1.5rem; }
@@ -89,6 +91,9 @@ const STYLE = `
   .database .rows td.score::before { content: "s"; }
   .database .rows td.weight .number { width: 2.8rem; }
   .database .rows td.weight .bar { width: calc(100% - 5.6rem); min-width: 1.2rem; }
+  .database .rows.wide tr { grid-template-columns: 3fr 2fr auto; }
+  .database .rows.wide td.score { grid-area: 3 / 1 / 4 / 4; text-align: start; }
+  .database .rows.wide td.weight.first .bar { width: calc(100% - 9.8rem); }
 }
 `;
 
@@ -172,7 +177,7 @@ export const view: View = {
         const value = typeof outcome.soft.pooled === "number" ? fixed(outcome.soft.pooled, 2) : told(outcome.soft.pooled);
         given.announce(
           first
-            ? `${value}. ${spell(first.key)} counts ${percent(first.weight)}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
+            ? `${value}. ${spell(first.key)} ${outcome.soft.shares ? `counts ${percent(first.weight)}` : `weighs ${figure(first.weight)}`}; effective rows ${fixed(outcome.soft.effective, 1)} of ${outcome.soft.total}.`
             : "No row answers: every weight is 0.",
         );
       }, 3 * PAUSE);
@@ -279,5 +284,7 @@ function remark(state: State, outcome: Outcome): string {
         : `The encoder “${state.encoder}” runs in Python, and knows no vector for what was typed: here letters are compared.`,
     );
   }
+  const missing = outcome.soft.missing + (outcome.asked ? 0 : state.leftOut);
+  if (missing) parts.push(`${counted(missing, "row")} without a value ${missing === 1 ? "is" : "are"} left out.`);
   return parts.join(" ");
 }
