@@ -72,6 +72,8 @@ def bind(call: Call) -> Callable[[Call], Any]:
         quick = weights.at_once
     elif call.rule is not None or native.cannot(replace(call, wants_weights=None)):
         return run
+    elif weights.flashes(call):
+        quick = weights.on_device
 
     def bound(call: Call) -> Any:
         found = quick(call)

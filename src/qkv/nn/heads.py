@@ -219,11 +219,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None] | None:
         """The whole layer, projections and all, as one operator of torch's; None where it has none
         for these, or ours is quicker, or what is masked out has spoiled its answer."""
-        given = self._operands(x)
-        if given is None or not (padding is None or hidden is None):
-            return None
         mask, on_cpu = padding if hidden is None else hidden, x.is_cpu
         if not on_cpu and not (mask is weights is None):  # where no NaN may be looked for
+            return None
+        given = self._operands(x)
+        if given is None or not (padding is None or hidden is None):
             return None
         if on_cpu and weights is None and not MKL and x.numel() * self.embed_dim >= LARGE:
             return None

@@ -60,7 +60,8 @@ LayerScore = scores.ScoreLike | scores.LearnedName | LearnedScore | type[Learned
 
 def built(score: Any, dtype: Any) -> Any:
     """A learned score as the object that `attend` takes; anything else as it is."""
-    return score.build(dtype) if isinstance(score, LearnedScore | Beforehand) else score
+    kinds = (LearnedScore, Beforehand)  # a union would be made anew in each call
+    return score.build(dtype) if isinstance(score, kinds) else score
 
 
 def checked(score: Any, widths: tuple[int, int] | None = None, **where: Any) -> Any:

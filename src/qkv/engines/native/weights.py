@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,19 +59,12 @@ def run(call: Call) -> tuple[Array, Array] | None:
     """
     if call.rule is not None or call.dropout or call.wants_lse or call.fw.tracing(call.query):
         return None
+    if call.query.device.type == "cuda":
+        return on_device(call) if flashes(call) else None
     parts: list[Any] = [call.query, call.key, call.value]
-    shapes = [tuple(x.shape) for x in parts]
-    if len({(*x[:-2], x[-1]) for x in shapes}) > 1 or len(shapes[0]) != 4:
+    if not _fit(parts):
         return None
     query, scale, average = call.query, native.scale_of(call), call.wants_weights == "mean"
-    if query.device.type == "cuda":
-        if not _flashes(query):
-            return None
-        from qkv.engines.triton.weights import weights as on_chip
-
-        flash = torch._scaled_dot_product_flash_attention
-        out, lse, *_ = flash(*parts, 0.0, False, False, scale=scale)
-        return out, on_chip(query, call.key, lse.detach(), scale, None, average)
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return None
     if not call.fw.needs_gradient(parts):
@@ -79,6 +72,16 @@ def run(call: Call) -> tuple[Array, Array] | None:
         out = _kernel(seen, scale, *parts)
         return out, _alpha(query, call.key, seen[0], scale, average)
     return _learning(call, parts, scale, average)
+
+
+def on_device(call: Call) -> tuple[Array, Array]:
+    """The same on CUDA, where its kernel takes it."""
+    from qkv.engines.triton.weights import weights
+
+    query, key, scale = call.query, call.key, native.scale_of(call)
+    flash = torch._scaled_dot_product_flash_attention
+    out, lse, *_ = flash(query, key, call.value, 0.0, False, False, scale=scale)
+    return out, weights(query, key, lse.detach(), scale, None, call.wants_weights == "mean")
 
 
 def _learning(
@@ -116,11 +119,22 @@ def _kernel(found: list[Array], scale: float, *parts: Array) -> Array:
     return out
 
 
-def _flashes(query: Array) -> bool:
-    """Whether the kernel itself, which SDPA would prepare these for, takes such vectors here."""
-    fits = query.dtype in (torch.float16, torch.bfloat16) and native.has_triton()
-    fits = fits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+def _fit(parts: Sequence[Array]) -> bool:
+    """Whether the three have four axes, of which only the lengths differ."""
+    shapes = [tuple(x.shape) for x in parts]
+    return len({(*x[:-2], x[-1]) for x in shapes}) == 1 and len(shapes[0]) == 4
+
+
+def flashes(call: Call) -> bool:
+    """Whether a device's kernel itself, which SDPA would prepare these for, takes them."""
+    query, half = call.query, (torch.float16, torch.bfloat16)
+    if not _fit((query, call.key, call.value)) or query.dtype not in half or not query.is_cuda:
+        return False
+    fits = native.has_triton() and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and _capability(query.device) >= (8, 0)
+
+
+_capability = cache(torch.cuda.get_device_capability)
 
 
 def _pieces(query: Array, key: Array) -> Iterator[slice]:

@@ -148,21 +148,21 @@ def by_launches(function: Callable[..., Any]) -> Callable[..., Any]:
     def again(*given: Any) -> Any:
         if launch.NOTES.get() is not None or ahead.LISTED.get() is not None:
             return function(*given)
-        arrays = [x for x in given if isinstance(x, Tensor)]
+        arrays: list[Tensor] = []
+        about: list[Any] = [function]
+        for x in given:
+            if isinstance(x, Tensor):
+                arrays.append(x)
+                about.append((x.shape, x.stride(), x.dtype, x.get_device()))
+            else:
+                about.append(x)
         at = tuple(map(Tensor.data_ptr, arrays))
         # Launches know arrays by where they lie: one that is given twice is told from two.
-        about = (
-            function,
-            *[
-                (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
-                for x in given
-            ],
-            *map(at.index, at),
-        )
-        steps = KNOWN.get(about)
+        kind = (*about, *map(at.index, at))
+        steps = KNOWN.get(kind)
         found = None if steps is None else steps.again(arrays[0], at, reduce(or_, at))
         if found is None:
-            return KNOWN.note(about, lambda: function(*given), arrays)
+            return KNOWN.note(kind, lambda: function(*given), arrays)
         return found
 
     return again
