@@ -171,7 +171,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
     from qkv.engines.triton.records import Arrays
 
     if _is_plain_additive(call):
-        return _together(_additive)
+        return _together(_additive_of(call))
     if getattr(call.weighting, "straight_through", False):
         return _straight(call)
     weighting = WEIGHTINGS[type(call.weighting)]
@@ -427,20 +427,28 @@ def _tables(like: Any, learns: bool) -> tuple[Any, Any]:
     return table, grids[learns]
 
 
-def _additive(call: Call) -> tuple[Array, Array | None, None]:
+def _additive_of(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
+    """What runs calls of an additive score of this kind."""
     from qkv.engines.triton import hidden
     from qkv.engines.triton.additive import additive
 
-    bounds, score = bounds_of(call), call.score
-    assert isinstance(score, Additive)
-    (_, heads), few = batch_and_heads(call), key_heads(call)
-    value, parts = four_axes(call, call.value, few), None
-    given = four_axes(call, call.query, heads), four_axes(call, call.key, few)
-    if hidden.knows(*given, score.w_query, score.w_key, score.bias):
-        a, b, parts = hidden.hidden(*given, score.w_query, score.w_key, score.bias)
-    else:
-        a, b = score.hidden(call.query, call.key)
-        a, b = four_axes(call, a, heads), four_axes(call, b, few)
-    table = _tables(a, call.fw.needs_gradient(tree.leaves(call.fw, call)))
-    found = _in_parts(value, lambda x: additive(a, b, score.v, x, *table, *bounds[:3], parts))
-    return _as_asked(call, *found)
+    def given(call: Call) -> tuple[Any, ...]:
+        query = four_axes(call, call.query, batch_and_heads(call)[1])
+        key, score = four_axes(call, call.key, key_heads(call)), call.score
+        return query, key, *(getattr(score, name) for name in ("w_query", "w_key", "bias"))
+
+    learns, known = call.fw.needs_gradient(tree.leaves(call.fw, call)), hidden.knows(*given(call))
+
+    def run(call: Call) -> tuple[Array, Array | None, None]:
+        bounds, score, few, parts = bounds_of(call), call.score, key_heads(call), None
+        assert isinstance(score, Additive)
+        if known:
+            a, b, parts = hidden.hidden(*given(call))
+        else:
+            a, b = score.hidden(call.query, call.key)
+            a, b = four_axes(call, a, batch_and_heads(call)[1]), four_axes(call, b, few)
+        value, table = four_axes(call, call.value, few), _tables(a, learns)
+        found = _in_parts(value, lambda x: additive(a, b, score.v, x, *table, *bounds[:3], parts))
+        return _as_asked(call, *found)
+
+    return run

@@ -74,16 +74,17 @@ def cast(*arrays: Tensor) -> tuple[Tensor, ...]:
 def check(one: str, query: Tensor, two: str, key: Tensor, value: Tensor, widest: int) -> None:
     """Whether a query, a key and a value go together, the first two by these names."""
     dtype, shapes = query.dtype, (query.shape, key.shape, value.shape)
-    told = ", ".join(str(tuple(x)) for x in shapes)
     if dtype not in DTYPES or key.dtype != dtype or value.dtype != dtype:
         raise DtypeError(
             f"{one} is {dtype}, {two} is {key.dtype}, value is {value.dtype}: all three must be "
             "one of bfloat16, float16, float32"
         )
     if any(len(x) != 4 for x in shapes):
+        told = ", ".join(str(tuple(x)) for x in shapes)
         raise ShapeError(f"{one}, {two} and value must be (batch, heads, rows, width), not {told}")
     (b, h, _, w), (bk, hk, m, wk), (bv, hv, mv, d) = shapes
     if not (b == bk == bv and hk == hv and m == mv and w == wk and hk and h % hk == 0):
+        told = ", ".join(str(tuple(x)) for x in shapes)
         raise ShapeError(f"{one}, {two} and value do not go together: {told}")
     if d > widest:
         raise EngineError(f"values are {d} wide, and a tile holds {widest}")
