@@ -158,6 +158,33 @@ def test_feed_forward_is_its_formula():
     torch.testing.assert_close(layer(x), inner @ layer.linear2.weight.T + layer.linear2.bias)
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with an addition of low rank, which knows no `in_features`."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down = torch.nn.Linear(layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("make", [lambda: FeedForward(D), lambda: TransformerBlock(D, H, HIDDEN)])
+def test_another_layer_in_the_place_of_a_linear_one(make):
+    layer = make().eval()
+    layer.linear1, layer.linear2 = map(Adapted, (layer.linear1, layer.linear2))
+    x = torch.randn(N, L, D)
+    out = layer(x)
+    out.sum().backward()
+    assert all(p.grad is not None for p in layer.linear1.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), out.detach())
+    with pytest.raises(ValueError, match=rf"x must be \(…, {D}\)"):
+        FeedForward(D)(torch.randn(N, D + 1))
+
+
 def test_a_block_can_be_copied():
     block = TransformerBlock(D, H, HIDDEN, cross=True).eval()
     x, memory = torch.randn(N, L, D), torch.randn(N, M, D)
