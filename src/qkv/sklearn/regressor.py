@@ -28,7 +28,7 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, Attentive):
     the columns compare, and from "loo" how wide they all are.
 
     Kept of `fit`: `bandwidth_` (d,) and `ridge_`, which holds the line's slope in squares of the
-    bandwidth. A row of `sample_weight` w counts as w rows, in the pooling and in "scott".
+    bandwidth. A row of `sample_weight` w counts w times as much, in the pooling and in "scott".
 
     >>> import numpy as np
     >>> X = np.linspace(0, 4, 9)[:, None]
