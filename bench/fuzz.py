@@ -5,7 +5,8 @@ python -m bench.fuzz --cuda SECONDS SEED [LOG]
 Scores, weightings, masks, dtypes, lengths, widths, grouped heads, strides and offsets are drawn,
 and every array lies in the middle of NaN. A call is complained of where its output or a gradient is
 more than twice as far from float64 as the equation itself, each step of it in the same dtype, and
-further than FLOOR, where it is not finite or raises, or where more than LEAST pairs ran on `dense`.
+further than FLOOR, where it is not finite or raises, where the engine asked for refuses it, or
+where more than LEAST pairs ran on `dense`.
 One such call may be chance, of which eager code has its share: DRAWS more of the same shapes, with
 other numbers, are taken together with it. How often that was done is told at the end.
 Processes draw side by side. LOG has every call before it runs and what came of it after; of a
