@@ -17,7 +17,7 @@ from qkv.engines.triton.arguments import Arguments, Numbers
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import keys_of, place, product, scored, tile_of
-from qkv.engines.triton.records import ARRAYS, Arrays
+from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.tiles import launched
 from qkv.engines.triton.weigh import Back, kept_of, weigh
 
@@ -73,22 +73,29 @@ def weights(
     is part of it.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    arrays, numbers = Arrays(query, key, key, pairs=pairs), Numbers(scale, upper=upper, times=times)
-    lse = lse.float().contiguous()
+    given = (query, key, lse.float().contiguous(), pairs, scale, upper, times, mean)
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    found: Tensor = (_Weights.apply if learns else _weights)(*arrays, *numbers, lse, mean)
+    found: Tensor = (_Weights.apply if learns else _weights)(*given)
     return found.squeeze(1) if mean else found
+
+
+def _arguments(
+    query: Tensor, key: Tensor, lse: Tensor, pairs: Tensor | None, scale: float,
+    upper: int | None, times: float, mean: bool,
+) -> Arguments:  # fmt: skip
+    arrays, numbers = Arrays(query, key, key, pairs=pairs), Numbers(scale, upper=upper, times=times)
+    call = Arguments(*arrays, *numbers)
+    call.floats = call.floats._replace(share=1 / call.h if mean else 1.0)
+    return call
 
 
 @by_launches
 def _weights(*given: Any) -> Tensor:
-    *arguments, lse, mean = given
-    call = Arguments(*arguments)
+    call, lse, mean = _arguments(*given), given[2], given[-1]
     out = call.query.new_empty((call.b, 1 if mean else call.h, call.n, call.m))
     wide = max(launch.power_of_2(call.w), 16)
     own = {"MEAN": mean, "BLOCK_W": wide, "BLOCK_D": wide, "ALONG": True}
     call.facts = call.facts | PLAIN | own
-    call.floats = call.floats._replace(share=1 / call.h if mean else 1.0)
 
     def run(tile: Tile) -> None:
         facts = {"ROWS": tile.rows, "COLS": tile.cols, "CUT": call.m % tile.cols != 0}
@@ -99,26 +106,22 @@ def _weights(*given: Any) -> Tensor:
     return out
 
 
+@by_launches
+def _weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
+    *arguments, along = given
+    return gradients.weights_backward(_arguments(*arguments), along, given[2])
+
+
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *ctx.numbers, lse, ctx.mean = given[ARRAYS:]
-        ctx.save_for_backward(*given[:ARRAYS], lse)
+        ctx.save_for_backward(*given[:4])
+        ctx.numbers = given[4:]
         found: Tensor = _weights(*given)
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, along: Tensor) -> tuple[Any, ...]:
-        *arrays, lse = ctx.saved_tensors
-        dquery, dkey = _weights_backward(*arrays, *ctx.numbers, lse, ctx.mean, along)
-        return dquery, dkey, *(None,) * (len(ctx.needs_input_grad) - 2)
-
-
-@by_launches
-def _weights_backward(*given: Any) -> tuple[Tensor, Tensor]:
-    *arguments, lse, mean, along = given
-    call = Arguments(*arguments)
-    if mean:
-        call.floats = call.floats._replace(share=1 / call.h)
-    return gradients.weights_backward(call, along, lse)
+        dquery, dkey = _weights_backward(*ctx.saved_tensors, *ctx.numbers, along)
+        return dquery, dkey, *(None,) * 6
