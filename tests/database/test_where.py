@@ -410,3 +410,9 @@ def test_two_missing_cells_are_equal_in_a_store_that_kept_nan_for_them():
 
     found = condition("n == m", ["n", "m"])
     assert found(Old([{"n": None, "m": None}] * 2)).true.tolist() == [True, True]
+
+
+def test_a_vector_equals_the_list_of_its_numbers():
+    rows = [{"x": np.array([1.0, 2.0])}, {"x": [1.0, 2.0]}, {"x": np.array([1.0])}, {"x": None}]
+    for same in ([1.0, 2.0], [1, 2], np.array([1.0, 2.0], np.float32)):
+        assert passing({"x": [same]}, rows) == [True, True, False, False]

@@ -15,6 +15,7 @@ from qkv.database.encoders import Characters
 from qkv.database.faults import Damaged, StaleFit, Unwritable
 from qkv.database.store import Store, shelf, sizes
 from qkv.database.view import View
+from qkv.errors import DtypeError, ShapeError
 
 
 @pytest.fixture
@@ -212,3 +213,21 @@ def test_a_commit_is_done_though_its_old_files_cannot_be_removed(tmp_path, monke
                 done += 1
             assert (store.version, len(store.at())) == (done, 2 * done)
         assert done > 0
+
+
+def test_lists_of_numbers_are_vectors_where_the_first_rows_were():
+    D = Database(np.eye(3), ["a", "b", "c"])
+    D.add([0.5, 0.5, 0], "d")
+    D.add([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]], ["e", "f"])
+    D.extend([{"key": [1, 1, 1], "value": "g"}])
+    D.update([0.5, 0.5, 0], "h")
+    assert len(D) == 7 and D[[1, 1, 1]] == "g" and D[[0.5, 0.5, 0.0]] == "h"
+    assert D.remove([1, 1, 1]) == 1 and D.remove([[1, 1, 0], [0, 1, 1]]) == 2
+    assert D.ask([1.0, 0.0, 0.0], weighting="hard").value == "a"
+    with pytest.raises(ShapeError, match="vectors of 3 numbers"):
+        D.add([0.5, 0.5], "x")
+    with pytest.raises(DtypeError, match="of type vector"):
+        D.add([["x", 1.0, 2.0]], ["x"])
+    V = Database({"a": np.ones(2)})
+    V.add("b", [0.5, 2.0])
+    assert V["b"].tolist() == [0.5, 2.0]

@@ -161,7 +161,10 @@ def _equals(table: Piece, name: str, column: Column, cell: Any) -> np.ndarray:
         return np.asarray(column.kinds == MISSING)
     code = np.uint64(columns.code(cell, kind))
     if kind not in NUMBERS:
-        return np.asarray((column.kinds == kind) & (column.codes == code))
+        same = np.asarray((column.kinds == kind) & (column.codes == code))
+        if kind == OTHER and (other := _written(cell)) is not None:
+            same |= (column.kinds == kind) & (column.codes == np.uint64(columns.code(other, kind)))
+        return same
     near: np.ndarray = column.numbers == code.view(np.float64)
     near &= (column.kinds != MISSING) & (column.kinds != TEXT) & (column.kinds != OTHER)
     # Two numbers that are no floats may share the float that is nearest to both.
@@ -170,6 +173,14 @@ def _equals(table: Piece, name: str, column: Column, cell: Any) -> np.ndarray:
     if unsure is not None and len(unsure):
         near[unsure] = [_same(x, cell) for x in table.cells(name, unsure)]
     return near
+
+
+def _written(cell: Any) -> Any:
+    """A vector as the list of its numbers, and such a list as a vector; else None."""
+    if isinstance(cell, np.ndarray) and cell.ndim == 1:
+        return cell.tolist()
+    numbers = isinstance(cell, list) and cell and {*map(type, cell)} <= {int, float}
+    return np.array(cell, float) if numbers else None
 
 
 def _alike(table: Piece, name: str, column: Column, other: str) -> np.ndarray:

@@ -173,7 +173,8 @@ class Schema:
         return replace(self, value_kind="numbers" if len(self.value) > 1 else "number")
 
     def fill(self, columns: Cells) -> Cells:
-        """The same rows with every column of the table, None where a row says nothing."""
+        """The same rows with every column of the table as that has it, None where a row says
+        nothing."""
         for name in columns:
             if name not in self.columns:
                 raise unknown("column", name, self.columns)
@@ -181,7 +182,11 @@ class Schema:
         for name in (*self.key, *self.value):
             if name not in columns:
                 raise ArgumentError(f"the rows have no column {name!r}, which the database needs")
-        return {name: columns.get(name, [None] * size) for name in self.columns}
+        filled = {name: columns.get(name, [None] * size) for name in self.columns}
+        for name in self.vectors:  # which may be written as lists, too
+            if not is_array(filled[name]):
+                filled[name] = [np.array(x, float) if _numbers(x) else x for x in filled[name]]
+        return filled
 
     def pooled(self, columns: Cells) -> np.ndarray | None:
         """The values as an array (m, d_v), where they are numbers."""
@@ -341,10 +346,17 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def _numbers(x: Any) -> bool:
+    """Whether it is a list of numbers, as a vector may be written."""
+    return type(x) is list and bool(x) and {*map(type, x)} <= {int, float}
+
+
 def several(keys: Any, kind: str | None) -> bool:
     """Whether these are several keys rather than one of a database whose keys are of a kind."""
     if is_array(keys):
         return len(keys.shape) > (1 if kind == "vector" else 0)
+    if kind == "vector" and _numbers(keys):
+        return False
     return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
         isinstance(keys, Iterator) or hasattr(keys, "to_list")
     )
