@@ -29,6 +29,7 @@ from qkv.engines.triton.form import (
     is_moved,
     is_narrow,
     lowering,
+    over,
 )
 from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_of, shifted, unmoved
 from qkv.masks import is_causal
@@ -193,7 +194,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
             form, caps = bent(call, form)
             scale = form.scale
         elif is_array(temperature):  # in float32, whose gradient is that of the temperature
-            form = form._replace(query=_over(form.query.float(), temperature))
+            form = form._replace(query=over(form.query.float(), temperature))
         if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
             held: Any = form
             form = Form(*(x.detach() if is_array(x) else x for x in held))
@@ -204,7 +205,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         if bias is not None:
             if is_array(temperature) and math.prod(temperature.shape) > 1:  # heads share no more
                 few, bias = heads, calls.share_heads(call, bias)
-            bias = _over(bias, temperature)
+            bias = over(bias, temperature)
         query, key = four_axes(call, form.query, heads), four_axes(call, form.key, few)
         parts = (
             rows_of(call, bias, few),
@@ -232,7 +233,7 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
         arrays = thresholds.searched(arrays, numbers)
         out, lse = _in_parts(value, lambda x: ops.pooled(*arrays._replace(value=x), *numbers))
         if form.offset is not None and call.wants_lse:
-            lse = lse[..., None] + rows_of(call, _over(form.offset, temperature), heads)
+            lse = lse[..., None] + rows_of(call, over(form.offset, temperature), heads)
         return _as_asked(call, out, lse)
 
     return _together(bound)
@@ -253,13 +254,6 @@ def _straight(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
         return out, None, None
 
     return bound
-
-
-def _over(x: Any, temperature: Any) -> Any:
-    """x / temperature, in x's dtype, by float32."""
-    if not is_array(temperature):
-        return x if temperature == 1 else x * (1 / temperature)
-    return (x.float() / temperature.float()).to(x.dtype)
 
 
 def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:

@@ -73,6 +73,13 @@ def bent(call: Call, form: Form) -> tuple[Form, Any]:
     return form, own.expand(*own.shape[:-2], call.n, 1)
 
 
+def over(x: Any, temperature: Any) -> Any:
+    """x / temperature, in x's dtype, by float32."""
+    if not is_array(temperature):
+        return x if temperature == 1 else x * (1 / temperature)
+    return (x.float() / temperature.float()).to(x.dtype)
+
+
 def is_moved(call: Call) -> bool:
     """Whether the weighting is one that a shift of the whole row moves."""
     return WEIGHTINGS[type(call.weighting)] not in UNMOVED
