@@ -42,7 +42,6 @@ class FeedForward(nn.Module):
         sizes(d=d)
         hidden = 4 * d if hidden is None else hidden
         sizes(hidden=hidden)
-        self.d = d  # beside linear1, whose place a layer of another kind may take
         self.activation = activation_of(activation)
         self.linear1 = nn.Linear(d, hidden, bias=bias, device=device, dtype=dtype)
         self.dropout = nn.Dropout(fraction("dropout", dropout))
@@ -50,7 +49,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors(x=x)
-        check_width(self.d, x)
+        width = getattr(self.linear1, "in_features", None)  # what takes its place may know none
+        if width is not None:
+            check_width(width, x)
         return feed(self, x)
 
     if TYPE_CHECKING:
