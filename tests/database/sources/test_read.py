@@ -1112,3 +1112,24 @@ def test_lists_of_floats_that_have_one_length_are_vectors(tmp_path: Path, make, 
         assert np.array_equal(cells[::2], LISTS[::2])
     for other in ([[1.0], [1.0, 2.0]], [[], []], [[1.0, None], [1.0, 2.0]], [None, None]):
         assert from_frame(make(other)).columns["x"] == other
+
+
+def test_dates_of_sqlite_are_those_of_columns_that_are_declared_so(tmp_path: Path) -> None:
+    """SQLite keeps them as text; what is declared as text is text."""
+    path = write_sqlite(
+        tmp_path / "t.db",
+        """create table "my t" (day date, at DATETIME, stamp TimeStamp, name text, odd date,
+            mixed date);
+        insert into "my t" values
+            ('2024-01-31', '2024-01-31 12:00:00', '2024-01-31T12:00:00.5', '2024-01-31', 'soon',
+                '2024-01-31'),
+            (null, null, null, null, '2024-01-31', 1706659200);
+        create view seen as select day, name from "my t";""",
+    )
+    day, noon = datetime.date(2024, 1, 31), datetime.datetime(2024, 1, 31, 12)
+    found = read(path, table="my t").columns
+    assert found["day"] == [day, None] and found["at"] == [noon, None]
+    assert found["stamp"] == [noon.replace(microsecond=500000), None]
+    assert found["name"] == ["2024-01-31", None] and found["odd"] == ["soon", "2024-01-31"]
+    assert found["mixed"] == ["2024-01-31", 1706659200]
+    assert read(path, table="seen").columns == {"day": [day, None], "name": ["2024-01-31", None]}

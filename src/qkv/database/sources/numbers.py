@@ -90,7 +90,7 @@ def dates(cells: list[Any]) -> list[Any]:
     read = datetime.date.fromisoformat if form == "day" else datetime.datetime.fromisoformat
     known: dict[str | None, Any] = {None: None}
     for text in set(cells) - {None}:
-        if date_form(text.strip()) != form:
+        if not isinstance(text, str) or date_form(text.strip()) != form:
             return cells
         try:
             known[text] = read(text.strip())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from qkv.database.sources.numbers import dates
 from qkv.database.sources.table import SourceError, Table, build, check_names, no_rows
 from qkv.errors import CombinationError, extra, unknown
 from qkv.types import Progress
@@ -95,7 +96,8 @@ def literal(text: str) -> str:
 
 
 def sqlite(path: Path, wish: Wish, progress: Progress | None = None) -> Table:
-    """The table that is wished for; cells are what SQLite has: int, float, text, bytes, None."""
+    """The table that is wished for; cells are what SQLite has: int, float, text, bytes, None; text
+    of a column that is declared as one of dates as `dates` has it."""
     file = str(path)
     try:
         # By its address: "?" or "#" in a name would else end it.
@@ -105,7 +107,12 @@ def sqlite(path: Path, wish: Wish, progress: Progress | None = None) -> Table:
             database.execute("pragma trusted_schema = off")
             tables = {name: (name,) for (name,) in database.execute(_IN_SQLITE)}
             execute = database.execute
-            return _read(execute, execute, tables, path.stem, wish, file, progress)
+            found = _read(execute, execute, tables, path.stem, wish, file, progress)
+            if wish.query is None:
+                for _, name, kind, *_ in execute(f"pragma table_info({quoted(found.name)})"):
+                    if re.match("date|timestamp", kind, re.IGNORECASE) and name in found.columns:
+                        found.columns[name] = dates(found.columns[name])
+            return found
     except SourceError:
         raise
     except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
