@@ -73,3 +73,14 @@ class TestCalibrate:
         pairs = store.with_name("pairs.csv")
         pairs.write_text(f'query,key\nx,"{BOOKS[0][0]}"\n')
         assert "needs 12 pairs at least" in data("calibrate", store, pairs, code=2)["error"]
+
+
+def test_pairs_of_text_keys_are_text(tmp_path: Path) -> None:
+    """Whatever they look like: codes, numbers with zeros behind, dates."""
+    table, store, pairs = tmp_path / "a.csv", tmp_path / "a.qkv", tmp_path / "pairs.csv"
+    keys = ["1.50", "2024-01-01 12:00", "x7"]
+    table.write_text("code,v\n" + "".join(f"{key},{i}\n" for i, key in enumerate(keys)))
+    data("import", table, store, "--key", "code", "--value", "v")
+    for right in (keys[:1], keys[1:2]):
+        pairs.write_text("asked,right,weight\n" + "".join(f"{x},{x},2\n" for x in right * 3))
+        assert data("learn", store, pairs, "--epochs", "1")["epochs"] == 1

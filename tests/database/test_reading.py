@@ -163,6 +163,7 @@ def test_a_day_and_its_midnight_are_one_key(first):
         3,
     ):
         assert other not in D
+    assert D.learn([("2024-01-01 01:00", "2024-01-01"), (NOON, NOON)], epochs=1).epochs == 1
     assert D.update("2024-01-01", 5.0) == 0 and list(D.items())[-1] == (first, 5.0)
     assert D.remove("2024-01-01 00:00") == 1 and list(D) == [NOON]
 

@@ -231,3 +231,10 @@ def test_lists_of_numbers_are_vectors_where_the_first_rows_were():
     V = Database({"a": np.ones(2)})
     V.add("b", [0.5, 2.0])
     assert V["b"].tolist() == [0.5, 2.0]
+
+
+def test_learn_reads_queries_of_text_as_ask_does():
+    D = Database([(1.0, "a"), (2.0, "b"), (3.0, "c")])
+    assert D.learn([("1.1", 1.0), (2.1, 2), ("2.9", 3.0, 2.0)], epochs=1).epochs == 1
+    with pytest.raises(DtypeError, match=r"learn: the query of pairs\[1\] must be a number"):
+        D.learn([(1.1, 1.0), ("x", 2.0)])

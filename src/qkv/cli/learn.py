@@ -95,11 +95,15 @@ def _kept(path: Path, version: int, found: Any, told: dict[str, Any], code: int 
 def _columns(pairs: str, table: str | None, database: Database) -> list[list[Any]]:
     """The columns of a table of pairs, the first two of the kind that the keys are."""
     from qkv.database import sources
+    from qkv.database.sources.numbers import typed
 
-    columns = list(sources.read(pairs, table=table).columns.values())
+    text = database.info()["key_kind"] == "text"
+    columns = list(sources.read(pairs, table=table, text=text).columns.values())
     if len(columns) < 2:
         raise ArgumentError(f"{named(pairs)}: expected two columns, the query and its right key")
-    if database.info()["key_kind"] == "text":
-        # A column of text whose cells all happen to be numbers was read as numbers.
+    if text:  # a workbook or SQLite may have kept them as numbers
         columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
+        for place, column in enumerate(columns[2:], 2):  # weights are numbers
+            if {*map(type, column)} <= {str, type(None)}:
+                columns[place] = typed({"": [cell or "" for cell in column]}, ())[""]
     return columns

@@ -14,7 +14,7 @@ from qkv.database import columns as typed
 from qkv.database.faults import DuplicateKey, StaleFit, warn
 from qkv.database.leaving import Leaving
 from qkv.database.piece import some_value
-from qkv.database.queries import listed
+from qkv.database.queries import READ, listed
 from qkv.database.reading import AbsentKey, Reading
 from qkv.database.schema import (
     Cells,
@@ -337,8 +337,8 @@ class Writing(Leaving, Reading[K, V]):
         self._writable()
         view = self._filled()
         keys, pairs = view.all_keys(), listed(pairs, "learn", "right key")
-        if view.schema.key_kind == "vector":
-            pairs = [_as_kept(view, keys, pair) for pair in pairs]
+        if view.schema.key_kind in ("vector", *READ):
+            pairs = [_as_kept(view, keys, pair, i) for i, pair in enumerate(pairs)]
         learned, report = learn(view.encoder, keys, pairs, progress=progress, **how)
         self.encode(learned, fit=False, what="learn", progress=progress)
         return report
@@ -399,12 +399,16 @@ def others(columns: Cells, key: Sequence[str]) -> tuple[str, ...]:
     return rest
 
 
-def _as_kept(view: Any, keys: Any, pair: Any) -> Any:
-    """A pair whose right key is the vector as it is kept, which may be rounded."""
+def _as_kept(view: Any, keys: Any, pair: Any, place: int) -> Any:
+    """A pair whose query is read of text, and whose right key is as it is kept: a vector may be
+    rounded, a day a midnight."""
     if not isinstance(pair, tuple | list) or len(pair) not in (2, 3):
         return pair
-    ids = view.find(pair[1])
-    return (pair[0], keys[int(view.ids.searchsorted(ids[-1]))], *pair[2:]) if ids else pair
+    query, right, *weight = pair
+    if (read := READ.get(view.schema.key_kind)) is not None:
+        query = read(query, f"learn: the query of pairs[{place}]")
+    ids = view.find(right)
+    return (query, keys[int(view.ids.searchsorted(ids[-1]))] if ids else right, *weight)
 
 
 def _records(columns: Cells, start: int, stop: int) -> list[str]:

@@ -34,7 +34,7 @@ class Lines:
 
     missing: Sequence[str] = MISSING
     names: Sequence[str] = ()
-    text: Sequence[str] = ()
+    text: Sequence[str] | bool = ()
     raw: bool = False
 
 

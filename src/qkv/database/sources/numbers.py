@@ -100,18 +100,19 @@ def dates(cells: list[Any]) -> list[Any]:
 
 
 def typed(
-    columns: Mapping[str, list[str]], missing: Sequence[str], text: Sequence[str] = ()
+    columns: Mapping[str, list[str]], missing: Sequence[str], text: Sequence[str] | bool = ()
 ) -> dict[str, list[Any]]:
-    """Every column as `numbers` and `dates` have it, but those that are to stay text; a warning of
-    each that a few cells keep from being one."""
+    """Every column as `numbers` and `dates` have it, but those that are to stay text (True: all); a
+    warning of each that a few cells keep from being one."""
+    stay = columns if text is True else text or ()
     words, found = {*missing, ""}, dict[str, list[Any]]()
     for name, cells in columns.items():
-        if name in text:
+        if name in stay:
             found[name] = [None if cell.strip() in words else cell for cell in cells]
         else:
             found[name] = dates(numbers(cells, missing))
     for name, cells in found.items():
-        if name in text:
+        if name in stay:
             continue
         odd, why = _words(cells, _keeps), "are no numbers"
         if odd and all(map(_PLAIN.fullmatch, odd)):

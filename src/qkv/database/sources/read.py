@@ -56,7 +56,7 @@ def read(
     table: str | None = None,
     missing: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
-    text: Sequence[str] = (),
+    text: Sequence[str] | bool = (),
     progress: Progress | None = None,
 ) -> Table:
     """The table in a file or a database, read and checked as a whole before any of it is returned.
@@ -68,9 +68,9 @@ def read(
     place of ?table=. `table` names the table of a database that has several, or the sheet of a
     workbook. `missing` are the words for a missing cell in CSV, TSV and workbooks, by default those
     of pandas; an empty cell always is one. `names` are those of the columns of CSV or TSV whose
-    first line is a row already, `text` those whose cells stay text. `progress(done, total)` is
-    called along the way, in whatever the source counts (bytes, rows, columns); `total` is None
-    where it is not known.
+    first line is a row already, `text` those whose cells stay text, True all. `progress(done,
+    total)` is called along the way, in whatever the source counts (bytes, rows, columns); `total`
+    is None where it is not known.
 
     Raises `SourceError`, which names the file, the line and the column (from 1) and what to do, or
     `MissingExtra` where a package is needed.
