@@ -120,6 +120,10 @@ svg.plot .weight.marked { fill: var(--second); }
 summary { cursor: pointer; color: var(--soft); margin: 1.5rem 0 0.5rem; }
 
 .unseen { position: absolute; width: 1px; height: 1px; margin: -1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+@media print {
+  :host, :host([data-theme]) { color-scheme: light; }
+  * { print-color-adjust: exact; }
+}
 @media (prefers-reduced-motion: reduce) { *, *::before { transition: none !important; animation: none !important; } }
 @media (forced-colors: active) { .bar > i { forced-color-adjust: none; } }
 `;

@@ -433,9 +433,10 @@ def test_a_query_among_dates_is_a_date(page: Any, tmp_path: Path) -> None:
     opened(page, D, "2024-02-10", tmp_path / "p.html")
     page.get_by_test_id("query").fill("2024-01-01")
     assert weights(page, 3) == pytest.approx(D.ask("2024-01-01").weights.tolist(), abs=1e-6)
-    page.get_by_test_id("query").fill("2024")
-    told = page.get_by_test_id("trouble").inner_text()
-    assert told == "the query must be a date, as the column is, not '2024'"
+    for query in ("2024", "2024-02-30", "2023-02-29", "2024-13-01"):
+        page.get_by_test_id("query").fill(query)
+        told = page.get_by_test_id("trouble").inner_text()
+        assert told == f"the query must be a date such as 2023-12-31, not '{query}'"
 
 
 def test_a_line_break_is_seen_and_kept(page: Any, tmp_path: Path) -> None:
@@ -508,3 +509,40 @@ def test_the_formula_is_what_is_computed(page: Any, tmp_path: Path) -> None:
     ):
         opened(page, D, 4.0, tmp_path / "p.html", score=score)
         assert " ".join(formula.inner_text().split()) == told
+
+
+PASTE = """(field, text) => {
+  const data = new DataTransfer();
+  data.setData("text/plain", text);
+  const event = { clipboardData: data, bubbles: true, composed: true, cancelable: true };
+  return field.dispatchEvent(new ClipboardEvent("paste", event));
+}"""
+
+
+def test_a_table_is_pasted_cell_by_cell(view: Any) -> None:
+    def paste(at: str, text: str) -> bool:
+        return bool(view.get_by_test_id(at).evaluate(PASTE, text))
+
+    names = rows_of(view)
+    assert not paste("row-4-key", "Ann\tart\r\nBo\tlaw\r\n\r\nCy\t\r\n")
+    assert rows_of(view) == [*names[:4], ("Ann", "art"), ("Bo", "law"), ("Cy", "")]
+    D: Any = Database([*rows_of(view)[:6], ("Cy", None)], encoder="characters")
+    assert weights(view, 6) == pytest.approx(D.ask("Lee").weights.tolist()[:6], abs=1e-6)
+    assert not paste("row-0-value", "x\ny")  # a column, from this cell down
+    assert [value for _, value in rows_of(view)][:3] == ["x", "y", names[2][1]]
+    note = view.get_by_test_id("pasted")
+    assert note.inner_text() == "2 rows were pasted."
+    assert not paste("row-0-key", "Ann\tart\t3\nBo\tlaw\t4")
+    assert rows_of(view)[:2] == [("Ann", "art"), ("Bo", "law")]
+    assert note.inner_text() == "2 rows were pasted; of their 3 columns the first 2 were taken."
+    assert paste("row-0-key", "one line, as ever\n")  # left to the browser
+    view.get_by_test_id("example-names").click()
+    assert rows_of(view) == names and note.is_hidden()
+
+
+def test_on_paper_it_is_light_and_bars_are_there(view: Any) -> None:
+    view.emulate_media(color_scheme="dark", media="print")
+    ink = "() => getComputedStyle(document.querySelector('main > div')).color"
+    assert view.evaluate(ink) == "rgb(23, 32, 42)"
+    bar = view.locator("td.weight .bar i").first
+    assert bar.evaluate("e => getComputedStyle(e).printColorAdjust") == "exact"

@@ -2,7 +2,7 @@
 
 import { long, wholeOf } from "../bars";
 import { h, put, unique } from "../dom";
-import { figure, told } from "../numbers";
+import { counted, figure, told } from "../numbers";
 import { isTensor } from "../wire";
 import { type Outcome, type State, inOneLine, typed } from "./state";
 
@@ -10,6 +10,18 @@ import { type Outcome, type State, inOneLine, typed } from "./state";
 const FIRST = 25;
 
 const isRecord = (x: unknown) => typeof x === "object" && x !== null && !Array.isArray(x) && !isTensor(x);
+
+/** Rows that are pasted at once. */
+const PASTED = 500;
+
+/** Lines and columns, as they come from a spreadsheet; null where it is one cell. */
+function cellsOf(text: string): string[][] | null {
+  const rows = text
+    .split(/\r\n|\r|\n/)
+    .filter((line) => line.trim() !== "")
+    .map((line) => line.split("\t"));
+  return rows.length > 1 || rows[0]?.length > 1 ? rows : null;
+}
 
 export interface Table {
   element: HTMLElement;
@@ -65,7 +77,27 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   let last: Outcome | null = null;
   let all = false;
 
-  const input = (of: { text: string; given: unknown }, what: string, i: number) =>
+  const pasted = h("p", { class: "hint", test: "pasted", hidden: true });
+  /** Cells from this one on, rightwards and down. */
+  const paste = (cells: string[][], what: "key" | "value", i: number) => {
+    const room = what === "key" ? 2 : 1;
+    const blank = () => ({ text: "", given: "" });
+    const taken = cells.slice(0, PASTED);
+    taken.forEach((cell, j) => {
+      const line = (state.lines[i + j] ??= { key: blank(), value: blank() });
+      const fields = cell.slice(0, room).map((text) => ({ text: text.trim(), given: "" }));
+      Object.assign(line, what === "value" ? { value: fields[0] } : { key: fields[0], value: fields[1] ?? line.value });
+    });
+    changed(true);
+    const wide = Math.max(...taken.map((cell) => cell.length));
+    const rows = cells.length > PASTED ? `The first ${PASTED} of ${cells.length.toLocaleString("en")} rows` : counted(cells.length, "row");
+    const left = wide > room ? `; of their ${wide} columns the first ${room > 1 ? room : "one"} ${room > 1 ? "were" : "was"} taken` : "";
+    pasted.textContent = `${rows} ${cells.length > 1 ? "were" : "was"} pasted${left}.`;
+    pasted.hidden = false;
+    shown[i].row.querySelector<HTMLInputElement>(what === "key" ? "td:first-child input" : "td:nth-child(2) input")!.focus();
+  };
+
+  const input = (of: { text: string; given: unknown }, what: "key" | "value", i: number) =>
     h("input", {
       type: "text",
       value: isRecord(of.given) ? told(of.given) : inOneLine(of.text),
@@ -78,6 +110,12 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
         input: (event) => {
           of.text = typed(event.target.value);
           changed(false);
+        },
+        paste: (event: ClipboardEvent) => {
+          const cells = cellsOf(event.clipboardData?.getData("text/plain") ?? "");
+          if (!cells) return;
+          event.preventDefault();
+          paste(cells, what, i);
         },
       },
     });
@@ -121,6 +159,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   };
 
   const draw = (fresh: boolean) => {
+    if (fresh) pasted.hidden = true;
     if (fresh) sorted.checked = state.lines.length > FIRST;
     names.key.textContent = state.names.key === "key" ? "" : `(${state.names.key})`;
     names.value.textContent = state.names.value === "value" ? "" : `(${state.names.value})`;
@@ -194,6 +233,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "heaviest first")),
       rows,
       h("div", { class: "row" }, add, swap, more),
+      pasted,
     ),
     draw,
     show(outcome) {

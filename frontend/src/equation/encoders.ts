@@ -52,6 +52,8 @@ function days(text: string): number {
   if (!DATE.test(text)) return NaN; // a year alone is a date to JavaScript
   const moment = /^\d\d:/.test(text) ? `0001-01-01T${text}` : text;
   const utc = /^[^T]*$|(Z|[+-]\d\d:\d\d)$/.test(moment) ? moment : `${moment}Z`;
+  const day = new Date(moment.slice(0, 10));
+  if (day.getUTCDate() !== Number(moment.slice(8, 10))) return NaN; // the 30th of February is one in March there
   return Date.parse(utc) / 864e5 + 719162;
 }
 
@@ -59,6 +61,7 @@ function days(text: string): number {
 function numbers(keys: Key[]): Encoder {
   const dated = keys.some((key) => typeof key === "string" && DATE.test(key));
   const kind = dated ? "date" : "number";
+  const asked = dated ? `date such as ${Array.isArray(keys[0]) ? keys[0].find((part) => typeof part === "string") : keys[0]}` : "number, as the column is";
   const row = (key: Key, refusal: (part: unknown) => string): number[] => {
     const parts = typeof key === "object" ? Array.from(key) : [key];
     return parts.map((part) => {
@@ -82,7 +85,7 @@ function numbers(keys: Key[]): Encoder {
   return {
     name: "numbers",
     encode: (some) => some.map((key, i) => code(row(key, among(i)))),
-    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a ${kind}, as the column is, not '${part}'`))),
+    query: (some) => some.map((key) => code(row(key, (part) => `the query must be a ${asked}, not '${part}'`))),
     score(count) {
       const scott = Math.max(count, 1) ** (-1 / (told.length + 4));
       if (told.length === 1) return { name: "gaussian", bandwidth: scott * told[0] };
