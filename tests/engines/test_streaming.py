@@ -156,3 +156,33 @@ def test_one_tensor_in_several_places_whose_copies_are_kept(how, places):
         with torch.autograd.graph.save_on_cpu():
             out = attended(*given)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), at), want)
+
+
+def test_a_hook_on_a_tensor_sees_its_gradient_once():
+    torch = pytest.importorskip("torch")
+    make = torch.Generator().manual_seed(0)
+    shapes = (2, 5, 4), (2, 7, 4), (2, 7, 3), (4, 4)
+    given = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
+    *arrays, w = (x.requires_grad_() for x in given)
+
+    def slopes(engine):
+        out = qkv.attend(*arrays, score=qkv.scores.Multiplicative(w), engine=engine)
+        return torch.autograd.grad(out.square().sum(), given)
+
+    want = slopes("dense")
+    for x in given:
+        x.register_hook(lambda slope: slope * 2)
+    torch.testing.assert_close(slopes("streaming"), tuple(2 * slope for slope in want))
+
+
+def test_a_tensor_that_is_the_query_and_inside_the_score():
+    torch = pytest.importorskip("torch")
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 4, generator=make, dtype=torch.float64) for _ in range(3))
+    q.requires_grad_()
+
+    def slope(engine):
+        how = {"score": lambda a, b: a @ b.mT + a @ q[0, 0, :, None], "weighting": "sigmoid"}
+        return torch.autograd.grad(qkv.attend(q, k, v, **how, engine=engine).square().sum(), q)
+
+    torch.testing.assert_close(slope("streaming"), slope("dense"))

@@ -358,22 +358,26 @@ class Torch(Framework):
 
     def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         with torch.enable_grad():
-            # A leaf of the caller's graph may also be reached through a closure, so it stays
-            # itself, in one place; anything else is cut from its history. A view of a leaf, made
-            # without a graph, says that it is one too. A leaf is known by its node: hooks on what
-            # is saved, as of a checkpoint, make new tensors of it.
-            leaves = [x.is_leaf and x.requires_grad and not x._is_view() for x in args]
-            nodes = [get_gradient_edge(x).node if leaves[i] else None for i, x in enumerate(args)]
-            kept = {node: i for i, node in reversed([*enumerate(nodes)]) if node is not None}
-            own = [kept.get(node) == i for i, node in enumerate(nodes)]
-            args = tuple(x if own[i] else x.detach().requires_grad_() for i, x in enumerate(args))
-            out = function(*args)
+            # Cut from their history, for asking a tensor for its gradient runs the hooks on it.
+            fresh = [x.detach().requires_grad_() for x in args]
+            out = function(*fresh)
+        # A leaf may also be reached through a closure. It is known by its node: hooks on what is
+        # saved, as of a checkpoint, make new tensors of it.
+        leaves = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad]
+        place = {get_gradient_edge(args[i]).node: i for i in reversed(leaves)}
+        reached = _graph_leaves(out, fresh) if leaves else ()
+        inner = [x for x in reached if get_gradient_edge(x).node in place]
 
         def pull(gradient: Array) -> Slopes:
             if not out.requires_grad:
                 return (None,) * len(args)
-            # The graph behind a captured tensor serves every block.
-            return torch.autograd.grad(out, args, gradient, allow_unused=True, retain_graph=True)
+            at = fresh + inner  # the graph behind a captured tensor serves every block
+            found = torch.autograd.grad(out, at, gradient, allow_unused=True, retain_graph=True)
+            slopes = list(found[: len(args)])
+            for x, more in zip(inner, found[len(args) :], strict=True):
+                i = place[get_gradient_edge(x).node]
+                slopes[i] = more if slopes[i] is None else slopes[i] + more
+            return tuple(slopes)
 
         return out.detach(), pull
 
