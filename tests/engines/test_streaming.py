@@ -158,10 +158,11 @@ def test_one_tensor_in_several_places_whose_copies_are_kept(how, places):
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), at), want)
 
 
-def test_a_hook_on_a_tensor_sees_its_gradient_once():
+@pytest.mark.parametrize("n", [5, 600])
+def test_a_hook_on_a_tensor_sees_its_gradient_once(n):
     torch = pytest.importorskip("torch")
     make = torch.Generator().manual_seed(0)
-    shapes = (2, 5, 4), (2, 7, 4), (2, 7, 3), (4, 4)
+    shapes = (2, n, 4), (2, n + 2, 4), (2, n + 2, 3), (4, 4)
     given = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
     *arrays, w = (x.requires_grad_() for x in given)
 

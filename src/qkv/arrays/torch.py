@@ -362,8 +362,10 @@ class Torch(Framework):
             fresh = [x.detach().requires_grad_() for x in args]
             out = function(*fresh)
         # A leaf may also be reached through a closure. It is known by its node: hooks on what is
-        # saved, as of a checkpoint, make new tensors of it.
-        leaves = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad]
+        # saved, as of a checkpoint, make new tensors of it. A view says that it is one too.
+        leaves = [
+            i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()
+        ]
         place = {get_gradient_edge(args[i]).node: i for i in reversed(leaves)}
         reached = _graph_leaves(out, fresh) if leaves else ()
         inner = [x for x in reached if get_gradient_edge(x).node in place]
