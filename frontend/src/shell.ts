@@ -63,6 +63,19 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     },
   });
 
+  // Where the page is the whole window, its address says which view is open: a link, and the way back.
+  const alone = shown.host !== "notebook";
+  const address = (i: number) => new URL(`#${encodeURIComponent(panels[i].tab.textContent!)}`, location.href).hash;
+  const open = () => panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
+  const linked = () => (alone ? Math.max(panels.findIndex((_, i) => address(i) === location.hash), 0) : 0);
+  const follow = () => {
+    // Tabs may share a title.
+    if (address(linked()) !== address(open())) choose(linked());
+  };
+  const turn = (i: number, focus = false) => {
+    choose(i, focus);
+    if (alone) location.hash = address(i);
+  };
   const choose = (i: number, focus = false) => {
     panels.forEach(({ tab, panel }, j) => {
       tab.setAttribute("aria-selected", String(i === j));
@@ -87,7 +100,7 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
         id: ids[0],
         "aria-controls": ids[1],
         test: `tab-${name}`,
-        on: { click: () => choose(i) },
+        on: { click: () => turn(i) },
       },
       given.title || view?.title || given.view,
     );
@@ -131,11 +144,11 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
       "aria-label": "Views",
       on: {
         keydown: (event: KeyboardEvent) => {
-          const now = panels.findIndex(({ tab }) => tab.getAttribute("aria-selected") === "true");
+          const now = open();
           const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: -1 }[event.key];
           if (next === undefined) return;
           event.preventDefault();
-          choose((next + panels.length) % panels.length, true);
+          turn((next + panels.length) % panels.length, true);
         },
       },
     },
@@ -150,8 +163,10 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     voice,
   );
   themed();
-  if (panels.length) choose(0);
+  if (panels.length) choose(linked());
+  if (panels.length && alone) addEventListener("hashchange", follow);
   return () => {
+    removeEventListener("hashchange", follow);
     system.removeEventListener("change", themed);
     turned.disconnect();
     for (const panel of panels) panel.unmount();

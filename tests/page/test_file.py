@@ -129,6 +129,21 @@ def test_tabs_are_turned_by_arrow_keys(page: Any, tmp_path: Path) -> None:
     assert page.get_by_role("button", name="Your rows").evaluate("(e) => e.matches(':focus')")
 
 
+def test_a_link_opens_a_tab_and_the_way_back_leads_to_it(page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    to_html({"One": Database(NAMES), "The second": Database(SALARIES)}, path)
+    page.goto(f"{path.as_uri()}#The%20second")
+    one, two = (page.get_by_role("tab", name=name) for name in ("One", "The second"))
+    assert two.get_attribute("aria-selected") == "true"
+    one.click()
+    assert page.url.endswith("a.html#One")
+    page.go_back()
+    page.get_by_role("tab", name="The second", selected=True).wait_for()
+    page.goto(f"{path.as_uri()}#nothing")
+    page.reload()
+    assert one.get_attribute("aria-selected") == "true"
+
+
 def test_the_same_page_is_the_same_file() -> None:
     D: Any = Database(NAMES)
     assert to_html(D.ask("Li")) == to_html(D.ask("Li"))
