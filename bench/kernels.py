@@ -37,6 +37,7 @@ FIRST = (
     ("causal entmax15", 256, "float16"),
     ("top-k", 200, "float16"),
     ("top-k", 256, "float32"),
+    ("additive", 64, "bfloat16"),
 )
 LENGTHS = ("gaussian", "entmax15", "top-k", "additive")
 
