@@ -132,7 +132,7 @@ def percent(weight: float) -> str:
     if 0 < weight < 0.00005:
         return "<0.01 %"
     x = 100 * weight
-    digits = 0 if x == 0 or abs(x) >= 9.5 else 1 if abs(x) >= 0.095 else 2
+    digits = 0 if x == 0 or abs(x) >= 9.95 else 1 if abs(x) >= 0.095 else 2
     return f"{x:.{digits}f} %"
 
 
