@@ -66,6 +66,12 @@ def test_explain_says_how_concentrated(weights, total, says):
     assert "k0" in text
 
 
+def test_keys_of_several_parts_are_told_apart_in_a_sentence():
+    D = Database({(1.0, 0.2): "king", (0.9, 0.3): "queen", (0.1, 1.0): "apple"})
+    told = D.ask((1.0, 0.1)).explain()
+    assert told.startswith("Of 3 rows, (1, 0.2) counts 55.4 %, (0.9, 0.3) 44.6 %.")
+
+
 def test_a_mean_of_many_rows_is_no_doubt():
     for keys, says in (([0.0], "one row decides"), ([0.0, 9.0, 9.1, 9.2, 9.3, 9.4], "many rows")):
         D = Database([(k, k) for k in keys])

@@ -242,14 +242,14 @@ class Answer(Shown):
         total = counted(self.total, "row")
         if not self.rows:
             return (
-                f"No row answers {short(self.query)}: every weight is 0 among {total}"
+                f"No row answers {_within(self.query)}: every weight is 0 among {total}"
                 f"{f', {self._left_out} left out' if self.missing else ''} "
                 f"({self.score}, {self.weighting}; {self.engine})."
             )
         first, *others = self.rows[:2]
         counts, told = ("counts", _percent) if self.shares else ("weighs", figure)
-        then = "".join(f", {short(row.key)} {told(row.weight)}" for row in others)
-        parts = [f"Of {total}, {short(first.key)} {counts} {told(first.weight)}{then}."]
+        then = "".join(f", {_within(row.key)} {told(row.weight)}" for row in others)
+        parts = [f"Of {total}, {_within(first.key)} {counts} {told(first.weight)}{then}."]
         if self.exact:
             parts.append(f"{EXACT}.")
         effective = f"{self.effective_rows:,.1f}"
@@ -263,7 +263,8 @@ class Answer(Shown):
                 f"has {told(best.weight)} of the weight" if self.shares else f"{told(best.weight)}"
             )
             parts.append(
-                f"The value {short(best.value)} {has}, {short(next_.value)} {told(next_.weight)}."
+                f"The value {_within(best.value)} {has}, "
+                f"{_within(next_.value)} {told(next_.weight)}."
             )
         if self.coverage is not None:
             parts.append(f"{self.fit[0].upper()}{self.fit[1:]}.")
@@ -411,6 +412,11 @@ class Answer(Shown):
             f"<tbody>{cells}</tbody></table>"
             f"<p class=e>{html.escape(self.explain())}</p></div>"
         )
+
+
+def _within(x: Any) -> str:
+    """A cell inside a sentence, whose commas are not the sentence's."""
+    return f"({short(x)})" if isinstance(x, tuple) else short(x)
 
 
 def _told(row: Row) -> dict[str, Any]:
