@@ -187,8 +187,7 @@ class Answer(Shown):
         found = vars(self) | {"weights": self.weights, "spread": self.spread}
         if self.coverage is not None:
             found["set"] = self.set
-        found["_weights"] = found["_spread"] = None
-        found["_source"] = found["_without"] = found["_influence"] = None
+        found |= dict.fromkeys(("_weights", "_spread", "_source", "_without", "_influence"))
         return found | {"_above": partial(_among, self), "_set": _unset}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
@@ -259,9 +258,7 @@ class Answer(Shown):
                 parts.append(f"Their values lie {self.spread:.4g} around {self.value:.4g}.")
         elif self.values and self.values[0].weight < 0.995 and len(self.values) > 1:
             best, next_ = self.values[:2]
-            has = (
-                f"has {told(best.weight)} of the weight" if self.shares else f"{told(best.weight)}"
-            )
+            has = f"has {told(best.weight)} of the weight" if self.shares else told(best.weight)
             parts.append(
                 f"The value {_within(best.value)} {has}, "
                 f"{_within(next_.value)} {told(next_.weight)}."

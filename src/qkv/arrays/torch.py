@@ -159,12 +159,10 @@ class Torch(Framework):
         return Parted() if is_parted(x) else _AS_IT_IS
 
     def ambient(self, x: Array) -> Array:
-        if not _autocasts():
+        if not _autocasts() or x.dtype not in _NARROWED:
             return x
         device = x.device.type
-        if not (x.dtype in _NARROWED and torch.amp.is_autocast_available(device)):
-            return x
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return x
         return x.to(torch.get_autocast_dtype(device))
 
@@ -246,9 +244,8 @@ class Torch(Framework):
     def keep(self, x: Array, live: Live, other: float = 0.0) -> Array:
         if live is None:
             return x
-        return (
-            torch.where(live, x, other) if x.is_floating_point() else super().keep(x, live, other)
-        )
+        own = x.is_floating_point()
+        return torch.where(live, x, other) if own else super().keep(x, live, other)
 
     def finite(self, x: Array, other: float = 0.0) -> Array:
         return torch.nan_to_num(x, other, other, other)
@@ -277,9 +274,8 @@ class Torch(Framework):
             least = best[..., -1:]
             if not ((x >= least).sum(-1) != k).any():  # no tie, and no NaN, at the last place
                 at = at.sort(-1)[0]
-                best, order = torch.sort(
-                    torch.gather(x, -1, at), dim=-1, descending=True, stable=True
-                )
+                best = torch.gather(x, -1, at)
+                best, order = torch.sort(best, dim=-1, descending=True, stable=True)
                 return best, torch.gather(at, -1, order)
         best, at = torch.sort(x, dim=-1, descending=True, stable=True)
         return best[..., :k], at[..., :k]
@@ -363,11 +359,9 @@ class Torch(Framework):
             out = function(*fresh)
         # A leaf may also be reached through a closure. It is known by its node: hooks on what is
         # saved, as of a checkpoint, make new tensors of it. A view says that it is one too.
-        leaves = [
-            i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()
-        ]
-        place = {get_gradient_edge(args[i]).node: i for i in reversed(leaves)}
-        reached = _graph_leaves(out, fresh) if leaves else ()
+        own = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()]
+        place = {get_gradient_edge(args[i]).node: i for i in reversed(own)}
+        reached = _graph_leaves(out, fresh) if own else ()
         inner = [x for x in reached if get_gradient_edge(x).node in place]
 
         def pull(gradient: Array) -> Slopes:

@@ -17,14 +17,7 @@ from qkv.database.queries import Asking, How, as_queries, differentiable, nearne
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
-from qkv.errors import (
-    ArgumentError,
-    CombinationError,
-    DtypeError,
-    QkvError,
-    counted,
-    printable,
-)
+from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, counted, printable
 from qkv.log import listener
 from qkv.types import NOTHING, A, Array, Closing, K, Shaped, T, V
 

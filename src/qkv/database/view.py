@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,8 @@ class View:
 
     def inherit(self, old: View) -> None:
         """Take over what an older view of the same vectors has built."""
-        if "encoder" in vars(old) and _unpromised(old.settings) == _unpromised(self.settings):
+        same = {**old.settings, "promise": 0} == {**self.settings, "promise": 0}
+        if same and "encoder" in vars(old):  # a promise changes no vector
             vars(self)["encoder"] = old.encoder
 
     def find(self, key: Any) -> list[int]:
@@ -286,8 +287,7 @@ class View:
     def present(self) -> np.ndarray | None:
         """Which rows have a value, (m,); None where all do. Of several columns all must be missing,
         or one that is to be pooled."""
-        schema = self.schema
-        if schema.value_kind == "text" and not self.typed:
+        if self.schema.value_kind == "text" and not self.typed:
             return None
         parts = [piece.present() for piece in self._pieces()]
         found = np.concatenate(parts) if parts else np.zeros(0, bool)
@@ -344,7 +344,7 @@ class View:
         """The tensors of some rows beside their keys' vectors: of the values and of the columns,
         from the records where there are none yet or their file is lost."""
         snapshot, apart = self.snapshot, self.schema.vectors
-        kept = [name for name in snapshot.names if name == "value" or columns.is_column(name)]
+        kept = [x for x in snapshot.names if x == "value" or columns.is_column(x)]
         try:
             found = {name: snapshot.tensor(name, ids) for name in kept}
         except (Damaged, UnknownRow):
@@ -364,17 +364,12 @@ class View:
         return (Piece(self, part) for part in self._parts())
 
     def vectors(
-        self,
-        allowed: np.ndarray | None = None,
-        *,
-        value: bool = False,
-        asked: np.ndarray | None = None,
+        self, allowed: np.ndarray | None = None, *, value: bool = False, asked: Any = None
     ) -> Rows:
         """The keys' vectors, and the values if they are numbers, to be attended over.
 
         `allowed` (m,) rules some of them out. Sparse vectors come beside, for the places that a
-        `Query` has `asked`. Of tensors that memory cannot hold, the pages of a
-        part are let go when the next one is read.
+        `Query` has `asked`. Where memory is scarce, pages are let go as the next part is read.
         """
         kept, (picked, count) = self._aside[asked is not None], self.picked(allowed)
         if picked is not None:
@@ -400,11 +395,10 @@ class View:
                     near = codes.found(tensors)
                 yield Stored(key, tensors.get(named), live, scale, near, part.check)
 
-        named, (width, value_width) = "value" if value else "", self._widths
-        width += beside(asked)
-        wide = value_width if value else 0
+        named, (width, wide) = "value" if value else "", self._widths
+        shape, wide = (count, width + beside(asked)), wide if value else 0
         bounds = self._bounds if picked is None else None
-        return Rows(read, (count, width), wide, allowed, self._scarce, kept, bounds, ahead=read)
+        return Rows(read, shape, wide, allowed, self._scarce, kept, bounds, ahead=read)
 
     def picked(self, allowed: np.ndarray | None) -> tuple[np.ndarray | None, int]:
         """The rows that are allowed where they are so few that they are read alone, else None; and
@@ -416,9 +410,8 @@ class View:
     def codes(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The vectors of some rows' keys, (len(ids), width)."""
         read = self.snapshot.tensor
-        return Stored(
-            read("code", ids), scale=read("scale", ids) if self.rounded else None
-        ).vectors()
+        scale = read("scale", ids) if self.rounded else None
+        return Stored(read("code", ids), scale=scale).vectors()
 
     def _parts(self, ahead: Collection[str] = ()) -> Iterator[Any]:
         if self._few is None:
@@ -452,8 +445,3 @@ class View:
             )
         if not of(query).dtype(query).endswith(("float16", "float32", "float64")):
             raise DtypeError(f"query is an array of {of(query).dtype(query)}: cast it to floats")
-
-
-def _unpromised(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings on which the vectors hang."""
-    return {name: x for name, x in settings.items() if name != "promise"}
