@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import os
+import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any
+
+OURS = f"{Path(__file__).parent}{os.sep}", functools.__file__, contextlib.__file__
+"""Where this package lies, and what stands between two calls of it."""
 
 
 class QkvError(Exception):
@@ -33,6 +39,18 @@ class ArgumentError(QkvError, ValueError):
 
 class CombinationError(QkvError, ValueError):
     """Each argument is valid, but together they do not make sense."""
+
+
+class AddedMask(UserWarning):
+    """A mask's floats are 0 and 1, and are added to the scores, where booleans rule pairs out."""
+
+
+def warn(told: str | Warning, kind: type[Warning] | None = None) -> None:
+    """Warn at the line that called qkv, however deep below it this is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(told, kind, stacklevel=level)
 
 
 class EngineError(QkvError, ValueError):

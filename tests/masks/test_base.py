@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import masks
+from qkv import errors, masks
 from qkv.arrays import to_numpy
 from tests.frameworks import FRAMEWORKS
 
@@ -86,3 +86,17 @@ def test_a_block_mask_of_flex_attention_names_its_function():
         qkv.attend(x, x, x, mask=made)
     with pytest.raises(TypeError, match="BlockMask: pass its mask_mod"):
         masks.custom(made)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_floats_that_were_meant_as_booleans_are_told_of(name):
+    like = pytest.importorskip(name).asarray
+    x, drawn = like(np.eye(4)), np.tril(np.ones((4, 4)))
+    with pytest.warns(errors.AddedMask, match="pass booleans") as told:
+        found = qkv.attend(x, x, x, mask=like(drawn))
+    assert told[0].filename == __file__
+    scores = np.eye(4) / 2 + drawn
+    want = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, want, atol=1e-12)
+    for silent in (drawn - 1, drawn * 2, np.ones((4, 4)), drawn != 0):
+        qkv.attend(x, x, x, mask=like(silent))

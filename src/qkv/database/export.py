@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from qkv.database.cells import is_missing
-from qkv.database.faults import ChangedCells, warn
+from qkv.database.faults import ChangedCells
 from qkv.database.schema import transposed
 from qkv.database.sources.numbers import MISSING, date_form, numbers
 from qkv.database.sources.table import cell as exact
-from qkv.errors import ArgumentError, extra, file_name, in_folder
+from qkv.errors import ArgumentError, extra, file_name, in_folder, warn
 from qkv.frames import arrow, frame
 from qkv.told import jsonable
 from qkv.types import releasing

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
-from qkv.errors import QkvError
-
-OURS = f"{Path(__file__).parents[1]}{os.sep}", functools.__file__, contextlib.__file__
-"""Where this package lies, and what stands between two calls of it."""
+from qkv.errors import QkvError, warn
 
 
 class Damaged(QkvError, OSError):
@@ -106,14 +98,6 @@ def skip(fault: SkippedRows) -> None:
         warn(fault)
     else:
         told.append(fault)
-
-
-def warn(told: str | Warning, kind: type[Warning] | None = None) -> None:
-    """Warn at the line that called qkv, however deep below it this is."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(told, kind, stacklevel=level)
 
 
 class MixedColumn(UserWarning):

@@ -11,7 +11,7 @@ from qkv.arrays import is_array, to_numpy
 from qkv.arrays.made import Late
 from qkv.database import cells, encoding
 from qkv.database import columns as typed
-from qkv.database.faults import DuplicateKey, StaleFit, warn
+from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
 from qkv.database.piece import some_value
 from qkv.database.queries import READ, listed
@@ -34,6 +34,7 @@ from qkv.errors import (
     DtypeError,
     QkvError,
     callable_or_none,
+    warn,
 )
 from qkv.types import NOTHING, K, Progress, V
 

@@ -14,7 +14,15 @@ from qkv.arrays.base import FLOATS, Framework
 from qkv.arrays.tree import map_arrays
 from qkv.engines import dropout
 from qkv.engines.call import Call
-from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, fraction
+from qkv.errors import (
+    AddedMask,
+    ArgumentError,
+    CombinationError,
+    DtypeError,
+    ShapeError,
+    fraction,
+    warn,
+)
 from qkv.scores import Score, ScoreLike
 from qkv.scores.base import differ
 from qkv.types import Array, At, Shape
@@ -22,6 +30,9 @@ from qkv.weightings import Weighting, WeightingLike
 
 TEXT = "text is encoded first, as Database(keys, values).ask(query) does"
 """The next step of who attends over words."""
+
+LOOKED_AT = 2**20
+"""Numbers of a mask that are looked at."""
 
 
 def request(
@@ -53,6 +64,8 @@ def request(
     weighting = tree.map_arrays(fw, fw.ambient, weighting)
     query, key, value = (_ambient(fw, x) for x in (query, key, value))
     _one_dtype(fw, query, score=score, weighting=weighting)
+    if bias is not None:
+        _told_apart(fw, bias)
     call = build(
         query,
         key,
@@ -102,6 +115,20 @@ def bias_of(fw: Framework, bias: Array | None, query: Array) -> Array | None:
     """What a mask adds to the scores, in the precision that they are summed in."""
     wide = "float64" if fw.dtype(query) == "float64" else "float32"
     return None if bias is None else fw.astype(bias, wide)
+
+
+def _told_apart(fw: Framework, bias: Array) -> None:
+    """Warn of a mask of floats that was meant as one of booleans, where it can be looked at."""
+    seen = bias if isinstance(bias, np.ndarray) else fw.lend(bias)
+    if seen is None or not 0 < seen.size <= LOOKED_AT or not seen.min() == 0 < seen.max() == 1:
+        return
+    if not ((seen == 0) | (seen == 1)).all():
+        return
+    warn(
+        "the mask's floats are 0 and 1, which are added to the scores and rule nothing out: if a 1 "
+        "means that a query may look, pass booleans, mask != 0",
+        AddedMask,
+    )
 
 
 def seed_of(fw: Framework, seed: Any, query: Array) -> Array | None:

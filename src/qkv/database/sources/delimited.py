@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-from qkv.database.faults import NoHeader, warn
+from qkv.database.faults import NoHeader
 from qkv.database.sources import files
 from qkv.database.sources.numbers import MISSING, is_row, numbers, pointed, typed
 from qkv.database.sources.table import LONGEST, SourceError, Table, check_names, no_rows
+from qkv.errors import warn
 from qkv.types import Progress
 
 DELIMITERS = (",", ";", "\t", "|")

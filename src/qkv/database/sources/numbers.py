@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from qkv.database.faults import MixedColumn, warn
+from qkv.database.faults import MixedColumn
+from qkv.errors import warn
 
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Up to 17 digits and a point: a float keeps them.

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkv.database.faults import Damaged, SkippedRows, warn
+from qkv.database.faults import Damaged, SkippedRows
 from qkv.database.store import ledger, sizes
 from qkv.database.store.bundles import GENERATION, LAYOUT, Bundle, Line
 from qkv.database.store.catalogue import Catalogue, Edition, row_crc
 from qkv.database.store.segments import Entry
 from qkv.database.store.shelf import Shelf
+from qkv.errors import warn
 
 ROW = "SELECT id, digest, record, crc FROM rows"
 LIVE = "id >= ? AND id <= ? AND (died IS NULL OR died > ?)"

@@ -11,14 +11,14 @@ from zlib import crc32
 import numpy as np
 
 from qkv.arrays.ragged import Ragged, joined
-from qkv.database.faults import Damaged, SkippedRows, UnknownRow, warn
+from qkv.database.faults import Damaged, SkippedRows, UnknownRow
 from qkv.database.store import ledger, sizes
 from qkv.database.store.catalogue import SEGMENT, Catalogue, Edition
 from qkv.database.store.layout import ANY, Layout
 from qkv.database.store.lines import Lines
 from qkv.database.store.lock import Pins
 from qkv.database.store.segments import Entry, Segment, in_advance
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, warn
 from qkv.types import Closing
 
 
