@@ -160,6 +160,12 @@ def check_score(cls, name, settings):
         sharp, near = type(quick)(1e-6), QUERY + 1e-6
         apart = (1e6 * (QUERY[:, None] - near) ** 2 * 1e6).sum(-1) / -2
         np.testing.assert_allclose(sharp(QUERY, near), apart, rtol=1e-9)
+        # Heads with a bandwidth each, two of which share their keys.
+        own, shared = np.array([0.5, 0.8, 1.1, 1.4]), np.stack([KEY, KEY + 0.1])
+        each = cls(own[:, None, None]).lowered(QUERY[None], shared, None, "float64")[0]
+        far = ((QUERY[None, :, None] - shared.repeat(2, 0)[:, None]) ** 2).sum(-1)
+        expanded = each(np.stack([QUERY] * 4), shared)
+        np.testing.assert_allclose(expanded, far / (-2 * own[:, None, None] ** 2), atol=1e-9)
 
 
 NEGATIVE_SQUARES = -((QUERY[:, None] - KEY) ** 2).sum(-1) / 2.0**2

@@ -13,7 +13,6 @@ from qkv.cli.command import NOTHING, Result
 from qkv.cli.source import cell, is_url, opened
 from qkv.database import spelled
 from qkv.errors import ArgumentError, counted
-from qkv.told import figure, lengths
 
 if TYPE_CHECKING:
     from qkv.answer import Answer
@@ -137,6 +136,8 @@ def _how(
 
 def draw(answer: Answer) -> None:
     """The value, the rows with bars, and a line on how sure it is."""
+    from qkv.told import figure, lengths
+
     if not answer.rows:
         screen.line(f"nothing: every weight is 0 among {answer.total:,} rows{_left(answer)}")
         return
