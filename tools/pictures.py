@@ -38,12 +38,12 @@ def save(name: str, figure: Any) -> None:
 def model() -> None:
     from qkv.cli.sentence import look
 
-    seen = look(SENTENCE, (2, 3))
-    words, alpha = seen.words, seen.alpha
+    seen, layer, at = look(SENTENCE, (2, 3))
+    words, alpha = seen.labels, seen.weights
     save("heads", plot.heads(alpha, title="the 72 heads of MiniLM on one sentence"))
     save("entropy", plot.entropy(alpha))
     save("flow", plot.flow(alpha, words, words.index("wagged")))
-    save("alignment", plot.alignment(seen.chosen, words, words, least=0.1))
+    save("alignment", plot.alignment(alpha[layer, at], words, words, least=0.1))
 
 
 def kernels() -> None:

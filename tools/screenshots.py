@@ -57,14 +57,14 @@ HANDS: dict[str, Callable[[Any], None]] = {
 
 def written(folder: Path) -> str:
     """The address of one file with every view that needs no server."""
-    seen = look(SENTENCE, (2, 3))
-    names = [f"layer {i}" for i in range(len(seen.alpha))]
+    seen, *_ = look(SENTENCE, (2, 3))
+    names = [f"layer {i}" for i in range(len(seen.weights))]
     shown: list[Any] = [
         {"view": "database", "data": {"examples": True}},
         sentence(SENTENCE, model=True),
         {"view": "regression"},
         {"view": "scores"},
-        heads(seen.alpha, names, labels=seen.words),
+        heads(seen.weights, names, labels=seen.labels),
     ]
     to_html(shown, folder / "page.html", title="qkv")
     return (folder / "page.html").as_uri()
