@@ -271,6 +271,15 @@ def _numeric(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def is_numbers(cell: Any) -> bool:
+    """Whether it is a list of numbers, as a vector may be written: one key, not several.
+
+    >>> is_numbers([1, 0.5]), is_numbers([]), is_numbers([True]), is_numbers((1, 2))
+    (True, False, False, False)
+    """
+    return isinstance(cell, list) and bool(cell) and {*map(type, cell)} <= {int, float}
+
+
 def digests(keys: Any) -> list[bytes]:
     """One for each key of a sequence, or for each row of an array (m, d)."""
     if is_array(keys) and len(keys.shape) == 2:

@@ -179,8 +179,7 @@ def _written(cell: Any) -> Any:
     """A vector as the list of its numbers, and such a list as a vector; else None."""
     if isinstance(cell, np.ndarray) and cell.ndim == 1:
         return cell.tolist()
-    numbers = isinstance(cell, list) and cell and {*map(type, cell)} <= {int, float}
-    return np.array(cell, float) if numbers else None
+    return np.array(cell, float) if cells.is_numbers(cell) else None
 
 
 def _alike(table: Piece, name: str, column: Column, other: str) -> np.ndarray:

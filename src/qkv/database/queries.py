@@ -57,7 +57,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     if is_array(query):
         array = to_numpy(query)
         return array.reshape(-1).tolist(), array.ndim == 0
-    many = isinstance(query, list) and not (kind == "json" and is_numbers(query))
+    many = isinstance(query, list) and not (kind == "json" and cells.is_numbers(query))
     queries = query if many else [query]
     if kind in READ and not view.encoder.any_query:
         queries = [READ[kind](one, f"query {i}") for i, one in enumerate(queries)]
@@ -121,11 +121,6 @@ def _number(one: Any, what: str) -> Any:
 
 READ = {"date": _moment, "number": _number}
 """What is read of text where keys are of these kinds, by whichever door it came."""
-
-
-def is_numbers(query: list[Any]) -> bool:
-    """Whether a list is one key that is a list of numbers, not a list of queries."""
-    return bool(query) and all(type(x) in (int, float) for x in query)
 
 
 def differentiable(view: View, query: Array) -> tuple[Array, bool]:

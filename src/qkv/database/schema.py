@@ -185,7 +185,9 @@ class Schema:
         filled = {name: columns.get(name, [None] * size) for name in self.columns}
         for name in self.vectors:  # which may be written as lists, too
             if not is_array(filled[name]):
-                filled[name] = [np.array(x, float) if _numbers(x) else x for x in filled[name]]
+                filled[name] = [
+                    np.array(x, float) if cells.is_numbers(x) else x for x in filled[name]
+                ]
         return filled
 
     def pooled(self, columns: Cells) -> np.ndarray | None:
@@ -346,16 +348,11 @@ def transposed(rows: Iterable[Mapping[str, Any]]) -> Cells:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _numbers(x: Any) -> bool:
-    """Whether it is a list of numbers, as a vector may be written."""
-    return type(x) is list and bool(x) and {*map(type, x)} <= {int, float}
-
-
 def several(keys: Any, kind: str | None) -> bool:
     """Whether these are several keys rather than one of a database whose keys are of a kind."""
     if is_array(keys):
         return len(keys.shape) > (1 if kind == "vector" else 0)
-    if kind == "vector" and _numbers(keys):
+    if kind == "vector" and cells.is_numbers(keys):
         return False
     return isinstance(keys, list | range | set | frozenset | KeysView | ValuesView) or (
         isinstance(keys, Iterator) or hasattr(keys, "to_list")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from qkv.database import spelled
-from qkv.database.queries import READ, is_numbers
+from qkv.database import cells, spelled
+from qkv.database.queries import READ
 from qkv.errors import ArgumentError, DtypeError, QkvError
 from qkv.serve import limits, wire
 from qkv.serve.batch import Batches
@@ -106,7 +106,7 @@ class Kept:
             if array.ndim not in (1, 2):
                 raise DtypeError(f"query must be a vector or a list of such, not {array.ndim} deep")
             return (array[None], True) if array.ndim == 1 else (array, False)
-        many = isinstance(given, list) and not (about.kind == "json" and is_numbers(given))
+        many = isinstance(given, list) and not (about.kind == "json" and cells.is_numbers(given))
         if about.kind == "tuple":
             many = many and all(isinstance(one, list | tuple) for one in given)
         each = [short(one, "query") for one in (given if many else [given])]
