@@ -82,6 +82,13 @@ class Framework:
         """The length of every axis, likewise: what an array is made by, where `shape` decides."""
         return tuple(x.shape)
 
+    def each_head(self, x: Array, heads: Any) -> Array:
+        """x (…, few, r, d) with each head repeated for those of so many `heads` that share it."""
+        sizes = self.sizes(x)
+        shape = (*sizes[:-2], heads // sizes[-3], *sizes[-2:])
+        x = self.xp.broadcast_to(x[..., :, None, :, :], shape)
+        return self.xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
+
     def plain(self, x: Array) -> Array:
         """x as an array of operations (a variable is read)."""
         return x

@@ -239,9 +239,7 @@ def share_heads(call: Call, x: Array) -> Array:
     alike = shape[-3:-2] == call.lead[-1:] and None not in call.lead[-1:]
     if len(shape) < 3 or not call.lead or shape[-3] == 1 or alike:
         return x
-    xp, sizes, heads = call.fw.xp, call.fw.sizes(x), call.fw.length(call.query, -3)
-    x = xp.broadcast_to(x[..., :, None, :, :], (*sizes[:-2], heads // sizes[-3], *sizes[-2:]))
-    return xp.reshape(x, (*sizes[:-3], heads, *sizes[-2:]))
+    return call.fw.each_head(x, call.fw.length(call.query, -3))
 
 
 def fold_heads(call: Call, x: Array, lead: Shape) -> Array:

@@ -142,10 +142,7 @@ def _each_head(x: Array, bandwidth: float | Array) -> Array:
     few = x.shape[-3:-2]
     if () in (heads, few) or heads[0] == 1 or few[0] in (1, heads[0]):
         return x
-    fw = of(x)
-    sizes = fw.sizes(x)
-    x = fw.xp.broadcast_to(x[..., :, None, :, :], (*sizes[:-2], heads[0] // sizes[-3], *sizes[-2:]))
-    return fw.xp.reshape(x, (*sizes[:-3], heads[0], *sizes[-2:]))
+    return of(x).each_head(x, heads[0])
 
 
 def _square(x: Array, factor: float) -> Array:
