@@ -95,7 +95,7 @@ def _kept(path: Path, version: int, found: Any, told: dict[str, Any], code: int 
 def _columns(pairs: str, table: str | None, database: Database) -> list[list[Any]]:
     """The columns of a table of pairs, the first two of the kind that the keys are."""
     from qkv.database import sources
-    from qkv.database.sources.numbers import typed
+    from qkv.database.sources.numbers import numbers
 
     text = database.info()["key_kind"] == "text"
     columns = list(sources.read(pairs, table=table, text=text).columns.values())
@@ -105,5 +105,5 @@ def _columns(pairs: str, table: str | None, database: Database) -> list[list[Any
         columns[:2] = [[str(cell) for cell in column] for column in columns[:2]]
         for place, column in enumerate(columns[2:], 2):  # weights are numbers
             if {*map(type, column)} <= {str, type(None)}:
-                columns[place] = typed({"": [cell or "" for cell in column]}, ())[""]
+                columns[place] = numbers([cell or "" for cell in column], ())
     return columns
