@@ -5,10 +5,22 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import qkv.database
+from qkv.arrays import threads
 
 STORE = qkv.database.__path__[0]
+
+
+@contextmanager
+def cores(count: int) -> Iterator[None]:
+    """So many threads of ours, however many cores there are."""
+    with patch.object(threads, "CORES", count):
+        threads._jobs.cache_clear()
+        yield
+        threads._jobs.cache_clear()
 
 
 def stopped(call: Callable[[], object], after: int, under: str | tuple[str, ...] = "") -> bool:

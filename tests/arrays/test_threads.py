@@ -7,19 +7,16 @@ import threading
 import pytest
 
 from qkv.arrays import threads
-from tests.interrupt import moments
+from tests.interrupt import cores, moments
 
 # A Ctrl-C may come wherever a call of C returns, to ours and to the standard library's.
 WAITS = (threads.__file__, threading.__file__, os.path.dirname(concurrent.futures.__file__))
 
 
 @pytest.fixture
-def two(monkeypatch):
-    """Two threads, however many cores there are."""
-    monkeypatch.setattr(threads, "CORES", 2)
-    threads._jobs.cache_clear()
-    yield
-    threads._jobs.cache_clear()
+def two():
+    with cores(2):
+        yield
 
 
 def meet():

@@ -30,7 +30,7 @@ from qkv.engines.triton import (  # fmt: skip
     weigh,
 )
 from tests.engines.triton.test_repeat import Kernel
-from tests.interrupt import moments
+from tests.interrupt import cores, moments
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
 
@@ -157,12 +157,9 @@ class Named(NamedTuple):
 
 
 @pytest.fixture
-def one(monkeypatch):
-    """One thread, however many cores there are."""
-    monkeypatch.setattr(threads, "CORES", 1)
-    threads._jobs.cache_clear()
-    yield
-    threads._jobs.cache_clear()
+def one():
+    with cores(1):
+        yield
 
 
 def test_what_takes_longest_begins_first():
