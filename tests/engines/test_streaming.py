@@ -187,3 +187,67 @@ def test_a_tensor_that_is_the_query_and_inside_the_score():
         return torch.autograd.grad(qkv.attend(q, k, v, **how, engine=engine).square().sum(), q)
 
     torch.testing.assert_close(slope("streaming"), slope("dense"))
+
+
+def _hooked(x, score):
+    x.register_hook(lambda slope: slope.clamp(min=-0.25))
+    return lambda q, k: score(q, k, x)
+
+
+CAPTURES = {
+    "a leaf": lambda torch, w: lambda q, k: (q * w) @ k.mT,
+    "what was made of one": lambda torch, w: _hooked(2 * w, lambda q, k, x: (q * x) @ k.mT),
+    "among others": lambda torch, w: lambda q, k: torch.stack([w * q, w * w * q]).sum(0) @ k.mT,
+    "in a map": lambda torch, w: lambda q, k: torch.vmap(lambda row: row * w)(q) @ k.mT,
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_hook_on_what_a_function_holds_sees_its_gradient_once(capture, weights, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("qkv.engines.weights.BLOCK", 64)
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, 4, generator=make, dtype=torch.float64) for _ in range(3))
+    w = torch.randn(4, generator=make, dtype=torch.float64).requires_grad_()
+    w.register_hook(lambda slope: slope.clamp(max=0.25))
+
+    def slopes(engine):
+        score = CAPTURES[capture](torch, w)
+        how = {"return_weights": True} if weights and engine != "dense" else {}
+        out = qkv.attend(q, k, v, score=score, **how, engine=None if how else engine)
+        out = out[0] if how else out
+        (slope,) = torch.autograd.grad(out.square().sum(), w, create_graph=True)
+        (second,) = torch.autograd.grad(slope.square().sum(), w, retain_graph=True)
+        (plain,) = torch.autograd.grad(out.square().sum(), w, retain_graph=True)
+        return slope, second, plain
+
+    monkeypatch.setattr("qkv.engines.streaming.BLOCK", 2**8)
+    torch.testing.assert_close(slopes("streaming"), slopes("dense"))
+
+
+def test_a_function_of_torchs_own_that_holds_a_tensor():
+    """No mode sees what a torch.autograd.Function is given: its gradient is found all the same."""
+    torch = pytest.importorskip("torch")
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, 4, generator=make, dtype=torch.float64) for _ in range(3))
+    w = torch.randn(4, generator=make, dtype=torch.float64).requires_grad_()
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx, slope):
+            x, y = ctx.saved_tensors
+            return slope * y, (slope * x).sum_to_size(y.shape)
+
+    def slopes(engine):
+        out = qkv.attend(
+            q, k, v, score=lambda q, k: Times.apply(q, Times.apply(w, w)) @ k.mT, engine=engine
+        )
+        return torch.autograd.grad(out.square().sum(), w)
+
+    torch.testing.assert_close(slopes("streaming"), slopes("dense"))

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from qkv.arrays import operator as _operator  # noqa: F401, it is found by name
 from qkv.arrays import pinned
 from qkv.arrays.base import NODES, Backward, Forward, Framework, Reference
+from qkv.arrays.captured import graph_leaves, hoisted
 from qkv.arrays.parted import Parted, is_parted
 from qkv.errors import FrameworkError
 from qkv.types import Arithmetic, Array, Arrays, Lift, Live, Pull, Slopes
@@ -346,11 +347,7 @@ class Torch(Framework):
     def hoist(self, function: Arithmetic, *example: Array) -> tuple[Arithmetic, Arrays]:
         if _transforms():  # which differentiate the function itself
             return function, ()
-        with torch.enable_grad():
-            given = [x.detach().requires_grad_(x.is_floating_point()) for x in example]
-            found = _graph_leaves(function(*given), given)
-        # The function goes on reading its own tensors: `vjp` asks for their gradients in place.
-        return lambda *args: function(*args[: len(example)]), found
+        return hoisted(function, *example)
 
     def vjp(self, function: Arithmetic, *args: Array) -> tuple[Array, Pull]:
         with torch.enable_grad():
@@ -361,7 +358,7 @@ class Torch(Framework):
         # saved, as of a checkpoint, make new tensors of it. A view says that it is one too.
         own = [i for i, x in enumerate(args) if x.is_leaf and x.requires_grad and not x._is_view()]
         place = {get_gradient_edge(args[i]).node: i for i in reversed(own)}
-        reached = _graph_leaves(out, fresh) if own else ()
+        reached = graph_leaves(out, fresh) if own else ()
         inner = [x for x in reached if get_gradient_edge(x).node in place]
 
         def pull(gradient: Array) -> Slopes:
@@ -427,23 +424,6 @@ def _differentiable(reference: Any, leaves: Any, wanted: Any, gradients: Any) ->
         create_graph=True,
         allow_unused=True,
     )
-
-
-def _graph_leaves(out: Array, known: Sequence[Array]) -> Arrays:
-    """The tensors that want a gradient and that `out` was made of, less the known ones."""
-    found: dict[int, Array] = {}
-    seen: set[Any] = set()
-    stack = [out.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is x for x in known):
-            found[id(leaf)] = leaf
-        stack.extend(parent for parent, _ in node.next_functions)
-    return tuple(found.values())
 
 
 FRAMEWORK = Torch()
