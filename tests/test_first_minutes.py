@@ -48,6 +48,12 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("truths", lambda: attend(X > 0), "query is an array of bool.*cast it"),
     ("a mask's shape", lambda: attend(mask=np.ones((3, 3), bool)), "(3, 3) .* (2, 2): .* each key"),
     ("a mask of ints", lambda: attend(mask=np.ones((2, 2), int)), "mask .* booleans"),
+    ("lengths as a mask", lambda: attend(mask=np.array([1, 2])), "int64 .* masks.lengths(mask)"),
+    ("a flag as a mask", lambda: attend(mask=True), "not bool: masks.causal"),
+    # Masks joined by words: Python would take the last one and drop the other.
+    ("and", lambda: qkv.masks.causal and qkv.masks.window(2), "write & for and"),
+    ("or", lambda: qkv.masks.causal or qkv.masks.window(2), "| for or"),
+    ("not", lambda: not qkv.masks.causal, "~ for not"),
     # Typos.
     ("a score", lambda: attend(score="gausian"), "did you mean 'gaussian'"),
     ("a weighting", lambda: attend(weighting="softmx"), "did you mean 'softmax'"),
@@ -118,6 +124,9 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a number as progress", lambda: NAMES.compact(20), "progress must be a function, not 20"),
     ("text as progress", lambda: NAMES.encode(progress="x"), "progress must be a function"),
     ("keys alone", lambda: qkv.Database(["a", "b"]), "Database(keys, values)"),
+    ("records", lambda: qkv.Database([{"a": 1, "b": 2}]), "key='a', value='b'), .* D.extend(rows)"),
+    ("words of two letters", lambda: qkv.Database(["ab", "cd"]), "Database(keys, values)"),
+    ("sets", lambda: qkv.Database([{1, 2}]), "pairs (key, value)"),
     ("a value too few", lambda: qkv.Database(["a", "b"], [1]), "2 keys came with 1 values"),
     ("keys of two types", lambda: qkv.Database({"a": 1, 2: 3}), "keys of one type"),
     ("NaN as a key", lambda: qkv.Database([(float("nan"), 1.0)]), "nan: nothing could ask for it"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -363,11 +363,20 @@ def pairs_of(keys: Any, values: Any, many: bool) -> list[tuple[Any, Any]]:
     """What `add` was given as pairs (key, value)."""
     if values is not NOTHING:
         return list(zip(*matched(keys, values), strict=True)) if many else [(keys, values)]
-    pairs = keys.items() if isinstance(keys, Mapping) else keys
+    whole = None
     try:
-        return [(key, value) for key, value in pairs]
+        pairs = list(keys.items() if isinstance(keys, Mapping) else keys)
+        # Two letters, or the names of two cells, would pass for a pair.
+        whole = next((x for x in pairs if isinstance(x, str | bytes | Mapping | Set)), None)
+        if whole is None:
+            return [(key, value) for key, value in pairs]
+        raise TypeError
     except (TypeError, ValueError):
         step = "keys and values apart are Database(keys, values)"
+        if isinstance(whole, Mapping) and len(whole) > 1:
+            key, value = list(whole)[:2]
+            step = f"rows with named cells are D = Database(key={key!r}, value={value!r}), then "
+            step += "D.extend(rows)"
         if isinstance(keys, str | PathLike):
             step = "one row is add(key, value), a table in a file Database.from_source(path), "
             step += "a database qkv.open(path)"

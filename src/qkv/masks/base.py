@@ -83,6 +83,12 @@ class Mask(Record):
     def __invert__(self) -> Mask:
         return Not(_boolean(self))
 
+    def __bool__(self) -> bool:
+        raise DtypeError(
+            "a mask is neither true nor false, and `and` would drop one of two: write & for and, "
+            "| for or, ~ for not"
+        )
+
 
 class Compound(Mask):
     """A mask made of others, its fields."""
@@ -235,8 +241,10 @@ def array(values: Any) -> Mask:
         if isinstance(values, str):
             return _named(values)
         if not isinstance(values, list | tuple):
-            told = str(type(values))
-            if callable(values):
+            told = type(values).__name__
+            if isinstance(values, bool):
+                told += ": masks.causal is the mask that flags such as is_causal=True stand for"
+            elif callable(values):
                 told = "a function: wrap it as masks.custom(f)"
             elif hasattr(values, "mask_mod"):  # what FlexAttention makes of such a function
                 told = f"a {type(values).__name__}: pass masks.custom(mask.mask_mod)"
@@ -256,9 +264,12 @@ def array(values: Any) -> Mask:
     values = plain(values, "mask")
     kind = of(values).dtype(values)
     if kind != "bool" and "float" not in kind:
+        step = "mask == 1 of zeros and ones"
+        if len(values.shape) < 2:  # a row for each query is what a mask mostly has
+            step = "masks.lengths(mask) where these are lengths, " + step
         raise DtypeError(
-            f"mask is an array of {kind}: pass booleans (True: may attend) or floats "
-            "(added to the scores), so that 0 and 1 cannot be misread"
+            f"mask is an array of {kind}: pass booleans (True: may attend) or floats (added to the "
+            f"scores), so that 0 and 1 cannot be misread: {step}"
         )
     while len(values.shape) < 2:
         values = values[None, ...]
