@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from qkv.database.faults import Closed, Damaged, Locked, NotAStore, Unwritable
-from qkv.database.store import mark, plain
+from qkv.database.store.connect import HALF_MADE, NO_PLACE, connect, state
 from qkv.database.store.mark import Watch
 from qkv.types import Closing, releasing
 
@@ -88,7 +87,7 @@ class Catalogue(Closing):
         self._watch = None if path is None or write else Watch(path.parent)
         self._seen: tuple[Edition, bytes, float] | None = None
         try:
-            self._connection, self._still = _connect(path, write, create)
+            self._connection, self._still = connect(path, write, create)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
         try:
@@ -182,7 +181,7 @@ class Catalogue(Closing):
                 try:
                     found = give(run(statement, values))
                 except (sqlite3.Error, UnicodeDecodeError) as error:
-                    if not self._moved():
+                    if not self._moved() and not self._anew(error):
                         raise self._named(error) from error
                 else:
                     if not self._moved():
@@ -191,18 +190,33 @@ class Catalogue(Closing):
     def _moved(self) -> bool:
         """Whether somebody has written what was read as a file that nobody writes: it is opened
         again, and must be read again."""
-        if self._still is None or self.path is None or self._still == _state(self.path):
+        if self._still is None or self.path is None or self._still == state(self.path):
             return False
         if self._connection.in_transaction:
             raise Locked(f"{self.path} is being written: try again")
+        self._reopen()
+        return True
+
+    def _anew(self, error: sqlite3.Error | UnicodeDecodeError) -> bool:
+        """Whether a reader met a log's index that is half made, which he may not make himself: the
+        file is opened again. It is met where a state of the file is taken, so that a transaction
+        has read nothing yet."""
+        if self._watch is None or getattr(error, "sqlite_errorcode", 0) not in HALF_MADE:
+            return False
+        begun = self._connection.in_transaction
+        self._reopen()
+        if begun:
+            self._connection.execute("BEGIN")
+        return True
+
+    def _reopen(self) -> None:
         try:
-            connection, still = _connect(self.path, write=False, create=False)
+            connection, still = connect(self.path, write=False, create=False)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._named(error) from error
         self._connection.close()
         self._connection, self._still = connection, still
         self._edition = self._seen = None
-        return True
 
     def _owned(self) -> None:
         # One in memory is the child's own copy; that of a file shares its locks with the parent.
@@ -279,8 +293,8 @@ class Catalogue(Closing):
             if self.path is not None:
                 try:  # as `one` does, in less time: each look-up comes here
                     changes = self._connection.execute("PRAGMA data_version").fetchone()
-                except sqlite3.Error as error:
-                    raise self._named(error) from error
+                except sqlite3.Error:
+                    changes = self.one("PRAGMA data_version")
             if self._edition is None or changes != self._changes:
                 lines = self.versions("WHERE number = (SELECT max(number) FROM versions)")
                 if not lines:
@@ -335,7 +349,7 @@ class Catalogue(Closing):
             return self.damaged(text)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return Locked(f"{self.path} is busy ({text}): try again when its writer is done")
-        if code in _NO_PLACE:
+        if code in NO_PLACE:
             return Unwritable(
                 f"{self.path}: {text}; nothing was changed. Look at the disk's room, the folder's "
                 "permissions and the number of open files, and try again"
@@ -361,83 +375,3 @@ def row_crc(row: int, digest: bytes, record: str) -> int:
     if not isinstance(digest, bytes) or not isinstance(record, str):
         return -1
     return crc32(record.encode(), crc32(digest, row & 0xFFFFFFFF))
-
-
-def _connect(
-    path: Path | None, write: bool, create: bool
-) -> tuple[sqlite3.Connection, tuple[Any, ...] | None]:
-    """A connection; and where it takes the file for one that nobody writes, the state of that."""
-    if path is None:
-        return _open(":memory:"), None
-    plain.refuse_links(*(f"{path}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")))
-    name = path.absolute().as_uri()
-    if write:
-        return _open(f"{name}?mode={'rwc' if create else 'rw'}", *_WRITER), None
-    # The log's index is written even by readers.
-    mode = "rw" if os.access(path.parent, os.W_OK) else "ro"
-    until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return _open(f"{name}?mode={mode}", *_READER), None
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in _NO_PLACE:
-                raise
-            still = _state(path)
-            # Where there is a log, its writer may only just be making the index.
-            if still[0] and time.monotonic() > until:
-                raise
-        # A full disk, or a folder that cannot be written, has no place for an index; without a log
-        # none is needed.
-        try:
-            if not still[0]:
-                return _open(f"{name}?immutable=1", *_READER), still
-        except sqlite3.Error:
-            if _state(path) == still:
-                raise
-        time.sleep(0.005)
-
-
-def _state(path: Path) -> tuple[Any, ...]:
-    """The length of the log, and what else changes when somebody writes."""
-    try:
-        log = os.stat(f"{path}-wal").st_size
-    except FileNotFoundError:
-        log = 0
-    file = os.stat(path)
-    return log, file.st_ino, file.st_size, file.st_mtime_ns, mark.of(path.parent)
-
-
-PATIENCE = 0.2
-"""Seconds to wait for a writer that is only beginning."""
-_NO_PLACE = (
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-)
-_READER = (
-    "PRAGMA query_only = 1",
-    "PRAGMA trusted_schema = OFF",
-    "SELECT count(*) FROM sqlite_master",
-)
-_WRITER = (
-    "PRAGMA synchronous = FULL",
-    "PRAGMA trusted_schema = OFF",
-    "PRAGMA cache_size = -65536",
-    "PRAGMA temp_store = MEMORY",
-    "PRAGMA journal_size_limit = 67108864",
-)
-
-
-def _open(name: str, *statements: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        name, timeout=10.0, isolation_level=None, check_same_thread=False, uri=True
-    )
-    try:
-        for statement in statements:
-            connection.execute(statement).fetchall()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
