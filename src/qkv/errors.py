@@ -180,7 +180,9 @@ def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> Ar
     return ArgumentError(f"unknown {kind} {_nearest(name, known)}{more}")
 
 
-def keywords(door: str, given: Iterable[str], known: Collection[str], more: str = "") -> None:
+def keywords(
+    door: str, given: Iterable[str], known: Collection[str] | None, more: str = ""
+) -> None:
     """Refuse an argument by a name that the door does not have, as Python does, with the nearest.
 
     >>> keywords("warm()", ["scor"], ["score"])
@@ -188,7 +190,7 @@ def keywords(door: str, given: Iterable[str], known: Collection[str], more: str 
     TypeError: warm() got an unexpected keyword argument 'scor': did you mean 'score'? Known: score.
     """
     for name in given:
-        if name not in known:
+        if name not in (known := known or ()):
             told = f"unexpected keyword argument {_nearest(name, known)}{more}"
             raise TypeError(f"{door} got an {told}")
 

@@ -200,6 +200,25 @@ def test_an_argument_of_the_wrong_kind_is_named(call, error, says):
         call()
 
 
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: qkv.Database({"a": 1}, path="x.qkv"), "'path'. Known.*from_columns.*qkv.open"),
+        (lambda: qkv.Database({"a": 1}, encodr="text"), "'encodr': did you mean 'encoder'"),
+        (lambda: qkv.open("x.qkv", uniqe=True), "'uniqe': did you mean 'unique'"),
+        (lambda: qkv.Database.from_columns({"a": [1]}, keys="a"), "'keys': did you mean 'key'"),
+        (lambda: qkv.Database.from_source("x.csv", vlaue="a"), "^from_source.*'value'"),
+        (lambda: TEXT.ask("a", scor="dot"), "^ask.. got .* 'scor': did you mean 'score'"),
+        (lambda: TEXT.attend("a", top=3), "^attend.. got .* 'top'"),
+        (lambda: TEXT.learn([], epoch=3), "^learn.. got .* 'epoch': did you mean 'epochs'"),
+        (lambda: TEXT.calibrate([], wieghting="hard"), "did you mean 'weighting'"),
+    ],
+)
+def test_an_argument_by_a_wrong_name_is_named(call, says):
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
 def test_a_store_keeps_the_columns_of_its_first_rows(tmp_path):
     path = tmp_path / "a.qkv"
     for _ in range(2):  # made, and opened again

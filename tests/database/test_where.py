@@ -239,6 +239,11 @@ def test_moments_of_other_zones():
     assert passing("at < '2024-01-01T11:30:00+00:00'", rows) == [True, True, False, False, False]
     assert passing("at == '2024-01-01T11:00Z'", rows) == [False, True, False, False, False]
     assert passing("at < '2024-01-01 11:30'", rows) == [True, False, False, False, False]
+    for where in ("at == '2024-01-01T12:00'", "at in ['2024-01-01 12:00']"):
+        assert passing(where, rows) == [False, True, False, False, False]
+    assert passing({"at": datetime.datetime(2024, 1, 1, 12)}, rows)[1]
+    assert passing("at == '2024-01-02'", rows) == [False, False, True, False, False]
+    assert passing("at != '2024-01-01T12:00'", rows) == [True, False, True, True, True]
     with pytest.raises(DtypeError, match=r"without a zone.*T11:00:00\+00:00: write it without"):
         passing("at < '2024-01-01T11:00Z'", hours())
 

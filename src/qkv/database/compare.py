@@ -323,8 +323,10 @@ def _pair(name: str, date: Any, moment: Any) -> tuple[Any, Any] | None:
 
 
 def _same_moment(table: Piece, name: str, column: Column, moment: Any, true: np.ndarray) -> None:
-    """Which other cells are dates that mean this moment, in `true`."""
-    if moment.tzinfo is not None:
+    """Which other cells are dates that mean this moment, in `true`. Without a zone it is what a
+    cell's own clock showed, so that one with a zone has to be looked at."""
+    first = table.cells(name, np.flatnonzero(column.kinds == TEXT)[:1])
+    if moment.tzinfo is not None or getattr(first[0] if first else None, "tzinfo", None):
         texts, dates, place, _ = table.texts(name)
         pairs = [_pair(name, date, moment) for date in dates or texts]
         true |= _spread([pair is not None and pair[0] == pair[1] for pair in pairs], place)

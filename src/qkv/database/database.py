@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Never, Self, TypedDict, Unpack, overload
 
 from qkv.arrays import is_array
 from qkv.database.queries import nearness
 from qkv.database.schema import Cells, by_place, keyed, names, plain
 from qkv.database.store import Store, folder
 from qkv.database.writing import Writing, others
-from qkv.errors import ArgumentError, CombinationError, DtypeError, callable_or_none
+from qkv.errors import ArgumentError, CombinationError, DtypeError, callable_or_none, keywords
 from qkv.frames import library_of
 from qkv.types import NOTHING, K, Progress, Shaped, V
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from qkv.database.influence import Valuation
     from qkv.scores import ScoreLike
     from qkv.weightings import WeightingLike
+
+
+ON_DISK = " Database.from_columns(…, path=…) writes one to disk, and qkv.open(path) opens it."
 
 
 class Settings(TypedDict, total=False):
@@ -74,7 +77,9 @@ class Database(Writing[K, V]):
         encoder: EncoderLike | None = None,
         unique: bool = False,
         precision: str | None = None,
+        **other: Any,
     ):
+        keywords("Database()", other, Settings.__optional_keys__, ON_DISK)
         super().__init__(Store(None), key, value, encoder, unique, precision)
         if data is not None:
             self.add(data, values)
@@ -96,6 +101,7 @@ class Database(Writing[K, V]):
         precision: str | None = None,
         path: str | Path | None = None,
         progress: Progress | None = None,
+        **other: Never,
     ) -> Database:
         """Named columns of one length, as `key` and `value` say; on disk where `path` is given.
 
@@ -109,6 +115,7 @@ class Database(Writing[K, V]):
         >>> D["Bo"]
         'law'
         """
+        keywords("from_columns()", other, cls.from_columns.__kwdefaults__)
         if not isinstance(columns, Mapping):
             raise DtypeError(f"columns must be a mapping of them, not {type(columns).__name__}")
         if not columns:
@@ -200,6 +207,7 @@ class Database(Writing[K, V]):
         """
         from qkv.database import sources
 
+        keywords("from_source()", how, cls.from_columns.__kwdefaults__)
         way: Any = {"table": table, "missing": missing, "names": names}
         read = sources.read(source, **way, progress=how.get("progress"))
         return cls.from_columns(read.columns, **how)
@@ -240,6 +248,7 @@ def open(
     unique: bool = False,
     precision: str | None = None,
     skip_damaged: bool = False,
+    **other: Never,
 ) -> Database:
     """The database in the folder `path`, made empty where there is none unless `create=False`.
 
@@ -255,6 +264,7 @@ def open(
     ...         D["Li"]
     'Mu'
     """
+    keywords("open()", other, open.__kwdefaults__)
     if isinstance(path, str) and "://" in path:
         raise ArgumentError(
             f"path: {path} is an address, and a database here is a folder: qkv.Client(url) asks a "

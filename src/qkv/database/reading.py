@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 
 import numpy as np
 
+from qkv import errors
 from qkv.arrays import is_array, plain
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
@@ -237,8 +238,6 @@ class Reading(Closing, Generic[K, V]):
         rows = [] if isinstance(answer, list) else answer.rows
         return list({cells.shown(row.key): row.key for row in rows}.values())
 
-    # Asking
-
     @overload
     def ask(self, query: Shaped, **options: Unpack[Asking]) -> Any: ...
     @overload
@@ -255,6 +254,7 @@ class Reading(Closing, Generic[K, V]):
         where: Any = None,
         tolerance: float | None = None,
         confidence: float | None = None,
+        **other: Any,
     ) -> Any:
         """Σᵢ α(q, kᵢ) vᵢ as an `Answer`: its value, its rows and their weights. A list of queries
         (or an array with a query in each row) gives a list of answers.
@@ -277,6 +277,7 @@ class Reading(Closing, Generic[K, V]):
         from qkv import weightings
         from qkv.database import conformal
 
+        errors.keywords("ask()", other, Asking.__optional_keys__)
         rows_at_most(top)
         alpha = weightings.resolve(weighting)
         view = self._filled()
@@ -307,6 +308,7 @@ class Reading(Closing, Generic[K, V]):
         where: Any = None,
         tolerance: float | None = None,
         confidence: float | None = None,
+        **other: Any,
     ) -> Array:
         """Σᵢ α(q, kᵢ) vᵢ in the query's framework, with gradients: (n, d) → (n, d_v), (d) → (d_v).
 
@@ -322,6 +324,7 @@ class Reading(Closing, Generic[K, V]):
         """
         from qkv.database.ask import WORDY
 
+        errors.keywords("attend()", other, How.__optional_keys__)
         view = self._filled()
         if not view.schema.pools:
             raise CombinationError(
@@ -372,8 +375,6 @@ class Reading(Closing, Generic[K, V]):
         if not len(view):
             raise CombinationError("the database is empty, so it has no answer: add rows first")
         return view
-
-    # What it is
 
     def at(self, version: int) -> Self:
         """The database as it was at a version, to be read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from qkv.arrays import is_array, to_numpy
 from qkv.arrays.made import Late
@@ -34,6 +34,7 @@ from qkv.errors import (
     DtypeError,
     QkvError,
     callable_or_none,
+    keywords,
     warn,
 )
 from qkv.types import NOTHING, K, Progress, V
@@ -334,6 +335,7 @@ class Writing(Leaving, Reading[K, V]):
         """
         from qkv.database.learn import learn
 
+        keywords("learn()", how, learn.__kwdefaults__)
         callable_or_none(progress=progress)
         self._writable()
         view = self._filled()
@@ -351,6 +353,7 @@ class Writing(Leaving, Reading[K, V]):
         *,
         score: ScoreLike | None = None,
         weighting: WeightingLike = "softmax",
+        **other: Never,
     ) -> Promise:
         """Find out from (query, right key) pairs how much the right row weighs, so that answers
         have a `set`, which holds it with this probability, and abstain where none fits.
@@ -368,6 +371,7 @@ class Writing(Leaving, Reading[K, V]):
         """
         from qkv.database import conformal
 
+        keywords("calibrate()", other, Writing.calibrate.__kwdefaults__)
         with self._alone():
             view = self._filled()
             found = conformal.calibrate(view, pairs, coverage, score, weighting)
