@@ -153,6 +153,7 @@ def test_a_day_and_its_midnight_are_one_key(first):
         assert D[same] == 1.0 and same in D and D.get(same) == 1.0 and D.all(same) == [1.0]
         assert D.ask(same).rows[0].key == first
     assert D["2024-01-02T12:00"] == 2.0
+    assert [x.query for x in D.ask(["2024-01-01", "2024-01-02T12"])] == [DAY, NOON]
     for other in (
         NOON.date(),
         "2024-01-02",

@@ -73,6 +73,20 @@ def client(url: str) -> Iterator[Client]:
         yield client
 
 
+def test_a_server_that_knows_less_is_understood(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer without what a newer server says of it."""
+    read = transport.Transport.read
+
+    def less(self: Any, *request: Any) -> Any:
+        return {name: x for name, x in read(self, *request).items() if name != "shares"}
+
+    monkeypatch.setattr(transport.Transport, "read", less)
+    answer = client.ask("books", "Emma")
+    assert answer.shares and answer.rows
+
+
 @pytest.fixture
 def kept(folder: Path, request: pytest.FixtureRequest) -> Iterator[Database]:
     with qkv.open(folder / f"{request.param}.qkv") as database:

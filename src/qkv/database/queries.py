@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -101,8 +102,10 @@ def _parts(view: View, one: Any, what: str) -> Any:
 
 
 def _moment(one: Any, what: str) -> Any:
-    """A date or time as it is, or of its ISO text."""
+    """A date or time as it is, or of its ISO text: a day where that tells no hour."""
     if isinstance(one, str) and (found := spelled.moment(one)) is not None:
+        with contextlib.suppress(ValueError):
+            return datetime.date.fromisoformat(one)
         return found
     if one is None or cells.kind(one) == "date":
         return one

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 FIRST, PAGE = 16, 1000
 """Rows that are fetched together: at first, and at most."""
 
-_NEAR = ("error_bound", "rows_read", "statistical")
-_PLAIN = ("entropy", "lse", "shares", "total", "missing", "engine", "score", "weighting", "version")
+_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+_SOME = ("error_bound", "rows_read", "statistical", "shares")
+"""What an answer does not always say: a bound where none was asked for, nor what is newer than the
+server."""
 
 
 class Remote(Closing, Leaving):
@@ -102,7 +104,7 @@ class Remote(Closing, Leaving):
             _weights=lambda: then(weights=True)["weights"],
             _spread=lambda: then(spread=True)["spread"],
             coverage=told.get("coverage"),
-            **{name: told[name] for name in _NEAR if name in told},
+            **{name: told[name] for name in _SOME if name in told},
             _above=above,
             _set=fitting,
         )
