@@ -58,6 +58,35 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a score", lambda: attend(score="gausian"), "did you mean 'gaussian'"),
     ("a weighting", lambda: attend(weighting="softmx"), "did you mean 'softmax'"),
     ("a mask", lambda: attend(mask="casual"), "did you mean 'causal'"),
+    # The words of papers and books, and none that only sound alike.
+    *(
+        (f"score {word}", lambda word=word: attend(score=word), f"did you mean {ours!r}")
+        for word, ours in {
+            "bahdanau": "additive",
+            "concat": "additive",
+            "luong": "multiplicative",
+            "bilinear": "multiplicative",
+            "rbf": "gaussian",
+            "Euclidean": "gaussian",
+            "manhattan": "laplace",
+            "uniform": "boxcar",
+            "dot product": "dot",
+            "scaled dot-product": "scaled_dot",
+        }.items()
+    ),
+    *(
+        (f"weighting {word}", lambda word=word: attend(weighting=word), f"did you mean {ours!r}")
+        for word, ours in {
+            "argmax": "hard",
+            "max": "hard",
+            "mean": "average",
+            "uniform": "average",
+            "identity": "raw",
+            "entmax": "entmax15",
+            "top-k": "topk",
+        }.items()
+    ),
+    ("no word of ours", lambda: attend(score="kernel"), "unknown score 'kernel'. Known: additive"),
     ("an engine", lambda: attend(engine="streming"), "did you mean 'streaming'"),
     ("an encoder", lambda: qkv.Database({"a": 1}, encoder="wrods"), "did you mean 'words'"),
     ("a function", lambda: qkv.atend, "did you mean 'attend'"),
@@ -168,6 +197,36 @@ def test_a_slip_is_told_its_next_step(slip, says, tmp_path, monkeypatch):
         assert part.strip() in told, told
         told = told[told.index(part.strip()) :]
     assert not Path("boks.qkv").exists() and not Path("s3:").exists()
+
+
+WORDS = {
+    "bandwidth": "score=scores.Gaussian(bandwidth)",
+    "temperature": "weighting=weightings.Softmax(temperature)",
+    "valid_lens": "mask=masks.lengths(valid_lens)",
+    "is_causal": "mask='causal'",
+    "attn_mask": "mask=attn_mask",
+    "scale": "score=scores.ScaledDot(scale)",
+    "k": "weighting=weightings.TopK(k)",
+    "score_mod": "score=scores.Modified(score, score_mod)",
+    "need_weights": "did you mean 'return_weights'",
+    "dropout": "did you mean 'dropout_p'",
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_an_argument_of_others_is_told_where_it_goes(word) -> None:
+    """As Python refuses it, by a TypeError that is none of ours."""
+    for door in (attend, qkv.explain, qkv.warm):
+        with pytest.raises(TypeError) as caught:
+            door(*[X] * 3, **{word: 1})
+        told = f"{door.__name__}() got an unexpected keyword argument {word!r}"
+        assert told in str(caught.value) and WORDS[word] in str(caught.value)
+    with pytest.raises(TypeError, match=r"weights\(\) got an unexpected .* 'scor': .* 'score'"):
+        qkv.weights(X, X, scor="dot")
+    with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .*Softmax\(temperature\)"):
+        NAMES.ask("Li", temperature=2)
+    with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .* 'k': .*top=k"):
+        NAMES.ask("Li", k=2)
 
 
 def test_a_frame_is_told_from_frame() -> None:

@@ -4,7 +4,7 @@ would wait for, done ahead."""
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -40,6 +40,32 @@ class Options(Meaning, total=False):
     """The arguments of `attend` that do not change what it returns."""
 
     engine: EngineName | None
+
+
+ELSEWHERE = {
+    "alpha": "weighting=weightings.Entmax(alpha)",
+    "attn_bias": "mask=attn_bias, floats that are added to the scores",
+    "attn_mask": "mask=attn_mask",
+    "attention_mask": "mask=, booleans where True may attend",
+    "bandwidth": "score=scores.Gaussian(bandwidth)",
+    "causal": "mask='causal'",
+    "enable_gqa": "nothing: a key with fewer heads is shared",
+    "is_causal": "mask='causal'",
+    "k": "weighting=weightings.TopK(k)",
+    "key_padding_mask": "mask=masks.lengths(valid), or booleans where True may attend",
+    "kernel": "score=kernel",
+    "lengths": "mask=masks.lengths(lengths)",
+    "mask_mod": "mask=masks.custom(mask_mod)",
+    "scale": "score=scores.ScaledDot(scale)",
+    "score_mod": "score=scores.Modified(score, score_mod)",
+    "sigma": "score=scores.Gaussian(sigma)",
+    "softcap": "score=scores.ScaledDot(softcap=softcap)",
+    "temperature": "weighting=weightings.Softmax(temperature)",
+    "valid_lens": "mask=masks.lengths(valid_lens)",
+    "width": "score=scores.Boxcar(width)",
+    "window": "mask=masks.window(window)",
+}
+"""What others call an argument, or have as one, and where it goes here."""
 
 
 class Returning(Options, total=False):
@@ -107,6 +133,7 @@ def attend(
     return_weights: bool | Literal["mean"] = False,
     tolerance: float | None = None,
     engine: EngineName | None = None,
+    **others: Never,
 ) -> Any:
     """Σᵢ α(q, kᵢ) vᵢ for every query q: what the keys that match it have to say.
 
@@ -132,6 +159,8 @@ def attend(
     >>> attend(np.array([[0.0, 0.0]]), keys, values)
     array([[15.]])
     """
+    if others:
+        keywords("attend()", others, Returning.__optional_keys__, elsewhere=ELSEWHERE)
     flags: plans.Kind = (dropout_p, seed is None, tolerance, engine)
     if not return_lse is return_weights is False:
         flags = _told(flags, return_lse, return_weights)
@@ -172,6 +201,7 @@ def weights(
     mask: MaskLike | None = None,
     dropout_p: float = 0.0,
     seed: Any = None,
+    **others: Never,
 ) -> A:
     """α(q, k) for every query and key, (…, n, m): the weights that `attend` would use.
 
@@ -179,6 +209,8 @@ def weights(
     >>> weights(np.array([[0.0]]), np.array([[0.0], [3.0]]), score="gaussian").round(3)
     array([[0.989, 0.011]])
     """
+    if others:
+        keywords("weights()", others, weights.__kwdefaults__ or {}, elsewhere=ELSEWHERE)
     flags = (dropout_p, seed is None)
     kind, plan = plans.find(query, key, None, score, weighting, mask, flags)
     given = (query, key, None, score, weighting, mask, seed)
@@ -244,7 +276,7 @@ def _looked(
     door: str, query: Array, key: Array, value: Array, options: Returning
 ) -> tuple[plans.Kind | None, plans.Plan | None, Call, Choice]:
     """What `attend` would do with these arguments: their kind and plan, the call, the engine."""
-    keywords(f"{door}()", options, Returning.__optional_keys__)
+    keywords(f"{door}()", options, Returning.__optional_keys__, elsewhere=ELSEWHERE)
     filled = {**(attend.__kwdefaults__ or {}), **options}
     score, weighting, mask = map(filled.pop, ("score", "weighting", "mask"))
     p, seed, tolerance, engine = map(filled.pop, ("dropout_p", "seed", "tolerance", "engine"))

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -171,19 +171,26 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def unknown(kind: str, name: object, known: Iterable[str], more: str = "") -> ArgumentError:
-    """The error for a name that is in no table, with the nearest valid one.
+def unknown(
+    kind: str, name: object, known: Iterable[str], more: str = "", meant: str | None = None
+) -> ArgumentError:
+    """The error for a name that is in no table, with the one that is meant, or the nearest.
 
     >>> print(unknown("score", "gausian", ["dot", "gaussian"]))
     unknown score 'gausian': did you mean 'gaussian'? Known: dot, gaussian.
     """
-    return ArgumentError(f"unknown {kind} {_nearest(name, known)}{more}")
+    return ArgumentError(f"unknown {kind} {_nearest(name, known, meant)}{more}")
 
 
 def keywords(
-    door: str, given: Iterable[str], known: Collection[str] | None, more: str = ""
+    door: str,
+    given: Iterable[str],
+    known: Collection[str] | None,
+    more: str = "",
+    elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse an argument by a name that the door does not have, as Python does, with the nearest.
+    """Refuse an argument by a name that the door does not have, as Python does, with the nearest,
+    or with what is passed in its place.
 
     >>> keywords("warm()", ["scor"], ["score"])
     Traceback (most recent call last):
@@ -191,15 +198,17 @@ def keywords(
     """
     for name in given:
         if name not in (known := known or ()):
-            told = f"unexpected keyword argument {_nearest(name, known)}{more}"
-            raise TypeError(f"{door} got an {told}")
+            told = _nearest(name, known)
+            if elsewhere and name in elsewhere:
+                told = f"{name!r}: pass {elsewhere[name]}"
+            raise TypeError(f"{door} got an unexpected keyword argument {told}{more}")
 
 
-def _nearest(name: object, known: Iterable[str]) -> str:
+def _nearest(name: object, known: Iterable[str], meant: str | None = None) -> str:
     known = sorted(known)
     told = repr(name) if isinstance(name, str) else " ".join(repr(name).split())
-    near = difflib.get_close_matches(str(name)[:80].lower(), known, n=1, cutoff=0.4)
-    hint = f": did you mean {near[0]!r}?" if near else "."
+    near = [meant or "", *difflib.get_close_matches(str(name)[:80].lower(), known, 1, cutoff=0.5)]
+    hint = next((f": did you mean {x!r}?" for x in near if x), ".")
     told = told if len(told) <= 80 else f"{told[:79]}…"
     bare = (name.isprintable() and name == name.strip() for name in known)
     names = ", ".join(name if x else repr(name) for name, x in zip(known, bare, strict=True))

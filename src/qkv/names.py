@@ -11,6 +11,7 @@ imported when a name is met that is not known.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
@@ -77,8 +78,14 @@ class Names(dict[str, type[T]], Generic[T]):
         if name not in self:
             failed = plug_in()
             if name not in self:
-                raise unknown(self.what, name, self, advice + "".join(failed))
+                more = advice + "".join(failed)
+                raise unknown(self.what, name, self, more, self._meant(str(name)))
         return self[name]
+
+    def _meant(self, word: str) -> str | None:
+        """The name of what is called so elsewhere."""
+        word = re.sub(r"\W+", "_", word[:80].lower())
+        return next((x for x, kind in self.items() if word in vars(kind).get("also", ())), None)
 
     def name_of(self, kind: type) -> str | None:
         """The name that a class has here."""

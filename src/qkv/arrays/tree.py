@@ -26,6 +26,9 @@ class Record:
     what: ClassVar[str] = ""
     """The argument of `attend` that it is given as."""
 
+    also: ClassVar[tuple[str, ...]] = ()
+    """What papers and books call it, for whoever asks for it by such a name."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from qkv.arrays import is_array, of, plain, to_numpy
 from qkv.database import cells, spelled
 from qkv.database.schema import by_place
-from qkv.errors import ArgumentError, DtypeError
+from qkv.errors import ArgumentError, DtypeError, keywords
 from qkv.types import Array
 
 if TYPE_CHECKING:
@@ -135,10 +135,15 @@ def differentiable(view: View, query: Array) -> tuple[Array, bool]:
     return found, single
 
 
-def rows_at_most(top: Any) -> None:
-    """Refuse a `top` that is no number of rows."""
+def rows_at_most(top: Any, others: Collection[str] = ()) -> None:
+    """Refuse a `top` that is no number of rows, and arguments that `ask` does not have."""
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
+    if others:
+        from qkv.attention import ELSEWHERE
+
+        few = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
+        keywords("ask()", others, Asking.__optional_keys__, elsewhere={**ELSEWHERE, "k": few})
 
 
 def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:

@@ -277,8 +277,7 @@ class Reading(Closing, Generic[K, V]):
         from qkv import weightings
         from qkv.database import conformal
 
-        errors.keywords("ask()", other, Asking.__optional_keys__)
-        rows_at_most(top)
+        rows_at_most(top, other)
         alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = as_queries(view, query)

@@ -34,6 +34,8 @@ class Additive(Score):
     array([[0., 2.]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("bahdanau", "concat", "mlp")
+
     w_query: Array
     w_key: Array | None
     v: Array

@@ -28,6 +28,8 @@ class Gaussian(Score):
     array([[-0., -2.]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("rbf", "l2", "euclidean", "nadaraya_watson")
+
     bandwidth: float | Array = 1.0
     ranged: ClassVar[bool] = True
 
@@ -169,6 +171,8 @@ class Laplace(Score):
     >>> Laplace()(np.array([[1.0, 1.0]]), np.array([[1.0, 3.0]]))
     array([[-2.]])
     """
+
+    also: ClassVar[tuple[str, ...]] = ("l1", "manhattan", "laplacian")
 
     bandwidth: float | Array = 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from qkv.arrays import is_array, namespace, of, to_numpy
 from qkv.errors import ArgumentError, DtypeError, ShapeError, as_float, plain, positive
@@ -26,6 +26,8 @@ class Dot(Score):
     >>> Dot()(np.array([[1.0, 2.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
     array([[11.,  2.]])
     """
+
+    also: ClassVar[tuple[str, ...]] = ("dot_product", "inner_product", "linear")
 
     @property
     def linear(self) -> bool:
@@ -49,6 +51,8 @@ class ScaledDot(Score):
     >>> ScaledDot()(np.array([[1.0, 1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0, 4.0]]))
     array([[5.]])
     """
+
+    also: ClassVar[tuple[str, ...]] = ("scaled_dot_product", "sdpa", "vaswani")
 
     scale: float | Array | None = None
     softcap: float | Array | None = None
@@ -166,6 +170,8 @@ class Multiplicative(Score):
     >>> Multiplicative(np.array([[0.0, 1.0]]))(np.array([[2.0]]), np.array([[3.0, 4.0]]))
     array([[8.]])
     """
+
+    also: ClassVar[tuple[str, ...]] = ("luong", "general", "bilinear")
 
     w: Array
 

@@ -77,6 +77,8 @@ class Boxcar(Window):
     array([[1., 0.]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("uniform", "rectangular", "box")
+
     def profile(self, square: Array) -> Array:
         fw = of(square)
         square = fw.detach(square)

@@ -19,6 +19,8 @@ class Average(Weighting):
     array([[0.25, 0.25, 0.25, 0.25]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("mean", "uniform")
+
     convex: ClassVar[bool] = True
     smooth = False
 

@@ -26,6 +26,8 @@ class Hard(Weighting):
     array([[0., 1., 0.]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("argmax", "hardmax", "max")
+
     straight_through: bool = False
 
     convex: ClassVar[bool] = True

@@ -191,6 +191,8 @@ class Raw(Alone):
     array([[ 2., -1.]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("identity", "linear", "none", "sum")
+
     sparse: ClassVar[bool] = True
 
     def weights(self, scores: Array, live: Live, k: Array) -> Array:

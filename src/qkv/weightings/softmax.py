@@ -145,6 +145,8 @@ class TopK(Exponential):
     array([[0.   , 0.625, 0.375, 0.   ]])
     """
 
+    also: ClassVar[tuple[str, ...]] = ("top_k", "knn")
+
     k: int
     sparse: ClassVar[bool] = True
 
