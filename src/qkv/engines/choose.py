@@ -50,6 +50,12 @@ class Choice:
 
         return bound
 
+    def direct(self, call: Call) -> Any:
+        """The same of the arguments of `attend`, where the engine has that for all that is asked
+        of it; else None."""
+        gives = not call.wants_weights or self.engine is weights
+        return self.engine.direct(call) if gives and hasattr(self.engine, "direct") else None
+
     def whole(
         self, call: Call, found: tuple[Array | None, Array | None, Array | None]
     ) -> tuple[Array | None, Array | None, Array | None]:

@@ -123,13 +123,12 @@ def _class_of(kind: Kind) -> Kind | None:
 
 def _bound(call: Call, choice: Choice, kind: Kind) -> Callable[..., Any] | Bare:
     """The chosen engine as a function of the arguments of `attend`."""
-    fw, engine = call.fw, choice.engine
+    fw = call.fw
     learned, masked = tree.has_arrays(kind[1:3]), tree.has_arrays(kind[3])
     bare = type(kind[3]) is tree.ArrayKind
-    plain = not (call.dropout or call.wants_lse or call.wants_weights)
-    plain = plain and (bare or not masked) and call.bias is None
-    if plain and call.value is not None and hasattr(engine, "direct") and not fw.equal_spans:
-        direct: Callable[..., Any] | Bare | None = engine.direct(call)
+    plain = not (call.dropout or call.wants_lse) and (bare or not masked) and call.bias is None
+    if plain and call.value is not None and not fw.equal_spans:
+        direct: Callable[..., Any] | Bare | None = choice.direct(call)
         if direct is not None:
             return direct
     run = choice.bind(call)

@@ -60,14 +60,13 @@ def run(call: Call) -> tuple[Array | None, Array | None, Array]:
 def bind(call: Call) -> Callable[[Call], Any]:
     """`run` for later calls of this kind. On a device no number is looked at, so that what the
     fused kernel takes once it takes again; a few weights on a CPU are made at once."""
-    plain = call.fw.name == "torch" and call.value is not None and not native.unlike(call)
-    if not plain or call.bias is not None or call.dropout or call.wants_lse:
+    if not _is_plain(call):
         return run
     from qkv.engines.native import weights
 
     quick = weights.run
     if call.query.is_cpu:
-        if call.rule is None or len(_spans(call)) > 1 or not weights.is_alike(call):
+        if not _is_few(call):
             return run
         quick = weights.at_once
     elif call.rule is not None or native.cannot(replace(call, wants_weights=None)):
@@ -80,6 +79,29 @@ def bind(call: Call) -> Callable[[Call], Any]:
         return run(call) if found is None else (found[0], None, found[1])
 
     return bound
+
+
+def direct(call: Call) -> Callable[..., tuple[Array, Array] | None] | None:
+    """Those few, under a mask that is an array."""
+    if call.rule is None or not call.rule.arrays() or not (_is_plain(call) and _is_few(call)):
+        return None
+    from qkv.engines.native import weights
+
+    return weights.direct(call)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether they are torch's, of a softmax of dot products, and beside the output alone."""
+    plain = call.fw.name == "torch" and call.value is not None and not native.unlike(call)
+    return plain and not (call.bias is not None or call.dropout or call.wants_lse)
+
+
+def _is_few(call: Call) -> bool:
+    """Whether a CPU holds the weights at once, under a mask."""
+    from qkv.engines.native import weights
+
+    few = call.query.is_cpu and call.rule is not None and len(_spans(call)) < 2
+    return few and weights.is_alike(call)
 
 
 def _by_log_sum_exp(call: Call) -> tuple[Array, Array] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -31,25 +31,42 @@ def is_alike(call: Call) -> bool:
 def at_once(call: Call) -> tuple[Array, Array] | None:
     """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
     is masked out has spoiled the output, or would spoil a gradient."""
-    block = calls.place(call, calls.all_rows(call), calls.all_cols(call))
-    live, lead = calls.live(call, block), call.lead
-    if live is None:
-        return None
+    live = calls.live(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
+    parts: Any = (call.query, call.key, call.value)
+    return None if live is None else _masked(*parts, live, *_settings(call))
+
+
+def direct(call: Call) -> Callable[..., tuple[Array, Array] | None]:
+    """The same of the arrays as they were given, for a kind whose mask is one of them."""
+    told = _settings(call)
+    return lambda query, key, value, score, weighting, mask, seed: _masked(
+        query, key, value, mask, *told
+    )
+
+
+def _settings(call: Call) -> tuple[float, bool, bool]:
+    learning = call.fw.needs_gradient((call.query, call.key, call.value))
+    return native.scale_of(call), learning, call.wants_weights == "mean"
+
+
+def _masked(
+    query: Array, key: Array, value: Array, live: Array, scale: float, learning: bool, average: bool
+) -> tuple[Array, Array] | None:
+    (*lead, n, d), m = query.shape, key.shape[-2]
     if live.ndim > 2:
         live = live.expand(*lead, *live.shape[-2:]).flatten(0, -3)
-    parts: list[Any] = [call.query, call.key, call.value]
-    query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in parts)
+    query, key = query.reshape(-1, n, d), key.reshape(-1, m, d)
+    value = value.reshape(-1, m, value.shape[-1])
     bias = live.to(query.dtype).log_()  # 0, or −∞
-    turned = key.mT if call.fw.needs_gradient(parts) else _turned(key, call.n)
-    s = torch.baddbmm(bias, query, turned, alpha=native.scale_of(call))
+    s = torch.baddbmm(bias, query, key.mT if learning else _turned(key, n), alpha=scale)
     alpha = torch.softmax(s, -1)
-    out = torch.bmm(alpha, value).view(*lead, call.n, -1)
+    out = torch.bmm(alpha, value)
     # What leaks is NaN, and so is the row of a query that is not finite. Of such a key all scores
     # may be −∞, which does not show until 0 · ∞ spoils the gradient of a query that sees it not.
-    if not (finite(out, key) if out.requires_grad else out.max().item() < math.inf):
+    if not (finite(out, key) if learning else out.max().item() < math.inf):
         return None
-    alpha = alpha.view(*lead, *alpha.shape[-2:])
-    return out, alpha.mean(-3) if call.wants_weights == "mean" else alpha
+    alpha = alpha.view(*lead, n, m)
+    return out.view(*lead, n, -1), alpha.mean(-3) if average else alpha
 
 
 def run(call: Call) -> tuple[Array, Array] | None:
