@@ -173,7 +173,8 @@ def test_data_does_not_steer_the_terminal():
 
 def test_the_page_needs_nothing_else_and_escapes(tmp_path):
     a = answer([0.5, 0.5], keys=["<script>alert(1)</script>", "b"], query="<b>q</b>")
-    page = a.to_html(tmp_path / "a.html")
+    page = a.to_html()
+    assert a.to_html(tmp_path / "a.html") is None
     assert (tmp_path / "a.html").read_text(encoding="utf-8") == page
     assert page.count("<script") == 2  # the data and the module, which no row can follow
     assert "<script>alert" not in page and "<b>q" not in page

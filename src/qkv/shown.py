@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 
 class Shown:
@@ -15,9 +15,14 @@ class Shown:
         """A live view in a notebook, as `qkv.show` gives it."""
         return importlib.import_module("qkv.page").show(self)
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The same as one HTML file that needs no network; written where `path` is given."""
-        found: str = importlib.import_module("qkv.page").to_html(self, path)
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | Path) -> None: ...
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """The same as the text of one HTML file that needs no network, or, where `path` is given,
+        written there."""
+        found: str | None = importlib.import_module("qkv.page").to_html(self, path)
         return found
 
 

@@ -161,7 +161,7 @@ def test_ray_is_an_extra(tmp_path: Path) -> None:
         "except qkv.QkvError as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == "a cluster needs ray: pip install 'qkv[ray]'\n"
+    assert told.stdout == 'a cluster needs ray: pip install "qkv[ray]"\n'
 
 
 def test_wrong_arguments() -> None:

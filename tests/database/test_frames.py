@@ -75,3 +75,25 @@ def test_nanoseconds_are_kept_by_every_library(zone, text):
     for frame in (table, polars.from_arrow(table), table.to_pandas()):
         found = qkv.Database.from_frame(frame, key="k", value="t")
         assert dict(found.items()) == {"a": text, "b": None}
+
+
+def test_an_index_with_a_name_is_a_column(tmp_path: Any) -> None:
+    """As in Parquet, where such an index is one: what a group-by gives, say."""
+    places = pandas.MultiIndex.from_tuples([("x", 1), ("x", 2), ("y", 1)], names=["town", "zone"])
+    prices = pandas.DataFrame({"price": [1.0, 2.0, 3.0]}, index=places)
+    prices.to_parquet(tmp_path / "prices.parquet")
+    how: Any = {"key": ["town", "zone"], "value": "price"}
+    D = qkv.Database.from_frame(prices, **how)
+    file = qkv.Database.from_source(tmp_path / "prices.parquet", **how)
+    assert D[("x", 2)] == file[("x", 2)] == 2.0
+    named = pandas.DataFrame({"age": [3, 4]}, index=pandas.Index(["Ann", "Bo"], name="name"))
+    assert qkv.Database.from_frame(named)["Bo"] == 4
+    # One without a name, or with that of a column, is none.
+    for index in (None, ["a", "b"], pandas.Index([7, 8], name="age")):
+        frame = pandas.DataFrame({"name": ["Ann", "Bo"], "age": [3, 4]}, index=index)
+        assert qkv.Database.from_frame(frame, key="name").columns == ("name", "age")
+
+
+def test_a_series_is_told_to_be_a_frame() -> None:
+    with pytest.raises(DtypeError, match=r"not a Series: a column alone is its to_frame\(\)"):
+        qkv.Database.from_frame(pandas.Series({"a": 1.0}))

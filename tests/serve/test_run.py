@@ -301,4 +301,4 @@ def test_without_its_packages_it_is_one_line() -> None:
         [sys.executable, "-c", code, "serve"], capture_output=True, text=True, env=HERE, check=False
     )
     assert (done.returncode, done.stdout) == (5, "")
-    assert done.stderr == "qkv: serve needs uvicorn: pip install 'qkv[serve]'\n"
+    assert done.stderr == 'qkv: serve needs uvicorn: pip install "qkv[serve]"\n'

@@ -50,7 +50,7 @@ def serve(
         from qkv.serve.served import opened
     except ImportError as error:
         name = (error.name or "starlette").partition(".")[0]
-        raise MissingExtra(f"serve needs {name}: pip install 'qkv[serve]'") from None
+        raise MissingExtra(f'serve needs {name}: pip install "qkv[serve]"') from None
     import socket
 
     access = Access(token, read_token, write)

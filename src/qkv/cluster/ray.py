@@ -19,7 +19,7 @@ try:
     import ray
     from ray import cloudpickle, exceptions
 except ImportError:
-    raise MissingExtra("a cluster needs ray: pip install 'qkv[ray]'") from None
+    raise MissingExtra('a cluster needs ray: pip install "qkv[ray]"') from None
 
 PAUSE = 0.05
 """Seconds between two looks at an actor that starts again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from qkv.errors import ArgumentError, DtypeError, file_name
 
@@ -38,8 +38,13 @@ def show(*shown: Any) -> Any:
     return Page(found, databases)
 
 
-def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str:
-    """The same as one HTML file that needs no network; written where `path` is given.
+@overload
+def to_html(shown: Any, path: None = None, title: str | None = None) -> str: ...
+@overload
+def to_html(shown: Any, path: str | Path, title: str | None = None) -> None: ...
+def to_html(shown: Any, path: str | Path | None = None, title: str | None = None) -> str | None:
+    """The same as the text of one HTML file that needs no network, or, where `path` is given,
+    written there: a notebook would print what comes back.
 
     >>> from qkv import Database
     >>> page = to_html(Database({"Li": "Mu", "Smola": "Alex"}).ask("Li"))
@@ -59,7 +64,8 @@ def to_html(shown: Any, path: str | Path | None = None, title: str | None = None
     glance = getattr(shown, "_repr_html_", None)
     still = glance() if glance is not None else "This page needs JavaScript."
     text = page(found, title or found[0]["title"] or "qkv", still)
-    if place is not None:
-        with whole(place) as file:
-            file.write(text.encode())
-    return text
+    if place is None:
+        return text
+    with whole(place) as file:
+        file.write(text.encode())
+    return None

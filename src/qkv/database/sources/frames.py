@@ -19,8 +19,8 @@ _FRAME = "frame"
 
 
 def from_frame(frame: Any) -> Table:
-    """The table of a data frame, or of a query of DuckDB's; an index of pandas is not a column
-    (reset_index makes it one).
+    """The table of a data frame, or of a query of DuckDB's; an index of pandas that has a name is
+    a column, as Parquet has it.
 
     None, NA and NaT are None; so is NaN outside columns of floats, where pandas means a missing
     cell by it. Lists of floats that have one length are vectors. Dates and times finer than
@@ -39,10 +39,17 @@ def from_frame(frame: Any) -> Table:
     except narwhals.exceptions.DuplicateError as error:
         raise SourceError(f"{str(error).strip()}: rename all but one", file=_FRAME) from None
     except TypeError:
+        step = "a lazy frame is collected first (.collect())"
+        if hasattr(frame, "to_frame"):
+            step = "a column alone is its to_frame()"
         raise DtypeError(
             "frame must be a data frame of pandas, polars or pyarrow, or a query of DuckDB, not a "
-            f"{type(frame).__name__}: a lazy frame is collected first (.collect())"
+            f"{type(frame).__name__}: {step}"
         ) from None
+    if native.implementation.is_pandas_like():
+        levels = [x for x in frame.index.names if x is not None and x not in native.columns]
+        if levels:
+            native = narwhals.from_native(frame.reset_index(level=levels), eager_only=True)
     if native.implementation.is_pyarrow():
         columns = [convert(column) for column in native.to_native().columns]
     else:
