@@ -32,21 +32,19 @@ def at_once(call: Call) -> tuple[Array, Array] | None:
     """The equation under a mask, for arrays whose numbers nobody has looked at; None where one that
     is masked out has spoiled the output, or would spoil a gradient."""
     live = calls.live(call, calls.place(call, calls.all_rows(call), calls.all_cols(call)))
-    parts: Any = (call.query, call.key, call.value)
-    return None if live is None else _masked(*parts, live, *_settings(call))
+    return None if live is None else _bound(call)(call.query, call.key, call.value, live)
 
 
 def direct(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     """The same of the arrays as they were given, for a kind whose mask is one of them."""
-    told = _settings(call)
-    return lambda query, key, value, score, weighting, mask, seed: _masked(
-        query, key, value, mask, *told
-    )
+    masked = _bound(call)
+    return lambda query, key, value, score, weighting, mask, seed: masked(query, key, value, mask)
 
 
-def _settings(call: Call) -> tuple[float, bool, bool]:
+def _bound(call: Call) -> Callable[..., tuple[Array, Array] | None]:
     learning = call.fw.needs_gradient((call.query, call.key, call.value))
-    return native.scale_of(call), learning, call.wants_weights == "mean"
+    average, scale = call.wants_weights == "mean", native.scale_of(call)
+    return partial(_masked, scale=scale, learning=learning, average=average)
 
 
 def _masked(
