@@ -78,6 +78,22 @@ class TestPanels:
     def test_figsize_is_one_panel(self) -> None:
         assert tuple(heatmaps(heads(2, 3, 4, 4), figsize=(3, 2)).get_size_inches()) == (9, 4)
 
+    @pytest.mark.parametrize(("n", "m"), [(50, 50), (16, 16), (3, 50), (50, 2)])
+    def test_every_word_is_read(self, n: int, m: int) -> None:
+        words = [f"word{i}" for i in range(max(n, m))]
+        figure = heatmaps(heads(n, m), xticks=words[:m], yticks=words[:n])
+        (panel,) = panels(figure)
+        for labels, count in ((panel.get_xticklabels(), m), (panel.get_yticklabels(), n)):
+            assert [x.get_text() for x in labels] == words[:count]
+            assert all(x.get_fontsize() >= 5.5 for x in labels)
+        assert max(figure.get_size_inches()) < 9.5
+        assert tuple(heatmaps(heads(n, m)).get_size_inches()) == (2.5, 2.5)
+
+    def test_many_panels_with_words_stay_a_page(self) -> None:
+        words = [f"word{i}" for i in range(50)]
+        wide, high = heatmaps(heads(2, 4, 50, 50), xticks=words, yticks=words).get_size_inches()
+        assert wide < 18 and high < 9.5
+
     def test_labels_on_the_outside_only(self) -> None:
         grid = panels(heatmaps(heads(2, 2, 4, 4), "Rows", "Questions"))
         assert [p.get_xlabel() for p in grid] == ["", "", "Rows", "Rows"]

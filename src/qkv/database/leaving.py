@@ -108,7 +108,8 @@ class Leaving(Shown):
         words: dict[str, Any] = {"yticks": [short(answer.query, 24) for answer in answers]}
         if len(self) <= NAMED:
             words["xticks"] = [short(key, 24) for key in self]
-        wide, high = (min(max(0.5 * n, 1.6), 12.0) for n in (len(self), len(answers)))
+        wide, high = (min(max(0.62 * n, 1.6), 12.0) for n in (len(self), len(answers)))
+        high = max(high, wide / 4)  # a picture is no flatter
         alpha = [answer.weights for answer in answers]
         figure = heatmaps(alpha, figsize=(wide, high), annotate=True, **words)
         return style.kept(figure, path)

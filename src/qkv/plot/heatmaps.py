@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Text is sized before the layout that depends on it: about what labels leave of a panel, and what
 # they may take of it.
 PANEL_SHARE, WORD_SHARE = 0.65, 0.15
+SIDE, PAGE, PITCH = 2.5, 16.0, 8 / 72
+"""Inches of a panel, of all panels with words, and from one word to the next."""
 MOST_NUMBERS = 12
 MOST_LIVE_PANELS = 32
 
@@ -30,7 +32,7 @@ def heatmaps(
     xlabel: str = "Keys",
     ylabel: str = "Queries",
     titles: str | Sequence[Any] | None = None,
-    figsize: tuple[float, float] = (2.5, 2.5),
+    figsize: tuple[float, float] | None = None,
     cmap: str | Colormap = "Reds",
     *,
     xticks: Sequence[Any] | None = None,
@@ -51,7 +53,7 @@ def heatmaps(
     their mean. `qkv.plot.data.heatmaps` gives the numbers.
 
     titles: one per column, one per panel, or a list for each row.
-    figsize: the inches of one panel.
+    figsize: the inches of one panel; without it 2.5 × 2.5, and more for many words.
     xticks, yticks: a word for each key and for each query, in place of their numbers.
     annotate: write the numbers into the cells of matrices up to 12 × 12.
     block: how many weights a cell stands for already, for the title.
@@ -68,6 +70,11 @@ def heatmaps(
     headings = _headings(titles, rows, columns)
     key_words = style.words(xticks, keys, "xticks", "key")
     query_words = style.words(yticks, queries, "yticks", "query")
+    # Cells are square, until that would leave a long matrix as a thread.
+    shape = min(max(queries / keys, 1 / 4), 4.0)
+    if figsize is None:
+        most = min(PAGE / max(rows, columns), PAGE / 2)
+        figsize = _roomy(len(key_words), len(query_words), shape, most)
     width, height = style.inches(figsize)
 
     # Words that are longer than what panels leave to them get room of their own.
@@ -77,8 +84,6 @@ def heatmaps(
     # Not sharex: matplotlib's cost of sharing grows with the square of the panels.
     axes: Any = figure.subplots(rows, columns, squeeze=False)
 
-    # Cells are square, until that would leave a long matrix as a thread.
-    shape = min(max(queries / keys, 1 / 4), 4.0)
     panel_width = PANEL_SHARE * min(width, height / shape)
     panel_height = panel_width * shape
     stacked = rows > 1 and panel_height * 72 < 0.6 * 9 * len(ylabel)  # labels would meet
@@ -111,6 +116,12 @@ def heatmaps(
         _say(figure, block, pool, norm)
     _settle(figure, axes, grid, pool, block)
     return figure
+
+
+def _roomy(across: int, down: int, shape: float, most: float) -> tuple[float, float]:
+    """The inches of a panel in which so many words can be read, if `most` allows."""
+    width, height = (min(PITCH * words / PANEL_SHARE, most) for words in (across, down))
+    return max(width, height / shape, SIDE), max(height, width * shape, SIDE)
 
 
 def _headings(titles: str | Sequence[Any] | None, rows: int, columns: int) -> list[list[str]]:

@@ -133,7 +133,7 @@ def ticks(
     size = min(8.0, 0.9 * pitch)
     axis.set_ticks(range(0, count, step), words[::step])
     panel.tick_params(side, length=0, labelsize=size, labelcolor=INK)
-    fits = 0.6 * size * max(map(len, words)) < pitch
+    fits = 0.6 * size * (max(map(len, words)) + 1) < pitch  # with a blank between two
     for label in axis.get_ticklabels():
         # A word may hold a dollar or two and mean money.
         label.set_parse_math(bool(re.fullmatch(r"\$[^$]+\$", label.get_text())))
