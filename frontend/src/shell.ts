@@ -86,6 +86,12 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     if (focus) panels[i].tab.focus();
   };
 
+  // A page of its own asks before it goes; in a notebook the rows are the cell's, and made again.
+  const unsaved = new Set<number>();
+  const stay = (event: BeforeUnloadEvent) => {
+    if (unsaved.size) event.preventDefault();
+  };
+
   const times = new Map<string, number>();
   shown.views.forEach((given, i) => {
     const view = known.find((v) => v.name === given.view);
@@ -129,6 +135,7 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
           announce: (text) => {
             voice.textContent = text;
           },
+          unsaved: (is) => (is ? unsaved.add(i) : unsaved.delete(i)),
           dark,
         });
       },
@@ -155,18 +162,21 @@ export function shell(el: HTMLElement, shown: Shown, known: View[]): () => void 
     ...panels.map(({ tab }) => tab),
   );
   tabs.hidden = panels.length < 2;
+  const title = panels.length === 1 ? h("h2", { class: "title", test: "title" }, panels[0].tab.textContent) : null;
   system.addEventListener("change", themed);
   const turned = new MutationObserver(themed);
   turned.observe(document.body, { attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
   root.append(
-    h("div", { class: "page" }, h("div", { class: "top" }, tabs, toggle), ...panels.map((p) => p.panel)),
+    h("div", { class: "page" }, h("div", { class: "top" }, tabs, title, toggle), ...panels.map((p) => p.panel)),
     voice,
   );
   themed();
   if (panels.length) choose(linked());
   if (panels.length && alone) addEventListener("hashchange", follow);
+  if (alone) addEventListener("beforeunload", stay);
   return () => {
     removeEventListener("hashchange", follow);
+    removeEventListener("beforeunload", stay);
     system.removeEventListener("change", themed);
     turned.disconnect();
     for (const panel of panels) panel.unmount();

@@ -30,6 +30,7 @@ export const STYLE = `
 
 .page { padding: clamp(0.75rem, 2.5cqi, 2.5rem); max-width: 110rem; margin: 0 auto; }
 .top { display: flex; align-items: center; gap: 1rem; border-bottom: 1px solid var(--line); margin-bottom: 1.5rem; }
+.top .title { flex: 1 1 0; min-width: 0; overflow-wrap: anywhere; padding: 0.4rem 0; font-size: 1.15rem; }
 .tabs { display: flex; flex: 1 1 0; min-width: 0; overflow-x: auto; gap: 0.25rem; margin-bottom: -1px; scrollbar-width: none; }
 .tabs button { font: inherit; color: var(--soft); background: none; border: 0; border-bottom: 3px solid transparent; padding: 0.55rem 0.9rem; white-space: nowrap; cursor: pointer; border-radius: 0; }
 .tabs button:hover { color: var(--ink); }

@@ -7,6 +7,8 @@ export interface Given {
   host: Host;
   /** Says a sentence to a screen reader. */
   announce(text: string): void;
+  /** Says whether there is what somebody made by hand, which goes when the page goes. */
+  unsaved(is: boolean): void;
   /** Whether the page is dark now; `at` hears the event `theme` when that changes. */
   dark(): boolean;
 }

@@ -546,3 +546,41 @@ def test_on_paper_it_is_light_and_bars_are_there(view: Any) -> None:
     assert view.evaluate(ink) == "rgb(23, 32, 42)"
     bar = view.locator("td.weight .bar i").first
     assert bar.evaluate("e => getComputedStyle(e).printColorAdjust") == "exact"
+
+
+def test_a_paste_is_undone(view: Any) -> None:
+    """By the keys for it and by a button, as long as nothing else was changed."""
+    names = rows_of(view)
+    note, undo = view.get_by_test_id("pasted"), view.get_by_test_id("undo-paste")
+    for take_back in (lambda: view.keyboard.press("Control+z"), undo.click):
+        view.get_by_test_id("row-4-key").evaluate(PASTE, "Ann\tart\nBo\tlaw\nCy\tlaw")
+        assert len(rows_of(view)) == len(names) + 1 and undo.is_visible()
+        take_back()
+        assert rows_of(view) == names and undo.is_hidden()
+        assert note.inner_text() == "The paste was undone."
+    D: Any = Database(names, encoder="characters")
+    assert weights(view, len(names)) == pytest.approx(D.ask("Lee").weights.tolist(), abs=1e-6)
+    view.get_by_test_id("row-4-key").evaluate(PASTE, "Ann\tart\nBo\tlaw")
+    view.get_by_test_id("row-0-key").press_sequentially("x")
+    view.keyboard.press("Control+z")  # of what was typed, as in any field
+    assert rows_of(view)[0] == names[0] and rows_of(view)[4] == ("Ann", "art") and undo.is_hidden()
+
+
+LEAVES = """() => {
+  const event = new Event("beforeunload", { cancelable: true });
+  return dispatchEvent(event);
+}"""
+
+
+def test_a_page_asks_before_rows_that_were_typed_are_lost(view: Any) -> None:
+    assert view.evaluate(LEAVES)
+    view.get_by_test_id("query").fill("Lii")
+    assert view.evaluate(LEAVES)  # a question is soon asked again
+    view.get_by_test_id("row-0-key").fill("Zhu")
+    assert not view.evaluate(LEAVES)
+    view.get_by_test_id("example-names").click()
+    assert view.evaluate(LEAVES)
+    view.get_by_test_id("row-4-key").evaluate(PASTE, "Ann\tart\nBo\tlaw")
+    assert not view.evaluate(LEAVES)
+    view.get_by_test_id("undo-paste").click()
+    assert view.evaluate(LEAVES)

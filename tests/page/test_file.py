@@ -129,6 +129,16 @@ def test_tabs_are_turned_by_arrow_keys(page: Any, tmp_path: Path) -> None:
     assert page.get_by_role("button", name="Your rows").evaluate("(e) => e.matches(':focus')")
 
 
+def test_a_page_of_one_view_says_what_it_is(page: Any, tmp_path: Path) -> None:
+    """In the place of tabs, which several views have."""
+    opened(page, {"Names": Database(NAMES)}, tmp_path / "a.html")
+    assert page.get_by_role("heading", name="Names").is_visible()
+    assert page.get_by_role("tab").count() == 0
+    opened(page, {"One": Database(NAMES), "Two": Database(SALARIES)}, tmp_path / "b.html")
+    page.get_by_role("tab", name="One").wait_for()
+    assert page.get_by_test_id("title").count() == 0
+
+
 def test_a_link_opens_a_tab_and_the_way_back_leads_to_it(page: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     to_html({"One": Database(NAMES), "The second": Database(SALARIES)}, path)

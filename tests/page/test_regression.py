@@ -225,3 +225,11 @@ def test_a_table_of_numbers_answers_as_the_database_does(page: Any, tmp_path: Pa
     assert "gpa" in page.get_by_test_id("regression-plot").text_content()
     with pytest.raises(qkv.QkvError, match="numbers"):
         points_of(qkv.Database({"Li": "Mu"}))
+
+
+def test_a_page_asks_before_points_that_were_moved_are_lost(opened: Any) -> None:
+    leaves = "() => dispatchEvent(new Event('beforeunload', { cancelable: true }))"
+    assert opened.evaluate(leaves)
+    opened.get_by_test_id("point-0-y").fill("0.25")
+    opened.get_by_test_id("point-0-y").press("Enter")
+    assert not opened.evaluate(leaves)

@@ -103,7 +103,7 @@ export class State {
   private inferred = true;
   private data: any = null;
   /** Whether rows were changed by hand; and how often anything was since it was opened, or since Python answered. */
-  private edited = false;
+  edited = false;
   private touched = 0;
   private made: { mark: string; encoder: Encoder; keys: Vector[] } | null = null;
 
@@ -183,6 +183,13 @@ export class State {
   touch(rows: boolean): void {
     this.touched += 1;
     this.edited ||= rows;
+  }
+
+  /** What puts the rows back as they are now. */
+  mark(): () => void {
+    const { edited } = this;
+    const lines = this.lines.map(({ key, value }) => ({ key: { ...key }, value: { ...value } }));
+    return () => Object.assign(this, { lines, edited });
   }
 
   /** Whether Python has rows that are not here, and can be asked for all of them. */

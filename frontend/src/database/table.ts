@@ -56,7 +56,7 @@ function meter(name: string, kind: string): Meter {
   };
 }
 
-export function table(state: State, changed: (rows: boolean) => void): Table {
+export function table(state: State, changed: (rows: boolean, edited?: boolean) => void): Table {
   const body = h("tbody");
   const names = { key: h("span"), value: h("span") };
   const head = h(
@@ -77,12 +77,30 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   let last: Outcome | null = null;
   let all = false;
 
-  const pasted = h("p", { class: "hint", test: "pasted", hidden: true });
+  const said = h("span", { test: "pasted" });
+  const undo = h("button", { test: "undo-paste", on: { click: () => restore() } }, "Undo");
+  const pasted = h("p", { class: "hint", hidden: true }, said, " ", undo);
+  /** What takes the last paste back, while nothing else was changed: the browser knows only of single fields. */
+  let back: (() => void) | null = null;
+  const edit = (rows: boolean) => {
+    back = null;
+    undo.hidden = true;
+    changed(rows);
+  };
+  const restore = () => {
+    back?.();
+    back = null;
+    undo.hidden = true;
+    said.textContent = "The paste was undone.";
+    changed(true, false);
+    (shown[0]?.row.querySelector("input") ?? add).focus();
+  };
   /** Cells from this one on, rightwards and down. */
   const paste = (cells: string[][], what: "key" | "value", i: number) => {
     const room = what === "key" ? 2 : 1;
     const blank = () => ({ text: "", given: "" });
     const taken = cells.slice(0, PASTED);
+    back = state.mark();
     taken.forEach((cell, j) => {
       const line = (state.lines[i + j] ??= { key: blank(), value: blank() });
       const fields = cell.slice(0, room).map((text) => ({ text: text.trim(), given: "" }));
@@ -92,8 +110,8 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
     const wide = Math.max(...taken.map((cell) => cell.length));
     const rows = cells.length > PASTED ? `The first ${PASTED} of ${cells.length.toLocaleString("en")} rows` : counted(cells.length, "row");
     const left = wide > room ? `; of their ${wide} columns the first ${room > 1 ? room : "one"} ${room > 1 ? "were" : "was"} taken` : "";
-    pasted.textContent = `${rows} ${cells.length > 1 ? "were" : "was"} pasted${left}.`;
-    pasted.hidden = false;
+    said.textContent = `${rows} ${cells.length > 1 ? "were" : "was"} pasted${left}.`;
+    pasted.hidden = undo.hidden = false;
     shown[i].row.querySelector<HTMLInputElement>(what === "key" ? "td:first-child input" : "td:nth-child(2) input")!.focus();
   };
 
@@ -109,7 +127,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       on: {
         input: (event) => {
           of.text = typed(event.target.value);
-          changed(false);
+          edit(false);
         },
         paste: (event: ClipboardEvent) => {
           const cells = cellsOf(event.clipboardData?.getData("text/plain") ?? "");
@@ -123,7 +141,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   const remove = (i: number) => {
     const at = Array.from(body.rows).indexOf(shown[i].row);
     state.lines.splice(i, 1);
-    changed(true);
+    edit(true);
     const next = body.rows[Math.min(at, body.rows.length - 1)];
     (next?.querySelector("input") ?? add).focus();
   };
@@ -159,6 +177,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   };
 
   const draw = (fresh: boolean) => {
+    if (fresh) back = null;
     if (fresh) pasted.hidden = true;
     if (fresh) sorted.checked = state.lines.length > FIRST;
     names.key.textContent = state.names.key === "key" ? "" : `(${state.names.key})`;
@@ -202,7 +221,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       on: {
         click: () => {
           state.lines.push({ key: { text: "", given: "" }, value: { text: "", given: "" } });
-          changed(true);
+          edit(true);
           const { row } = shown[shown.length - 1];
           row.hidden = false;
           row.querySelector("input")!.focus();
@@ -218,7 +237,7 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
       on: {
         click: () => {
           state.swap();
-          changed(true);
+          edit(true);
         },
       },
     },
@@ -229,7 +248,15 @@ export function table(state: State, changed: (rows: boolean) => void): Table {
   return {
     element: h(
       "div",
-      {},
+      {
+        on: {
+          keydown: (event: KeyboardEvent) => {
+            if (!back || event.shiftKey || event.altKey || !(event.ctrlKey || event.metaKey) || event.key.toLowerCase() !== "z") return;
+            event.preventDefault();
+            restore();
+          },
+        },
+      },
       h("div", { class: "row order" }, sorted, h("label", { for: sorted.id }, "heaviest first")),
       rows,
       h("div", { class: "row" }, add, swap, more),

@@ -184,6 +184,7 @@ export const view: View = {
     };
     const changed = (structure: boolean, fresh = false, edited = false) => {
       if (!fresh) state.touch(edited);
+      given.unsaved(state.edited);
       if (structure) {
         query.value = inOneLine(state.query.text);
         // While it is typed the query stays where it is.
@@ -213,7 +214,7 @@ export const view: View = {
       }, PAUSE);
     };
 
-    const rows = table(state, (structure) => changed(structure, false, true));
+    const rows = table(state, (structure, edited = true) => changed(structure, false, edited));
     const chosen = choices(state, () => changed(false));
     const buttons = starts.map(({ name, title, open }) =>
       h(

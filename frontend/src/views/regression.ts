@@ -149,6 +149,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     bandwidth = next.bandwidth ?? Number((span() / 12).toPrecision(2));
     query = next.query ?? (xs.low + xs.high) / 2;
     active = 0;
+    given.unsaved(false);
     rebuild();
   }
 
@@ -195,6 +196,7 @@ function mount(at: HTMLElement, given: Given): () => void {
             if (axis === "x") xs = wider(xs);
             else ys = wider(ys);
             points[i] = { ...points[i], [axis]: to };
+            given.unsaved(true);
             draw();
           },
         },
@@ -210,6 +212,7 @@ function mount(at: HTMLElement, given: Given): () => void {
   function move(i: number, to: Point) {
     const digits = (range: Range) => clamp(3 - Math.floor(Math.log10(range.high - range.low)), 0, 20);
     points[i] = { x: Number(to.x.toFixed(digits(xs))), y: Number(to.y.toFixed(digits(ys))) };
+    given.unsaved(true);
     draw();
   }
 
@@ -226,6 +229,7 @@ function mount(at: HTMLElement, given: Given): () => void {
     if (points.length <= FEWEST) return;
     const held = plot.focused !== null;
     points.splice(i, 1);
+    given.unsaved(true);
     rebuild();
     if (held) plot.focus(active);
     given.announce(`${points.length} points are left`);
