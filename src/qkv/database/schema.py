@@ -175,8 +175,9 @@ class Schema:
     def fill(self, columns: Cells) -> Cells:
         """The same rows with every column of the table as that has it, None where a row says
         nothing."""
+        known = set(self.columns)
         for name in columns:
-            if name not in self.columns:
+            if name not in known:
                 raise unknown("column", name, self.columns)
         size = length(columns)
         for name in (*self.key, *self.value):

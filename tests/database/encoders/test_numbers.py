@@ -90,6 +90,10 @@ def test_dates_count_as_days() -> None:
     pair = [datetime.datetime(2024, 3, 2, 12, tzinfo=zone), datetime.datetime(2024, 3, 2, 6)]
     x = Numbers(units=1).fit(keys).encode(pair)[:, 0]
     assert x[0] == x[1]
+    first, last = datetime.datetime.min, datetime.datetime.max  # which UTC has not
+    ends = [first.replace(tzinfo=zone), first, last, last.replace(tzinfo=datetime.UTC)]
+    found = Numbers(units=1).fit([first]).encode(ends)
+    assert found[0, 0] == found[1, 0] - 0.25 and found[2, 0] == found[3, 0]
     clock = Numbers(units=1).fit([datetime.time(0)]).encode([datetime.time(18)])
     assert clock.tolist() == [[0.75]]
 

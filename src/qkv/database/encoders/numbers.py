@@ -179,7 +179,7 @@ def _days(moment: datetime.date | datetime.time) -> float:
     """Days since the year 1, in UTC where a zone is given; a time of day as a part of one."""
     if isinstance(moment, datetime.datetime):
         offset = moment.utcoffset() or datetime.timedelta()
-        since = moment.replace(tzinfo=None) - offset - datetime.datetime(1, 1, 1)
+        since = moment.replace(tzinfo=None) - datetime.datetime(1, 1, 1) - offset
         return since / datetime.timedelta(days=1)
     if isinstance(moment, datetime.date):
         return float(moment.toordinal() - 1)
