@@ -45,7 +45,8 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("widths", lambda: attend(np.ones((2, 4))), "query has 4 numbers a row and key 3"),
     ("fewer values", lambda: attend(key=np.ones((5, 3))), "key has 5 and value 2"),
     ("nothing", lambda: attend(key=None), "key must be an array"),
-    ("truths", lambda: attend(X > 0), "query is an array of bool.*cast it"),
+    ("truths", lambda: attend(X > 0), "query is an array of bool.*query.astype('float32')"),
+    ("two precisions", lambda: attend(key=X.astype("f4")), "key is float32: .* key.astype("),
     ("a mask's shape", lambda: attend(mask=np.ones((3, 3), bool)), "(3, 3) .* (2, 2): .* each key"),
     ("a mask of ints", lambda: attend(mask=np.ones((2, 2), int)), "mask .* booleans"),
     ("lengths as a mask", lambda: attend(mask=np.array([1, 2])), "int64 .* masks.lengths(mask)"),
@@ -92,6 +93,19 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a function", lambda: qkv.atend, "did you mean 'attend'"),
     ("a class, not an object", lambda: attend(score=qkv.scores.Gaussian), "build it, Gaussian(…)"),
     ("a learned score", lambda: attend(score="additive"), "scores.Additive(w_query, w_key, v)"),
+    (
+        "matrices the other way round",
+        lambda: qkv.scores.Additive(np.ones((3, 8)), np.ones((3, 8)), np.ones(8)),
+        "hidden width h, rows of w_query and w_key .* w_query has 3, w_key has 3, v has 8",
+    ),
+    (
+        "a layer for its matrix",
+        lambda: qkv.scores.Multiplicative(type("Linear", (), {"weight": X})()),
+        "w must be an array (d_q, d_k), not Linear: pass its .weight",
+    ),
+    ("a layer of another room", lambda: qkv.MultiHeadAttention, "qkv.nn.MultiHeadAttention"),
+    ("a layer as torch spells it", lambda: qkv.MultiheadAttention, "qkv.nn.MultiHeadAttention"),
+    ("a function of another room", lambda: qkv.heatmaps, "qkv.plot.heatmaps"),
     ("a width below 0", lambda: qkv.scores.Gaussian(-1), "bandwidth must be above 0"),
     (
         "widths of other columns",
@@ -169,6 +183,7 @@ SLIPS: list[tuple[str, Callable[[], Any], str]] = [
     ("a server without a scheme", lambda: qkv.Client("127.0.0.1:8000"), "http://host:8000"),
     # Asking it.
     ("an empty one", lambda: qkv.Database().ask("x"), "add rows first"),
+    ("a path that was not meant", lambda: qkv.open("new.qkv").ask("x"), "new.qkv is empty"),
     ("a number of text", lambda: NAMES.ask(3), "query 0 must be text, as the keys are, not 3"),
     ("text of numbers", lambda: GRADES.ask("three"), "query 0 must be a number, not 'three'"),
     ("NaN", lambda: GRADES.ask(float("nan")), "query 0 is not a finite number"),
@@ -227,6 +242,20 @@ def test_an_argument_of_others_is_told_where_it_goes(word) -> None:
         NAMES.ask("Li", temperature=2)
     with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .* 'k': .*top=k"):
         NAMES.ask("Li", k=2)
+
+
+def test_an_attribute_is_told_once(tmp_path) -> None:
+    """Python adds what it finds nearest where it knows the module."""
+    code = [sys.executable, "-c", "import qkv; qkv.mask"]
+    told = subprocess.run(code, capture_output=True, text=True).stderr
+    assert told.lower().count("did you mean") == 1 and "'masks'" in told
+
+
+def test_numbers_of_millions_are_read_as_such() -> None:
+    D = qkv.Database({1.0: 3600000.0, 2.0: 2100000.5, 9e15: 1e20})
+    told = str(D.ask(1.5, score=qkv.scores.Gaussian(1.0)))
+    assert "1.5 → 2850000\n" in told and " 3600000" in told and "e+06" not in told
+    assert "9e+15" in str(D.ask(9e15))
 
 
 def test_a_frame_is_told_from_frame() -> None:

@@ -84,6 +84,22 @@ _ROOMS = (
 )
 
 
+_INSIDE = {
+    "Attention": "nn",
+    "MultiHeadAttention": "nn",
+    "TransformerBlock": "nn",
+    "Memory": "nn",
+    "capture": "transformers",
+    "AttentionRegressor": "sklearn",
+    "AttentionClassifier": "sklearn",
+    "heatmaps": "plot",
+    "Cluster": "cluster",
+    "from_source": "Database",
+    "from_frame": "Database",
+}
+"""What is looked for here and stands in a room."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"qkv.{_HOMES[name]}"), name)
@@ -93,9 +109,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"qkv.{name}")
     import difflib
 
-    near = difflib.get_close_matches(name, [*__all__, *_ROOMS], n=1)
-    hint = f": did you mean {near[0]!r}?" if near else ""
-    raise AttributeError(f"module 'qkv' has no attribute {name!r}{hint}")
+    here = difflib.get_close_matches(name, __all__, n=1)
+    there = difflib.get_close_matches(name, _INSIDE, n=1, cutoff=0.85)
+    near = [*(f"qkv.{_INSIDE[x]}.{x}" for x in there), *map(repr, here)]
+    hint = f": did you mean {near[0]}?" if near else ""
+    # With the module, Python would say what it finds nearest as well.
+    raise AttributeError(f"module 'qkv' has no attribute {name!r}{hint}", name=name)
 
 
 def __dir__() -> list[str]:

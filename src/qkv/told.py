@@ -101,10 +101,19 @@ def jsonable(x: Any, numbers: Callable[[np.ndarray], Any] = np.ndarray.tolist) -
     return x if x is None or isinstance(x, str | int | float | bool) else str(x)
 
 
+def number(x: float) -> str:
+    """A number in six digits, and in as many as it takes up to the unit.
+
+    >>> number(3.14159265), number(3203071.25), number(1e20)
+    ('3.14159', '3203071', '1e+20')
+    """
+    return f"{x:.0f}" if 1e6 <= abs(x) < 1e15 else f"{x:.6g}"
+
+
 def short(x: Any, most: int = 40) -> str:
     """x on one line of at most `most` characters."""
     if isinstance(x, float | np.floating):
-        text = f"{x:.6g}"
+        text = number(float(x))
     elif isinstance(x, np.ndarray):
         text = np.array2string(x, precision=4, threshold=6, edgeitems=3)
     elif isinstance(x, Mapping):

@@ -63,7 +63,9 @@ def cell(x: Any) -> str:
     if isinstance(x, str):
         return " ".join(printable(x).split())
     if isinstance(x, float):
-        return f"{x:.6g}"
+        from qkv.told import number
+
+        return number(x)
     if isinstance(x, bytes):
         return f"{len(x)} bytes"
     if isinstance(x, tuple | list):

@@ -372,7 +372,8 @@ class Reading(Closing, Generic[K, V]):
     def _filled(self) -> View:
         view = self._view
         if not len(view):
-            raise CombinationError("the database is empty, so it has no answer: add rows first")
+            what = "the database" if self.path is None else f"the database {self.path}"
+            raise CombinationError(f"{what} is empty, so it has no answer: add rows first")
         return view
 
     def at(self, version: int) -> Self:

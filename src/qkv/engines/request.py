@@ -174,13 +174,18 @@ def build(query: Array, key: Array, value: Array | None, **rest: Any) -> Call:
     dtypes = {name: fw.dtype(x) for name, x in given.items()}
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
-            step = TEXT if dtype.startswith(("object", "<U")) else "so cast it"
+            to = "float()" if hasattr(given[name], "float") else "astype('float32')"
+            step = TEXT if dtype.startswith(("object", "<U")) else f"so cast it, {name}.{to}"
             raise DtypeError(
                 f"{name} is an array of {dtype}: attention needs floats of 16, 32 or 64 bits, "
                 + step
             )
         if dtype != dtypes["query"]:
-            raise DtypeError(f"query is {dtypes['query']} but {name} is {dtype}: cast one of them")
+            to = "to" if hasattr(given[name], "to") else "astype"
+            raise DtypeError(
+                f"query is {dtypes['query']} but {name} is {dtype}: cast one of them, "
+                f"{name}.{to}(query.dtype)"
+            )
         here, there = (fw.device(x) for x in (query, given[name]))
         if here != there:
             raise ArgumentError(

@@ -370,10 +370,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != widths[name]:
+                alike = "" if name == "query" else ", as the query is"
                 raise ShapeError(
                     f"{name} must be (length, {widths[name]}), or with a batch "
-                    f"{'(N, length, ' if self.batch_first else '(length, N, '}{widths[name]}), as "
-                    f"the query is, not {tuple(x.shape)}"
+                    f"{'(N, length, ' if self.batch_first else '(length, N, '}{widths[name]})"
+                    f"{alike}, not {tuple(x.shape)}"
                 )
         if len(given) > 1 and key.shape[:-1] != value.shape[:-1]:
             raise ShapeError(

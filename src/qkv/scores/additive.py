@@ -49,7 +49,7 @@ class Additive(Score):
         sizes["v"] = array_of(self, "v", "h")[-1]
         if self.bias is not None:
             sizes["bias"] = array_of(self, "bias", "h")[-1]
-        agree(self, "the hidden width h", **sizes)
+        agree(self, "the hidden width h, rows of w_query and w_key and numbers of v,", **sizes)
 
     def __call__(self, query: Array, key: Array) -> Array:
         fw = of(query)

@@ -160,9 +160,10 @@ def array_of(owner: Any, name: str, *axes: str) -> Shape:
     """The shape of an array field, refused unless it has these axes."""
     value = getattr(owner, name)
     if not is_array(value):
+        step = ": pass its .weight" if hasattr(value, "weight") else ""
         raise DtypeError(
             f"{type(owner).__name__}: {name} must be an array ({', '.join(axes)}), "
-            f"not {type(value).__name__}"
+            f"not {type(value).__name__}{step}"
         )
     shape = tuple(value.shape)
     if len(shape) != len(axes):
