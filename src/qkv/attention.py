@@ -12,10 +12,11 @@ from qkv import scores
 from qkv.arrays import KNOWN, framework, of, to_numpy, tree
 from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.arrays.tree import KIND
-from qkv.engines import certified, sharded, stored, streaming
+from qkv.engines import certified, native, sharded, stored, streaming
 from qkv.engines import plan as plans
 from qkv.engines.call import Call, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
+from qkv.engines.native import Projected
 from qkv.engines.request import request, resolved
 from qkv.errors import DtypeError, FrameworkError, keywords
 from qkv.masks import MaskLike
@@ -270,6 +271,18 @@ def warm(
         plan = plans.keep(kind, call, choice)
     compiled = choice.engine.warm(call) if hasattr(choice.engine, "warm") else ()
     return Warmed(choice.engine.NAME, compiled, perf_counter() - started, plan is not None)
+
+
+def projected(name: str) -> Projected:
+    """[S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = softmax(QKᵀ/√d) V, with Q, K and V projected from one x, all at
+    once: a framework's function of (x, heads, parameters, mask, padding, weights).
+
+    It gives the output and α, or None: project, `attend`, and project back. x (N, n, h·d) wants no
+    gradient and is not traced; `parameters` are the packed weight of Q, K and V with its bias, then
+    W_O with its own; `mask` (n, n), or (N, n) where it is a `padding`, is True where a pair does
+    *not* count; `weights` are wanted of the "heads", of their "mean", or None.
+    """
+    return native.projected(name)
 
 
 def _looked(

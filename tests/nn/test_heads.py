@@ -624,10 +624,10 @@ def test_an_exported_causal_layer_takes_more_keys_than_queries_and_fewer():
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_short_layer_with_and_without_mkl(weights, large, mkl, monkeypatch):
     """By torch's operator for all of it, or by its parts."""
-    from qkv.nn import heads
+    from qkv.engines.native import layer
 
-    monkeypatch.setattr(heads, "MKL", mkl)
-    monkeypatch.setattr(heads, "LARGE", 0 if large else heads.LARGE)
+    monkeypatch.setattr(layer, "MKL", mkl)
+    monkeypatch.setattr(layer, "LARGE", 0 if large else layer.LARGE)
     theirs, ours = (layer.eval() for layer in pair(batch_first=True))
     x, hidden = torch.randn(N, L, E), torch.ones(L, L, dtype=torch.bool).triu(1)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as Last
 
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
-from qkv.arrays.torch import MKL
+from qkv.attention import projected
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
 from qkv.nn.attention import attended, words
@@ -24,7 +24,7 @@ from qkv.nn.tensors import called_as, check_dtype, check_tensors
 from qkv.nn.weightings import checked as checked_weighting
 from qkv.weightings import WeightingLike
 
-TORCH = framework("torch")
+TORCH, AT_ONCE = framework("torch"), projected("torch")
 
 
 def _kinds(*records: Any) -> list[Any]:
@@ -33,10 +33,6 @@ def _kinds(*records: Any) -> list[Any]:
 
 PLAIN = _kinds(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
 """The score and the weighting of torch's own layer."""
-
-SHORT, LARGE = 64, 2**22
-"""Queries up to which torch's operator for a whole layer is quicker on a CPU than its parts; and
-products of a projection from which, without MKL, it is not but for weights."""
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -217,50 +213,21 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def _at_once(
         self, x: Tensor, padding: Tensor | None, hidden: Tensor | None, weights: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """The whole layer, projections and all, as one operator of torch's; None where it has none
-        for these, or ours is quicker, or what is masked out has spoiled its answer."""
-        mask, on_cpu = padding if hidden is None else hidden, x.is_cpu
-        if not on_cpu and not (mask is weights is None):  # where no NaN may be looked for
+        """The whole layer at once, where it is torch's own and runs so sooner than by parts."""
+        if torch.is_grad_enabled() or TORCH.tracing(x):
             return None
-        given = self._operands(x)
-        if given is None or not (padding is None or hidden is None):
-            return None
-        if on_cpu and weights is None and not MKL and x.numel() * self.embed_dim >= LARGE:
-            return None
-        if mask is not None:
-            fits = tuple(mask.shape) == (x.shape[0 if hidden is None else 1], x.shape[1])
-            if not fits or mask.dtype != torch.bool:
-                return None
-        out, alpha = torch._native_multi_head_attention(
-            *(x, x, x, self.embed_dim, self.num_heads, *given, mask, weights is not None),
-            *(weights != "heads", None if mask is None else int(hidden is None)),
-        )
-        if on_cpu and not TORCH.surely_finite(out):
-            return None
-        return out, None if weights is None else alpha
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """The parameters as the operator takes them, where it takes x and is quicker: half
-        precision on CUDA, on a CPU the rest in short."""
-        if torch.is_grad_enabled() or not self.batch_first or (self.training and self.dropout):
-            return None
-        if x.is_nested or TORCH.tracing(x) or TORCH.ambient(x) is not x:
-            return None
-        shape, dtype = x.shape, x.dtype
-        if len(shape) != 3 or shape[-1] != self.embed_dim or 0 in shape or self.num_heads % 2:
-            return None
-        half = dtype is torch.bfloat16 or dtype is torch.float16
-        if half or shape[1] > SHORT if x.is_cpu else not (half and x.is_cuda):
+        if not self.batch_first or (self.training and self.dropout):
             return None
         last = self._modules["out_proj"]  # a hook on it, or another in its place, must be called
         if type(last) is not Last or last._forward_hooks or last._forward_pre_hooks:
             return None
+        if not (padding is None or hidden is None) or not self._is_torchs():
+            return None
         # Read where they are kept, which takes a tenth of the time. What is not kept is made anew.
         first, then = self._parameters.get, last._parameters.get
-        found = first("in_proj_weight"), first("in_proj_bias"), then("weight"), then("bias")
-        if any(y is None or y.dtype is not dtype for y in found) or not self._is_torchs():
-            return None
-        return found  # type: ignore[return-value]
+        given = first("in_proj_weight"), first("in_proj_bias"), then("weight"), then("bias")
+        mask = padding if hidden is None else hidden
+        return AT_ONCE(x, self.num_heads, given, mask, hidden is None, weights)
 
     def _projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None

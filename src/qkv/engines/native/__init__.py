@@ -19,6 +19,8 @@ from qkv.weightings import Softmax
 
 NAME = "native"
 
+Projected = Callable[..., tuple[Array, Array | None] | None]
+
 MANY = 2**14
 """Keys from which a few queries are a matter of reading them."""
 
@@ -88,6 +90,15 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, None, None] | None]:
 def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     """The same of the three arrays alone, for a kind that is nothing but them."""
     return _kernels(call).direct(call)  # type: ignore[no-any-return]
+
+
+def projected(name: str) -> Projected:
+    """A layer of heads at once, its projections and all, where a framework has that."""
+    if name != "torch":
+        return lambda *_: None
+    from qkv.engines.native import layer
+
+    return layer.run
 
 
 def _kernels(call: Call) -> Any:
