@@ -132,7 +132,9 @@ export function fromBase64(text: string): Uint8Array {
 /** A server, asked by HTTP: `POST <base>/call/<name>`; a file is sent as it is. */
 export function server(base: string, headers: Record<string, string> = {}): Backend {
   const post = async (path: string, type: string, body: BodyInit) => {
-    const response = await fetch(path, { method: "POST", headers: { "Content-Type": type, ...headers }, body });
+    const response = await fetch(path, { method: "POST", headers: { "Content-Type": type, ...headers }, body }).catch(() => {
+      throw new Error("the server does not answer: see whether it still runs, and ask again");
+    });
     const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
     if ("error" in answer) throw new Error(String(answer.error));
     return answer;

@@ -137,6 +137,20 @@ def test_an_error_that_comes_late_is_not_shown_beside_a_later_answer(page: Any, 
     assert page.get_by_test_id("data-error").is_hidden()
 
 
+def test_a_server_that_is_gone_is_told_of(page: Any, url: str) -> None:
+    page.goto(url)
+    page.get_by_test_id("tab-data").click()
+    page.get_by_test_id("data-first-0-title").wait_for()
+    page.route("**/page/call/ask", lambda way: way.abort("connectionrefused"))
+    page.expected.append("ERR_CONNECTION_REFUSED")
+    page.get_by_test_id("data-query").fill("Emma")
+    page.get_by_test_id("data-error").filter(has_text="the server does not answer").wait_for()
+    page.unroute("**/page/call/ask")
+    page.get_by_test_id("data-query").fill("Ulysses")
+    page.get_by_test_id("data-row-0-weight").wait_for()
+    assert page.get_by_test_id("data-error").is_hidden()
+
+
 def test_a_file_is_uploaded_and_asked_by_other_columns(page: Any, url: str, own: Served) -> None:
     page.goto(url)
     page.get_by_test_id("tab-data").click()
