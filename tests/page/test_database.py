@@ -17,6 +17,7 @@ from qkv.page.calls import call
 from qkv.page.file import module
 from qkv.page.pack import pack
 from qkv.page.views import views
+from tests.browser import until
 from tests.page.test_file import number, weights
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +293,7 @@ async ([source, views]) => {
   const backend = {
     async call(name, args) {
       const told = await python(name, args);
+      await window.held;
       if (told.error) throw new Error(told.error);
       return opened(told);
     },
@@ -418,6 +420,26 @@ def test_a_table_of_more_rows_than_are_here_is_asked_in_python(page: Any, live: 
     page.get_by_text("Answered from 700 rows").wait_for()
     best.locator("input").first.fill("river")
     assert "only the 500 rows" in page.get_by_test_id("note").inner_text()
+
+
+def test_an_answer_that_does_not_come_is_told_of(page: Any, live: Any) -> None:
+    """The one before it does not stand beside another question; and it may come late."""
+    page.clock.install()
+    D = wares(700)
+    [descriptor] = views(D)
+    descriptor["data"]["database"] = "wares"
+    asked = live(descriptor, {"wares": D})
+    page.evaluate("() => { window.held = new Promise((go) => { window.answer = go; }); }")
+    page.get_by_test_id("query").fill("orchard lantern 699")
+    until(page, lambda: asked)
+    page.clock.run_for(10_000)
+    trouble = page.get_by_test_id("trouble")
+    trouble.filter(has_text="Python has not answered yet").wait_for()
+    assert page.get_by_test_id("answer-value").inner_text() == "–"
+    page.evaluate("window.answer()")
+    page.get_by_text("Answered from 700 rows").wait_for()
+    pooled(page, D, "orchard lantern 699")
+    assert trouble.is_hidden()
 
 
 def test_a_query_among_numbers_is_a_number(view: Any) -> None:

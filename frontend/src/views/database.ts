@@ -12,6 +12,9 @@ import type { View } from "../view";
 /** Milliseconds without a key pressed, before Python is asked or a sentence spoken. */
 const PAUSE = 200;
 
+/** Milliseconds after which a reader is told that Python has not answered. */
+const LATE = 10_000;
+
 /** Letters from which a query has a line of its own. */
 const LONG = 24;
 
@@ -199,6 +202,14 @@ export const view: View = {
     const ask = () => {
       clearTimeout(waiting);
       waiting = setTimeout(async () => {
+        // The last answer must not stand beside another question for ever.
+        const late = setTimeout(() => {
+          if (gone || !state.stale) return;
+          fail();
+          const again = given.host === "notebook" ? ", or its kernel was started again: then run the cell again" : "";
+          trouble.textContent = `Python has not answered yet. It is at work on something else${again}.`;
+          trouble.hidden = false;
+        }, LATE);
         try {
           if ((await state.fetch()) && !gone) rows.draw(false);
         } catch (error) {
@@ -207,6 +218,8 @@ export const view: View = {
           trouble.textContent = `Python: ${error instanceof Error ? error.message : error}`;
           trouble.hidden = false;
           return;
+        } finally {
+          clearTimeout(late);
         }
         if (gone) return;
         show();
