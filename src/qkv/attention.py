@@ -20,7 +20,7 @@ from qkv.engines.native import Projected
 from qkv.engines.request import request, resolved
 from qkv.errors import DtypeError, FrameworkError, keywords
 from qkv.masks import MaskLike
-from qkv.names import EDITION
+from qkv.names import EDITION, ELSEWHERE
 from qkv.scores import ScoreLike
 from qkv.types import A, Array, At, Nested
 from qkv.weightings import Weighting, WeightingLike
@@ -41,32 +41,6 @@ class Options(Meaning, total=False):
     """The arguments of `attend` that do not change what it returns."""
 
     engine: EngineName | None
-
-
-ELSEWHERE = {
-    "alpha": "weighting=weightings.Entmax(alpha)",
-    "attn_bias": "mask=attn_bias, floats that are added to the scores",
-    "attn_mask": "mask=attn_mask",
-    "attention_mask": "mask=, booleans where True may attend",
-    "bandwidth": "score=scores.Gaussian(bandwidth)",
-    "causal": "mask='causal'",
-    "enable_gqa": "nothing: a key with fewer heads is shared",
-    "is_causal": "mask='causal'",
-    "k": "weighting=weightings.TopK(k)",
-    "key_padding_mask": "mask=masks.lengths(valid), or booleans where True may attend",
-    "kernel": "score=kernel",
-    "lengths": "mask=masks.lengths(lengths)",
-    "mask_mod": "mask=masks.custom(mask_mod)",
-    "scale": "score=scores.ScaledDot(scale)",
-    "score_mod": "score=scores.Modified(score, score_mod)",
-    "sigma": "score=scores.Gaussian(sigma)",
-    "softcap": "score=scores.ScaledDot(softcap=softcap)",
-    "temperature": "weighting=weightings.Softmax(temperature)",
-    "valid_lens": "mask=masks.lengths(valid_lens)",
-    "width": "score=scores.Boxcar(width)",
-    "window": "mask=masks.window(window)",
-}
-"""What others call an argument, or have as one, and where it goes here."""
 
 
 class Returning(Options, total=False):

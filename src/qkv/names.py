@@ -1,4 +1,5 @@
-"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders.
+"""Classes by name, open to names of one's own: the tables of scores, weightings and encoders; and
+where that goes which others have an argument for.
 
     @scores.register("mine")
     @dataclass(frozen=True)
@@ -20,6 +21,30 @@ from qkv.errors import ArgumentError, DtypeError, unknown
 GROUP = "qkv.plugins"
 EDITION = [0]
 """How often a name was given: what was kept by name is of its own edition."""
+ELSEWHERE = {
+    "alpha": "weighting=weightings.Entmax(alpha)",
+    "attn_bias": "mask=attn_bias, floats that are added to the scores",
+    "attn_mask": "mask=attn_mask",
+    "attention_mask": "mask=, booleans where True may attend",
+    "bandwidth": "score=scores.Gaussian(bandwidth)",
+    "causal": "mask='causal'",
+    "enable_gqa": "nothing: a key with fewer heads is shared",
+    "is_causal": "mask='causal'",
+    "k": "weighting=weightings.TopK(k)",
+    "key_padding_mask": "mask=masks.lengths(valid), or booleans where True may attend",
+    "kernel": "score=kernel",
+    "lengths": "mask=masks.lengths(lengths)",
+    "mask_mod": "mask=masks.custom(mask_mod)",
+    "scale": "score=scores.ScaledDot(scale)",
+    "score_mod": "score=scores.Modified(score, score_mod)",
+    "sigma": "score=scores.Gaussian(sigma)",
+    "softcap": "score=scores.ScaledDot(softcap=softcap)",
+    "temperature": "weighting=weightings.Softmax(temperature)",
+    "valid_lens": "mask=masks.lengths(valid_lens)",
+    "width": "score=scores.Boxcar(width)",
+    "window": "mask=masks.window(window)",
+}
+"""What others call an argument, or have as one, and where it goes here."""
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
 

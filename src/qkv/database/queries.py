@@ -13,6 +13,7 @@ from qkv.arrays import is_array, of, plain, to_numpy
 from qkv.database import cells, spelled
 from qkv.database.schema import by_place
 from qkv.errors import ArgumentError, DtypeError, keywords
+from qkv.names import ELSEWHERE
 from qkv.types import Array
 
 if TYPE_CHECKING:
@@ -140,8 +141,6 @@ def rows_at_most(top: Any, others: Collection[str] = ()) -> None:
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
     if others:
-        from qkv.attention import ELSEWHERE
-
         few = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
         keywords("ask()", others, Asking.__optional_keys__, elsewhere={**ELSEWHERE, "k": few})
 
