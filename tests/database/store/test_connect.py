@@ -127,11 +127,12 @@ for _ in sys.stdin:
 """
 
 
-def reader(path: Path, how: str) -> subprocess.Popen[str]:
+def reader(path: Path, how: str, stderr: int | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", READER, str(path), how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
 
@@ -171,6 +172,16 @@ def test_a_killed_writers_log_is_read_where_nothing_can_be_written(open_to_all, 
             assert told(child) == " ".join(["21", *written, "more"])
         assert told(child) == " ".join(["21", *written, "more"])
         child.communicate()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users of POSIX")
+def test_a_log_of_a_file_that_may_not_be_read_is_told_of(open_to_all):
+    path = open_to_all / "s.qkv"
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True)
+    (path / "catalogue.sqlite").chmod(0o200)
+    with reader(path, "denied", stderr=subprocess.PIPE) as child:
+        said = child.communicate()[1].splitlines()[-1]
+    assert "Unreadable" in said and "catalogue.sqlite cannot be read now" in said
 
 
 @pytest.mark.skipif(os.name != "posix", reason="users of POSIX")

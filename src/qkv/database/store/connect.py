@@ -70,9 +70,12 @@ def connect(
                 return _open(f"{name}?immutable=1", *_READER), still
             if time.monotonic() > until:
                 return _open(":memory:", *_READER, content=_content(path)), still
-        except (sqlite3.Error, OSError):
+        except sqlite3.Error:
             if state(path) == still:
                 raise
+        except OSError as error:
+            if state(path) == still:
+                raise plain.unreadable(path, error) or error from None
         time.sleep(0.005)
 
 
