@@ -264,6 +264,17 @@ def test_columns_of_days_and_moments_are_compared():
     assert passing("at <= day", rows) == [True, True, True, False, False]
 
 
+def test_letters_that_look_alike_are_told_apart():
+    """Python's grammar has one spelling for them, and a table may have both."""
+    rows = [{"\u00e9": 1, "e\u0301": 10, "\u00b5m": 2, "\ufb01": 3}]
+    assert passing("\u00e9 == 1 and e\u0301 == 10", rows) == [True]
+    assert passing("e\u0301 == 1 or not (\u00e9 == 1)", rows) == [False]
+    for name in ("\u00b5m", "\u03bcm"):  # the sign for a millionth, and the letter
+        assert passing(f"(({name}) > 1) and \ufb01", rows) == [True]
+    with pytest.raises(ArgumentError, match="unknown column"):
+        passing("\uff45\u0301 == 1", rows)  # wide, and either of two
+
+
 def test_numbers_that_no_float_holds_are_told_apart():
     big = 2**60
     rows = [{"n": big + i} for i in range(4)] + [{"n": float(big)}, {"n": Decimal("0.1")}]

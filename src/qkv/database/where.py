@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,13 +62,15 @@ class _Expression:
     def __init__(self, text: str, names: Sequence[str]):
         self.text, self.names = text, names
         self.quoted: dict[str, str] = {}
+        self.source = ""
 
     def compiled(self) -> Condition:
         source, self.quoted = self._plain()
         try:
             # In brackets, so that it may go over several lines; on lines of its own, so that one
             # which closes them itself is told from the others by where it begins.
-            body = ast.parse(f"(\n{source.strip()}\n)", mode="eval").body
+            self.source = f"(\n{source.strip()}\n)"
+            body = ast.parse(self.source, mode="eval").body
             if body.lineno == 1:
                 raise self._unread(None)
             return self._built(body)
@@ -133,8 +136,8 @@ class _Expression:
                 sides = [left, *comparators]
                 pairs = zip(ops, sides, sides[1:], strict=False)
                 return joined([self._pair(op, a, b) for op, a, b in pairs], all_of=True)
-            case ast.Name(name):
-                return truthy(self._column(name))
+            case ast.Name():
+                return truthy(self._column(node))
             case ast.Constant(bool() as value):
                 return constantly(value)
         raise self._strange(node)
@@ -154,8 +157,8 @@ class _Expression:
 
     def _side(self, node: ast.expr) -> Side:
         match node:
-            case ast.Name(name):
-                return Name(self._column(name))
+            case ast.Name():
+                return Name(self._column(node))
             case ast.Constant(value) if not isinstance(value, complex | type(...)):
                 return Written(value)
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
@@ -164,8 +167,15 @@ class _Expression:
                 return Written(number)
         raise self._strange(node)
 
-    def _column(self, name: str) -> str:
-        column = self.quoted.get(name, name)
+    def _column(self, node: ast.Name) -> str:
+        """The column that is written there, or the only one that looks the same: to Python µ is μ,
+        and é is one letter, where a table may have both."""
+        column = self.quoted.get(node.id)
+        if column is None:
+            column = ast.get_source_segment(self.source, node) or node.id
+            if column not in self.names:
+                alike = [x for x in self.names if unicodedata.normalize("NFKC", x) == node.id]
+                column = alike[0] if len(alike) == 1 else column
         _known(column, self.names)
         return column
 
