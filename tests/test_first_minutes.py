@@ -251,6 +251,21 @@ def test_an_attribute_is_told_once(tmp_path) -> None:
     assert told.lower().count("did you mean") == 1 and "'masks'" in told
 
 
+def test_what_a_notebook_shows_is_what_print_shows() -> None:
+    """The last line of a cell is shown by its repr, which must not be fields and arrays."""
+    nn = pytest.importorskip("qkv.nn")
+    keys = [f"name {i}" for i in range(20)]
+    D = qkv.Database({key: float(i) for i, key in enumerate(keys)}, encoder="characters")
+    for found, part in (
+        (qkv.explain(X, X, X), "engine: dense ("),
+        (qkv.warm(X, X, X), "engine: dense"),
+        (nn.describe(nn.TransformerBlock(8, 2)), "layer      kind"),
+        (D.learn([(key[1:], key) for key in keys], epochs=1), "recall"),
+        (D.calibrate([(key[1:], key) for key in keys]), "0.9"),
+    ):
+        assert repr(found) == str(found) and part in repr(found) and "array(" not in repr(found)
+
+
 def test_numbers_of_millions_are_read_as_such() -> None:
     D = qkv.Database({1.0: 3600000.0, 2.0: 2100000.5, 9e15: 1e20})
     told = str(D.ask(1.5, score=qkv.scores.Gaussian(1.0)))

@@ -210,7 +210,7 @@ def _nearest(name: object, known: Iterable[str], meant: str | None = None) -> st
     near = [meant or "", *difflib.get_close_matches(str(name)[:80].lower(), known, 1, cutoff=0.5)]
     hint = next((f": did you mean {x!r}?" for x in near if x), ".")
     told = told if len(told) <= 80 else f"{told[:79]}…"
-    bare = (name.isprintable() and name == name.strip() for name in known)
+    bare = (name.isprintable() and name == name.strip() and "," not in name for name in known)
     names = ", ".join(name if x else repr(name) for name, x in zip(known, bare, strict=True))
     return f"{told}{hint} Known: {names}."
 

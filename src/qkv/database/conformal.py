@@ -54,7 +54,7 @@ class Promise:
     last: int
     encoded: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return (
             f"The right row is in the set with a probability of {self.coverage:.4g}: calibrated on "
             f"{self.pairs:,} pairs, {100 * self.silent:.3g} % of which have none."

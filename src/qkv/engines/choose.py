@@ -106,7 +106,7 @@ def _tell(call: Call, choice: Choice) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is meant to be read."""
+    """What `explain` found, shown in lines."""
 
     engine: str
     refusals: tuple[tuple[str, str], ...]
@@ -147,7 +147,7 @@ class Explanation:
         shapes = (*self.call.fw.shape(self.call.query), *self.call.fw.shape(self.call.key))
         return None not in shapes
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         call = self.call
         shape = (*call.lead, call.n, call.m)
         told = f"{brief(call.score)} → {brief(call.weighting)}"
@@ -174,7 +174,7 @@ class Warmed:
     seconds: float
     planned: bool
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"engine: {self.engine}", f"plan:   {'kept' if self.planned else 'not kept'}"]
         if not self.compiled:
             return "\n".join([*lines, "nothing was left to compile ahead"])

@@ -31,13 +31,13 @@ class Described:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found; `str()` of it is meant to be read."""
+    """What `describe` found, shown as a table."""
 
     layers: tuple[Described, ...]
     parameters: int
     length: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = ("layer", "kind", "shapes", "parameters", "engine")
         rows = [
             (x.name or "(itself)", x.kind, x.shapes, f"{x.parameters:,}", x.engine)

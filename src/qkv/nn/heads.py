@@ -402,8 +402,10 @@ def _check_mask(name: str, mask: Any, shapes: list[tuple[int, ...]]) -> None:
         mask.dtype == torch.bool or mask.is_floating_point()
     ):
         kind = getattr(mask, "dtype", type(mask).__name__)
+        step = ": pass it as mask=" if isinstance(mask, masks.Mask) else ""
         raise DtypeError(
-            f"{name} must be a tensor of booleans (True: masked out) or floats (added), not {kind}"
+            f"{name} must be a tensor of booleans (True: masked out) or floats (added), not "
+            f"{kind}{step}"
         )
     if tuple(mask.shape) not in shapes:
         told = " or ".join(map(str, shapes))

@@ -45,7 +45,7 @@ class Report:
     stopped: str
     interrupted: bool = False
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [] if self.held_out else [AGAIN]
         lines.append("recall    " + "".join(f"{f'at {k}':>9}" for k in self.before))
         for name in ("before", "after"):

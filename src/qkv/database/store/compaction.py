@@ -36,7 +36,7 @@ class CompactReport:
     bytes_before: int
     bytes_after: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         text = (
             f"{self.rows:,} rows in {self.files_after} files, {self.bytes_after:,} bytes "
             f"(before: {self.files_before} files, {self.bytes_before:,} bytes); dropped "
