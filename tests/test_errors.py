@@ -56,6 +56,25 @@ INPUTS: list[Case] = [
     ("no float", lambda: scores.Gaussian(10**400), ArgumentError, r"Gaussian: bandwidth.*finite"),
     ("no scale", lambda: scores.ScaledDot(10**400), ArgumentError, r"scale must be finite"),
     ("no alpha", lambda: weightings.Entmax(10**400), ArgumentError, r"Entmax: alpha.*finite"),
+    (
+        "a score_mod",
+        lambda: attend(score=lambda s, b, h, q, k: s),
+        DtypeError,
+        r"score: the function must take \(query, key\), not \(s, b, h, q, k\).*scores.Modified",
+    ),
+    ("one argument", lambda: attend(score=lambda q: q), DtypeError, r"\(query, key\).*\(q\)"),
+    (
+        "a function as score_mod",
+        lambda: attend(score=scores.Modified("dot", lambda q, k: q)),
+        DtypeError,
+        r"score_mod must take \(score, b, h, q_idx, kv_idx\), not \(q, k\)",
+    ),
+    (
+        "a function as mask_mod",
+        lambda: attend(mask=masks.custom(lambda q, k: q >= k)),
+        DtypeError,
+        r"mask_mod must take \(b, h, q_idx, kv_idx\), not \(q, k\)",
+    ),
     ("no chance", lambda: attend(dropout_p=10**400), ArgumentError, r"dropout_p"),
     (
         "a temperature for each key",
@@ -785,3 +804,13 @@ def test_one_thing_in_the_place_of_another_is_named(call, says) -> None:
 def test_known_names_with_blanks_are_shown_with_them() -> None:
     told = "unknown column 'name': did you mean 'name '? Known: ' age', 'name ', town."
     assert str(unknown("column", "name", ["name ", " age", "town"])) == told
+
+
+def test_a_mistake_inside_a_function_is_its_own():
+    with pytest.raises(TypeError, match=r"^my own$") as caught:
+        attend(score=_wrong)
+    assert not isinstance(caught.value, QkvError)
+
+
+def _wrong(query: Any, key: Any) -> Any:
+    raise TypeError("my own")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,27 @@ def sizes(**given: Any) -> None:
 def sizes_or_none(**given: Any) -> None:
     """The same, of sizes that may be left out."""
     sizes(**{name: size for name, size in given.items() if size is not None})
+
+
+def applied(function: Callable[..., Any], *arguments: Any, takes: str, hint: str = "") -> Any:
+    """function(*arguments) of a caller's function; told what it `takes` where they do not fit.
+
+    >>> applied(lambda q: q, 1, 2, takes="score_mod must take (score, b)")
+    Traceback (most recent call last):
+    qkv.errors.DtypeError: score_mod must take (score, b), not (q)
+    """
+    try:
+        return function(*arguments)
+    except TypeError as error:  # looked into now alone: a signature takes longer than a short call
+        try:
+            own = inspect.signature(function)
+        except (TypeError, ValueError):
+            raise error from None
+        try:
+            own.bind(*arguments)
+        except TypeError:
+            raise DtypeError(f"{takes}, not {own}{hint}") from None
+        raise
 
 
 def callable_or_none(**given: Any) -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.arrays import is_array, of
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import DtypeError, ShapeError, applied
 from qkv.masks.base import Compound, Mask
 from qkv.types import Array, Block, Span
+
+MOD = "(b, h, q_idx, kv_idx)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,7 +22,8 @@ class Custom(Mask):
         return f"custom({getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def allowed(self, block: Block) -> Array | None:
-        out = self.mask_mod(block.b, block.h, block.q, block.k)
+        at = block.b, block.h, block.q, block.k
+        out = applied(self.mask_mod, *at, takes=f"masks.custom: mask_mod must take {MOD}")
         fw = of(block.q)
         if not is_array(out) or of(out) is not fw or fw.dtype(out) != "bool":
             kind = fw.dtype(out) if is_array(out) else type(out).__name__
@@ -48,8 +51,7 @@ def custom(mask_mod: Callable[[Array, Array, Array, Array], Array]) -> Mask:
     if not callable(mask_mod):
         own = ": pass its mask_mod" if hasattr(mask_mod, "mask_mod") else ""
         raise DtypeError(
-            f"masks.custom: mask_mod must be a function (b, h, q_idx, kv_idx), not "
-            f"{type(mask_mod).__name__}{own}"
+            f"masks.custom: mask_mod must be a function {MOD}, not {type(mask_mod).__name__}{own}"
         )
     return Custom(mask_mod)
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.arrays import is_array, of
-from qkv.errors import DtypeError, ShapeError
+from qkv.errors import DtypeError, ShapeError, applied
 from qkv.scores.base import Score, inner_score
 from qkv.types import Array, Block, Shape, Span
+
+MOD = "(score, b, h, q_idx, kv_idx)"
+WHO = "score: the function"
+OTHER = "; a score_mod of FlexAttention's goes into scores.Modified(score, score_mod)"
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,7 @@ class Modified(Score):
         inner_score(self)
         if not callable(self.score_mod):
             raise DtypeError(
-                "Modified: score_mod must be a function (score, b, h, q_idx, kv_idx), "
-                f"not {type(self.score_mod).__name__}"
+                f"Modified: score_mod must be a function {MOD}, not {type(self.score_mod).__name__}"
             )
 
     def __call__(self, query: Array, key: Array) -> Array:
@@ -53,7 +56,8 @@ class Modified(Score):
     def at(self, query: Array, key: Array, block: Block) -> Array:
         """The scores of a block, at the positions it lies at."""
         s = evaluate(self.score, query, key, block)
-        out = self.score_mod(s, block.b, block.h, block.q, block.k)
+        at = block.b, block.h, block.q, block.k
+        out = applied(self.score_mod, s, *at, takes=f"score_mod must take {MOD}")
         out = checked("score_mod", out, query, key)
         return of(s).astype(out, of(s).dtype(s))  # whole numbers times 0.5 are float64 for some
 
@@ -71,7 +75,8 @@ class Function(Score):
     function: Callable[[Array, Array], Array]
 
     def __call__(self, query: Array, key: Array) -> Array:
-        return checked("score: the function", self.function(query, key), query, key)
+        s = applied(self.function, query, key, takes=f"{WHO} must take (query, key)", hint=OTHER)
+        return checked(WHO, s, query, key)
 
     def check(self, query: Shape, key: Shape) -> None:
         """The function says itself what it can compare."""
