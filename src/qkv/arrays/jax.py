@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from qkv.arrays import pytrees
 from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
 from qkv.arrays.transposed import both_ways
 from qkv.errors import ArgumentError
@@ -298,4 +299,5 @@ def _join(part: Array, size: int, total: int) -> Array:
     return jnp.concat([joined[..., : (count - 1) * size, :], joined[..., -fresh:, :]], axis=-2)
 
 
+pytrees.register()
 FRAMEWORK = Jax()

@@ -7,6 +7,7 @@ else (numbers, names, functions, arrays of another framework) stays where it is.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -33,6 +34,15 @@ class Record:
         super().__init_subclass__(**options)
         if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool
             setattr(cls, "__eq__", _is_equal)  # noqa: B010
+        RECORDS.append(cls)
+        if "jax" in sys.modules:  # else when its first array comes
+            from qkv.arrays import pytrees
+
+            pytrees.register()
+
+
+RECORDS: list[type] = []
+"""The classes of records that JAX has not been told of."""
 
 
 def _is_equal(one: Any, other: object) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from qkv import arrays
 from qkv.arrays.base import Framework
-from qkv.arrays.tree import brief, fields_of, map_arrays
+from qkv.arrays.tree import brief, fields_of, leaves, map_arrays
 from qkv.engines.dropout import keep_factor, seed_array
 from qkv.errors import NO_DOUBLES, ArgumentError, DtypeError, count
 from qkv.masks import Mask
@@ -82,8 +82,8 @@ class Call:
         """The score as one that has a form, and a bound on its error; or why there is none."""
         fw = self.fw
         # Where a function that JAX compiles holds arrays, what is made of them is traced.
-        given = (x for part in (self.query, self.key) for x in (part, fw.detach(part)))
-        if self.score.ranged and any(map(fw.tracing, given)):
+        parts = (self.query, self.key, *leaves(fw, self.score)) if self.score.ranged else ()
+        if any(fw.tracing(x) or fw.tracing(fw.detach(x)) for x in parts):
             return "the range of the arguments is not known while they are traced"
         wide = self.precise() if self.score.ranged else self
         dtype = self.fw.dtype(self.query)
