@@ -344,6 +344,33 @@ def test_additive_attention_is_that_of_keras(scale: bool) -> None:
         alike(ours, theirs, inputs, **how)
 
 
+@pytest.mark.parametrize("mode", ["dot", "concat"])
+@pytest.mark.parametrize("scale", [True, False])
+def test_attention_takes_the_arguments_of_keras(mode: str, scale: bool) -> None:
+    made = [kind(use_scale=scale, score_mode=mode) for kind in (Attention, keras.layers.Attention)]
+    inputs = [numbers(*shape) for shape in ((2, 3, 4), (2, 5, 6), (2, 5, 4))]
+    for layer in made:
+        layer.build([x.shape for x in inputs])
+    ours, theirs = made
+    assert [w.name for w in ours.weights] == [w.name for w in theirs.weights]
+    for w in theirs.weights:
+        w.assign(0.7)
+    alike(ours, theirs, inputs)
+    alike(ours, theirs, inputs, use_causal_mask=True)
+    assert (ours.use_scale, ours.score_mode) == (scale, mode)
+    again = Attention.from_config(ours.get_config())
+    again.build([x.shape for x in inputs])
+    again.set_weights(ours.get_weights())
+    close(again(inputs), ours(inputs))
+
+
+def test_the_score_of_keras_alone_is_its_dot() -> None:
+    inputs = [numbers(2, 3, 4), numbers(2, 5, 4)]
+    for how in ({"use_scale": False}, {"score_mode": "dot"}):
+        close(Attention(**how, weighting="sparsemax")(inputs),
+              Attention("dot", "sparsemax")(inputs))  # fmt: skip
+
+
 def test_a_mask_by_name() -> None:
     ours, _ = both()
     q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
@@ -619,7 +646,8 @@ def test_every_weighting_is_kept_in_the_config(name: str) -> None:
 
 def test_every_argument_is_kept_in_the_config() -> None:
     made: list[tuple[Any, dict[str, Any]]] = [
-        (Attention, {"dropout": 0.1, "seed": 4}),
+        (Attention, {"dropout": 0.1, "seed": 4, "score": "gaussian"}),
+        (Attention, {"use_scale": True, "score_mode": "concat"}),
         (SelfAttention, {"d_qk": 3, "d_v": 5, "dropout": 0.1, "seed": 4}),
         (FeedForward, {"hidden": 3, "d_out": 5, "dropout": 0.1, "use_bias": False, "seed": 4}),
         (
@@ -702,6 +730,8 @@ def test_wrong_arguments_are_named() -> None:
     refused(ArgumentError, "output_shape", lambda: MultiHeadAttention(2, 3, output_shape=(3, 0.5)))
     refused(ArgumentError, "dropout", lambda: MultiHeadAttention(2, 3, dropout=1.5))
     refused(DtypeError, "dropout", lambda: Attention(dropout="some"))
+    refused(ArgumentError, "did you mean 'concat'", lambda: Attention(score_mode="concatt"))
+    refused(ArgumentError, "score=.*score_mode", lambda: Attention("cosine", use_scale=True))
     refused(ArgumentError, "d_qk", lambda: SelfAttention(-1))
     refused(ArgumentError, "hidden", lambda: FeedForward(None))
     refused(ArgumentError, "did you mean 'gaussian'", lambda: Attention("gausian"))

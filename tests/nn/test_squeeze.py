@@ -26,6 +26,15 @@ def test_squeeze_excitation_is_its_formula():
         torch.testing.assert_close(a, b)
 
 
+def test_its_layers_are_called():
+    """So hooks run, and a layer of another kind may stand in the place of one."""
+    layer, x = SqueezeExcitation(8, reduction=2).double(), torch.randn(3, 8, 4, **F64)
+    want = layer.gate(x)
+    layer.fc2 = torch.nn.Sequential(layer.fc2)
+    layer.fc2.register_forward_hook(lambda module, given, out: 0 * out)
+    torch.testing.assert_close(layer.gate(x), torch.full_like(want, 0.5))
+
+
 @pytest.mark.parametrize(
     "call, match",
     [

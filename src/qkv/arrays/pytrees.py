@@ -31,7 +31,7 @@ def _register(kind: type) -> None:
     def put(about: Structure, children: Sequence[Any]) -> Any:
         names, others = about
         # No __init__: it would check what JAX puts in place of an array.
-        record = object.__new__(kind)
+        record: Any = object.__new__(kind)
         for name, value in (*zip(names, children, strict=True), *others):
             object.__setattr__(record, name, value)
         if _names(record) != names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ from keras import ops
 from qkv import masks, scores, weightings
 from qkv.arrays import framework, tree
 from qkv.attention import attend, weights
-from qkv.errors import DtypeError, fraction
+from qkv.errors import ArgumentError, DtypeError, fraction, unknown
 from qkv.keras.axes import Axes, check_shapes, three
 from qkv.keras.masks import merged
 from qkv.keras.scores import (
@@ -30,6 +30,9 @@ from qkv.keras.scores import (
 from qkv.types import Array, Shape
 
 Config = dict[str, Any]
+
+MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
+"""Keras's names of scores, and ours."""
 
 
 class AttentionLayer(keras.Layer):  # type: ignore[misc]
@@ -73,6 +76,10 @@ class AttentionLayer(keras.Layer):  # type: ignore[misc]
         ]
         self._build_weighting()
 
+    def _score_arrays(self) -> Sequence[Any]:
+        """What stands in the score in this call."""
+        return self._score_weights
+
     def _build_weighting(self) -> None:
         self._weighting_weights = [
             self.add_weight(name=f"weighting_{name}", shape=x.shape, initializer=start(x))
@@ -96,7 +103,7 @@ class AttentionLayer(keras.Layer):  # type: ignore[misc]
             return tree.rebuild(framework("numpy"), record, now)
 
         how = {
-            "score": filled(self._score, self._score_weights),
+            "score": filled(self._score, self._score_arrays()),
             "weighting": filled(self._weighting, self._weighting_weights),
             "mask": mask,
         }
@@ -125,8 +132,12 @@ class Attention(AttentionLayer):
 
     `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or the name of
     a mask ("causal"); the masks that come with Keras's tensors and `use_causal_mask` narrow it. A
-    query that may attend to nothing gets 0. Keras's own layer does not divide by √d: that is
-    `score="dot"` here, and its `score_mode="concat"` is `AdditiveAttention`.
+    query that may attend to nothing gets 0.
+
+    The score is `score`, "scaled_dot" unless given. `use_scale` and `score_mode` say it as Keras's
+    own layer does, which does not divide by √d: "dot" is qᵀk, "concat" is w Σ tanh(q + k), both
+    with a learned scale, scale qᵀk and w Σ tanh(scale (q + k)), where `use_scale` is True. Weights
+    (`scale`, `concat_score_weight`) have its names and its order.
 
     >>> import numpy as np
     >>> from qkv.arrays import to_numpy
@@ -139,13 +150,26 @@ class Attention(AttentionLayer):
 
     def __init__(
         self,
-        score: ScoreConfig = "scaled_dot",
+        score: ScoreConfig | None = None,
         weighting: WeightingConfig = "softmax",
         dropout: float = 0.0,
         seed: int | None = None,
+        use_scale: bool | None = None,
+        score_mode: Literal["dot", "concat"] | None = None,
         **kwargs: Any,
     ) -> None:
+        as_keras = use_scale is not None or score_mode is not None
+        if as_keras and score is not None:
+            raise ArgumentError(
+                f"score={score!r} and Keras's own use_scale={use_scale!r}, "
+                f"score_mode={score_mode!r} each say how query and key are compared: give one"
+            )
+        if as_keras and score_mode not in (None, *MODES):
+            raise unknown("score_mode", score_mode, MODES)
+        if score is None:
+            score = MODES[score_mode or "dot"] if as_keras else "scaled_dot"
         super().__init__(score=score, weighting=weighting, **kwargs)
+        self.use_scale, self.score_mode, self._as_keras = use_scale, score_mode, as_keras
         self.dropout, self.seed = fraction("dropout", dropout), seed
         self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout else None
 
@@ -164,6 +188,32 @@ class Attention(AttentionLayer):
     def build(self, input_shape: Any) -> None:
         query, _, key = self._shapes(input_shape)
         self._build_score(query[-1], key[-1])
+
+    def _build_score(self, d_q: int, d_k: int) -> None:
+        if not self._as_keras:
+            return super()._build_score(d_q, d_k)
+        self.scale = self.concat_score_weight = None
+        if self.use_scale:
+            self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
+        if self.score_mode == "concat":
+            self.concat_score_weight = self.add_weight(
+                name="concat_score_weight", shape=(), initializer="ones"
+            )
+            of_keys = np.eye(d_q) if self.use_scale else None
+            self._score = scores.Additive(np.eye(d_q), of_keys, np.ones(d_q))
+        elif self.use_scale:
+            self._score = scores.ScaledDot(np.ones(()))
+        self._score.check((d_q,), (d_k,))
+        self._build_weighting()
+
+    def _score_arrays(self) -> Sequence[Any]:
+        if not self._as_keras:
+            return super()._score_arrays()
+        if self.score_mode != "concat":
+            return () if self.scale is None else (self.scale,)
+        *eyes, one = (x for _, x in arrays(self._score))
+        scale = 1.0 if self.scale is None else self.scale
+        return *(x * scale for x in eyes), one * self.concat_score_weight
 
     def call(
         self,
@@ -212,7 +262,8 @@ class Attention(AttentionLayer):
         return spec(self, *shapes, return_attention_scores)
 
     def get_config(self) -> Config:
-        return {**super().get_config(), "dropout": self.dropout, "seed": self.seed}
+        own = {name: getattr(self, name) for name in ("dropout", "seed", "use_scale", "score_mode")}
+        return {**super().get_config(), **own, **({"score": None} if self._as_keras else {})}
 
 
 @keras.saving.register_keras_serializable("qkv")
@@ -253,8 +304,8 @@ class AdditiveAttention(Attention):
         self._build_weighting()
 
     def get_config(self) -> Config:
-        config = {**super().get_config(), "use_scale": self.use_scale}
-        del config["score"]
+        config = super().get_config()
+        del config["score"], config["score_mode"]
         return config
 
 

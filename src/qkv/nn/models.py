@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from qkv import masks
-from qkv.attention import attend, weights
+from qkv.attention import attend
 from qkv.errors import ShapeError, fraction, sizes
 from qkv.nn import weightings
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked
 from qkv.nn.tensors import called_as, check_tensors
-from qkv.weightings import WeightingLike
+from qkv.weightings import Sigmoid, WeightingLike
 
 
 class BahdanauDecoder(nn.Module):
@@ -139,9 +139,7 @@ class SqueezeExcitation(nn.Module):
         places = x.flatten(2).transpose(1, 2)  # (B, places, channels)
         anything = places[:, :1]
         z = attend(anything, places, places, score="constant", weighting="average")
-        query = self.fc1(z).relu()
-        key, bias = self.fc2.weight.to(query.dtype), self.fc2.bias
-        return weights(query, key, score="dot", weighting="sigmoid", mask=bias)[:, 0]
+        return Sigmoid()(self.fc2(self.fc1(z).relu()))[:, 0]  # fc2 compares a query to all keys
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x).to(x.dtype)
@@ -153,7 +151,7 @@ class SqueezeExcitation(nn.Module):
         def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
-        return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc2.in_features}"
+        return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc1.out_features}"
 
 
 class KernelRegression(nn.Module):
