@@ -92,17 +92,17 @@ def _middle(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
 @by_launches
 def _by_features(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, kept: Tensor, centre: Tensor,
-    value: Tensor, lengths: Tensor | None, da: Tensor, db: Tensor, lower: int | None,
-    upper: int | None, *known: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dvalue, and parts of dv; da and db are filled."""
+    value: Tensor, lengths: Tensor | None, da: Tensor, db: Tensor, dvalue: Tensor,
+    lower: int | None, upper: int | None, *known: Any,
+) -> Tensor:  # fmt: skip
+    """Parts of dv; da, db and dvalue are filled."""
     rows, numbers = Known(*known), Numbers(1.0, lower=lower, upper=upper)
     arrays = _arrays(rows, value, lengths)[0]
-    dphi, dpsi, dvalue, dbias, *_ = gradients.attend_backward(
-        grad, grad_lse, out, kept, *arrays, *numbers, True, True, False, known=centre
+    dphi, dpsi, _, dbias, *_ = gradients.attend_backward(
+        grad, grad_lse, out, kept, *arrays, *numbers, True, True, False, known=centre, dvalue=dvalue
     )
     del arrays
-    return dvalue, features.features_grad(dphi, dpsi, grad_lse, dbias, rows, (da, db))[2]
+    return features.features_grad(dphi, dpsi, grad_lse, dbias, rows, (da, db))[2]
 
 
 @by_launches
@@ -134,18 +134,13 @@ def _additive_backward(
         centre = _middle(grad, grad_lse, out)
         for batches, heads, few in pieces:
             ours, theirs = (batches, heads), (batches, few)
-            dsome, part = _by_features(
+            part = _by_features(
                 grad[ours], None if grad_lse is None else grad_lse[ours].contiguous(), out[ours],
-                kept[:, *ours].contiguous(), centre[ours], value[theirs],
-                None if lengths is None else lengths[batches], da[ours], db[theirs], lower, upper,
-                a[ours], b[theirs], v, fit, beyond, width, pairs,
+                kept[:, *ours], centre[ours], value[theirs],
+                None if lengths is None else lengths[batches], da[ours], db[theirs], dvalue[theirs],
+                lower, upper, a[ours], b[theirs], v, fit, beyond, width, pairs,
             )  # fmt: skip
-            if len(pieces) > 1:
-                dvalue[theirs] = dsome
-            else:
-                dvalue = dsome
             parts.append(part)
-            del dsome
         others = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         call = (a, b, v, value, lower, upper, lengths, beyond if pairs else None)
         dv = _exactly(grad, centre, kept, da, db, dvalue, others, *call)

@@ -42,18 +42,20 @@ class Way(NamedTuple):
 
 def attend_backward(
     along: Tensor, along_lse: Tensor | None, out: Tensor, kept: Tensor, *rest: Any,
-    known: Tensor | None = None,
+    known: Tensor | None = None, dvalue: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients of query, key, value, key_bias, gate_query, gate_key, pairs, caps.
 
     After the results of `forward.attend` comes what that was given, and whether gradients are
     wanted for queries, for keys and for pairs. Where there is no such argument, or nobody wants the
     gradient, the array is empty. `along_lse` is None but for softmax and top-k; `known` is `inner`
-    of the first three, if it is.
+    of the first three, if it is, and `dvalue` where the values' gradient goes, if that is told.
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = Arguments(*rounded(given))
     grads = _places(given, for_queries, for_keys, for_pairs)
+    if dvalue is not None:
+        grads = grads._replace(value=dvalue)
     if out.numel() == 0 or call.m == 0:
         for x in grads:
             x.zero_()
@@ -234,6 +236,7 @@ def _to_keys(way: Way, *some: tuple[int, int], ds: Tensor | None = None) -> None
     assert grads is not None
     (first_pair, count), (first_key, keys_n) = some or ((0, call.b * call.hk), (0, call.m))
     lines = call.b * call.hk * call.m
+    rows = call.b * call.h * call.n if call.facts["ALONG"] else kept.stride(0)
 
     def run(tile: Tile) -> None:
         programs = count * -(-keys_n // tile.cols)
@@ -258,7 +261,7 @@ def _to_keys(way: Way, *some: tuple[int, int], ds: Tensor | None = None) -> None
             facts["LINED"] = facts["QUICK"] and facts["TMA"] and not many
             arrays = (at, counts, along, centre, kept, *targets, ds)
             sizes = call.sizes(heads=call.hk, at_columns=at_columns, splits=splits, span=span)
-            whole = (sizes, call.b * call.h * call.n, first_pair, first_key, keys_n, lines)
+            whole = (sizes, rows, first_pair, first_key, keys_n, lines)
             grid = count * -(-keys_n // own.cols) * splits
             call.start(to_keys.to_keys, grid, arrays, ds, whole, facts, own)
         for place, part in zip(places, targets, strict=True):
