@@ -94,7 +94,8 @@ def counted(monkeypatch):
     for module, name in (
         (forward, "pool"), (mend, "mend"), (norms, "_square_kernel"),
         (thresholds, "entmax_kernel"), (thresholds, "topk_kernel"), (forward, "merge"),
-        (hidden, "_hidden_kernel"), (features, "_fit_kernel"), (features, "_features_kernel"),
+        (hidden, "_hidden_kernel"), (hidden, "_hidden_back_kernel"),
+        (features, "_fit_kernel"), (features, "_features_kernel"),
         (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),
         (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
         (norms, "_square_slope_kernel"), (weights, "weigh_pairs"),
@@ -320,7 +321,7 @@ def test_additive_calls_with_their_way_back(counted):
         for got, want in held:
             for x, y in zip(got, want, strict=True):
                 torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
-    assert counted == [True] * 15, "hidden, forward, and three of the way back, thrice"
+    assert counted == [True] * 18, "hidden, forward, and four of the way back, thrice"
 
 
 def way_back(given, along, engine):

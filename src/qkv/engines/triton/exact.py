@@ -199,7 +199,12 @@ def backward(
     parts = call.new(call.jobs[0], call.w)
     call.each_row(finish, (slopes[0], along, slopes[1], call.v, call.when, da, db, parts))
     dv = torch.empty_like(call.v)
-    whole = (call.jobs[0], 0 if others is None else others.shape[0])
-    facts, arrays = {"W": call.w, "BLOCK": 512, "UNITS": 8}, (parts, others, call.when, dv)
-    launch.start(fold, -(-call.w // 8), arrays, (), whole, facts, PLAIN)
+    folded(parts, others, call.when, dv)
     return dv
+
+
+def folded(parts: Tensor, others: Tensor | None, when: Tensor | None, total: Tensor) -> None:
+    """Fill a line with the sum of the parts (…, its length), as `fold` says."""
+    whole = (parts.shape[0], 0 if others is None else others.shape[0])
+    facts, arrays = {"W": total.numel(), "BLOCK": 512, "UNITS": 8}, (parts, others, when, total)
+    launch.start(fold, -(-total.numel() // 8), arrays, (), whole, facts, PLAIN)

@@ -1,5 +1,5 @@
 """W₁q + b and W₂k of an additive score in one pass over queries and keys as they lie, and how far
-each hidden unit reaches."""
+each hidden unit reaches; and their gradients in another."""
 
 from __future__ import annotations
 
@@ -10,41 +10,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import exact, launch
 from qkv.engines.triton.arguments import row_major
 from qkv.engines.triton.kept import by_launches
-from qkv.engines.triton.operators import operator
+from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.tiles import launched
 
 WIDEST = 128
 """Numbers of a row, and units, that a program holds whole."""
 LOOKS = 128
 """Programs of each side."""
-TILE = launch.Tile(128, 1, 1, 8, 3)
+TILE, BACK = launch.Tile(128, 1, 1, 8, 3), launch.Tile(64, 1, 1, 4, 3)
+
+
+@triton.jit
+def _held(w, h, F):
+    """A matrix (h, D) whole, where its numbers are, and which of these exist."""
+    unit = tl.arange(0, F.BLOCK_H)
+    column = tl.arange(0, F.BLOCK_D)
+    places = unit[:, None] * F.D + column[None, :]
+    there = (unit < h)[:, None] & (column < F.D)[None, :]
+    return tl.load(w + places, mask=there, other=0.0), places, there
+
+
+@triton.jit
+def _rows_of(x, first, x_b, x_h, x_n, heads, length, rows, F):
+    """A tile of rows, their places, and which of them exist."""
+    row = first + tl.arange(0, F.ROWS)
+    column = tl.arange(0, F.BLOCK_D)[None, :]
+    inside = (row < rows)[:, None]
+    lane = row // length
+    at = lane // heads * x_b + lane % heads * x_h + row % length * x_n
+    wide = inside & (column < F.D)
+    return tl.load(x + at[:, None] + column, mask=wide, other=0.0), row[:, None], inside
 
 
 @triton.jit
 def _fill(x, w, bias, out, parts, x_b, x_h, x_n, heads, length, rows, h, FIRST: tl.constexpr, F):
     unit = tl.arange(0, F.BLOCK_H)
-    column = tl.arange(0, F.BLOCK_D)
-    wide = (column < F.D)[None, :]
-    places = unit[:, None] * F.D + column[None, :]
-    weight = tl.load(w + places, mask=(unit < h)[:, None] & wide, other=0.0)
+    weight, _, _ = _held(w, h, F)
     added = tl.zeros((F.BLOCK_H,), tl.float32)
     if bias is not None:
         added += tl.load(bias + unit, mask=unit < h, other=0.0).to(tl.float32)
     top = tl.zeros((F.ROWS, F.BLOCK_H), tl.float32)
     begin = (tl.program_id(0) - FIRST).to(tl.int64) * F.ROWS
     for first in range(begin, rows, F.LOOKS * F.ROWS):
-        row = first + tl.arange(0, F.ROWS)
-        inside = (row < rows)[:, None]
-        lane = row // length
-        at = lane // heads * x_b + lane % heads * x_h + row % length * x_n
-        given = tl.load(x + at[:, None] + column[None, :], mask=inside & wide, other=0.0)
+        given, row, inside = _rows_of(x, first, x_b, x_h, x_n, heads, length, rows, F)
         found = tl.dot(given, tl.trans(weight), input_precision=F.PRECISION) + added[None, :]
         found = found.to(out.dtype.element_ty)
         inside = inside & (unit < h)[None, :]
-        tl.store(out + row[:, None] * h + unit[None, :], found, mask=inside)
+        tl.store(out + row * h + unit[None, :], found, mask=inside)
         seen = tl.where(inside, tl.abs(found.to(tl.float32)), 0.0)
         top = tl.maximum(top, tl.where(seen < float("inf"), seen, float("inf")))
     tl.store(parts + tl.program_id(0) * h + unit, tl.max(top, 0), mask=unit < h)
@@ -59,6 +74,52 @@ def _hidden_kernel(
         _fill(query, w_query, bias, a, parts, q_b, q_h, q_n, heads, n, rows_a, h, 0, F)
     else:
         _fill(key, w_key, None, b, parts, k_b, k_h, k_m, few, m, rows_b, h, F.LOOKS, F)
+
+
+@triton.jit
+def _fill_back(
+    along, x, w, dx, parts, sums, x_b, x_h, x_n, heads, length, rows, h, FIRST: tl.constexpr, F
+):  # fmt: skip
+    """dx = along · w, and of this program's rows alongᵀ · x and, if `sums`, Σ along."""
+    unit = tl.arange(0, F.BLOCK_H)
+    column = tl.arange(0, F.BLOCK_D)[None, :]
+    weight, places, there = _held(w, h, F)
+    total = tl.zeros((F.BLOCK_H, F.BLOCK_D), tl.float32)
+    added = tl.zeros((F.BLOCK_H,), tl.float32)
+    begin = (tl.program_id(0) - FIRST).to(tl.int64) * F.ROWS
+    for first in range(begin, rows, F.LOOKS * F.ROWS):
+        given, row, inside = _rows_of(x, first, x_b, x_h, x_n, heads, length, rows, F)
+        mask = inside & (unit < h)[None, :]
+        slope = tl.load(along + row * h + unit[None, :], mask=mask, other=0.0)
+        found = tl.dot(slope, weight, input_precision=F.PRECISION)
+        mask = inside & (column < F.D)
+        tl.store(dx + row * F.D + column, found.to(dx.dtype.element_ty), mask=mask)
+        total = tl.dot(tl.trans(slope), given, total, input_precision=F.PRECISION)
+        if sums is not None:
+            added += tl.sum(slope.to(tl.float32), 0)
+    tl.store(parts + places, total, mask=there)
+    if sums is not None:
+        tl.store(sums + unit, added, mask=unit < h)
+
+
+@launched
+def _hidden_back_kernel(
+    da, db, query, key, w_query, w_key, dquery, dkey, parts, q_b, q_h, q_n, k_b, k_h, k_m, heads,
+    few, n, m, rows_a, rows_b, h, columns, F: tl.constexpr,
+):  # fmt: skip
+    """Both sides' gradients. `parts` has a line of each program's: those of w_query, of w_key, and
+    with BIASED of the bias."""
+    if tl.program_id(0) < F.LOOKS:
+        parts += tl.program_id(0) * columns
+        sums = parts + 2 * h * F.D if F.BIASED else None
+        _fill_back(
+            da, query, w_query, dquery, parts, sums, q_b, q_h, q_n, heads, n, rows_a, h, 0, F
+        )  # fmt: skip
+    else:
+        parts += (tl.program_id(0) - F.LOOKS) * columns + h * F.D
+        _fill_back(
+            db, key, w_key, dkey, parts, None, k_b, k_h, k_m, few, m, rows_b, h, F.LOOKS, F
+        )  # fmt: skip
 
 
 def knows(query: Any, key: Any, w_query: Any, w_key: Any, bias: Any) -> bool:
@@ -91,19 +152,62 @@ def _differentiate(
     ctx: Any, da: Tensor | None, db: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     query, key, w_query, w_key, bias = ctx.saved_tensors
-    wants = ctx.needs_input_grad
-    found: list[Tensor | None] = [None] * 5
-    for i, (along, x, w) in enumerate(((da, query, w_query), (db, key, w_key))):
-        if along is None:
-            continue
-        flat = along.reshape(-1, along.shape[-1])
-        if wants[i]:
-            found[i] = (flat @ w).view(x.shape)
-        if wants[2 + i]:
-            found[2 + i] = flat.mT @ x.reshape(flat.shape[0], -1)
-        if i == 0 and bias is not None and wants[4]:
-            found[4] = flat.sum(0)
-    return tuple(found)
+    h, d = w_query.shape
+    da, db = (
+        x.new_zeros((*x.shape[:3], h)) if along is None else along
+        for x, along in ((query, da), (key, db))
+    )
+    dquery, dkey, rest = _hidden_backward(da, db, query, key, w_query, w_key, bias is not None)
+    more = rest.split([h * d, h * d, *[h] * (bias is not None)])
+    found = (dquery, dkey, more[0].view(h, d), more[1].view(h, d), *more[2:], None)
+    return tuple(x if wish else None for x, wish in zip(found, ctx.needs_input_grad, strict=False))
+
+
+def _back_fake(
+    da: Tensor, db: Tensor, query: Tensor, key: Tensor, w_query: Tensor, w_key: Tensor, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    h, d = w_query.shape
+    dquery, dkey = (launch.new(x, x.shape, x.dtype) for x in (query, key))
+    return dquery, dkey, launch.new(w_query, (h * (2 * d + biased),), w_query.dtype)
+
+
+def _facts(w: Tensor, tile: launch.Tile) -> dict[str, Any]:
+    h, d = w.shape
+    return {
+        "D": d,
+        "BLOCK_D": max(launch.power_of_2(d), 16),
+        "BLOCK_H": max(launch.power_of_2(h), 16),
+        "ROWS": tile.rows,
+        "LOOKS": LOOKS,
+        "PRECISION": "ieee",
+    }
+
+
+def _sizes(query: Tensor, key: Tensor, h: int) -> tuple[int, ...]:
+    """The strides of both, their heads, lengths and rows, and the units."""
+    (b, heads, n, _), (few, m) = query.shape, key.shape[1:3]
+    strides = (*query.stride()[:3], *key.stride()[:3])
+    return (*strides, heads, few, n, m, b * heads * n, b * few * m, h)
+
+
+@operator(_back_fake, refuse)
+@by_launches
+def _hidden_backward(
+    da: Tensor, db: Tensor, query: Tensor, key: Tensor, w_query: Tensor, w_key: Tensor, biased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query and key, and those of w_query, w_key and the bias in one line: sums of
+    parts in a fixed order."""
+    da, db, w_query, w_key = (x.contiguous() for x in (da, db, w_query, w_key))
+    query, key = row_major(query), row_major(key)
+    dquery, dkey, rest = _back_fake(da, db, query, key, w_query, w_key, biased)
+    parts, columns = launch.new(query, (LOOKS, rest.shape[0])), rest.shape[0]
+    arrays = (da, db, query, key, w_query, w_key, dquery, dkey, parts)
+    whole = (*_sizes(query, key, w_query.shape[0]), columns)
+    facts = _facts(w_query, BACK) | {"BIASED": biased}
+    with launch.on(query.device):
+        launch.start(_hidden_back_kernel, 2 * LOOKS, arrays, (), whole, facts, BACK)
+        exact.folded(parts, None, None, rest)
+    return dquery, dkey, rest
 
 
 @operator(_fake, _differentiate, _save)
@@ -115,20 +219,8 @@ def hidden(
     (…, h) whose largest is the largest |·| of each unit over both."""
     query, key = row_major(query), row_major(key)
     a, b, parts = _fake(query, key, w_query)
-    h, d = w_query.shape
     w_query, w_key, bias = (x if x is None else x.contiguous() for x in (w_query, w_key, bias))
-    (heads, n), (few, m) = query.shape[1:3], key.shape[1:3]
-    facts = {
-        "D": d,
-        "BLOCK_D": max(launch.power_of_2(d), 16),
-        "BLOCK_H": max(launch.power_of_2(h), 16),
-        "ROWS": TILE.rows,
-        "LOOKS": LOOKS,
-        "PRECISION": "ieee",
-    }
-    strides, rows = (*query.stride()[:3], *key.stride()[:3]), [x.numel() // h for x in (a, b)]
-    whole = (*strides, heads, few, n, m, *rows, h)
-    arrays = (query, key, w_query, w_key, bias, a, b, parts)
+    arrays, whole = (query, key, w_query, w_key, bias, a, b, parts), _sizes(query, key, a.shape[-1])
     with launch.on(query.device):
-        launch.start(_hidden_kernel, 2 * LOOKS, arrays, (), whole, facts, TILE)
+        launch.start(_hidden_kernel, 2 * LOOKS, arrays, (), whole, _facts(w_query, TILE), TILE)
     return a, b, parts
