@@ -33,7 +33,8 @@ class Tile(NamedTuple):
     """Queries × keys of a tile, columns of φ at a time, warps, stages, programs per processor.
 
     `described` has its rows copied by descriptors, on devices that can; a thread has no more than
-    `registers`, if they are given.
+    `registers`, if they are given. `early` is started while the launch before it ends: its kernel
+    waits for that by itself (`tiles.wait`).
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Tile(NamedTuple):
     waves: int = 4
     described: bool = False
     registers: int | None = None
+    early: bool = False
 
 
 OVERRIDE: dict[str, Tile] = {}
@@ -323,6 +325,8 @@ def start(
         return
     if tile.registers is not None:
         named["maxnreg"] = tile.registers
+    if tile.early:
+        named["launch_pdl"] = True
     flat = (*arrays[0], *arrays[1:]) if taken else arrays
     at = [x if x is None else x.data_ptr() for x in flat]
     odd = tuple([x if x is None else x % 16 for x in at])

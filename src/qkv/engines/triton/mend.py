@@ -18,7 +18,7 @@ from qkv.engines.triton.operators import operator
 from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays
-from qkv.engines.triton.tiles import bounds, fetch, finite, launched
+from qkv.engines.triton.tiles import bounds, fetch, finite, launched, wait
 from qkv.engines.triton.to_queries import queries_tiles
 from qkv.engines.triton.weigh import Back, kept_of, left_over
 from qkv.errors import ArgumentError
@@ -34,6 +34,7 @@ def _head_of(out, parts, steps, z, F):
     head = tl.cast(lane % z.heads, tl.int64)
     out += batch * steps.o_b + head * steps.o_h
     column = tl.arange(0, F.BLOCK_D)
+    wait(F)
     last = out + (z.n - 1) * tl.cast(steps.o_n, tl.int64)
     x = tl.load(last + column, mask=column < F.D, other=0.0)
     return lane, batch, head, out, tl.max((finite(x) == 0).to(tl.int32), 0) == 0
@@ -111,13 +112,14 @@ def _mend(
 
     The first of the arrays is the output; the strides are those of the others.
     """
-    lanes = call.b * call.h
+    lanes, early = call.b * call.h, launch.copy_engine(call.query.device)
 
     def run(tile: Tile) -> None:
+        tile = tile._replace(early=early)
         tiles = -(-call.n // tile.rows)
         parts = max(min(launch.processors(call.query.device) // lanes, tiles), 1)
         facts = call.facts | PLAIN | {"ROWS": tile.rows, "COLS": tile.cols}
-        facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide}
+        facts |= {"BLOCK_W": call.block_w(tile, wide), "WIDE": wide, "EARLY": early}
         sizes = (call.sizes(), parts, *strides)
         call.start(kernel, lanes * parts, arrays, arrays[0], sizes, facts, tile)
 

@@ -73,6 +73,15 @@ def listed(counts, tile, lengths):
 
 
 @triton.jit
+def wait(F):
+    """Until the launch before this one has ended, where this one may have been started earlier."""
+    if F.EARLY:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def clamp(x, lo, hi):
     return tl.minimum(tl.maximum(x, lo), hi)
 
