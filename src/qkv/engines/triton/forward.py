@@ -21,7 +21,7 @@ from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.place import even, left_out, product, rows_in, rows_program, scored, tile_of
 from qkv.engines.triton.records import NarrowSizes
 from qkv.engines.triton.tiles import INFINITY, LN2, LOG2E, NONE, launched
-from qkv.engines.triton.weigh import chosen, weigh
+from qkv.engines.triton.weigh import chosen, sound, weigh
 
 
 @triton.jit
@@ -144,10 +144,10 @@ def pool(
         there += spot.row * tl.cast(even(steps.o_n, F), tl.int64)
         lines = tl.cast(lanes, tl.int64) * rows_n
         share = finish(top, total, line, spot.inside, lse, kept, lines, F)
-    odd = 0
+    odd = False
     if F.LOWER or F.UPPER or F.CUT or F.LAYOUT or F.PAIRS or F.SPARSE:
-        odd = tl.max(tl.max((tiles.finite(acc) == 0).to(tl.int32), 1), 0)
-    if odd > 0:
+        odd = sound(acc) == 0
+    if odd:
         # A value that does not count was multiplied by 0, and may be why the sum is not finite: do
         # it again and look at each, of few columns at a time, which makes for less to compile.
         FEW: tl.constexpr = min(F.BLOCK_D, 64)
