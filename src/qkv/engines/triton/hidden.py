@@ -14,13 +14,13 @@ from qkv.engines.triton import exact, launch
 from qkv.engines.triton.arguments import row_major
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
-from qkv.engines.triton.tiles import launched
+from qkv.engines.triton.tiles import lanes_of, launched
 
 WIDEST = 128
 """Numbers of a row, and units, that a program holds whole."""
 LOOKS = 128
 """Programs of each side."""
-TILE, BACK = launch.Tile(128, 1, 1, 8, 3), launch.Tile(64, 1, 1, 4, 3)
+TILE = launch.Tile(64, 1, 1, 4, 3)
 
 
 @triton.jit
@@ -39,8 +39,9 @@ def _rows_of(x, first, x_b, x_h, x_n, heads, length, rows, F):
     row = first + tl.arange(0, F.ROWS)
     column = tl.arange(0, F.BLOCK_D)[None, :]
     inside = (row < rows)[:, None]
-    lane = row // length
-    at = lane // heads * x_b + lane % heads * x_h + row % length * x_n
+    lane, own = lanes_of(first, length, F.ROWS)
+    at = (lane // heads).to(tl.int64) * x_b + (lane % heads).to(tl.int64) * x_h
+    at += own.to(tl.int64) * x_n
     wide = inside & (column < F.D)
     return tl.load(x + at[:, None] + column, mask=wide, other=0.0), row[:, None], inside
 
@@ -171,13 +172,13 @@ def _back_fake(
     return dquery, dkey, launch.new(w_query, (h * (2 * d + biased),), w_query.dtype)
 
 
-def _facts(w: Tensor, tile: launch.Tile) -> dict[str, Any]:
+def _facts(w: Tensor) -> dict[str, Any]:
     h, d = w.shape
     return {
         "D": d,
         "BLOCK_D": max(launch.power_of_2(d), 16),
         "BLOCK_H": max(launch.power_of_2(h), 16),
-        "ROWS": tile.rows,
+        "ROWS": TILE.rows,
         "LOOKS": LOOKS,
         "PRECISION": "ieee",
     }
@@ -203,9 +204,9 @@ def _hidden_backward(
     parts, columns = launch.new(query, (LOOKS, rest.shape[0])), rest.shape[0]
     arrays = (da, db, query, key, w_query, w_key, dquery, dkey, parts)
     whole = (*_sizes(query, key, w_query.shape[0]), columns)
-    facts = _facts(w_query, BACK) | {"BIASED": biased}
+    facts = _facts(w_query) | {"BIASED": biased}
     with launch.on(query.device):
-        launch.start(_hidden_back_kernel, 2 * LOOKS, arrays, (), whole, facts, BACK)
+        launch.start(_hidden_back_kernel, 2 * LOOKS, arrays, (), whole, facts, TILE)
         exact.folded(parts, None, None, rest)
     return dquery, dkey, rest
 
@@ -222,5 +223,5 @@ def hidden(
     w_query, w_key, bias = (x if x is None else x.contiguous() for x in (w_query, w_key, bias))
     arrays, whole = (query, key, w_query, w_key, bias, a, b, parts), _sizes(query, key, a.shape[-1])
     with launch.on(query.device):
-        launch.start(_hidden_kernel, 2 * LOOKS, arrays, (), whole, _facts(w_query, TILE), TILE)
+        launch.start(_hidden_kernel, 2 * LOOKS, arrays, (), whole, _facts(w_query), TILE)
     return a, b, parts

@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.engines.triton import launch, ops
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
-from qkv.engines.triton.tiles import launched
+from qkv.engines.triton.tiles import lanes_of, launched
 from qkv.errors import DtypeError, ShapeError
 
 TILE = 4096
@@ -69,11 +69,12 @@ def _square_kernel(x, out, factor, x_b, x_h, x_m, heads, length, length_out, row
     """Rows of x (B, H, m, W) as they lie, so that what comes of them follows each other; those of
     one head end with room up to `length_out`."""
     row, _, inside = _place(rows, F)
-    lane = row // length
-    at = lane // heads * x_b + lane % heads * x_h + row % length * x_m
+    lane, own = lanes_of(tl.program_id(0).to(tl.int64) * F.ROWS, length, F.ROWS)
+    at = (lane // heads).to(tl.int64) * x_b + (lane % heads).to(tl.int64) * x_h
+    at += own.to(tl.int64) * x_m
     column = tl.arange(0, F.BLOCK)[None, :]
     y = tl.load(x + at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    at = lane * length_out + row % length
+    at = lane.to(tl.int64) * length_out + own
     tl.store(out + at, factor * tl.sum(y * y, 1), mask=row < rows)
 
 
@@ -112,15 +113,17 @@ def _along(grad: Tensor, x: Tensor, width: int) -> Tensor:
 
 
 def _launch(
-    kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (), *whole: int
-) -> None:
-    """Start a kernel on arrays of x's size, or of a number for each of its rows."""
+    kernel: Any, x: Tensor, arrays: tuple[Tensor, ...], numbers: tuple[float, ...] = (),
+    *whole: int, each: int = TILE,
+) -> None:  # fmt: skip
+    """Start a kernel on arrays of x's size, or of a number for each of its rows, whose programs
+    take so many numbers each."""
     if not x.numel():
         return
     w = x.shape[-1]
     rows = x.numel() // w
     block = launch.power_of_2(w)
-    tall = max(TILE // block, 1)
+    tall = max(each // block, 1)
     tile = launch.Tile(tall, block, block, 4 if block <= TILE else min(block // 1024, 16), 1)
     facts = {"W": w, "ROWS": tall, "BLOCK": block}
     with launch.on(x.device):
@@ -186,5 +189,6 @@ def square(x: Tensor, factor: float) -> Tensor:
     missing = 4 - x.ndim
     strides, (_, heads, length) = (0,) * missing + x.stride()[:-1], (1,) * missing + x.shape[:-1]
     room = out.stride(-3) if out.ndim > 2 else length
-    _launch(_square_kernel, x, (x, out), (factor,), *strides, heads, length, room)
+    sizes = (*strides, heads, length, room)
+    _launch(_square_kernel, x, (x, out), (factor,), *sizes, each=2 * TILE)
     return out

@@ -82,6 +82,15 @@ def wait(F):
 
 
 @triton.jit
+def lanes_of(first, length, ROWS: tl.constexpr):
+    """Which lane of `length` rows each of ROWS from `first` on is in, and which of its rows it is.
+    One division of 64 bits: one for each row would take longer than to read it."""
+    lane = first // length
+    near = (first - lane * length).to(tl.int32) + tl.arange(0, ROWS)
+    return lane.to(tl.int32) + near // length, near % length
+
+
+@triton.jit
 def clamp(x, lo, hi):
     return tl.minimum(tl.maximum(x, lo), hi)
 
