@@ -64,7 +64,6 @@ def attend_backward(
     centred = call.weighting in ("softmax", "topk", "normalized", "entmax")
     broad = call.w > launch.HELD_BACK or call.d > launch.HELD_BACK
     call.facts = call.facts | {"CENTRED": centred}
-    call.described = call.described and not broad
     bent = call.gate_query is not None or call.facts["CAP"]
     fused = call.weighting == "entmax" and for_queries and not broad and not bent
     fused = fused and _parts(call, call.tile("to_queries", call.n))[0] == 1

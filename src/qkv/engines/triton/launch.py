@@ -118,7 +118,9 @@ def tile_of(
             return Tile(64, 64, 64, 4, 3, described=plain)
         return Tile(128, 64, 64, 4, 3, described=ruled)
     if w > HELD_BACK or d > HELD_BACK:
-        return Tile(64, 64, 64, 8, 2) if d > 128 else Tile(128, 64, 64, 4, 3)
+        if d > 128:
+            return Tile(64, 64, 64, 8, 2)
+        return Tile(128, 64, 64, 4, 3, described=name == "to_keys")
     if name == "to_queries":
         return Tile(128, 64, 64, 8, 3) if wide > 64 else Tile(64, 64, 64, 4, 3)
     if ruled and wide <= 64:

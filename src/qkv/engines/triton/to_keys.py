@@ -201,7 +201,8 @@ def to_keys(
     near = tl.arange(0, F.COLS)
     stored = (first + near < z.m) & (first + near < first_key + keys_n)
     here = tl.minimum(near, z.m - 1 - first)
-    key = given.key + batch * steps.k_b + head * steps.k_h + first * tl.cast(steps.k_m, tl.int64)
+    k_m = tl.cast(steps.k_m, tl.int64)
+    key = given.key + batch * steps.k_b + head * steps.k_h + first * k_m
     value = given.value + batch * steps.v_b + head * steps.v_h
     value += first * tl.cast(steps.v_m, tl.int64)
     end = tiles.length_of(given.lengths, batch, z.m)
@@ -243,6 +244,8 @@ def to_keys(
     state = nothing_yet(F)
     ds_line = tl.cast(pair - first_pair, tl.int64) * keys_n + (first - first_key) + near
     at_pairs = here[:, None] * steps.p_m
+    FLAT: tl.constexpr = F.WIDE and F.TMA
+    key = tiles.described(key, z.m - first, k_m, F.W, F.COLS, F.BLOCK_W, FLAT)
     own = Down(
         key, here * steps.k_m, k, v, j, at_pairs, bias, b, end, stored, ds_line, first,
         tiles.width_of(given.width, F),
