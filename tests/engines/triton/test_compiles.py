@@ -120,6 +120,8 @@ def compiled() -> dict[str, list]:
     return {
         "bytes": [len(x.asm["cubin"]) for x in made],
         "names": [x.src.name for x in made],
+        "waits": [x.src.name for x in made if "griddepcontrol.wait" in x.asm["ptx"]],
+        "early": [x.src.name for x in made if x.metadata.launch_pdl],
         "launchers": launchers,
         "told": [told],
     }
@@ -145,6 +147,10 @@ def test_forty_lengths_compile_a_kernel_twice_at_most(found, kind):
 
 def test_the_kernels_are_compiled_for_hopper_without_a_gpu(found):
     assert min(found["compiled"]["bytes"]) > 1000
+
+
+def test_what_is_started_early_waits_by_itself(found):
+    assert found["compiled"]["waits"] == found["compiled"]["early"] == ["mend"]
 
 
 def test_a_launcher_is_built_while_its_kernel_is_compiled(found):
