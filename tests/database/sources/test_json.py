@@ -91,3 +91,17 @@ def test_batches_are_one_table(tmp_path, monkeypatch):
     assert found["a"] == [*range(10)]
     assert found["b1"] == [None] * 5 + ["x"] * 5
     assert seen == sorted(seen) and seen[-1] == 1
+
+
+@pytest.mark.parametrize("around", ['{"data": %s}', '{"count": 2, "next": null, "data": %s}'])
+def test_rows_inside_of_an_object_are_told_of(tmp_path, around):
+    """As many an API sends them: read as it stands, this is one row."""
+    path = tmp_path / "page.json"
+    path.write_text(around % '[{"name": "Li", "age": 34}, {"name": "Hu", "age": 35}]')
+    with pytest.warns(UserWarning, match="one row, whose 'data' is a list of 2 objects: if those"):
+        table = read(path)
+    assert len(table.columns["data"]) == 1
+    path.write_text(
+        '{"name": "Li", "tags": ["a", "b"], "at": [1.5, 2.5], "of": {"a": 1}, "no": []}'
+    )
+    read(path)  # a row of its own, of which nothing is told

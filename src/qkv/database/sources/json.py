@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.database.sources import files
 from qkv.database.sources.table import LONGEST, Table, bounded, check_names, vectors
+from qkv.errors import warn
 from qkv.types import Progress
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -45,11 +46,23 @@ def read(data: bytes, name: str, file: str, progress: Progress | None = None) ->
     if progress is not None:
         progress(len(data), len(data))
     check_names(list(columns), file)
+    _look_inside(columns, file)
     # What JSON has are plain cells as they stand.
     columns = {title: vectors(cells) for title, cells in columns.items()}
     if len(data) > LONGEST:
         columns = {title: bounded(cells, title, file) for title, cells in columns.items()}
     return Table(name, columns)
+
+
+def _look_inside(columns: dict[str, list[Any]], file: str) -> None:
+    """Tell of a table that is one row with the rows in it, as many an API sends them."""
+    for title, cells in columns.items():
+        inner = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else []
+        if len(inner) > 1 and all(isinstance(x, dict) for x in inner):
+            warn(
+                f"{file}: one row, whose {title!r} is a list of {len(inner):,} objects: if those "
+                "are the rows, write that list alone into a file"
+            )
 
 
 def _columns(
