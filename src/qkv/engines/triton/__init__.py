@@ -17,29 +17,17 @@ from qkv.arrays import is_array, namespace, tree
 from qkv.engines import call as calls
 from qkv.engines import streaming
 from qkv.engines.call import Bare, Call
-from qkv.engines.native import no_triton, scale_of
-from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
-from qkv.engines.triton.form import (
-    WEIGHTINGS,
-    bent,
-    cap_of,
-    expanded_form,
-    formed,
-    is_merged,
-    is_moved,
-    is_narrow,
-    lowering,
-    over,
-)
-from qkv.engines.triton.masks import Bounds, band_of, bounds_of, cooled, pairs_of, shifted, unmoved
+from qkv.engines.native import no_triton
+from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads
+from qkv.engines.triton.form import WEIGHTINGS, arrays_of, cap_of, is_expanded, is_moved, lowering
+from qkv.engines.triton.masks import Bounds, bounds_of
 from qkv.masks import is_causal
 from qkv.masks.band import Band
 from qkv.masks.base import Values
 from qkv.scores import Additive, Cosine, Dot, Gaussian, Multiplicative, ScaledDot
-from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
 from qkv.types import Array
-from qkv.weightings import Entmax, Hard, Softmax
+from qkv.weightings import Hard, Softmax
 from qkv.weightings.sparse import Tsallis
 
 NAME = "triton"
@@ -167,76 +155,35 @@ def bind(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
 
     if not interpreted() and not call.fw.tracing(call.query):
         ahead.begun()
-    from qkv.engines.triton import ops, thresholds
-    from qkv.engines.triton.arguments import Numbers
-    from qkv.engines.triton.records import Arrays
-
-    if _is_plain_additive(call):
-        return _together(_additive_of(call))
     if getattr(call.weighting, "straight_through", False):
         return _straight(call)
-    weighting = WEIGHTINGS[type(call.weighting)]
-    found = lowering(call)
-    expanded = is_narrow(call) and isinstance(found[0], Expanded)
+    run = _run_of(call)
 
     def bound(call: Call) -> tuple[Array, Array | None, None]:
-        bounds = bounds_of(call)
-        score: Any = call.score
-        if expanded and not is_array(score.bandwidth) and not is_merged(call):
-            form = expanded_form(call, score.bandwidth)
-        else:
-            call, form = formed(call)
-        temperature: Any = getattr(call.weighting, "temperature", 1.0)
-        share, cap = 1.0 if is_array(temperature) else 1 / temperature, cap_of(call)
-        scale = form.scale * share
-        caps: Any = None
-        if cap < 0:
-            form, caps = bent(call, form)
-            scale = form.scale
-        elif is_array(temperature):  # in float32, whose gradient is that of the temperature
-            form = form._replace(query=over(form.query.float(), temperature))
-        if isinstance(call.weighting, Hard):  # flat: no gradient reaches the scores
-            held: Any = form
-            form = Form(*(x.detach() if is_array(x) else x for x in held))
-            caps = caps if caps is None else caps.detach()
-        (_, heads), few, bias = batch_and_heads(call), key_heads(call), form.bias
-        if form.key.shape[-3:-2] not in ((), (1,), (few,)):  # ψ is each query head's own
-            few = heads
-        if bias is not None:
-            if is_array(temperature) and math.prod(temperature.shape) > 1:  # heads share no more
-                few, bias = heads, calls.share_heads(call, bias)
-            bias = over(bias, temperature)
-        query, key = four_axes(call, form.query, heads), four_axes(call, form.key, few)
-        parts = (
-            rows_of(call, bias, few),
-            rows_of(call, form.gate_query, heads),
-            rows_of(call, form.gate_key, few),
-        )
-        lower, upper, lengths, layout, size, _ = bounds
-        pairs: Any = pairs_of(call, bounds)
-        added = pairs is not None and pairs.is_floating_point()
-        if added and is_array(temperature):
-            pairs = cooled(call, pairs, temperature)
-        if is_moved(call):
-            pairs = shifted(call, pairs, form.offset)
-        elif added and pairs.shape[-1] == 1 and not call.wants_lse:
-            query, pairs = unmoved(query, pairs)
-        value, seed = four_axes(call, call.value, few), call.seed if call.dropout else None
-        numbers = Numbers(
-            scale, weighting, _number(call.weighting), lower, upper, size,
-            is_array(temperature) or cap < 0,
-            share, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
-            cap * share if cap > 0 else cap,
-        )  # fmt: skip
-        arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
-        arrays = arrays._replace(caps=rows_of(call, caps, heads))
-        arrays = thresholds.searched(arrays, numbers)
-        out, lse = _in_parts(value, lambda x: ops.pooled(*arrays._replace(value=x), *numbers))
-        if form.offset is not None and call.wants_lse:
-            lse = lse[..., None] + rows_of(call, over(form.offset, temperature), heads)
-        return _as_asked(call, out, lse)
+        call = calls.seeded(call)  # here, so that a dry run draws none
+        if call.fw.tracing(call.query):
+            return run(call)
+        with ahead.together(partial(_dry, run, call)):  # compiled side by side
+            return run(call)
 
-    return _together(bound)
+    return bound
+
+
+def _run_of(call: Call) -> Callable[[Call], tuple[Array, Array | None, None]]:
+    """The same without a thought of what must be compiled, nor of a seed."""
+    from qkv.engines.triton import ops, thresholds
+
+    if _is_plain_additive(call):
+        return _additive_of(call)
+    expanded = is_expanded(call)
+
+    def run(call: Call) -> tuple[Array, Array | None, None]:
+        arrays, numbers, offset = arrays_of(call, expanded)
+        arrays = thresholds.searched(arrays, numbers)
+        found = _in_parts(arrays.value, lambda x: ops.pooled(*arrays._replace(value=x), *numbers))
+        return _as_asked(call, *found, offset)
+
+    return run
 
 
 def _straight(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
@@ -252,20 +199,6 @@ def _straight(call: Call) -> Callable[[Call], tuple[Array, None, None]]:
             like: Any = soft(replace(call, weighting=kinds[1], value=value))[0]
             out = out + (like - like.detach()).nan_to_num(0.0, 0.0, 0.0)
         return out, None, None
-
-    return bound
-
-
-def _together(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """`run`, whose kernels are compiled side by side, with those of its gradient."""
-    from qkv.engines.triton import ahead
-
-    def bound(call: Call) -> Any:
-        call = calls.seeded(call)  # here, so that a dry run draws none
-        if call.fw.tracing(call.query):
-            return run(call)
-        with ahead.together(partial(_dry, run, call)):
-            return run(call)
 
     return bound
 
@@ -311,8 +244,7 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
     from qkv.engines.triton.operators import PLAIN
 
     arrays: tuple[Any, ...] = (call.query, call.key, call.value)
-    rule, weighting = call.rule, WEIGHTINGS[type(call.weighting)]
-    leaves = tree.leaves(call.fw, call)
+    rule, leaves = call.rule, tree.leaves(call.fw, call)
     if call.fw.needs_gradient(leaves) or any(type(x) not in PLAIN for x in leaves):
         return None
     wide = not 0 < arrays[2].shape[-1] <= WIDEST_VALUE or not arrays[0].shape[-1]
@@ -325,28 +257,42 @@ def direct(call: Call) -> Callable[..., Array | None] | Bare | None:
         return None
     if rule is not None and not (isinstance(rule, Band) and rule.relative):
         return None
-    from qkv.engines.triton import repeat
-
+    score: Any = call.score
     if _is_plain_additive(call):
         from qkv.engines.triton import hidden
 
-        held = [getattr(call.score, name) for name in ("w_query", "w_key", "bias")]
-        if not hidden.knows(*arrays[:2], *held):
-            return None
-        return repeat.additive_by(*_tables(call.query, False), partial(band_of, rule))
-    found = lowering(call)
-    score = found[0]
+        held = [getattr(score, name) for name in ("w_query", "w_key", "bias")]
+        return _additive_again(call) if hidden.knows(*arrays[:2], *held) else None
+    score = lowering(call)[0]
     if type(score) not in (Dot, ScaledDot, Expanded):
         return None
-    form = score.form(call.query, call.key)  # type: ignore[union-attr]
+    form = score.form(call.query, call.key)
     learned = is_array(getattr(call.weighting, "temperature", 1.0)) or is_array(form.scale)
     other = cap_of(call) or (form.bias is not None and is_moved(call))
     if learned or other or form.query is not call.query or form.key is not call.key:
         return None
-    scale = form.scale / getattr(call.weighting, "temperature", 1.0)
-    factor = None if form.bias is None else -scale / 2
-    how = (_number(call.weighting), scale, factor, partial(band_of, rule))
-    return Bare(repeat.Repeat(repeat.plain(weighting, *how)))
+    return Bare(_again(call))
+
+
+def _again(call: Call) -> Callable[..., Any]:
+    """The output of such calls by launches alone, of their arrays in the order of `tree.leaves`."""
+    from qkv.engines.triton.kept import Repeat
+
+    fw, run, count = call.fw, _run_of(call), len(tree.leaves(call.fw, call))
+    hollow = tree.map_arrays(fw, fw.outline, call)  # it must not keep the arrays
+    return Repeat(lambda *arrays: run(tree.rebuild(fw, hollow, arrays[:count]))[0])
+
+
+def _additive_again(call: Call) -> Callable[..., Array | None]:
+    again, tables, at = _again(call), _tables(call.query, False), call.query.get_device()
+
+    def bound(query: Any, key: Any, value: Any, score: Any, *_: Any) -> Array | None:
+        held = [score.w_query, score.w_key, score.v, *([] if score.bias is None else [score.bias])]
+        if any(x.get_device() != at for x in held):  # which no kind tells
+            return None
+        return again(query, key, value, *held, *tables)
+
+    return bound
 
 
 def _in_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, Array]:
@@ -358,11 +304,17 @@ def _in_parts(value: Any, run: Callable[[Any], Any]) -> tuple[Array, Array]:
     return namespace(value).concat([x[0] for x in pooled], axis=-1), pooled[0][1]
 
 
-def _as_asked(call: Call, out: Array, lse: Array) -> tuple[Array, Array | None, None]:
-    """The results with the call's own leading axes, and the log-sum-exp only if it is wanted."""
+def _as_asked(
+    call: Call, out: Array, lse: Array, offset: Array | None = None
+) -> tuple[Array, Array | None, None]:
+    """The results with the call's own leading axes, and the log-sum-exp only if it is wanted, with
+    what each row (B, H, n, 1) has left out."""
     if len(call.lead) != 2:
         out = out.reshape(*call.lead, call.n, out.shape[-1])
-    return out, lse.reshape(*call.lead, call.n, 1) if call.wants_lse else None, None
+    if not call.wants_lse:
+        return out, None, None
+    lse = lse if offset is None else lse[..., None] + offset
+    return out, lse.reshape(*call.lead, call.n, 1), None
 
 
 def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
@@ -385,13 +337,10 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
         return None
     from qkv.engines.triton import ops, weights
 
-    (_, heads), few, scale = batch_and_heads(call), key_heads(call), scale_of(call)
-    query = four_axes(call, call.query, heads)
-    key, value = (four_axes(call, x, few) for x in (call.key, call.value))
-    pairs, times = pairs_of(call, bounds), 1 / call.weighting.temperature
-    how: dict[str, Any] = {"upper": bounds.upper, "pairs": pairs, "times": times}
-    out, lse = ops.attend(query, key, value, scale=scale, **how)
-    alpha = weights.weights(query, key, lse.detach(), scale, mean=mean, **how)
+    arrays, numbers, _ = arrays_of(call, False)
+    out, lse, _ = ops.pooled(*arrays, *numbers)
+    how = (numbers.scale, numbers.upper, mean, arrays.pairs, numbers.times)
+    alpha = weights.weights(arrays.query, arrays.key, lse.detach(), *how)
     lead = call.lead[:-1] if mean else call.lead
     return out.reshape(*call.lead, call.n, -1), alpha.reshape(*lead, call.n, call.m)
 
@@ -399,12 +348,6 @@ def with_weights(call: Call, mean: bool) -> tuple[Array, Array] | None:
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on any device."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def _number(weighting: Any) -> float:
-    """What a sparse weighting must be told: entmax's alpha, or how many keys the others choose."""
-    chosen = weighting.alpha if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
-    return float(chosen)
 
 
 _TABLES: dict[Any, tuple[Array, ...]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
 import triton
@@ -78,18 +78,20 @@ class Arguments:
 
     def __init__(self, *given: Any) -> None:
         arrays, numbers = Arrays(*given[:ARRAYS]), Numbers(*given[ARRAYS:])
-        scale, weighting, alpha, lower, upper, self.layout_size, self.whole, *_ = numbers
+        scale, self.weighting, alpha, lower, upper, layout_size, self.whole, *_ = numbers
         self.query, self.key, self.value = (row_major(x) for x in arrays[:3])
-        self.key_bias, self.gate_key = map(_contiguous_rows, (arrays.key_bias, arrays.gate_key))
-        self.gate_query, row_a, row_b, lengths, layout = (
-            None if x is None else x.contiguous() for x in (arrays.gate_query, *arrays[6:10])
+        self.key_bias, self.gate_key = (
+            x if x is None or x.stride(2) == 1 else x.contiguous()
+            for x in (arrays.key_bias, arrays.gate_key)
+        )
+        self.gate_query, row_a, row_b, lengths, layout, self.caps = (
+            None if x is None else x.contiguous()
+            for x in (arrays.gate_query, *arrays[6:10], arrays.caps)
         )
         self.lengths = None if lengths is None else lengths.to(torch.int32)
         self.layout = None if layout is None else (layout != 0).view(torch.uint8)
         self.pairs, self.seed, self.width = arrays.pairs, arrays.seed, arrays.width
-        self.caps = None if arrays.caps is None else arrays.caps.contiguous()
-        self.support: Any = arrays.lists
-        self.marks: Any = arrays.marks
+        self.support, self.marks = cast(Any, arrays[12:14])
         self.inputs = Arrays(
             self.query, self.key, self.value, self.key_bias, self.gate_query, self.gate_key,
             row_a, row_b, self.lengths, self.layout, self.pairs, self.seed, width=self.width,
@@ -97,40 +99,34 @@ class Arguments:
         )  # fmt: skip
         self.b, self.h, self.n, self.w = self.query.shape
         _, self.hk, self.m, self.d = self.value.shape
-        self.group = self.h // self.hk
-        reach = self.n + self.m
-        self.lower = 0 if lower is None else max(min(lower, reach), -reach)
-        self.upper = 0 if upper is None else max(min(upper, reach), -reach)
-        self.band = (None if lower is None else self.lower, None if upper is None else self.upper)
-        self.weighting, self.floats = weighting, numbers.floats
-        self.dropped = (min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed)
-        self.layout_columns = 0 if layout is None else layout.shape[1]
+        self.group, reach = self.h // self.hk, self.n + self.m
+        self.band = tuple(x if x is None else max(min(x, reach), -reach) for x in (lower, upper))
+        self.floats = numbers.floats
+        self.told = Sizes(
+            self.n, self.m, self.h, self.group, self.n, self.band[0] or 0, self.band[1] or 0,
+            layout_size, 0 if layout is None else layout.shape[1],
+            min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed,
+        )  # fmt: skip
         kind = kind_of(self.pairs)
-        bounds = (lower, upper, lengths, layout, self.pairs)
-        self.masked = any(x is not None for x in bounds)
+        self.masked = any(x is not None for x in (lower, upper, lengths, layout, self.pairs))
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
-        known = [x is not None for x in there]
-        self.facts = _facts(self.w, self.d, self.query.dtype, weighting, alpha, kind, *known)
         self.strides = (
-            *self.query.stride()[:3],
-            *self.key.stride()[:3],
-            *self.value.stride()[:3],
+            *self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3],
             *((0, 0) if self.key_bias is None else self.key_bias.stride()[:2]),
             *((0, 0) if self.gate_key is None else self.gate_key.stride()[:2]),
             *shared_strides(self.pairs),
-        )
+        )  # fmt: skip
         self.along: tuple[int, ...] = (0, 0, 0)
         even, unit = self._even(), 16 // self.query.element_size()
         self.described = launch.copy_engine(self.query.device) and even > 0
         self.quick = 0 if numbers.cap else self._quick(numbers.times)
-        self.facts = self.facts | {
-            "EVEN": unit if even and even % 16 else 1,
-            "QUICK": self.quick > 0,
-            "CAP": numbers.cap,
-        }
+        known = [x is not None for x in there]
+        facts = _facts(self.w, self.d, self.query.dtype, self.weighting, alpha, kind, *known)
+        own = {"EVEN": unit if even and even % 16 else 1, "QUICK": self.quick > 0}
+        self.facts = facts | own | {"CAP": numbers.cap}
         self.plain = self.key_bias is None and self.gate_key is None and not numbers.cap
         plain = self.plain and (kind < 2 or self.quick > 0)
-        self.fold = weighting == "softmax" and plain and scale > 0
+        self.fold = self.weighting == "softmax" and plain and scale > 0
 
     def _quick(self, times: float) -> int:
         """The bytes of a mask's number where softmax trusts its −∞ (`F.QUICK`), and else 0: floats
@@ -211,8 +207,7 @@ class Arguments:
 
     def sizes(self, **own: int) -> Any:
         """What every pass is told: the lengths, the band, the layout, the dropout, and its own."""
-        bounds = (self.lower, self.upper, self.layout_size, self.layout_columns, *self.dropped)
-        return Sizes(self.n, self.m, self.h, self.group, self.n, *bounds)._replace(**own)
+        return self.told._replace(**own)
 
     def walks(self, tile: Tile, splits: int, by_key: bool = False) -> list[Walk]:
         """The loops of a pass: one, or one of tiles without lists (`support`) and one of lists."""
@@ -299,17 +294,14 @@ def row_major(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _contiguous_rows(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.stride(2) == 1 else x.contiguous()
-
-
 def _kinds(call: Arguments, tile: Tile) -> Tensor:
     """(tiles of queries, tiles of keys): 2 where every pair counts, 1 where some do, 0 where none.
 
     A tile that ends beyond the arrays is at most partial, and so is one on the band's edge.
     """
-    layout, size = call.layout, call.layout_size
+    layout, size = call.layout, call.told.size
     assert layout is not None
+    lower, upper = call.band
     sums = torch.nn.functional.pad(layout.to(torch.int32).cumsum(0).cumsum(1), (1, 0, 1, 0))
     edges = []
     for length, block in ((call.n, tile.rows), (call.m, tile.cols)):
@@ -324,10 +316,10 @@ def _kinds(call: Arguments, tile: Tile) -> Tensor:
     some = count > 0
     near = j0[None, :] - i1[:, None]  # the smallest and the largest j − i of the tile
     far = j1[None, :] - i0[:, None]
-    if call.facts["LOWER"]:
-        some &= far >= call.lower
-        full &= near >= call.lower
-    if call.facts["UPPER"]:
-        some &= near <= call.upper
-        full &= far <= call.upper
+    if lower is not None:
+        some &= far >= lower
+        full &= near >= lower
+    if upper is not None:
+        some &= near <= upper
+        full &= far <= upper
     return some.to(torch.int32) + (some & full).to(torch.int32)

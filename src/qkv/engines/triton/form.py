@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 from qkv.arrays import is_array
+from qkv.engines import call as calls
 from qkv.engines.call import Call
+from qkv.engines.triton.axes import batch_and_heads, four_axes, key_heads, rows_of
+from qkv.engines.triton.masks import bounds_of, cooled, pairs_of, shifted, unmoved
 from qkv.scores import Additive, Cosine, Gated, Gaussian, ScaledDot, Score
 from qkv.scores.additive import Separable
 from qkv.scores.base import Form
 from qkv.scores.distance import Expanded
+from qkv.types import Array
 from qkv.weightings import Average, Entmax, Hard, Normalized, Raw, Sigmoid, Softmax, Sparsemax, TopK
 
 WEIGHTINGS = {
@@ -137,15 +142,83 @@ def _widened(x: Any) -> Any:
     return torch.nn.functional.pad(x, (0, -width % step))
 
 
-def expanded_form(call: Call, bandwidth: float) -> Form:
-    """The form of `Expanded` without a centre: its squares are exact enough in float32."""
+def expanded_form(call: Call, bandwidth: float, share: float = 1.0) -> Form:
+    """The form of `Expanded` without a centre: its squares are exact enough in float32. The bias is
+    multiplied by `share`."""
     from qkv.engines.triton import norms
 
     scale = 1 / bandwidth**2
     shown = call.wants_lse or is_moved(call)
     offset = norms.square(call.query, -scale / 2) if shown else None
-    return Form(call.query, call.key, norms.square(call.key, -scale / 2), offset, scale=scale)
+    bias = norms.square(call.key, -scale * share / 2)
+    return Form(call.query, call.key, bias, offset, scale=scale)
 
 
 def is_narrow(call: Call) -> bool:
     return call.fw.dtype(call.query) in ("float16", "bfloat16")
+
+
+def is_expanded(call: Call) -> bool:
+    """Whether it is a Gaussian of 16-bit rows, whose form no numbers decide."""
+    return is_narrow(call) and isinstance(lowering(call)[0], Expanded)
+
+
+def arrays_of(call: Call, expanded: bool) -> tuple[Any, Any, Array | None]:
+    """The call's `records.Arrays` and `arguments.Numbers`, as `ops.pooled` takes them, and what its
+    form leaves out of the log-sum-exp of each row (B, H, n, 1)."""
+    from qkv.engines.triton.arguments import Numbers
+    from qkv.engines.triton.records import Arrays
+
+    bounds, score = bounds_of(call), cast(Any, call.score)
+    expanded = expanded and not is_array(score.bandwidth) and not is_merged(call)
+    if not expanded:
+        call, form = formed(call)
+    weighting: Any = call.weighting
+    temperature: Any = getattr(weighting, "temperature", 1.0)
+    share, cap = 1.0 if is_array(temperature) else 1 / temperature, cap_of(call)
+    if expanded:
+        form = expanded_form(call, score.bandwidth, share)
+    scale = form.scale * share
+    caps: Any = None
+    if cap < 0:
+        form, caps = bent(call, form)
+        scale = form.scale
+    elif is_array(temperature):  # in float32, whose gradient is that of the temperature
+        form = form._replace(query=over(form.query.float(), temperature))
+    if isinstance(weighting, Hard):  # flat: no gradient reaches the scores
+        form = Form(*(x.detach() if is_array(x) else x for x in cast(Any, form)))
+        caps = caps if caps is None else caps.detach()
+    (_, heads), few, bias = batch_and_heads(call), key_heads(call), form.bias
+    if form.key.shape[-3:-2] not in ((), (1,), (few,)):  # ψ is each query head's own
+        few = heads
+    if bias is not None:
+        if is_array(temperature) and math.prod(temperature.shape) > 1:  # heads share no more
+            few, bias = heads, calls.share_heads(call, bias)
+        bias = bias if expanded and not is_array(temperature) else over(bias, temperature)
+    query, key = four_axes(call, form.query, heads), four_axes(call, form.key, few)
+    parts = (
+        rows_of(call, bias, few),
+        rows_of(call, form.gate_query, heads),
+        rows_of(call, form.gate_key, few),
+    )
+    lower, upper, lengths, layout, size, _ = bounds
+    pairs: Any = pairs_of(call, bounds)
+    added = pairs is not None and pairs.is_floating_point()
+    if added and is_array(temperature):
+        pairs = cooled(call, pairs, temperature)
+    if is_moved(call):
+        pairs = shifted(call, pairs, form.offset)
+    elif added and pairs.shape[-1] == 1 and not call.wants_lse:
+        query, pairs = unmoved(query, pairs)
+    value, seed = four_axes(call, call.value, few), call.seed if call.dropout else None
+    chosen = weighting.alpha if isinstance(weighting, Entmax) else getattr(weighting, "k", 1)
+    numbers = Numbers(
+        scale, WEIGHTINGS[type(weighting)], float(chosen), lower, upper, size,
+        is_array(temperature) or cap < 0,
+        share, call.dropout, heads if len(call.lead) > 1 else math.prod(call.lead),
+        cap * share if cap > 0 else cap,
+    )  # fmt: skip
+    arrays = Arrays(query, key, value, *parts, None, None, lengths, layout, pairs, seed)
+    offset = form.offset if call.wants_lse else None
+    offset = rows_of(call, None if offset is None else over(offset, temperature), heads)
+    return arrays._replace(caps=rows_of(call, caps, heads)), numbers, offset
