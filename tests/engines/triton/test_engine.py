@@ -290,3 +290,14 @@ def test_a_nan_behind_the_causal_mask_stays_there(place):
     value[:, :, place] = float("nan")
     out = qkv.attend(query, key, value, mask=masks.causal, engine="triton")
     assert out[:, :, :place].isfinite().all() and out[:, :, place:].isnan().all()
+
+
+@pytest.mark.parametrize("score", ["dot", "additive"])
+def test_autocast_casts(score):
+    arrays = [torch.randn(1, 2, 5, 16, device=DEVICE) for _ in "qkv"]
+    if score == "additive":
+        shapes = ((4, 16), (4, 16), (4,))
+        score = scores.Additive(*[torch.randn(x, device=DEVICE) for x in shapes])
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, lse = qkv.attend(*arrays, score=score, engine="triton", return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

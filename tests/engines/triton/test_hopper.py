@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import qkv
-from qkv.engines.triton import forward, launch, norms, ops
+from qkv.engines.triton import forward, launch, norms
 from qkv.engines.triton.arguments import Arguments
 from qkv.engines.triton.records import ARRAYS
 from qkv.scores import Gaussian
+from tests.engines.triton import formulas
 
 hopper = pytest.importorskip("qkv.engines.triton.hopper", reason="this Triton has another Gluon")
 
@@ -69,9 +70,11 @@ def test_what_fits_is_handed_over(monkeypatch):
 
     monkeypatch.setattr(forward, "_hopper", lambda device: Stand)
     query, key, value = arrays_of(n=8, m=8, w=16, d=16, dtype=torch.float32)
-    out, lse = ops.attend(query, key, value, scale=0.5, key_bias=norms.square(key, -0.25)[..., 0])
+    out, lse = formulas.attend(
+        query, key, value, scale=0.5, key_bias=norms.square(key, -0.25)[..., 0]
+    )
     assert (out == torch.tensor(0.5 * 1.4426950408889634)).all() and (lse == 1).all()
-    out, _ = ops.attend(query, key, value, scale=0.5)
+    out, _ = formulas.attend(query, key, value, scale=0.5)
     assert out.std() > 0
 
 
@@ -106,7 +109,7 @@ def test_beside_float64(shape, dtype, monkeypatch):
     close = 4e-3 if dtype == torch.bfloat16 else 6e-4
     assert (found[0].double() - want).norm() < close * want.norm()
     key, scale = arrays[1], 3.4**-2
-    _, lse = ops.attend(*arrays, scale=scale, key_bias=norms.square(key, -scale / 2)[..., 0])
+    _, lse = formulas.attend(*arrays, scale=scale, key_bias=norms.square(key, -scale / 2)[..., 0])
     keys = key.double().repeat_interleave(h // hk, 1)
     scores = scale * (arrays[0].double() @ keys.mT - keys.square().sum(-1)[..., None, :] / 2)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-5)

@@ -102,7 +102,7 @@ def test_what_it_does_not_is_launched_at_once(kernel, at, other):
 @pytest.mark.parametrize("weighting", ["softmax", "entmax"])
 def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     """In other places, but of no other shape or scale."""
-    from qkv.engines.triton import forward, ops
+    from qkv.engines.triton import forward
 
     monkeypatch.setattr(forward, "pool", kernel)
     monkeypatch.setattr(launch, "processors", lambda device: 1)
@@ -111,7 +111,7 @@ def test_a_call_of_a_known_kind_is_one_launch(kernel, monkeypatch, weighting):
     def attend(scale=0.3, **shape):
         given = formulas.arrays_of(**{"b": 1, "h": 2, "n": 32, "m": 48, "w": 16, "d": 16} | shape)
         rows = {} if weighting == "softmax" else {"alpha": 1.5, "row_a": torch.zeros(1, 2, 32)}
-        out, lse = ops.attend(**given, scale=scale, weighting=weighting, **rows)
+        out, lse = formulas.attend(**given, scale=scale, weighting=weighting, **rows)
         return out, lse, given
 
     attend(scale=0.7), attend()

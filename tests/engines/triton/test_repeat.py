@@ -34,6 +34,7 @@ from qkv.engines.triton import (
     weigh,
     weights,
 )
+from tests.engines.triton import formulas
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
 
@@ -425,7 +426,7 @@ def test_repair_keeps_nothing(counted):
     for seed in range(4):
         q, k, v = arrays_of(seed, 20, 20, dtype=torch.float32)
         v[0, 1, 12, 3] = torch.nan
-        want, _ = qkv.engines.triton.ops.attend(q, k, v, scale=0.25, upper=0)
+        want, _ = formulas.attend(q, k, v, scale=0.25, upper=0)
         out = torch.where(torch.isnan(v).any((2, 3))[..., None, None], torch.nan, want)
         mend.repair(out, q, k, v, 0.25)
         torch.testing.assert_close(out, want, equal_nan=True)

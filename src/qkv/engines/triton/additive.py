@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import exact, features, forward, gradients, launch, ops
+from qkv.engines.triton import exact, features, forward, gradients, launch
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.features import Known
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.records import Arrays
-from qkv.errors import ShapeError
 
-WIDEST_VALUE = 256
 ROOM = 128 * 2**20
 """Bytes of features and of their gradients that the way back holds at once."""
 
@@ -35,10 +33,6 @@ def additive(
     of that precision would cost more than they save. Masks are those of `exact.Exact`, the parts
     those of `features.reach_of`.
     """
-    a, b, value = ops.cast(a, b, value)
-    ops.check("a", a, "b", b, value, WIDEST_VALUE)
-    if v.shape != a.shape[3:]:
-        raise ShapeError(f"a {tuple(a.shape)} and v {tuple(v.shape)} do not go together")
     by = (None, None) if a.dtype == torch.float32 else (table, grid)
     out, lse, *_ = _additive(a, b, v, value, *by, lower, upper, lengths, parts)
     return out, lse

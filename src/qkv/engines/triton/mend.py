@@ -15,7 +15,6 @@ from qkv.engines.triton.forward import finish, nothing, pool_tiles, put
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.operators import operator
-from qkv.engines.triton.ops import WIDEST_VALUE, check
 from qkv.engines.triton.place import keys_of, place
 from qkv.engines.triton.records import Arrays
 from qkv.engines.triton.tiles import bounds, fetch, finite, launched, wait
@@ -161,7 +160,6 @@ def heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -
     n, m = query.shape[2], key.shape[2]
     if m > n:
         raise ArgumentError(f"the last of {n} queries must see all keys: pass the first {n} of {m}")
-    check("query", query, "key", key, value, WIDEST_VALUE)
     kept: Tensor = _heal(out, query, key, value, scale)
     return kept
 

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, ops
+from qkv.engines.triton import launch
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.tiles import lanes_of, launched
 from qkv.errors import DtypeError, ShapeError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 TILE = 4096
 """Numbers that a program takes, unless one row is wider."""
@@ -87,7 +89,7 @@ def _square_slope_kernel(g, x, dx, factor, rows, F: tl.constexpr):
 
 
 def _check(x: Tensor) -> None:
-    if x.dtype not in ops.DTYPES:
+    if x.dtype not in DTYPES:
         raise DtypeError(f"x must be bfloat16, float16 or float32, not {x.dtype}")
     if x.ndim == 0:
         raise ShapeError("x must have an axis of rows' width, not none")

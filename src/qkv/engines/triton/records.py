@@ -47,7 +47,7 @@ def facts_of(named: dict[str, Any]) -> Facts:
 
 class Arrays(NamedTuple):
     """The arrays of a call, as the operators take them; those that may be None are told of in
-    `ops.attend`."""
+    `ops`."""
 
     query: Tensor
     key: Tensor

@@ -77,7 +77,7 @@ def _fake(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @operator(_fake, schema=f"({GIVEN}, bool listed) -> (Tensor, Tensor, Tensor, Tensor)")
 @by_launches
 def found(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`row_a` and `row_b` of `ops.attend`, whose arguments these are, without a gradient; then
+    """`row_a` and `row_b` of `ops.pooled`, whose arguments these are, without a gradient; then
     `lists` and `marks` of `support`, if they are to be `listed`, or else empty.
 
     query (B, H, n, w), key (B, Hₖ, m, w) → (B, H, n). For entmax, alpha is in (1, 2] and row_a the

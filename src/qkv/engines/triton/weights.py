@@ -68,7 +68,7 @@ def weights(
 ) -> Tensor:  # fmt: skip
     """query (B, H, n, d), key (B, Hₖ, m, d), lse (B, H, n) → (B, n, m), or of heads (B, H, n, m).
 
-    With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `ops.attend`.
+    With `upper` the pair i, j counts if j − i ≤ upper; `pairs` are those of `ops`.
     The gradient is the whole one: that of the log-sum-exp, which must be the one of these scores,
     is part of it.
     """
