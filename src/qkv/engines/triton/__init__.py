@@ -76,9 +76,12 @@ def cannot(call: Call) -> str | None:
     found = lowering(call)
     if isinstance(found, str):
         return found
-    temperature = getattr(call.weighting, "temperature", 1.0)
+    temperature: Any = getattr(call.weighting, "temperature", 1.0)
     if is_array(temperature):
-        return _untempered(call, temperature)
+        many = math.prod(temperature.shape) * math.prod(getattr(call.bias, "shape", (0,)))
+        if many > WIDEST_RULE:
+            return f"a float mask for each temperature is an array of more than {WIDEST_RULE} pairs"
+        return None
     if call.fw.shape(call.query)[-1] > WIDEST:
         return f"vectors are wider than {WIDEST} numbers"
     return None
@@ -104,14 +107,6 @@ def _unread(call: Call, bounds: Bounds) -> str | None:
     pairs = max([0, *[math.prod(lead) for lead in leads]]) * call.n * call.m
     if pairs > WIDEST_RULE:
         return f"the mask is one of {pairs} pairs: as an array the kernels read {WIDEST_RULE}"
-    return None
-
-
-def _untempered(call: Call, temperature: Array) -> str | None:
-    """Why scores cannot be divided by this temperature."""
-    shape = tuple(temperature.shape)
-    if call.bias is not None and math.prod(shape) * math.prod(call.bias.shape) > WIDEST_RULE:
-        return f"a float mask for each temperature is an array of more than {WIDEST_RULE} pairs"
     return None
 
 

@@ -44,7 +44,12 @@ def _bounds(call: Call, rule: Mask) -> Bounds:
             two = Bounds(rules=(rule.two,))
         return _both(one, two)
     if isinstance(rule, Band) and rule.relative:
-        return Bounds(*band_of(rule, call.n, call.m))
+        shift, left, right = rule.offset, rule.left, rule.right
+        if shift is None:
+            shift = call.m - call.n if rule.align == "bottom_right" else 0
+        return Bounds(
+            None if left is None else shift - left, None if right is None else shift + right
+        )
     if isinstance(rule, Lengths) and call.lead and len(rule.valid.shape) == 1:
         valid = torch.as_tensor(rule.valid, dtype=torch.int32, device=device)
         batch, _ = batch_and_heads(call)
@@ -111,17 +116,6 @@ def _own_axes(call: Call, x: Any) -> Any:
     if math.prod(x.shape[:-3]) > 1 and len(call.lead) > 2:
         x = x.expand(*call.lead[:-1], *x.shape[-3:])
     return x.reshape(-1, *x.shape[-3:])
-
-
-def band_of(rule: Any, n: int, m: int) -> tuple[int | None, int | None]:
-    """The least and the largest j − i that count; None sets no bound."""
-    if rule is None:
-        return None, None
-    shift = rule.offset
-    if shift is None:
-        shift = m - n if rule.align == "bottom_right" else 0
-    left, right = rule.left, rule.right
-    return None if left is None else shift - left, None if right is None else shift + right
 
 
 def _both(one: Bounds, two: Bounds) -> Bounds:

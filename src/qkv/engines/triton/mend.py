@@ -129,13 +129,6 @@ def _heal_fake(out: Tensor, query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
-@operator(_heal_fake, mutates=("out",))
-def _heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    kept = _heal_fake(out, query)
-    repair(out, query, key, value, scale, kept)
-    return kept
-
-
 @by_launches
 def repair(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None = None
@@ -146,10 +139,11 @@ def repair(
         _mend(call, mend, (out, kept), call.w > launch.HELD)
 
 
+@operator(_heal_fake, mutates=("out",))
 def heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Repair in place the output of a kernel that multiplies what a causal mask rules out by 0.
 
-    out (B, H, n, d), arguments as in `attend`, with softmax and j ≤ i. A value that is not finite
+    out (B, H, n, d), arguments as in `ops`, with softmax and j ≤ i. A value that is not finite
     makes NaN of rows that must not see it. The last row sees every key, so a head is spoiled only
     if its last row is not finite; the other heads are not touched. Without a synchronisation: every
     program looks at its head's last row. That row sees the value by right and does not become
@@ -160,7 +154,8 @@ def heal(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float) -
     n, m = query.shape[2], key.shape[2]
     if m > n:
         raise ArgumentError(f"the last of {n} queries must see all keys: pass the first {n} of {m}")
-    kept: Tensor = _heal(out, query, key, value, scale)
+    kept = _heal_fake(out, query)
+    repair(out, query, key, value, scale, kept)
     return kept
 
 
