@@ -107,7 +107,7 @@ class Arguments:
             layout_size, 0 if layout is None else layout.shape[1],
             min(int(numbers.dropout * 2**31), 2**31 - 1), numbers.hashed,
         )  # fmt: skip
-        kind = kind_of(self.pairs)
+        kind = 0 if self.pairs is None else 1 + self.pairs.is_floating_point()  # `F.PAIRS`
         self.masked = any(x is not None for x in (lower, upper, lengths, layout, self.pairs))
         there = (lower, upper, self.key_bias, self.gate_key, layout, self.seed)
         self.strides = (
@@ -237,14 +237,9 @@ class Arguments:
         return at.contiguous(), counts.contiguous(), at.shape[1]
 
 
-def kind_of(pairs: Tensor | None) -> int:
-    """What kernels know as PAIRS: 1 for booleans, 2 for floats."""
-    return 0 if pairs is None else 2 if pairs.is_floating_point() else 1
-
-
 def laid(pairs: Tensor | None) -> bool:
     """Whether the copy engine reads tiles of a float mask: its rows begin at 16 bytes."""
-    if pairs is None or kind_of(pairs) != 2:
+    if pairs is None or not pairs.is_floating_point():
         return False
     b, h, n, m = shared_strides(pairs)
     even = (b | h | n) * pairs.element_size() % 16 == 0 and pairs.data_ptr() % 16 == 0
