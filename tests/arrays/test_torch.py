@@ -142,3 +142,21 @@ def test_numbers_of_a_mask_go_to_the_device_of_the_query(arrays, make, how):
 
     function = torch.compile(call, backend="eager") if how == "compiled" else call
     assert function(*far).is_meta
+
+
+@pytest.mark.parametrize("mkl", [False, True])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
+def test_products_of_short_matrices(lead, mkl, monkeypatch):
+    """x yᵀ as it is and by a copy, with derivatives of both orders, for one y and for many."""
+    from qkv.arrays import torch as adapter
+
+    monkeypatch.setattr(adapter, "MKL", mkl)
+    inner, chance = adapter.FRAMEWORK.inner, np.random.default_rng(0)
+    x, y = (chance.normal(size=(*shape, 2)) for shape in ((2, 3, 12), (*lead, 3)))
+    given = [torch.as_tensor(part) for part in (x, y)]
+    np.testing.assert_allclose(inner(*given), x @ y.swapaxes(-1, -2), atol=1e-12)
+    one, other = (part.clone().requires_grad_() for part in given)
+    for pair in ((one, other), (one, given[1]), (given[0], other)):
+        np.testing.assert_allclose(inner(*pair).detach(), x @ y.swapaxes(-1, -2), atol=1e-12)
+        assert torch.autograd.gradcheck(inner, pair)
+    assert torch.autograd.gradgradcheck(inner, (one[:1, :1], other[..., :1, :]))

@@ -353,12 +353,12 @@ def test_a_number_under_a_mask_spoils_no_gradient_beside_weights(at, number):
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("mkl", [False, True])
 @pytest.mark.parametrize("mask", [None, masks.causal], ids=str)
-@pytest.mark.parametrize("n", [3, 16, 140])
+@pytest.mark.parametrize("n", [3, 16, 190])
 def test_weights_of_keys_that_were_copied_for_the_product(n, mask, mkl, learned, monkeypatch):
     torch = pytest.importorskip("torch")
-    from qkv.engines.native import weights
+    from qkv.arrays import torch as adapter
 
-    monkeypatch.setattr(weights, "MKL", mkl)
+    monkeypatch.setattr(adapter, "MKL", mkl)
     chance = torch.Generator().manual_seed(n)
     packed = torch.randn(2, n, 9, 4, generator=chance, dtype=torch.float64).transpose(1, 2)
     given = [x.requires_grad_(learned) for x in packed.split(3, 1)]

@@ -67,7 +67,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 MKL: bool = torch.backends.mkl.is_available()
 """Whether MKL makes the products of matrices; where OpenBLAS does, one of short matrices of which
-the second is transposed takes eight times as long as with a copy of it."""
+the second is transposed takes many times as long as with a copy of it."""
+
+FEW, SHORT = 12, 2**15
+"""Rows from which on, and numbers of a product up to which, that copy pays."""
 
 
 def finite(*arrays: Array) -> bool:
@@ -83,6 +86,13 @@ def finite(*arrays: Array) -> bool:
         return True
     finally:
         _record(records)
+
+
+def copied(x: Array, y: Array) -> bool:
+    """Whether x yᵀ is sooner made of a copy of yᵀ."""
+    if MKL or not x.is_cpu or x.dtype in HALF or _wraps(x) or _wraps(y):
+        return False
+    return FEW <= x.shape[-2] <= SHORT // max(y.shape[-2], 1) and not _tracing()
 
 
 def survivors(like: Array, p: float) -> tuple[Array, float]:
@@ -237,7 +247,12 @@ class Torch(Framework):
         return steps if type(start) is int and start == 0 else steps + start
 
     def inner(self, query: Array, key: Array) -> Array:
-        return query @ key.mT
+        if not copied(query, key):
+            return query @ key.mT
+        if not self.needs_gradient((query, key)):
+            return query @ key.mT.contiguous()
+        alike = query.shape[:-2] == key.shape[:-2]
+        return _Inner.apply(query, key) if alike else query @ key.mT
 
     def dot(self, x: Array, vector: Array) -> Array:
         return x @ vector
@@ -380,6 +395,21 @@ class Torch(Framework):
         if self.tracing(leaves[0]):
             return reference(*leaves)
         return tuple(_Custom.apply(forward, backward, reference, *leaves))
+
+
+class _Inner(torch.autograd.Function):
+    """x yᵀ by a copy of yᵀ, of whose gradients none has a second matrix that is transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Array, y: Array) -> Array:
+        ctx.save_for_backward(x, y)
+        return x @ y.mT.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Array) -> Any:
+        (x, y), (slope,) = ctx.saved_tensors, gradients
+        wants_x, wants_y = ctx.needs_input_grad
+        return slope @ y if wants_x else None, slope.mT @ x if wants_y else None
 
 
 class _Custom(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qkv.arrays.torch import MKL, finite
+from qkv.arrays.torch import copied, finite
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
@@ -17,9 +17,6 @@ from qkv.types import Array, Arrays, Slopes
 
 BLOCK = 2**20
 """Weights of all heads that are held at once where only their mean is wanted."""
-
-FEW, SHORT = 12, 2**14
-"""Queries from which on, and scores of a head up to which, a copy of the keys pays without MKL."""
 
 
 def is_alike(call: Call) -> bool:
@@ -56,7 +53,7 @@ def _masked(
     query, key = query.reshape(-1, n, d), key.reshape(-1, m, d)
     value = value.reshape(-1, m, value.shape[-1])
     bias = live.to(query.dtype).log_()  # 0, or −∞
-    s = torch.baddbmm(bias, query, key.mT if learning else _turned(key, n), alpha=scale)
+    s = torch.baddbmm(bias, query, key.mT if learning else _turned(query, key), alpha=scale)
     alpha = torch.softmax(s, -1)
     out = torch.bmm(alpha, value)
     # What leaks is NaN, and so is the row of a query that is not finite. Of such a key all scores
@@ -169,13 +166,12 @@ def _alpha(query: Array, key: Array, lse: Array, scale: float, average: bool) ->
 
 
 def _exponentials(query: Array, key: Array, lse: Array, scale: float) -> Array:
-    return (query * scale @ _turned(key, query.shape[-2])).sub_(lse[..., None]).exp_()
+    return (query * scale @ _turned(query, key)).sub_(lse[..., None]).exp_()
 
 
-def _turned(key: Array, n: int) -> Array:
-    """Kᵀ, for a product with n queries whose gradient nobody wants."""
-    short = not MKL and n >= FEW and n * key.shape[-2] <= SHORT
-    return key.mT.contiguous() if short else key.mT
+def _turned(query: Array, key: Array) -> Array:
+    """Kᵀ, for a product with queries whose gradient nobody wants."""
+    return key.mT.contiguous() if copied(query, key) else key.mT
 
 
 def _slopes(
