@@ -425,6 +425,22 @@ def test_one_step_of_training_is_that_of_keras() -> None:
         assert before.shape != (4, 2, 3) or np.abs(ours - before).max() > 1e-3
 
 
+@pytest.mark.parametrize("mode", ["dot", "concat"])
+def test_one_step_of_the_scales_of_keras(mode: str) -> None:
+    x, y = numbers(4, 5, 4), numbers(4, 5, 4)
+    stepped = []
+    for kind in (keras.layers.Attention, Attention):
+        inputs = keras.Input((None, 4))
+        model = keras.Model(inputs, kind(use_scale=True, score_mode=mode)([inputs, inputs]))
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        model.fit(x, y, batch_size=4, verbose=0)
+        stepped.append(model.get_weights())
+    assert len(stepped[0]) == (2 if mode == "concat" else 1)
+    for theirs, ours in zip(*stepped, strict=True):
+        close(ours, theirs)
+        assert ours != 1
+
+
 def test_a_query_with_nothing_to_attend_to_gets_0() -> None:
     x = numbers(2, 4, 4)
     mask = np.ones((2, 4, 4), bool)

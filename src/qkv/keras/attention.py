@@ -212,8 +212,9 @@ class Attention(AttentionLayer):
         if self.score_mode != "concat":
             return () if self.scale is None else (self.scale,)
         *eyes, one = (x for _, x in arrays(self._score))
-        scale = 1.0 if self.scale is None else self.scale
-        return *(x * scale for x in eyes), one * self.concat_score_weight
+        if self.scale is not None:
+            eyes = [ops.multiply(self.scale, x) for x in eyes]
+        return *eyes, ops.multiply(self.concat_score_weight, one)
 
     def call(
         self,
