@@ -95,7 +95,9 @@ def tile_of(
             return Tile(block, 64, 32, 4, 2)
         if wide > 128:
             return Tile(block, 32, 64, 4, 3)
-        return Tile(16, 256, 64, 8, 2, 1, True) if block == 16 else Tile(block, 64, 64, 4, 3)
+        if block == 16:
+            return Tile(16, 256, 64, 8, 2, 1, True)
+        return Tile(block, 128, 64, 8, 3, 1, True) if wide > 64 else Tile(block, 64, 64, 4, 3)
     if name == "to_pairs":
         if size == 4:
             return Tile(64, 64 if wide > HELD_BACK else 32, 32, 4, 2)
