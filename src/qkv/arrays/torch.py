@@ -92,7 +92,8 @@ def copied(x: Array, y: Array) -> bool:
     """Whether x yᵀ is sooner made of a copy of yᵀ."""
     if MKL or not x.is_cpu or x.dtype in HALF or _wraps(x) or _wraps(y):
         return False
-    return FEW <= x.shape[-2] <= SHORT // max(y.shape[-2], 1) and not _tracing()
+    # A graph that looked at lengths would be one for each side of them.
+    return not _tracing() and FEW <= x.shape[-2] <= SHORT // max(y.shape[-2], 1)
 
 
 def survivors(like: Array, p: float) -> tuple[Array, float]:
