@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from qkv import masks
 from qkv.arrays import framework
-from qkv.arrays.torch import RARE, apart, survivors
+from qkv.arrays.functions import apart
+from qkv.arrays.torch import RARE, survivors
 from qkv.engines import call as calls
 from qkv.engines import dense, native
 from qkv.engines.call import Call
