@@ -244,6 +244,18 @@ def test_an_argument_of_others_is_told_where_it_goes(word) -> None:
         NAMES.ask("Li", k=2)
 
 
+def test_a_database_names_no_argument_that_it_has_not() -> None:
+    """It has no mask, so that none is advised; and its doors say the same."""
+    numbers = qkv.Database({1.0: 2.0, 2.0: 3.0})
+    for door in (numbers.ask, numbers.attend):
+        with pytest.raises(TypeError, match=r"'is_causal'. Known: confidence, score"):
+            door(np.array([1.2]), is_causal=True)
+        with pytest.raises(TypeError, match=r"'mask': pass where="):
+            door(np.array([1.2]), mask=None)
+        with pytest.raises(TypeError, match=r"Softmax\(temperature\)"):
+            door(np.array([1.2]), temperature=2)
+
+
 def test_an_attribute_is_told_once(tmp_path) -> None:
     """Python adds what it finds nearest where it knows the module."""
     code = [sys.executable, "-c", "import qkv; qkv.mask"]

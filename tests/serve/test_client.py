@@ -145,6 +145,12 @@ def test_an_answer_is_the_same_as_in_process(
     assert_same(client.ask(kept.path.stem, query, **how), kept.ask(query, **how))
 
 
+def test_an_argument_of_others_is_told_where_it_goes_as_in_process(client: Client) -> None:
+    for door in (client["keyed"].ask, client["keyed"].attend):
+        with pytest.raises(TypeError, match=r"'temperature': pass weighting="):
+            door(np.zeros(4), **{"temperature": 2})
+
+
 @pytest.mark.parametrize("kept", ["books"], indirect=True)
 def test_a_list_gives_a_list(client: Client, kept: Database) -> None:
     queries = ["dune", "maus", "emma"]

@@ -38,6 +38,12 @@ class Asking(How, total=False):
     top: int
 
 
+HERE = {x: step for x, step in ELSEWHERE.items() if step.split("=")[0] in How.__optional_keys__}
+HERE["mask"] = "where=, a condition on the rows"
+FEW = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
+"""Where that goes which `attend` of arrays, or another library, has an argument for."""
+
+
 def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind, names = view.schema.key_kind, view.schema.key
@@ -136,13 +142,16 @@ def differentiable(view: View, query: Array) -> tuple[Array, bool]:
     return found, single
 
 
-def rows_at_most(top: Any, others: Collection[str] = ()) -> None:
-    """Refuse a `top` that is no number of rows, and arguments that `ask` does not have."""
+def known(door: str, given: Collection[str], names: Collection[str]) -> None:
+    """Refuse an argument that a door of a database does not have, and say where it goes here."""
+    few = {"k": FEW} if "top" in names else {}
+    keywords(door, given, names, elsewhere={**HERE, **few})
+
+
+def at_most(top: Any) -> None:
+    """Refuse a `top` that is no number of rows."""
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ArgumentError(f"top must be a number of rows of at least 1, not {top!r}")
-    if others:
-        few = "top=k to name k rows, weighting=weightings.TopK(k) to use no more"
-        keywords("ask()", others, Asking.__optional_keys__, elsewhere={**ELSEWHERE, "k": few})
 
 
 def nearness(tolerance: Any, confidence: Any) -> tuple[float | None, float | None]:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overloa
 
 import numpy as np
 
-from qkv import errors
 from qkv.arrays import is_array, plain
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
 from qkv.database.faults import Closed
-from qkv.database.queries import Asking, How, as_queries, differentiable, nearness, rows_at_most
+from qkv.database.queries import Asking, How, as_queries, at_most, differentiable, known, nearness
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
@@ -277,7 +276,8 @@ class Reading(Closing, Generic[K, V]):
         from qkv import weightings
         from qkv.database import conformal
 
-        rows_at_most(top, other)
+        known("ask()", other, Asking.__optional_keys__)
+        at_most(top)
         alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = as_queries(view, query)
@@ -323,7 +323,7 @@ class Reading(Closing, Generic[K, V]):
         """
         from qkv.database.ask import WORDY
 
-        errors.keywords("attend()", other, How.__optional_keys__)
+        known("attend()", other, How.__optional_keys__)
         view = self._filled()
         if not view.schema.pools:
             raise CombinationError(

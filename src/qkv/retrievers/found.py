@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.answer import Answer, Row
-from qkv.database.queries import How, rows_at_most
+from qkv.database.queries import How, at_most
 from qkv.errors import DtypeError, unknown
 from qkv.told import jsonable
 
@@ -46,7 +46,7 @@ def check(database: Any, top: Any, how: Mapping[str, Any]) -> None:
             f"database must be a qkv.Database or one of a qkv.Client, not {database!r}: "
             "qkv.open(path) opens one, and Client(url)[name] is one of a server"
         )
-    rows_at_most(top)
+    at_most(top)
     for name in how:
         if name not in How.__optional_keys__:
             raise unknown("option of a retriever", name, ["top", "content", *How.__optional_keys__])

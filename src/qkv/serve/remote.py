@@ -67,6 +67,9 @@ class Remote(Closing, Leaving):
 
         Its weights, its spread and `above` are asked for when they are looked at.
         """
+        from qkv.database.queries import Asking, known
+
+        known("ask()", options, Asking.__optional_keys__)
         body = self._body(query, options)
         found = self._transport.read("POST", f"{self._base}/ask", body)
         if isinstance(found, dict):
@@ -114,6 +117,9 @@ class Remote(Closing, Leaving):
 
     def attend(self, query: Any, **options: Unpack[How]) -> np.ndarray:
         """Σᵢ α(q, kᵢ) vᵢ: (n, d) → (n, d_v), (d) → (d_v)."""
+        from qkv.database.queries import How, known
+
+        known("attend()", options, How.__optional_keys__)
         body = self._body(query, dict(options))
         found: np.ndarray = self._transport.read("POST", f"{self._base}/attend", body)["value"]
         return found
