@@ -7,6 +7,7 @@ and functions are part of its structure, as they are of the formula.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ LEAVES = "_leaves_in_trees"
 def register() -> None:
     """Let JAX take the records of new classes apart and put them together."""
     while tree.RECORDS:
-        _register(tree.RECORDS.pop())
+        with suppress(IndexError):  # another thread may have had the last
+            kind = tree.RECORDS.pop()
+            _register(kind)
 
 
 def _register(kind: type) -> None:
