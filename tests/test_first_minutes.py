@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv import scores, weightings
 from qkv.errors import QkvError
 
 X = np.ones((2, 3))
@@ -242,6 +243,72 @@ def test_an_argument_of_others_is_told_where_it_goes(word) -> None:
         NAMES.ask("Li", temperature=2)
     with pytest.raises(TypeError, match=r"ask\(\) got an unexpected .* 'k': .*top=k"):
         NAMES.ask("Li", k=2)
+
+
+LAYERS = {
+    "nn.Attention()": {
+        "temperature": r"Attention got .*'temperature': pass weighting=weightings.Softmax\(temp",
+        "is_causal": r"'is_causal': pass mask='causal' where it is called$",
+        "valid_lens": r"pass mask=masks.lengths\(valid_lens\) where it is called$",
+        "need_weights": r"pass need_weights= where it is called$",
+        "scor": r"'scor': did you mean 'score'\? Known: dropout, score, weighting",
+    },
+    "nn.MultiHeadAttention(8, 2)": {
+        "sigma": r"^MultiHeadAttention got .* pass score=scores.Gaussian\(sigma\)$",
+        "causal": r"pass is_causal=True where it is called$",
+        "attn_mask": r"pass attn_mask= where it is called$",
+        "kv_heads": r"did you mean 'num_kv_heads'",
+    },
+    "nn.Transformer(8, 2, 1, 1)": {"temperature": r"^Transformer got .*Softmax\(temperature\)"},
+    "nn.AdditiveScore(2, 2)": {"hiden": r"^AdditiveScore got .* did you mean 'hidden'"},
+    "keras.Attention()": {
+        "temperature": r"^Attention got .*'temperature': pass weighting=weightings.Softmax\(temp",
+        "is_causal": r"pass use_causal_mask=True where it is called$",
+        "attention_mask": r"pass attention_mask= where it is called$",
+        "dropuot": r"did you mean 'dropout'",
+    },
+    "keras.MultiHeadAttention(2, 4)": {
+        "scale": r"^MultiHeadAttention got .*score=scores.ScaledDot\(scale\)",
+        "num_head": r"did you mean 'num_heads'",
+    },
+    "keras.FeedForward(2)": {"temperature": r"^FeedForward got .*'temperature'\. Known: act"},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_says_where_an_argument_goes(layer) -> None:
+    room = pytest.importorskip(f"qkv.{layer.partition('.')[0]}")
+    name, _, given = layer.partition(".")[2].partition("(")
+    kind, sizes = getattr(room, name), [int(x) for x in given[:-1].split(", ") if x]
+    for word, told in LAYERS[layer].items():
+        with pytest.raises(TypeError, match=told):
+            kind(*sizes, **{word: 1})
+    assert kind(*sizes) is not None
+    with pytest.raises(TypeError, match=r"takes from .* positional"):
+        kind(*[1] * 40)
+
+
+def test_a_score_names_what_it_is_built_with() -> None:
+    for build, told in [
+        (lambda: scores.Gaussian(sigma=2.0), r"Gaussian got an unexpected .*'sigma'.*bandwidth"),
+        (lambda: weightings.Softmax(temprature=2.0), "did you mean 'temperature'"),
+        (lambda: weightings.Entmax(alfa=2.0), "^Entmax got .* did you mean 'alpha'"),
+        (lambda: weightings.TopK(kk=2), "^TopK got .* did you mean 'k'"),
+    ]:
+        with pytest.raises(TypeError, match=told):
+            build()
+    assert inspect.signature(scores.Gaussian).parameters["bandwidth"].default == 1.0
+
+
+@pytest.mark.parametrize("name", ["dot", "cosine", "gaussian", "laplace", "boxcar", "exact"])
+def test_a_formula_of_lists_says_how_they_become_arrays(name) -> None:
+    rows = [[0.0], [1.0]]
+    formula = scores.resolve(name)
+    for given in ((rows, np.array(rows)), (rows, rows)):
+        with pytest.raises(QkvError, match=r"list: pass np.asarray"):
+            formula(*given)
+    with pytest.raises(QkvError, match=r"list: pass np.asarray"):
+        weightings.Softmax()(rows)
 
 
 def test_a_database_names_no_argument_that_it_has_not() -> None:

@@ -11,12 +11,13 @@ imported when a name is met that is not known.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar, overload
 
-from qkv.errors import ArgumentError, DtypeError, unknown
+from qkv.errors import ArgumentError, DtypeError, keywords, unknown
 
 GROUP = "qkv.plugins"
 EDITION = [0]
@@ -45,6 +46,7 @@ ELSEWHERE = {
     "window": "mask=masks.window(window)",
 }
 """What others call an argument, or have as one, and where it goes here."""
+LATER = "where it is called"
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
 
@@ -53,7 +55,7 @@ class Names(dict[str, type[T]], Generic[T]):
     """The classes of one sort by name; `room` is the module they are found in."""
 
     def __init__(self, room: str, base: type[T], **known: type[T]) -> None:
-        super().__init__(known)
+        super().__init__({name: guided(kind) for name, kind in known.items()})
         self.room, self.base, self.what = room, base, base.__name__.lower()
 
     @overload
@@ -150,6 +152,58 @@ class Names(dict[str, type[T]], Generic[T]):
         """What the class of a name takes, one by one."""
         given = inspect.signature(self.find(name)).parameters.values()
         return [p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def guided(kind: Kind) -> Kind:
+    """A class that says of a keyword which it is not built with where that goes.
+
+    >>> @guided
+    ... class Layer:
+    ...     def __init__(self, weighting="softmax"): ...
+    ...     def forward(self, x, is_causal=False): ...
+    >>> Layer(temperature=2)
+    Traceback (most recent call last):
+    TypeError: Layer got an unexpected keyword argument 'temperature': pass \
+weighting=weightings.Softmax(temperature)
+    """
+    init: Any = vars(kind)["__init__"]
+    code = init.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(init)
+    def built(self: Any, *given: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                refuse(self, named, known)
+        init(self, *given, **named)
+
+    kind.__init__ = built  # type: ignore[misc]
+    return kind
+
+
+def refuse(made: object, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse what is not built with: of a layer some goes into an argument that is known, some is
+    said where it is called."""
+    kind = type(made)
+    call = getattr(kind, "call", None) or getattr(kind, "forward", None)
+    called = {p.name: str(p.annotation) for p in by_name(call)}
+    ours = [name for name, told in called.items() if "MaskLike" in told]  # and no other's mask
+    steps = {}
+    for name, step in ELSEWHERE.items():
+        argument = step.partition("=")[0]
+        if argument in known or argument in ours:
+            steps[name] = step if argument in known else f"{step} {LATER}"
+    steps |= {name: f"{name}= {LATER}" for name in called}
+    for name in called:
+        if "causal" in name:
+            steps |= dict.fromkeys(("causal", "is_causal"), f"{name}=True {LATER}")
+    keywords(kind.__name__, given, known, elsewhere=steps)
+
+
+def by_name(method: Any) -> list[inspect.Parameter]:
+    """What a method can be given by name."""
+    given = inspect.signature(method).parameters.values() if inspect.isfunction(method) else []
+    return [p for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
 
 
 def _home(kind: type) -> tuple[str, str]:

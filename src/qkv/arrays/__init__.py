@@ -98,9 +98,10 @@ def of(x: Array) -> Framework:
     """
     found = KNOWN.get(type(x)) or framework_of(x)
     if found is None:
+        step = "pass np.asarray(…)" if isinstance(x, list | tuple) else "convert it first"
         raise DtypeError(
             f"expected an array of {', '.join(sorted(set(ROOTS.values()) - {'strict'}))}, "
-            f"not {type(x).__module__}.{type(x).__qualname__}: convert it first"
+            f"not {type(x).__module__}.{type(x).__qualname__}: {step}"
         )
     return found
 

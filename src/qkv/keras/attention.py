@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -27,12 +27,24 @@ from qkv.keras.scores import (
     start,
     written,
 )
+from qkv.names import by_name, refuse
 from qkv.types import Array, Shape
 
 Config = dict[str, Any]
 
 MODES: dict[str, ScoreConfig] = {"dot": "dot", "concat": "additive"}
 """Keras's names of scores, and ours."""
+
+
+def start_as(layer: Any, init: Callable[..., None], kwargs: Config) -> None:
+    """init(**kwargs) of Keras's own layer; what it does not know is told with where that goes."""
+    try:
+        init(**kwargs)
+    except ValueError as error:
+        if others := [name for name in kwargs if f"'{name}'" in str(error)]:
+            inits = (vars(kind).get("__init__") for kind in type(layer).__mro__)
+            refuse(layer, others, {p.name for own in inits for p in by_name(own)})
+        raise
 
 
 class AttentionLayer(keras.Layer):  # type: ignore[misc]
@@ -49,7 +61,7 @@ class AttentionLayer(keras.Layer):  # type: ignore[misc]
                 f"score is a Keras layer, {type(score).__name__}, whose weights would not be "
                 "trained: pass a score of qkv.scores, whose arrays are"
             )
-        super().__init__(**kwargs)
+        start_as(self, super().__init__, kwargs)
         self.score = named(read(scores, score))
         self.weighting = read(weightings, weighting)
         if not self._makes_score:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from qkv.errors import fraction, sizes, sizes_or_none
-from qkv.keras.attention import Config
+from qkv.keras.attention import Config, start_as
 from qkv.keras.axes import width
 from qkv.types import Shape
 
@@ -41,7 +41,7 @@ class FeedForward(keras.Layer):  # type: ignore[misc]
     ) -> None:
         sizes(hidden=hidden)
         sizes_or_none(d_out=d_out)
-        super().__init__(**kwargs)
+        start_as(self, super().__init__, kwargs)
         self.hidden, self.d_out, self.use_bias = hidden, d_out, use_bias
         self.dropout, self.seed = fraction("dropout", dropout), seed
         self.activation = keras.activations.get(activation)

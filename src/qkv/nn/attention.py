@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from qkv import attention
 from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
+from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
 from qkv.nn.tensors import called_as, check_dtype, check_tensors, check_width
@@ -39,6 +40,7 @@ def attended(
     return (found, None) if weights is None else found
 
 
+@guided
 class Attention(nn.Module):
     """Attention(q, D) = Σᵢ α(q, kᵢ) vᵢ, with any score and weighting, by name or as objects.
 
@@ -105,6 +107,7 @@ class Attention(nn.Module):
         return words(self)
 
 
+@guided
 class SelfAttention(nn.Module):
     """S = softmax(QKᵀ/√d_qk) V, with Q = XW_Q, K = XW_K, V = XW_V.
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from qkv.errors import ArgumentError, keywords, sizes
+from qkv.errors import ArgumentError, sizes
 from qkv.masks import MaskLike
+from qkv.names import refuse
 from qkv.nn.cache import Cache
 from qkv.nn.feedforward import FeedForward, feed
 from qkv.nn.heads import MultiHeadAttention
@@ -42,13 +43,6 @@ class BlockOptions(HeadOptions, total=False):
     bias: bool
     device: Any
     dtype: Any
-
-
-def _known(layer: nn.Module, given: Any, options: Any) -> None:
-    """Refuse what a layer would hand on to one inside, which does not know it either."""
-    for name in given:
-        step = " Say is_causal=True where it is called." if "causal" in name else ""
-        keywords(type(layer).__name__, [name], options.__optional_keys__, step)
 
 
 class TransformerBlock(nn.Module):
@@ -85,7 +79,7 @@ class TransformerBlock(nn.Module):
         **heads: Unpack[HeadOptions],
     ) -> None:
         super().__init__()
-        _known(self, heads, HeadOptions)
+        refuse(self, heads, HeadOptions.__optional_keys__)
         where = {"device": device, "dtype": dtype}
         common = {"dropout": dropout, "bias": bias, "batch_first": True, **where}
         self.norm_first, self.cross = norm_first, cross
@@ -155,7 +149,7 @@ class _Stack(nn.Module):
         self, num_layers: int, d_model: int, nhead: int, norm: bool, cross: bool, block: Any
     ) -> None:
         super().__init__()
-        _known(self, block, BlockOptions)
+        refuse(self, block, BlockOptions.__optional_keys__)
         sizes(num_layers=num_layers)
         self.layers = nn.ModuleList()
         for i in range(num_layers):
@@ -291,7 +285,7 @@ class Transformer(nn.Module):
         **block: Unpack[BlockOptions],
     ) -> None:
         super().__init__()
-        _known(self, block, BlockOptions)
+        refuse(self, block, BlockOptions.__optional_keys__)
         self.encoder = TransformerEncoder(num_encoder_layers, d_model, nhead, norm=True, **block)
         block = drawn(block)
         self.decoder = TransformerDecoder(num_decoder_layers, d_model, nhead, norm=True, **block)

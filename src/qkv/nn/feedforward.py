@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qkv.errors import DtypeError, fraction, sizes, unknown
+from qkv.names import guided
 from qkv.nn.tensors import called_as, check_tensors, check_width
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -18,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@guided
 class FeedForward(nn.Module):
     """FFN(x) = W₂ f(W₁x + b₁) + b₂, at every position: (…, d) → (…, d).
 

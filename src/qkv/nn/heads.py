@@ -16,6 +16,7 @@ from qkv.arrays import framework, tree
 from qkv.attention import projected
 from qkv.errors import ArgumentError, DtypeError, ShapeError, fraction, sizes, sizes_or_none
 from qkv.masks import MaskLike
+from qkv.names import guided
 from qkv.nn.attention import attended, words
 from qkv.nn.cache import Cache
 from qkv.nn.rotary import Rotary, rotary_of
@@ -35,6 +36,7 @@ PLAIN = _kinds(scores.resolve("scaled_dot"), weightings.resolve("softmax"))
 """The score and the weighting of torch's own layer."""
 
 
+@guided
 class MultiHeadAttention(nn.MultiheadAttention):
     """MultiHead(Q, K, V) = [S⁽¹⁾ … S⁽ʰ⁾] W_O, S⁽ⁱ⁾ = Attention(Q W_Q⁽ⁱ⁾, K W_K⁽ⁱ⁾, V W_V⁽ⁱ⁾).
 

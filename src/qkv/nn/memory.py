@@ -13,12 +13,14 @@ from qkv import attention
 from qkv.database.database import Database, open
 from qkv.database.touched import Touched, asked, forget, moves_keys, rewritten, touched
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError, sizes
+from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, told
 from qkv.nn.tensors import called_as, check_tensors
 from qkv.weightings import TopK, WeightingLike
 
 
+@guided
 class Memory(nn.Module):
     """Σᵢ α(q, kᵢ) vᵢ over the rows of a database: query (…, n, h·d) → (…, n, h·d_v), h the heads.
 

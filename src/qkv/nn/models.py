@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qkv import masks
 from qkv.attention import attend
 from qkv.errors import ShapeError, fraction, sizes
+from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.attention import attended, words
 from qkv.nn.scores import GaussianScore, LayerScore, LearnedScore, checked
@@ -19,6 +20,7 @@ from qkv.nn.tensors import called_as, check_tensors
 from qkv.weightings import Sigmoid, WeightingLike
 
 
+@guided
 class BahdanauDecoder(nn.Module):
     """cᵢ = Σⱼ α(sᵢ₋₁, hⱼ) hⱼ, sᵢ = GRU([yᵢ₋₁; cᵢ], sᵢ₋₁), logits = W[sᵢ; cᵢ; yᵢ₋₁].
 
@@ -110,6 +112,7 @@ class BahdanauDecoder(nn.Module):
         return words(self)
 
 
+@guided
 class SqueezeExcitation(nn.Module):
     """out_c = α_c x_c, α_c = σ(q·k_c + b_c), q = relu(W₁z + b₁), z = the mean of x over its places.
 
@@ -154,6 +157,7 @@ class SqueezeExcitation(nn.Module):
         return f"{self.fc1.in_features}, reduction={self.fc1.in_features // self.fc1.out_features}"
 
 
+@guided
 class KernelRegression(nn.Module):
     """f(q) = Σᵢ α(q, kᵢ) vᵢ with α the softmax of −‖(q − k)/σ‖²/2, and σ learned.
 

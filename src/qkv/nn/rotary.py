@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from qkv.errors import ArgumentError, ShapeError
+from qkv.names import guided
 from qkv.nn.tensors import called_as, check_tensors
 
 
+@guided
 class Rotary(nn.Module):
     """Each pair (x₂ᵢ, x₂ᵢ₊₁) of a vector at position p is turned by the angle p · base^(−2i/d).
 

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from qkv import scores
 from qkv.errors import ArgumentError, DtypeError, sizes
+from qkv.names import guided
 from qkv.nn import weightings
 from qkv.nn.tensors import called_as, check_tensors
 from qkv.scores import Score
@@ -98,6 +99,7 @@ def told(score: Any) -> str:
     return type(score).__name__
 
 
+@guided
 class AdditiveScore(LearnedScore):
     """s = vᵀ tanh(W₁q + W₂k + b): a network with one hidden layer.
 
@@ -158,6 +160,7 @@ class Beforehand:
         return replace(self.score.build(dtype), w_key=None)
 
 
+@guided
 class MultiplicativeScore(LearnedScore):
     """s = qᵀWk, with w (d_q, d_k).
 
@@ -181,6 +184,7 @@ class MultiplicativeScore(LearnedScore):
         return f"d_q={self.w.shape[0]}, d_k={self.w.shape[1]}"
 
 
+@guided
 class GatedScore(LearnedScore):
     """s = σ(w_query·q + w_key·k + bias) · score(q, k): a gate on any score, learned ones too.
 
@@ -221,6 +225,7 @@ class GatedScore(LearnedScore):
         return f"d_q={self.w_query.numel()}, d_k={self.w_key.numel()}, score={told(self.score)}"
 
 
+@guided
 class GaussianScore(LearnedScore):
     """s = −‖(q − k)/σ‖²/2 with σ learned: one number, or one for each feature.
 

@@ -12,11 +12,14 @@ from qkv.scores.base import Affine, Form, Lowering, Score, fits, largest, pairs
 from qkv.types import Array, Shape
 
 
-def squared_distance(query: Array, key: Array) -> Array:
-    """‖q − k‖², by differences: the expanded square loses its digits far from the origin."""
-    q, k = pairs(query, key)
+def squared_distance(query: Array, key: Array, width: float | Array) -> Array:
+    """‖q − k‖² / width², by differences: the expanded square loses its digits far from the origin.
+
+    Scaled before it is squared: a narrow width must not underflow."""
+    fw, _ = of(query), of(key)  # a list is refused in our words
+    q, k = pairs(over(query, width), over(key, width))
     difference = q - k
-    return namespace(query).sum(difference * difference, axis=-1)
+    return fw.xp.sum(difference * difference, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,7 @@ class Gaussian(Score):
         positive(self, "bandwidth")
 
     def __call__(self, query: Array, key: Array) -> Array:
-        # Scaled before it is squared: a narrow bandwidth must not underflow.
-        return squared_distance(*(over(x, self.bandwidth) for x in (query, key))) * -0.5
+        return squared_distance(query, key, self.bandwidth) * -0.5
 
     def check(self, query: Shape, key: Shape) -> None:
         super().check(query, key)

@@ -43,8 +43,8 @@ class Modified(Score):
             )
 
     def __call__(self, query: Array, key: Array) -> Array:
+        fw, _ = of(query), of(key)
         n, m = query.shape[-2], key.shape[-2]
-        fw = of(query)
 
         def place(name: str) -> Array:
             size = {"q": n, "k": m}.get(name, 1)

@@ -34,7 +34,7 @@ class Window(Score):
 
     def square(self, query: Array, key: Array) -> Array:
         """r²"""
-        return squared_distance(query / self.width, key / self.width)
+        return squared_distance(query, key, self.width)
 
     @property
     def radial(self) -> bool:

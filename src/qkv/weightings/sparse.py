@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 
 from qkv.arrays import is_array, of, tree
 from qkv.errors import as_float, positive
@@ -63,7 +63,7 @@ class Entmax(Weighting):
     centred = True
     sparse: ClassVar[bool] = True
 
-    def __new__(cls, alpha: float | Array = 1.5) -> Entmax:
+    def __new__(cls, alpha: float | Array = 1.5, **others: Never) -> Entmax:
         quick = isinstance(alpha, Real) and NEAR <= as_float(alpha) <= 2
         return super().__new__(Tsallis if cls is Entmax and not quick else cls)
 
