@@ -319,6 +319,8 @@ def test_the_limit_of_csv_is_put_back(tmp_path):
         (["1.000000000000000056e-01", "2.000000000000000000e+00"], [0.1, 2.0]),
         (["0.10000000000000001", "2.5"], [0.1, 2.5]),
         (["1.5", "inf", "-inf"], [1.5, math.inf, -math.inf]),
+        (["1", "Infinity", "-Infinity", "+inf"], [1.0, math.inf, -math.inf, math.inf]),
+        (["1.5", "infinity", " -INF", "+Infinity"], [1.5, math.inf, -math.inf, math.inf]),
     ],
 )
 def test_numbers(cells, expected):
@@ -345,9 +347,12 @@ def test_numbers(cells, expected):
         ["1,5"],
         ["true", "false"],
         ["inf"],
+        ["Infinity", "-inf"],
+        ["1.5", "infinite"],
+        ["1.5", "--inf"],
+        ["+1", "inf"],
         [" x", "1 "],
         ["1", "x"],
-        ["1.5", "infinity"],
     ],
 )
 def test_what_would_lose_digits_stays_text(cells):

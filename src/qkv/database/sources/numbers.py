@@ -16,7 +16,7 @@ from qkv.errors import warn
 _PLAIN = re.compile(r"(-?)(0|[1-9]\d*|(?=\.))(?:\.(\d+))?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 # Up to 17 digits and a point: a float keeps them.
 _SHORT = re.compile(r"-?(?=.{2,18}\Z)(?:0|[1-9]\d*)?\.\d+", re.ASCII).fullmatch
-_NAN = {"nan", "NaN", "inf", "-inf"}
+_NO_END = re.compile(r"[+-]?(?i:inf|infinity)|nan|NaN").fullmatch
 MISSING = (
     *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
     *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
@@ -44,7 +44,8 @@ def numbers(cells: list[str], missing: Sequence[str] = MISSING) -> list[Any]:
 
     "007", "+1", ints that a float would round and longer digits than a float has stay text, and
     with them their whole column. A cell is missing if it is empty or blank, or one of these words.
-    "inf" and "-inf" are numbers in a column that has a finite number, else text.
+    "inf" and "infinity", in any letters and with a sign or none, are numbers in a column that has
+    a finite number, else text.
 
     >>> numbers(["1", "", "3"]), numbers(["2.50", ".4", "NA"]), numbers(["007", "8"])
     ([1, None, 3], [2.5, 0.4, None], ['007', '8'])
@@ -214,15 +215,15 @@ def _floats(cells: list[str]) -> list[Any] | None:
         return None
     floats = [*map(float, cells)]
     # Ints alone that were refused above are no floats either; NaN alone is a word.
-    whole = all(text in _NAN or text.lstrip("-").isdigit() for text in cells)
-    if not any(map(math.isfinite, floats)) or (whole and not _NAN & set(cells)):
+    whole = all(text.lstrip("-").isdigit() for text in cells)
+    if whole or not any(map(math.isfinite, floats)):
         return None
     return floats
 
 
 def _keeps(text: str) -> bool:
     """Whether this is a number, and a float keeps all that it says."""
-    if text in _NAN:
+    if _NO_END(text):
         return True
     found = _PLAIN.fullmatch(text)
     if not found or len(text) > _DIGITS + 8:
