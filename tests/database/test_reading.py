@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.database import AbsentKey, Database
+from qkv.database import AbsentKey, Database, cells
 from qkv.database.faults import Closed, DuplicateKey
 from qkv.database.store import sizes
 from qkv.errors import DtypeError
@@ -141,6 +141,48 @@ def test_another_writer_is_seen(tmp_path):
         process.start()
         process.join()
         assert reader["Li"] == 6
+
+
+UTC, TOKYO = datetime.UTC, datetime.timezone(datetime.timedelta(hours=9))
+INSTANT = datetime.datetime(2024, 1, 1, 23, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("path", [None, "moments.qkv"])
+@pytest.mark.parametrize("zone", [UTC, TOKYO])
+def test_a_moment_is_found_in_every_zone(path, zone, tmp_path):
+    D = Database(unique=True) if path is None else qkv.open(tmp_path / path, unique=True)
+    D.add([INSTANT.astimezone(zone), INSTANT.astimezone(zone).replace(hour=1)], [1.0, 2.0])
+    for same in (INSTANT, INSTANT.astimezone(TOKYO), "2024-01-02T08:30+09:00"):
+        assert D[same] == 1.0 and same in D and D.all(same) == [1.0]
+        answer = D.ask(same, score="exact", weighting="normalized")
+        assert [(row.key, row.weight) for row in answer.rows if row.weight] == [(INSTANT, 1.0)]
+        assert answer.rows[0].key.tzinfo == zone
+    assert INSTANT.replace(tzinfo=None) not in D and INSTANT.replace(tzinfo=TOKYO) not in D
+    with pytest.raises(DuplicateKey):
+        D.add([INSTANT.astimezone(TOKYO)], [3.0])
+    D.update(INSTANT.astimezone(TOKYO), 4.0)
+    assert D[INSTANT] == 4.0 and len(D) == 2
+    D.remove([INSTANT])
+    assert INSTANT.astimezone(TOKYO) not in D and len(D) == 1
+    D.close()
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_moment_of_an_older_store_is_found_as_it_was_written(pair, monkeypatch):
+    tokyo = INSTANT.astimezone(TOKYO)
+    key = (3, tokyo) if pair else tokyo
+    with monkeypatch.context() as before:
+        before.setattr(cells, "digest", cells.local_digest)
+        before.setattr(cells, "digests", lambda keys: [*map(cells.local_digest, keys)])
+        D = Database([(key, 1.0)])
+    assert D[key] == 1.0 and key in D
+    assert ((3, INSTANT) if pair else INSTANT) not in D
+
+
+def test_a_moment_at_the_end_of_time_is_a_key():
+    last = datetime.datetime.max.replace(tzinfo=datetime.timezone(-datetime.timedelta(hours=9)))
+    D = Database([(last, 1.0), (INSTANT, 2.0)])
+    assert D[last] == 1.0 and D[INSTANT] == 2.0
 
 
 DAY, NOON = datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 2, 12)

@@ -7,6 +7,7 @@ mappings of these. What JSON cannot say is a mapping with one name that begins w
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import json
 import math
@@ -248,6 +249,9 @@ def digest(key: Any) -> bytes:
 
     >>> digest(1) == digest(1.0) == digest(True), digest("1") == digest(1)
     (True, False)
+    >>> noon = datetime.datetime(2024, 1, 1, 12, tzinfo=datetime.UTC)
+    >>> digest(noon) == digest(noon.astimezone(datetime.timezone(datetime.timedelta(hours=9))))
+    True
     """
     if isinstance(key, str):
         return blake2b(b"s" + utf8(key), digest_size=DIGEST).digest()
@@ -259,9 +263,13 @@ def digest(key: Any) -> bytes:
             raise ArgumentError(_NAN)
         return blake2b(b"v[%d]" % len(row) + row.tobytes(), digest_size=DIGEST).digest()
     try:
-        text = json.dumps(_same(key), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return _of_json(_same(key))
     except RecursionError:
         raise ArgumentError(_DEEP) from None
+
+
+def _of_json(same: Any) -> bytes:
+    text = json.dumps(same, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return blake2b(b"j" + utf8(text), digest_size=DIGEST).digest()
 
 
@@ -317,6 +325,16 @@ def vector_digests(keys: Any) -> list[bytes]:
     return found
 
 
+def local_digest(key: Any) -> bytes | None:
+    """What a moment with a zone, or a tuple with one in it, was found by before it was known by its
+    instant; None where that is the same."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if not any(isinstance(x, datetime.datetime) and x.utcoffset() for x in parts):
+        return None
+    written = [plain(x) if isinstance(x, datetime.datetime) else _same(x) for x in parts]
+    return _of_json({"$tuple": written} if isinstance(key, tuple) else written[0])
+
+
 def wide_digest(key: Any) -> bytes | None:
     """What a vector that float32 does not hold was found by before it was known by its float32
     numbers; None where it is held."""
@@ -364,6 +382,9 @@ def _same(key: Any) -> Any:
         return [_same(x) for x in key]
     if isinstance(key, Mapping):
         return {"$dict": {str(name): _same(x) for name, x in key.items()}}
+    if isinstance(key, datetime.datetime) and key.utcoffset():
+        with contextlib.suppress(OverflowError):  # at the end of time, as it is written
+            key = key.astimezone(datetime.UTC)
     if is_array(key):
         array = to_numpy(key)
         if array.ndim == 0:

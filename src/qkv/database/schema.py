@@ -122,7 +122,9 @@ class Schema:
 
     def digest_before(self, key: Any) -> bytes | None:
         """What an older row of this key may be found by, if that is another."""
-        if self.hash != "sha256" or (type(key) is np.ndarray and key.dtype == np.float32):
+        if self.hash != "sha256":
+            return cells.local_digest(key)
+        if type(key) is np.ndarray and key.dtype == np.float32:
             return None
         return cells.wide_digest(key) if is_array(key) and key.ndim == 1 else None
 

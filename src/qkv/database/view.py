@@ -202,7 +202,7 @@ class View:
         except (ArgumentError, DtypeError):
             return None  # what cannot be kept is nobody's key
         if self.schema.key_kind == "date" and not self.snapshot.find(found):
-            others = map(self.schema.digest, spelled.alike(spelled.moment(key)))
+            others = [*map(self.schema.digest, spelled.alike(spelled.moment(key))), before or found]
             return next(filter(self.snapshot.find, others), found)
         return found if before is None or not self.snapshot.find(before) else before
 
