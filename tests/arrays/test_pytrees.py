@@ -26,6 +26,7 @@ HOW = {
     "modified": {"score": scores.Modified(scores.Multiplicative(W), lambda s, b, h, q, k: s - k)},
     "temperature": {"weighting": weightings.Softmax(jnp.float32(0.5))},
     "lengths": {"mask": masks.causal & masks.lengths(jnp.array([3, 6]))},
+    "layout": {"mask": masks.blocks(jnp.array([[1, 0], [1, 1]]), 3)},
 }
 
 
@@ -81,6 +82,13 @@ def test_a_path_names_the_field():
     paths = jax.tree_util.tree_flatten_with_path(HOW["within"]["score"])[0]
     named = [jax.tree_util.keystr(path) for path, _ in paths]
     assert named == [".w_query", ".w_key", ".score.w"]
+
+
+def test_a_layout_is_part_of_the_structure():
+    """So that what it rules out is still left out where the mask is an argument."""
+    one, same, other = (masks.blocks([[1, x], [1, 1]], 3) for x in (0, 0, 1))
+    assert not jax.tree.leaves(one)
+    assert jax.tree.structure(one) == jax.tree.structure(same) != jax.tree.structure(other)
 
 
 def test_a_class_that_is_made_later():

@@ -1,7 +1,8 @@
 """JAX: scores, weightings and masks as pytrees, whose leaves are their arrays.
 
-So `jax.jit`, `grad` and `vmap` take one as an argument, and an optimizer steps it. Numbers, names
-and functions are part of its structure, as they are of the formula.
+So `jax.jit`, `grad` and `vmap` take one as an argument, and an optimizer steps it. Numbers, names,
+functions and the arrays of fields that are `known` are part of its structure, as they are of the
+formula.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ LEAVES = "_leaves_in_trees"
 """Where a record whose leaves are no arrays, as a tree of booleans, keeps which of them are."""
 
 
+class Known:
+    """An array in a structure: equal and hashed by its numbers."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and tree.same(self.values, other.values)
+
+    def __hash__(self) -> int:
+        return hash((self.values.shape, self.values.tobytes()))
+
+
 def register() -> None:
     """Let JAX take the records of new classes apart and put them together."""
     while tree.RECORDS:
@@ -36,7 +50,7 @@ def _register(kind: type) -> None:
         # No __init__: it would check what JAX puts in place of an array.
         record: Any = object.__new__(kind)
         for name, value in (*zip(names, children, strict=True), *others):
-            object.__setattr__(record, name, value)
+            object.__setattr__(record, name, value.values if type(value) is Known else value)
         if _names(record) != names:
             object.__setattr__(record, LEAVES, names)
         return record
@@ -46,11 +60,9 @@ def _register(kind: type) -> None:
 
 def _apart(record: Any) -> tuple[tuple[Any, ...], Structure]:
     names = _names(record)
-    others = [name for name in tree.fields_of(record) or () if name not in names]
-    return tuple(getattr(record, name) for name in names), (
-        names,
-        tuple((name, getattr(record, name)) for name in others),
-    )
+    others = {x: getattr(record, x) for x in tree.fields_of(record) or () if x not in names}
+    others.update({name: Known(others[name]) for name in record.known})
+    return tuple(getattr(record, name) for name in names), (names, tuple(others.items()))
 
 
 def _keyed(record: Any) -> tuple[tuple[tuple[GetAttrKey, Any], ...], Structure]:
@@ -63,7 +75,7 @@ def _names(record: Any) -> tuple[str, ...]:
     if kept is not None:
         return kept
     fields = tree.fields_of(record) or ()
-    return tuple(name for name in fields if _is_child(getattr(record, name)))
+    return tuple(x for x in fields if x not in record.known and _is_child(getattr(record, x)))
 
 
 def _is_child(value: Any) -> bool:

@@ -30,6 +30,9 @@ class Record:
     also: ClassVar[tuple[str, ...]] = ()
     """What papers and books call it, for whoever asks for it by such a name."""
 
+    known: ClassVar[tuple[str, ...]] = ()
+    """The fields whose numbers say what is computed, so that they are never traced."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__eq__" not in vars(cls):  # `dataclass` would put one there that asks arrays for a bool

@@ -25,6 +25,7 @@ from qkv.types import Array, Block, Shape, Span
 class Blocks(Mask):
     layout: np.ndarray[Any, Any]
     size: tuple[int, int]
+    known: ClassVar[tuple[str, ...]] = ("layout",)
 
     def __repr__(self) -> str:
         return f"blocks({self.layout.shape}, {self.size})"
