@@ -258,6 +258,29 @@ FRAMEWORKS: list[Case] = [
         ArgumentError,
         r"JAX.*seed",
     ),
+    *(
+        (
+            f"JAX: dropout with {name}",
+            lambda make=make: attend(
+                *map(load("jax.numpy").asarray, (Q, K, V)),
+                dropout_p=0.5,
+                seed=make(load("jax").random),
+            ),
+            DtypeError,
+            r"seed must be one key.*\(2,\).*vmap",
+        )
+        for name, make in (
+            ("two keys", lambda random: random.split(random.key(0))),
+            ("two raw keys", lambda random: random.split(random.PRNGKey(0))),
+            ("two numbers", lambda random: random.randint(random.key(0), (2,), 0, 9)),
+        )
+    ),
+    (
+        "JAX: a shape for an array",
+        lambda: attend(load("jax").ShapeDtypeStruct((4, 3), "float32"), K, V),
+        DtypeError,
+        r"query must be an array.*ShapeDtypeStruct",
+    ),
 ]
 
 NAMES: list[Case] = [
@@ -736,6 +759,12 @@ def test_each_framework_says_the_same(framework: str) -> None:
         (lambda: attend(q, k, v, mask=make(one(4, 5, dtype="bool"))), ShapeError, r"\(4, 5\)"),
         (lambda: attend(q, k, v, mask=masks.lengths([3])), ShapeError, "lengths"),
         (lambda: attend(q, k, v, dropout_p=0.5, seed="x"), DtypeError, "seed.*str"),
+        (
+            lambda: attend(q, k, v, dropout_p=0.5, seed=make(np.array([1, 2]))),
+            DtypeError,
+            "seed must",
+        ),
+        (lambda: attend(q, k, v, dropout_p=0.5, seed=make(np.array(1.5))), DtypeError, "seed must"),
         (lambda: attend(q, k, v, score=lambda q, k: q), ShapeError, r"\(4, 3\).*4, 6"),
     ]
     for call, error, pattern in table:

@@ -226,6 +226,12 @@ WORDS = {
     "score_mod": "score=scores.Modified(score, score_mod)",
     "need_weights": "did you mean 'return_weights'",
     "dropout": "did you mean 'dropout_p'",
+    "key_value_seq_lengths": "mask=masks.lengths(key_value_seq_lengths)",
+    "local_window_size": "mask=masks.window(left, right)",
+    "return_residual": "return_lse=True",
+    "return_attention_scores": "return_weights=True",
+    "dropout_rng": "seed=dropout_rng",
+    "inference": "dropout_p=0.0",
 }
 
 

@@ -144,6 +144,11 @@ def plain(x: Array, name: str) -> Array:
             f"{name} is a masked array, and what it masks would count: fill it, {name}.filled(0), "
             "and rule its rows out"
         )
+    if not hasattr(x, "__getitem__"):
+        raise DtypeError(
+            f"{name} must be an array of rows, and a {type(x).__name__} has none to read: pass its "
+            "numbers as an array, or trace where a shape alone is known"
+        )
     return of(x).plain(x)
 
 

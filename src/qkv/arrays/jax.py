@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from qkv.arrays import pytrees
 from qkv.arrays.base import Backward, Forward, Framework, Reference, Tiling
 from qkv.arrays.transposed import both_ways
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError
 from qkv.types import Arithmetic, Array, Arrays, Lift, Pull, Shape, Span
 
 
@@ -112,7 +112,13 @@ class Jax(Framework):
         if not isinstance(generator, jax.Array):
             return super().seed_from(generator)
         typed = jnp.issubdtype(generator.dtype, jax.dtypes.prng_key)
-        if typed or generator.dtype == jnp.uint32:
+        raw = generator.dtype == jnp.uint32 and generator.ndim > 0  # as jax.random.PRNGKey has it
+        if generator.ndim > raw:
+            shape = generator.shape[:-1] if raw else generator.shape
+            raise DtypeError(
+                f"seed must be one key or whole number, not {shape} of them: map over them by vmap"
+            )
+        if typed or raw:
             return lax.bitcast_convert_type(jax.random.bits(generator, dtype="uint32"), jnp.int32)
         return generator
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from qkv.arrays import is_array, of
 from qkv.arrays.base import Framework
+from qkv.errors import DtypeError
 from qkv.types import Array, Block
 
 BITS = 0x7FFFFFFF
@@ -56,5 +57,8 @@ def seed_array(fw: Framework, seed: Any, like: Array) -> Array:
     elif not isinstance(seed, int | np.integer):
         seed = fw.seed_from(seed)
     if is_array(seed):
+        shape, kind = fw.shape(seed), fw.dtype(seed)
+        if "int" not in kind or any(size not in (1, None) for size in shape):
+            raise DtypeError(f"seed must be one whole number, not {kind} of shape {shape}")
         return fw.astype(fw.xp.reshape(seed, (1, 1)), "int32")
     return fw.constant([[_signed(int(seed) & 0xFFFFFFFF)]], like, "int32")
