@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pandas
@@ -239,3 +242,16 @@ def test_rows_whose_keys_are_vectors_compare_by_their_numbers():
     D = Database(np.eye(2), np.array([[10.0], [20.0]]))
     first, again = (D.ask(np.array([1.0, 0.0])).rows for _ in range(2))
     assert first == again and first[0] != first[1] and first[0] != "row"
+
+
+def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
+    # As where a client asks a server of its own process, whose answer must be made meanwhile.
+    both = threading.Barrier(2)
+
+    def met():
+        both.wait(timeout=30)
+        return np.ones(1)
+
+    found = [replace(answer([1.0]), _weights=met) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert [list(x) for x in pool.map(lambda one: one.weights, found)] == [[1.0], [1.0]]

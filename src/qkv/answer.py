@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, fra
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, columns, figure, jsonable, lengths, padded, short
-from qkv.types import T
+from qkv.types import T, cached
 
 EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
@@ -123,12 +123,12 @@ class Answer(Shown):
     _without: Callable[[int], Answer] | None = field(repr=False, compare=False, default=None)
     _influence: Callable[[], Any] | None = field(repr=False, compare=False, default=None)
 
-    @cached_property
+    @cached
     def weights(self) -> np.ndarray:
         """α of every row, (m,), in the database's order."""
         return self._weights()
 
-    @cached_property
+    @cached
     def spread(self) -> Any:
         """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
 
@@ -136,7 +136,7 @@ class Answer(Shown):
         """
         return self._spread()
 
-    @cached_property
+    @cached
     def set(self) -> list[Row]:
         """The rows of which one is the right one with the probability `coverage`, heaviest first;
         the database must have been calibrated (`Database.calibrate`)."""

@@ -15,6 +15,7 @@ from typing import (
     Self,
     TypeAlias,
     TypeVar,
+    overload,
 )
 
 P = ParamSpec("P")
@@ -41,6 +42,23 @@ class Closing:
 
     def close(self) -> None:
         raise NotImplementedError
+
+
+class cached(Generic[T]):
+    """`functools.cached_property`, which in Python 3.11 has one lock for all objects: whoever waits
+    under it for another thread, as a client does for a server, may wait for himself."""
+
+    def __init__(self, make: Callable[[Any], T]):
+        self._make, self.__doc__ = make, make.__doc__
+
+    @overload
+    def __get__(self, held: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, held: object, kind: type) -> T: ...
+    def __get__(self, held: object | None, kind: type) -> Self | T:
+        if held is None:
+            return self
+        return vars(held).setdefault(self._make.__name__, self._make(held))  # type: ignore[no-any-return]
 
 
 class _Releasing(contextlib._GeneratorContextManager[T]):

@@ -338,6 +338,9 @@ def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
             c.add("key 12")
         c.extend([{"key": "key 12", "value": 12.0}])
         assert c.update("key 3", 33.0) == 0 and c.update({"key 13": 13.0}) == 1
+        assert c.update([("key 0", 1.0), ("key 0", 5.0), ("new", 1.0), ("new", 2.0)]) == 1
+        assert c["key 0"] == 5.0 and c.all("new") == [2.0]
+        assert c.remove(["new", "new"]) == 1
         assert c.remove("key 0") == 1
         assert len(c) == 13 and c["key 9"] == 9.0 and c["key 3"] == 33.0
         with pytest.raises(KeyError):

@@ -238,3 +238,17 @@ def test_learn_reads_queries_of_text_as_ask_does():
     assert D.learn([("1.1", 1.0), (2.1, 2), ("2.9", 3.0, 2.0)], epochs=1).epochs == 1
     with pytest.raises(DtypeError, match=r"learn: the query of pairs\[1\] must be a number"):
         D.learn([(1.1, 1.0), ("x", 2.0)])
+
+
+@pytest.mark.parametrize("first", [[], [([9.0], 0.0)]])
+def test_pairs_are_updated_in_one_step(first):
+    # A key that Python cannot hash is in no mapping.
+    D = qkv.Database()
+    D.add([np.array(key) for key, _ in first], [value for _, value in first]) if first else None
+    before = D.version
+    keys = np.eye(2, 1)
+    assert D.update([(keys[0], 1.0), (keys[1], 2.0), (keys[0], 3.0)]) == 2
+    assert D.version == before + 1
+    assert [D[key] for key in keys] == [3.0, 2.0] and len(D) == 2 + len(first)
+    with pytest.raises(DtypeError, match="mapping"):
+        D.update(["ab"])

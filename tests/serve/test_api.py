@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import qkv
 from qkv.answer import Answer
 from qkv.scores import Gaussian
 from qkv.serve import limits
-from qkv.serve.served import Served
+from qkv.serve.app import app
+from qkv.serve.guard import Access
+from qkv.serve.served import Served, opened
 from qkv.told import jsonable
 from qkv.weightings import TopK
-from tests.serve.conftest import BOOKS, KEYS
+from tests.serve.conftest import BOOKS, KEYS, LOCAL
 
 
 def post(client: TestClient, path: str, **body: Any) -> Any:
@@ -177,6 +180,15 @@ def test_cells_are_read_as_the_columns_are(client: TestClient, served: Served) -
     assert served.databases["grades"].database[3.8] == 90
     assert client.get(f"{path}/3.8").json() == {"key": 3.8, "value": 90}
     assert client.delete(f"{path}/3.8").status_code == 200
+
+
+def test_text_stays_text_in_a_column_of_several_kinds(tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "mixed.qkv") as database:
+        database.add(["a", "b"], [b"raw", "text"])
+    served = opened([tmp_path / "mixed.qkv"])
+    with TestClient(app(served, Access(write=True)), base_url=LOCAL) as client:
+        post(client, "/v1/databases/mixed/rows", rows=[{"key": "c", "value": "more"}])
+        assert served["mixed"]["c"] == "more"
 
 
 def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: Served) -> None:

@@ -45,6 +45,8 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     "raw": ({b"a": 1.0, b"\x00\xff": 2.0, b'{"$bytes": "YQ=="}': 3.0, b"": 4.0}, {}),
     "truth": ([(True, "yes"), (False, "no")], {}),
     "json": ([([1, 2], "list"), ({"a": [None]}, "mapping"), ([0.5], "other")], {}),
+    "tuples": ({("a", 1): 1.0, ("3", 3): 2.0, (3, "3"): 3.0, ((1,), "x"): 4.0, (DAY,): 5.0}, {}),
+    "days": ({DAY: 1.0, datetime.date(2024, 1, 2): 2.0}, {}),
     "lines": ({"a\nb/\n": 1.0, "\n": 2.0, "3.5": 3.0, "null": 4.0}, {}),
 }
 
@@ -283,6 +285,43 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
         }
 
 
+MIXED = [b"raw", "\u00c4", "2024-01-01", 3, "3", DAY, "007", (1, "x"), [1, "x"], None, True, "true"]
+
+
+def test_cells_of_several_kinds_stay_what_they_are(tmp_path: Path) -> None:
+    # Text was read as bytes, a number or a date where the first row has one.
+    first = {"raw": b"raw", "number": 3, "day": DAY, "parts": (1, "x"), "truth": True}
+    for name, cell in first.items():
+        with qkv.open(tmp_path / f"{name}.qkv") as database:
+            database.extend([{"key": "a", "value": x, "other": x} for x in (cell, "text")])
+    with serving(*tmp_path.glob("*.qkv"), "--write") as (url, _), Client(url) as client:
+        for name, cell in first.items():
+            client.extend(name, [{"key": "b", "value": x, "other": x} for x in MIXED])
+            client[name].update("c", "5")
+            here = [*map(repr, [cell, "text", *MIXED])]
+            assert [repr(row["other"]) for row in client.rows(name)] == [*here, "None"]
+            assert [*map(repr, client[name].values())] == [*here, repr("5")]
+
+
+def test_a_key_that_is_named_twice_is_removed_once(tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "twice.qkv") as database:
+        database.add([1, 2, 3], [10.0, 20.0, 30.0])
+    with serving(tmp_path / "twice.qkv", "--write") as (url, _), Client(url) as client:
+        assert client.remove("twice", [1, 1.0, True, 2]) == 2
+        assert list(client["twice"]) == [3]
+
+
+def test_keys_that_python_cannot_hash_are_updated(tmp_path: Path) -> None:
+    keys = {"vectors": np.ones(2), "parts": ([1], "a"), "json": {"a": [1]}}
+    for name, key in keys.items():
+        with qkv.open(tmp_path / f"{name}.qkv") as database:
+            database.update(key, 1.0)
+    with serving(*tmp_path.glob("*.qkv"), "--write") as (url, _), Client(url) as client:
+        for name, key in keys.items():
+            assert client[name].update(key, 2.0) == 0
+            assert list(client[name].values()) == [2.0] and client[name][key] == 2.0
+
+
 def test_many_keys_are_told_from_one_as_in_process(tmp_path: Path) -> None:
     """A matrix is many vectors, an array of text many texts, and a key given twice goes once."""
     here = {"vectors": Database(np.eye(3), [1.0, 2.0, 3.0]), "texts": Database({"a": 1.0})}
@@ -511,13 +550,28 @@ def test_rows_are_taken_elsewhere_as_those_that_are_here(
 
 
 @pytest.mark.parametrize(
-    "kept", ["lines", "raw", "truth", "json", "gpa", "keyed", "wide", "places"], indirect=True
+    "kept",
+    ["lines", "raw", "truth", "json", "gpa", "keyed", "wide", "places", "tuples", "days"],
+    indirect=True,
 )
 def test_every_key_is_found_and_no_other_is(client: Client, kept: Database) -> None:
     assert kept.path is not None
     there = client[kept.path.stem]
     wide = MADE["wide"][0][0]
-    for key in [*kept, *wide, 3.5, "3.5", None, "null", True, "a", ("Li", "1"), np.ones(4)]:
+    others = ("1988-04-01", datetime.datetime(1988, 4, 1), (3, 3), ([1], "x"), "\ud800", object())
+    for key in [
+        *kept,
+        *wide,
+        3.5,
+        "3.5",
+        None,
+        "null",
+        True,
+        "a",
+        ("Li", "1"),
+        np.ones(4),
+        *others,
+    ]:
         assert there.get(key) == kept.get(key), key
         assert (key in there) == (key in kept) and there.all(key) == kept.all(key), key
         if key not in kept:

@@ -159,29 +159,28 @@ class Cluster(Leaving, Reading[Any, Any]):
             self._fleet.write(source, "extend", some)
 
     def update(self, key: Any, value: Any = NOTHING) -> int:
-        """Give a key another value, or each of a mapping; how many were absent, and inserted."""
-        if value is NOTHING and not isinstance(key, Mapping):
+        """Give a key another value, or each of a mapping or of pairs; how many were absent, and
+        inserted."""
+        if value is NOTHING and not isinstance(key, Mapping | list):
             raise DtypeError("update takes a key and its value, or a mapping of them")
-        pairs = list(key.items()) if value is NOTHING else [(key, value)]
-        absent = sum(key not in self for key, _ in pairs)
+        pairs = pairs_of(key, value, False)
+        absent = {self._view.schema.digest(key) for key, _ in pairs if key not in self}
         for source, some in self._routed(pairs, lambda pair: pair[0]).items():
-            self._fleet.write(
-                source, "update", *(some[0] if value is not NOTHING else [dict(some)])
-            )
-        return absent
+            self._fleet.write(source, "update", some)
+        return len(absent)
 
     def remove(self, keys: Any) -> int:
         """Take out every row of these keys (one, or a list); how many rows went."""
         keys = list(keys) if several(keys, getattr(self._schema, "key_kind", None)) else [keys]
-        count = 0
+        dead: set[int] = set()
         for key in keys:
-            found = len(self._view.find(key))
+            found = self._view.find(key)
             if not found:
                 raise AbsentKey(key, bound(self._nearest, key))
-            count += found
+            dead.update(found)
         for source, some in self._routed(keys, lambda key: key).items():
             self._fleet.write(source, "remove", some)
-        return count
+        return len(dead)
 
     def _writable(self) -> None:
         if self._pin is not None:

@@ -97,7 +97,8 @@ class Writing(Leaving, Reading[K, V]):
     def update(self, key: Any, value: Any = NOTHING) -> int:
         """Give a key another value, in one step; how many keys were absent, and so were inserted.
 
-        Where the key repeats, its newest row changes. A mapping updates each of its keys.
+        Where the key repeats, its newest row changes. A mapping, or a list of pairs, updates each
+        of its keys; of equal ones the last counts.
 
         >>> from qkv import Database
         >>> D = Database({"Li": "Mu"})
@@ -106,14 +107,14 @@ class Writing(Leaving, Reading[K, V]):
         """
         if value is not NOTHING:
             pairs = [(key, value)]
-        elif isinstance(key, Mapping):
-            pairs = list(key.items())
+        elif isinstance(key, Mapping | list):
+            pairs = pairs_of(key, NOTHING, False)
         else:
             raise DtypeError("update takes a key and its value, or a mapping of them")
         with self._alone():
             view = self._view
             if not view.begun:
-                self._add_any(pairs)
+                self._add_any(list({cells.digest(k): (k, v) for k, v in pairs}.values()))
                 return len(self)
             changed: dict[bytes, dict[str, Any]] = {}
             dead: dict[bytes, int] = {}

@@ -113,15 +113,17 @@ def rows(served: Served, given: Given) -> Any:
 async def add(served: Served, given: Given) -> Any:
     """Add rows, all or none; they are on disk before the answer comes."""
     kept = _writable(given.kept)
-    return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body))
+    return await asyncio.wrap_future(kept.writing.submit(_added, kept, given.body, given.cells))
 
 
-def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
-    database, example = kept.database, kept.about().row
-    cells = [
-        {name: spelled.cell(cell, example.get(name), name) for name, cell in row.items()}
-        for row in body["rows"]
-    ]
+def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
+    database, cells = kept.database, body["rows"]
+    if not exactly:
+        example = kept.example({name for row in cells for name in row})
+        cells = [
+            {name: spelled.cell(cell, example.get(name), name) for name, cell in row.items()}
+            for row in cells
+        ]
     about = kept.about().info
     key, value = about["key"] or ["key"], about["value"] or ["value"]
     for i, row in enumerate(cells):
@@ -132,7 +134,7 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
     if not body.get("update"):
         database.extend(cells)
         return _now(kept)
-    changed: dict[Any, Any] = {}
+    changed: list[tuple[Any, Any]] = []
     for i, row in enumerate(cells):
         if set(row) - {*key, *value}:
             raise ArgumentError(
@@ -141,12 +143,8 @@ def _added(kept: Kept, body: dict[str, Any]) -> dict[str, Any]:
             )
         parts = tuple(row[name] for name in key)
         told = {name: row[name] for name in value if name in row}
-        known = len(key) > 1 or not isinstance(parts[0], list | dict | np.ndarray)
-        if not known:
-            raise ArgumentError(f"rows[{i}]: a key of this kind cannot be updated: remove and add")
-        changed[parts if len(key) > 1 else parts[0]] = (
-            told if len(value) > 1 else told.get(value[0])
-        )
+        one = parts if len(key) > 1 else parts[0]
+        changed.append((one, told if len(value) > 1 else told.get(value[0])))
     inserted = database.update(changed)
     return {**_now(kept), "inserted": inserted}
 
@@ -170,8 +168,10 @@ def get(served: Served, given: Given) -> Any:
 
 
 def _key(given: Given) -> Any:
-    """The key that a path names; one of another kind is nobody's."""
+    """The key that a path names, by its text or as it is; one of another kind is nobody's."""
     try:
+        if given.cells:
+            return wire.loads(given.key)
         return given.kept.cell(given.key, "the key")
     except ArgumentError as error:
         raise Refused(404, str(error), kind="AbsentKey", key=given.key, nearest=[]) from None

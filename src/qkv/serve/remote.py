@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
@@ -11,6 +10,7 @@ from urllib.parse import quote, urlencode
 from qkv.arrays import is_array, plain
 from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.serve import wire
 from qkv.serve.transport import Transport
 from qkv.types import NOTHING, Closing, Shaped
 
@@ -162,23 +162,17 @@ class Remote(Closing, Leaving):
         return self.get(key, NOTHING) is not NOTHING
 
     def _found(self, key: Any, **more: Any) -> Any:
-        """What the server has of a key, which it reads from text: 3.5 is not '3.5'."""
-        from qkv.database import AbsentKey
-
-        found = self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
-        if not _is(found["key"], key):
-            raise AbsentKey(key, list)
-        return found
+        """What the server has of a key."""
+        return self._transport.read("GET", f"{self._row(key)}{self._at(**more)}")
 
     def _row(self, key: Any) -> str:
-        """The path of a key: text as it is, other cells as the server reads them from text."""
-        from qkv.database import cells
-        from qkv.told import jsonable
+        """The path of a key, which says what it is: 3.5 is not '3.5'."""
+        from qkv.database import AbsentKey
 
-        raw = isinstance(key, bytes | bytearray | memoryview)
-        told = cells.plain(key) if raw else jsonable(key)
-        text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
-        return f"{self._base}/rows/{quote(text, safe='')}"
+        try:
+            return f"{self._base}/rows/{quote(wire.dumps(key), safe='')}"
+        except (ArgumentError, DtypeError, RecursionError):  # what cannot be kept is nobody's key
+            raise AbsentKey(key, list) from None
 
     def rows(
         self, *, where: Any = None, start: int = 0, count: int | None = None
@@ -250,7 +244,8 @@ class Remote(Closing, Leaving):
         keys = list(keys) if self._several(keys) else [keys]
         for key in keys:
             self[key]
-        told = (self._transport.write("DELETE", row) for row in dict.fromkeys(map(self._row, keys)))
+        rows = {_mark(key): self._row(key) for key in keys}  # 1 and 1.0 are one key
+        told = (self._transport.write("DELETE", row) for row in rows.values())
         return sum(int(one["removed"]) for one in told)
 
     def _several(self, keys: Any) -> bool:
@@ -355,13 +350,10 @@ def _condition(where: Any) -> str | None:
     return " and ".join(parts) or None
 
 
-def _is(found: Any, key: Any) -> bool:
-    """Whether a key that was found is the one that was asked for."""
+def _mark(key: Any) -> bytes:
+    """What a key is found by."""
     from qkv.arrays import is_array
     from qkv.database import cells
 
-    digest = cells.vector_digest if is_array(found) and is_array(key) else cells.digest
-    try:
-        return digest(found) == digest(key)
-    except (ArgumentError, DtypeError):  # what cannot be kept is nobody's key
-        return False
+    vector = is_array(key) and len(key.shape) == 1
+    return (cells.vector_digest if vector else cells.digest)(key)

@@ -47,6 +47,11 @@ class Given:
         return CELLS in self.headers.get("accept", "")
 
     @property
+    def cells(self) -> bool:
+        """Whether the body, or a key in the path, says what cells are that JSON has no word for."""
+        return self.headers.get("content-type", "").strip().lower().startswith(CELLS)
+
+    @property
     def kept(self) -> Kept:
         """The database that the path names."""
         assert self.database is not None, "the route has no {name}"

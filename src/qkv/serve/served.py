@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -81,6 +80,14 @@ class Kept:
             held = self._about = About(version, self.database.info(), key, row)
         return held
 
+    def example(self, names: Collection[str]) -> dict[str, Any]:
+        """A cell of those of these columns where text is read as another kind, which all cells
+        have: where a few are text, it stays text."""
+        row = self.about().row
+        found = {x: row[x] for x in names if not isinstance(row.get(x), str | None)}
+        types = self.database.describe() if found else {}
+        return {x: cell for x, cell in found.items() if ", " not in types[x]["type"]}
+
     def cell(self, text: str, what: str = "the query") -> Any:
         """Text of a path as the kind of key that the database has."""
         return spelled.like(text, self.about().key, what)
@@ -127,7 +134,7 @@ class Kept:
     def _answers(self, how: str, asked: list[Any]) -> list[Any]:
         """For each ask its answers and whether it is a single one, or the error that is its own."""
         try:
-            told = wire.restored(json.loads(how))
+            told = wire.loads(how)
             database, built = self.at(told.pop("at", None)), options(told)
             each = [self.queries(given) for given in asked]
             many: Any = [query for queries, _ in each for query in queries]

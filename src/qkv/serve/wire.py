@@ -24,8 +24,16 @@ def dumps(found: Any) -> str:
     return json.dumps(cells.plain(found))
 
 
-def restored(body: Any) -> Any:
+def loads(text: str) -> Any:
     """What `dumps` wrote, of whoever wrote it."""
+    try:
+        return restored(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{cells.shown(text)} is not a cell: {error}") from None
+
+
+def restored(body: Any) -> Any:
+    """The same of what was read of the text."""
     try:
         return cells.restored(body)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
