@@ -70,7 +70,7 @@ def test_what_a_transformer_s_capture_kept() -> None:
 
 def test_what_a_capture_of_nn_saw(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from qkv.nn.capture import Seen
+    from qkv.nn.seen import Seen
 
     weights = alpha(2, 2, 3, 4, 4)
     seen = Seen({f"layers.{i}": torch.tensor(x) for i, x in enumerate(weights)})

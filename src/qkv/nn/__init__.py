@@ -17,8 +17,7 @@ from qkv.nn.blocks import (
     TransformerEncoder,
 )
 from qkv.nn.cache import Cache
-from qkv.nn.capture import Seen, capture
-from qkv.nn.describe import Description, describe
+from qkv.nn.description import Description, describe
 from qkv.nn.feedforward import FeedForward
 from qkv.nn.heads import MultiHeadAttention
 from qkv.nn.memory import Memory
@@ -31,6 +30,7 @@ from qkv.nn.scores import (
     LearnedScore,
     MultiplicativeScore,
 )
+from qkv.nn.seen import Seen, capture
 
 __all__ = [
     "AdditiveScore",

@@ -1,0 +1,62 @@
+"""Who sees a progress bar: a terminal, a notebook, and nobody else."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import qkv
+from qkv import bar
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """What the cell of a notebook shows, one text after another."""
+    shown: list[str] = []
+
+    class Place:
+        def update(self, thing):
+            shown.append(thing)
+
+    python, display = ModuleType("IPython"), ModuleType("IPython.display")
+    python.get_ipython = lambda: SimpleNamespace(kernel=1)
+    python.display, display.Pretty = display, str
+    display.display = lambda thing, display_id: shown.append(thing) or Place()
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(bar, "MOMENT", -1.0)
+    monkeypatch.setattr(bar, "OFTEN", 0.0)
+    return shown
+
+
+def test_a_notebook_shows_how_far_it_is_and_then_nothing(notebook):
+    with bar.bar("learning", 4) as moved:
+        moved(1, 4)
+        moved(4, 4)
+    first, quarter, whole, nothing = notebook
+    assert first == "learning" and nothing == ""
+    assert quarter.endswith(" 25%") and whole.endswith(" 100%")
+    assert quarter.count("█") * 4 == whole.count("█") and len(quarter) == len(whole)
+    with pytest.raises(KeyboardInterrupt), bar.bar("reading") as moved:
+        moved(1200, None)
+        raise KeyboardInterrupt
+    assert notebook[-2:] == ["reading 1,200", ""]
+
+
+def test_a_database_that_learns_in_a_notebook_shows_it(notebook):
+    names = qkv.Database({"Zhang": 1.0, "Lipton": 2.0, "Li": 3.0, "Smola": 4.0})
+    names.learn([("Zang", "Zhang"), ("Liptn", "Lipton"), ("Lee", "Li"), ("Smla", "Smola")] * 3)
+    assert notebook[0] == "learning" and notebook[-1] == "" and len(notebook) > 2
+
+
+def test_nobody_else_is_shown_one(notebook, monkeypatch, capfd):
+    thread = threading.Thread(target=lambda: bar.bar("learning").__enter__()(1, 2))
+    thread.start()
+    thread.join()
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)  # no shell, or no cell
+    with bar.bar("learning", 2) as moved:
+        moved(1, 2)
+    assert notebook == [] and capfd.readouterr().err == ""
