@@ -15,7 +15,8 @@ import polars
 import pytest
 
 from qkv import Database
-from qkv.answer import Answer, Row, Share
+from qkv.answer import Answer
+from qkv.behind import Nobody, Row, Share
 from qkv.errors import CombinationError
 from qkv.told import bar, jsonable, short
 
@@ -40,9 +41,7 @@ def answer(weights, *, keys=None, values=None, total=None, query="q"):
         engine="scan",
         score="Dot",
         weighting="Softmax",
-        _weights=lambda: np.array(weights),
-        _spread=lambda: None,
-        _above=lambda w: [row for row in rows if row.weight >= w],
+        _behind=Nobody(rows, np.array(weights), None),
     )
 
 

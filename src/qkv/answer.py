@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from qkv.arrays import tree
+from qkv.behind import Behind, Nobody, Row, Share, Source
 from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, fraction, sizes
 from qkv.frames import frame
 from qkv.shown import Shown
 from qkv.told import BAR, bar, columns, figure, jsonable, lengths, padded, short
-from qkv.types import T, cached
+from qkv.types import cached
 
 EXACT = "The query is a key itself, which decides"
 DECIDES = 0.9
@@ -33,46 +32,6 @@ SMALL = 100
 """Rows of a set that travel with the answer."""
 LEAST = 0.0005
 """The smallest weight that three digits can show."""
-
-
-@dataclass(frozen=True)
-class Row(tree.Record):
-    """One pair of the database, and how much it counted.
-
-    `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;
-    `record` has all its columns.
-    """
-
-    key: Any
-    value: Any
-    weight: float
-    index: int
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-class Share(NamedTuple):
-    """A value, and the weight of all rows that hold it."""
-
-    value: Any
-    weight: float
-
-
-@dataclass(frozen=True)
-class Source:
-    """Rows with their vectors: what it takes to ask them again elsewhere.
-
-    `keys` (r, d) and `query` (d) are what the score compares, or None where it compares the keys
-    themselves.
-    """
-
-    rows: list[Row]
-    keys: np.ndarray | None
-    query: np.ndarray | None
-    encoder: Any
-    score: Any
-    weighting: Any
-    names: tuple[str, str]
-    """What the key and the value are called."""
 
 
 @dataclass(frozen=True)
@@ -114,19 +73,13 @@ class Answer(Shown):
     engine: str
     score: str
     weighting: str
-    _weights: Callable[[], np.ndarray] = field(repr=False, compare=False)
-    _spread: Callable[[], Any] = field(repr=False, compare=False)
-    _above: Callable[[float], list[Row]] = field(repr=False, compare=False)
-    _source: Callable[[int], Source] | None = field(repr=False, compare=False, default=None)
+    _behind: Behind = field(repr=False, compare=False)
     _library: str | None = field(repr=False, compare=False, default=None)
-    _set: Callable[[], list[Row]] = field(repr=False, compare=False, default=lambda: _unset())
-    _without: Callable[[int], Answer] | None = field(repr=False, compare=False, default=None)
-    _influence: Callable[[], Any] | None = field(repr=False, compare=False, default=None)
 
     @cached
     def weights(self) -> np.ndarray:
         """α of every row, (m,), in the database's order."""
-        return self._weights()
+        return self._behind.weights()
 
     @cached
     def spread(self) -> Any:
@@ -134,13 +87,13 @@ class Answer(Shown):
 
         None where values are not numbers.
         """
-        return self._spread()
+        return self._behind.spread()
 
     @cached
     def set(self) -> list[Row]:
         """The rows of which one is the right one with the probability `coverage`, heaviest first;
         the database must have been calibrated (`Database.calibrate`)."""
-        return self._set()
+        return self._behind.set()
 
     @property
     def abstains(self) -> bool:
@@ -161,7 +114,7 @@ class Answer(Shown):
                 "without: row must be one of answer.rows, or the index of one, such as "
                 f"answer.rows[0].index, not {place!r}"
             )
-        return self._own(self._without)(int(place))
+        return self._behind.without(int(place))
 
     def influence(self) -> Any:
         """value − value without row i, for every row: (m,), (m, d_v), or of several columns a
@@ -172,23 +125,14 @@ class Answer(Shown):
         >>> Database([(1.0, 10.0), (2.0, 40.0)]).ask(1.5).influence().tolist()
         [-15.0, 15.0]
         """
-        return self._own(self._influence)()
-
-    def _own(self, ask: T | None) -> T:
-        if ask is None:
-            raise CombinationError(
-                "the answer came from a server or a pickle, without its rows: ask the database "
-                "itself, qkv.open(path), or a copy of it"
-            )
-        return ask
+        return self._behind.influence()
 
     def __getstate__(self) -> dict[str, Any]:
         """What it said, with the weight of every row; the database stays behind."""
         found = vars(self) | {"weights": self.weights, "spread": self.spread}
         if self.coverage is not None:
             found["set"] = self.set
-        found |= dict.fromkeys(("_weights", "_spread", "_source", "_without", "_influence"))
-        return found | {"_above": partial(_among, self), "_set": _unset}
+        return found | {"_behind": Nobody(self.rows, self.weights, self.spread)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
         own = ("query", "value", "rows", "values")
@@ -221,7 +165,7 @@ class Answer(Shown):
         """
         if not fraction("above: weight", weight) > 0:
             raise ArgumentError(f"above: weight must lie between 0 and 1, not {weight!r}")
-        return self._above(weight)
+        return self._behind.above(weight)
 
     def source(self, most: int) -> Source | None:
         """All rows that were asked, or the `most` heaviest, in the database's order.
@@ -229,7 +173,7 @@ class Answer(Shown):
         None where the answer came from elsewhere, without them.
         """
         sizes(most=most)
-        return None if self._source is None else self._source(most)
+        return self._behind.source(most)
 
     def explain(self) -> str:
         """One paragraph: which rows, which engine, how concentrated.
@@ -418,18 +362,6 @@ def _within(x: Any) -> str:
 
 def _told(row: Row) -> dict[str, Any]:
     return {"key": row.key, "value": row.value, "weight": row.weight, "index": row.index}
-
-
-def _among(answer: Answer, weight: float) -> list[Row]:
-    """Those of the rows that were named, if they are all of at least this weight."""
-    found = [row for row in answer.rows if row.weight >= weight]
-    return found if len(found) == (answer.weights >= weight).sum() else answer._own(None)
-
-
-def _unset() -> list[Row]:
-    raise CombinationError(
-        "the database promises no set: it was not calibrated, or not for such questions"
-    )
 
 
 def _percent(share: float) -> str:

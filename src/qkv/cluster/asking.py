@@ -9,10 +9,10 @@ from uuid import uuid4
 import numpy as np
 
 from qkv import parts
-from qkv.answer import Source
 from qkv.arrays import framework, is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
+from qkv.behind import Source
 from qkv.cluster.fleet import Many, Sent
 from qkv.cluster.shard import First, Heaviest, Job, Summed
 from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
@@ -154,7 +154,7 @@ class Gathered(Asked):
         how = (self.top, self.tolerance, self.promise, self.library, None, place)
         return Gathered(self.view, self.score, self.weighting, self.where, *how)
 
-    def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
+    def weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
         many, lost = self.view.snapshot, dict[int, LostShard]()
         while True:
             try:
@@ -280,9 +280,9 @@ class Gathered(Asked):
         new = [place for place in named if place not in known]
         self._rows_of = known | (dict(zip(new, self.view.rows(new), strict=True)) if new else {})
 
-    def _heaviest(self, alpha: Any, top: int) -> tuple[np.ndarray, np.ndarray]:
+    def heaviest(self, alpha: Any, top: int) -> tuple[np.ndarray, np.ndarray]:
         if not isinstance(alpha, One):
-            return super()._heaviest(alpha, top)
+            return super().heaviest(alpha, top)
         some = alpha.weights[:top]
         return alpha.places[: len(some)], some
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qkv import attention
-from qkv.answer import Answer, Row, Share, Source
+from qkv.answer import Answer
 from qkv.arrays import is_array, to_numpy
 from qkv.arrays.ragged import Query
 from qkv.arrays.rows import Weighed
+from qkv.behind import Behind, Row, Share, Source
 from qkv.database import cells
 from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
@@ -87,7 +87,7 @@ class Asked:
         step = min(step, WORDY) if self.view.wordy else step
         for start in range(0, len(queries), step):
             some = queries[start : start + step]
-            yield some, *self._weighed(some, value)
+            yield some, *self.weighed(some, value)
 
     def but(self, place: int) -> Asked:
         """The same had the row at this place not been there."""
@@ -98,7 +98,7 @@ class Asked:
         made.missing = self.missing
         return made
 
-    def _weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
+    def weighed(self, queries: Any, value: bool) -> tuple[Weighed, str]:
         view, code, matches = self.view, Query(None), None
         if self.score.compares_keys:
             matches, engine = self.matches(queries), "exact index"
@@ -145,29 +145,17 @@ class Asked:
         if isinstance(query, np.ndarray) and query.ndim == 0:
             query = query.item()
         top = self.top if pooled is not None else max(self.top, SHARES)
-        places, weights = self._heaviest(alpha, top)
+        places, weights = self.heaviest(alpha, top)
         records = self._records(places)
         rows = self.rows_at(places[: self.top], weights[: self.top], records)
         value, values = None, []
         if pooled is not None and (rows or np.isnan(pooled).any()):
-            value = self._value(pooled)
+            value = self.value(pooled)
         elif records:
             held = self.view.schema.values_of(records[:SHARES])
             values = _shares(held, weights.tolist())
             value = values[0].value
-        given = (lambda: alpha) if keep else partial(self._again, query)
-
-        def above(weight: float) -> list[Row]:
-            alpha = np.asarray(given())
-            return self.rows_at(*self._heaviest(np.where(alpha >= weight, alpha, 0), len(alpha)))
-
-        def influence() -> Any:
-            from qkv.database.influence import influence
-
-            return influence(self, query, np.asarray(given()), value)
-
         fits = isinstance(self.promise, str) or found.best[at] >= self.promise.best
-
         return Answer(
             query=query,
             value=value,
@@ -184,32 +172,9 @@ class Asked:
             statistical=found.statistical,
             coverage=None if isinstance(self.promise, str) else self.promise.coverage,
             **told,
-            _set=partial(self._set, given) if fits else list,
-            _without=lambda place: self._without(query, place),
-            _influence=influence,
-            _weights=lambda: self.of_all(np.asarray(given())),
-            _spread=lambda: self._spread(given(), value),
-            _above=above,
+            _behind=Found(self, query, alpha if keep else None, value, fits),
             _library=self.library,
-            _source=lambda most: self.source(query, np.asarray(given()), most),
         )
-
-    def _set(self, given: Callable[[], np.ndarray]) -> list[Row]:
-        if isinstance(self.promise, str):
-            raise CombinationError(f"the database promises no set: {self.promise}")
-        alpha = np.asarray(given())
-        fits = alpha >= self.promise.weight
-        if self.live is not None and self.places is None:
-            fits &= self.live
-        some = np.flatnonzero(fits)
-        return self._rows(alpha, some[np.argsort(-alpha[some], kind="stable")])
-
-    def _without(self, query: Any, place: int) -> Answer:
-        if not 0 <= place < len(self.view.ids):
-            raise ArgumentError(f"row {place}: there are the rows 0 to {len(self.view.ids) - 1:,}")
-        if not (self.live is None or self.live[place]):
-            raise ArgumentError(f"row {place} was not asked, so the answer is the same without it")
-        return self.but(place).answers(one(query))[0]
 
     def source(self, query: Any, alpha: np.ndarray, most: int) -> Source:
         view, order = self.view, np.arange(len(alpha))
@@ -229,7 +194,7 @@ class Asked:
             code = code[0]
         schema = view.schema
         return Source(
-            rows=self._rows(alpha, order),
+            rows=self.rows_in(alpha, order),
             keys=keys,
             query=code,
             encoder=view.encoder,
@@ -238,12 +203,9 @@ class Asked:
             names=(", ".join(schema.key), ", ".join(schema.value)),
         )
 
-    def _again(self, query: Any) -> np.ndarray:
-        return np.asarray(self._weighed(one(query), value=False)[0].weights[0])
-
     def weights(self, queries: Any) -> np.ndarray:
         """α of every row for each query, (n, m), 0 for those that were not asked."""
-        return self.of_all(self._weighed(queries, value=False)[0].weights)
+        return self.of_all(self.weighed(queries, value=False)[0].weights)
 
     def of_all(self, alpha: np.ndarray) -> np.ndarray:
         """Numbers (…, m) of all rows, 0 for those that were not asked."""
@@ -270,12 +232,13 @@ class Asked:
             near = near[np.argsort(-size[near], kind="stable")][:top]
         return np.asarray(near[size[near] > 0])
 
-    def _heaviest(self, alpha: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+    def heaviest(self, alpha: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
         """The places of the heaviest rows, and their weights."""
         order = self.order(alpha, top)
         return order if self.places is None else self.places[order], alpha[order]
 
-    def _rows(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
+    def rows_in(self, alpha: np.ndarray, order: np.ndarray) -> list[Row]:
+        """The rows of these weights in an order of their places."""
         return self.rows_at(order if self.places is None else self.places[order], alpha[order])
 
     def rows_at(
@@ -290,19 +253,12 @@ class Asked:
     def _records(self, places: np.ndarray) -> list[dict[str, Any]]:
         return self.view.rows(self.view.ids[places].tolist())
 
-    def _value(self, pooled: np.ndarray) -> Any:
+    def value(self, pooled: np.ndarray) -> Any:
         if self.view.schema.value_kind == "number":
             return float(pooled[0])
         if self.view.schema.value_kind == "numbers":
             return dict(zip(self.view.schema.value, map(float, pooled), strict=True))
         return pooled
-
-    def _spread(self, alpha: np.ndarray, value: Any) -> Any:
-        if value is None or not self.view.schema.pools:
-            return None
-        mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
-        total, size = self.scatter(alpha, mean)
-        return self._value(2 * size * np.sqrt(np.maximum(total, 0)))
 
     def scatter(self, alpha: np.ndarray, mean: np.ndarray) -> Scatter:
         """Σᵢ αᵢ (vᵢ − mean)² / 4, in units of the square of the second array."""
@@ -318,6 +274,65 @@ class Asked:
                     size = np.maximum(np.abs(far).max(axis=0, initial=0), found[1])
                     found = farther(found, (some[used] @ (far / size) ** 2, size))
         return found
+
+
+class Found(Behind):
+    """The weights `alpha` of one query, or None where they are found again when asked for; its set
+    is empty where the query does not `fit` what was promised."""
+
+    def __init__(self, asked: Asked, query: Any, alpha: Any, value: Any, fits: bool):
+        self.asked, self.query, self.value, self.fits = asked, query, value, fits
+        self.alpha = alpha
+
+    def _alpha(self) -> Any:
+        if self.alpha is not None:
+            return self.alpha
+        return self.asked.weighed(one(self.query), value=False)[0].weights[0]
+
+    def weights(self) -> np.ndarray:
+        return self.asked.of_all(np.asarray(self._alpha()))
+
+    def spread(self) -> Any:
+        asked, value = self.asked, self.value
+        if value is None or not asked.view.schema.pools:
+            return None
+        mean = np.asarray(list(value.values()) if isinstance(value, dict) else value)
+        total, size = asked.scatter(self._alpha(), mean)
+        return asked.value(2 * size * np.sqrt(np.maximum(total, 0)))
+
+    def above(self, weight: float) -> list[Row]:
+        alpha = np.asarray(self._alpha())
+        some = np.where(alpha >= weight, alpha, 0)
+        return self.asked.rows_at(*self.asked.heaviest(some, len(alpha)))
+
+    def set(self) -> list[Row]:
+        asked = self.asked
+        if not self.fits:
+            return []
+        if isinstance(asked.promise, str):
+            raise CombinationError(f"the database promises no set: {asked.promise}")
+        alpha = np.asarray(self._alpha())
+        fits = alpha >= asked.promise.weight
+        if asked.live is not None and asked.places is None:
+            fits &= asked.live
+        some = np.flatnonzero(fits)
+        return asked.rows_in(alpha, some[np.argsort(-alpha[some], kind="stable")])
+
+    def without(self, place: int) -> Answer:
+        asked, rows = self.asked, len(self.asked.view.ids)
+        if not 0 <= place < rows:
+            raise ArgumentError(f"row {place}: there are the rows 0 to {rows - 1:,}")
+        if not (asked.live is None or asked.live[place]):
+            raise ArgumentError(f"row {place} was not asked, so the answer is the same without it")
+        return asked.but(place).answers(one(self.query))[0]
+
+    def influence(self) -> Any:
+        from qkv.database.influence import influence
+
+        return influence(self.asked, self.query, np.asarray(self._alpha()), self.value)
+
+    def source(self, most: int) -> Source:
+        return self.asked.source(self.query, np.asarray(self._alpha()), most)
 
 
 def farther(one: Scatter, two: Scatter) -> Scatter:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.answer import Row
+from qkv.behind import Row
 from qkv.database.ask import Asked, mark, one
 from qkv.database.cells import shown
 from qkv.database.queries import listed, questions

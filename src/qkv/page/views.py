@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from qkv import scores, weightings
-from qkv.answer import Answer, Source
+from qkv.answer import Answer
+from qkv.behind import Source
 from qkv.database.encoders import Arrays, Characters, Encoder, Exact, Numbers
 from qkv.database.leaving import Leaving
 from qkv.errors import ArgumentError, DtypeError

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.answer import Answer, Row
+from qkv.answer import Answer
+from qkv.behind import Row
 from qkv.database.queries import How, at_most
 from qkv.errors import DtypeError, unknown
 from qkv.told import jsonable

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 
 from qkv.arrays import is_array, plain
 from qkv.database.leaving import Leaving
-from qkv.errors import ArgumentError, CombinationError, DtypeError
+from qkv.errors import ArgumentError, DtypeError
 from qkv.serve import wire
 from qkv.serve.transport import Transport
 from qkv.types import NOTHING, Closing, Shaped
@@ -17,17 +17,12 @@ from qkv.types import NOTHING, Closing, Shaped
 if TYPE_CHECKING:
     import numpy as np
 
-    from qkv.answer import Answer, Row
+    from qkv.answer import Answer
     from qkv.database.queries import Asking, How
     from qkv.database.reading import Info
 
 FIRST, PAGE = 16, 1000
 """Rows that are fetched together: at first, and at most."""
-
-_PLAIN = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
-_SOME = ("error_bound", "rows_read", "statistical", "shares")
-"""What an answer does not always say: a bound where none was asked for, nor what is newer than the
-server."""
 
 
 class Remote(Closing, Leaving):
@@ -78,39 +73,8 @@ class Remote(Closing, Leaving):
         return [self._answer(told, {**body, "query": one}) for told, one in each]
 
     def _answer(self, told: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-        from qkv.answer import Answer, Row, Share
-
         # Of the version that answered, whatever was written since.
-        then = partial(self._again, {**body, "at": told["version"]})
-
-        def above(weight: float) -> list[Row]:
-            count = int((then(weights=True)["weights"] >= weight).sum())
-            return [Row(**row) for row in then(top=count)["rows"]] if count else []
-
-        def fitting() -> list[Row]:
-            if "set" not in told:
-                raise CombinationError(
-                    f"the set has {told['set_rows']:,} rows, too many to travel: ask the database "
-                    "itself"
-                    if "coverage" in told
-                    else "the server promises no set: it was not calibrated, or not for such "
-                    "questions"
-                )
-            return [Row(**row) for row in told["set"]]
-
-        return Answer(
-            query=told["query"],
-            value=told["value"],
-            rows=[Row(**row) for row in told["rows"]],
-            values=[Share(**share) for share in told["values"]],
-            **{name: told[name] for name in _PLAIN},
-            _weights=lambda: then(weights=True)["weights"],
-            _spread=lambda: then(spread=True)["spread"],
-            coverage=told.get("coverage"),
-            **{name: told[name] for name in _SOME if name in told},
-            _above=above,
-            _set=fitting,
-        )
+        return wire.answered(told, partial(self._again, {**body, "at": told["version"]}))
 
     def _again(self, body: Mapping[str, Any], **more: Any) -> Any:
         return self._transport.read("POST", f"{self._base}/ask", {**body, **more})

@@ -6,11 +6,20 @@ Whoever sends or accepts this media type gets tuples, dates, bytes, vectors and 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from qkv.answer import Answer, Row
+import numpy as np
+
+from qkv.answer import Answer
+from qkv.behind import Behind, Row, Share
 from qkv.database import cells
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, CombinationError
+
+ALWAYS = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+SOMETIMES = ("error_bound", "rows_read", "statistical", "shares", "coverage")
+"""What an answer does not always say: a bound where none was asked for, nor what is newer than the
+server."""
 
 CELLS = "application/vnd.qkv.cells+json"
 
@@ -57,3 +66,44 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         "weighting": answer.weighting,
         "version": answer.version,
     }
+
+
+def answered(told: Mapping[str, Any], then: Callable[..., Any]) -> Answer:
+    """The answer that `told` tells of; `then` asks the same again with more arguments."""
+    return Answer(
+        query=told["query"],
+        value=told["value"],
+        rows=[Row(**row) for row in told["rows"]],
+        values=[Share(**share) for share in told["values"]],
+        **{name: told[name] for name in ALWAYS},
+        **{name: told[name] for name in SOMETIMES if name in told},
+        _behind=Server(told, then),
+    )
+
+
+class Server(Behind):
+    """Behind an answer of a server: itself, asked when something is looked at."""
+
+    def __init__(self, told: Mapping[str, Any], then: Callable[..., Any]):
+        self._told, self._then = told, then
+
+    def weights(self) -> np.ndarray:
+        found: np.ndarray = self._then(weights=True)["weights"]
+        return found
+
+    def spread(self) -> Any:
+        return self._then(spread=True)["spread"]
+
+    def above(self, weight: float) -> list[Row]:
+        count = int((self.weights() >= weight).sum())
+        return [Row(**row) for row in self._then(top=count)["rows"]] if count else []
+
+    def set(self) -> list[Row]:
+        told = self._told
+        if "set" in told:
+            return [Row(**row) for row in told["set"]]
+        raise CombinationError(
+            f"the set has {told['set_rows']:,} rows, too many to travel: ask the database itself"
+            if "coverage" in told
+            else "the server promises no set: it was not calibrated, or not for such questions"
+        )

@@ -1,0 +1,115 @@
+"""Behind an answer: the rows that it names, and who is asked for what it does not hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qkv.arrays import tree
+from qkv.errors import CombinationError
+
+
+@dataclass(frozen=True)
+class Row(tree.Record):
+    """One pair of the database, and how much it counted.
+
+    `index` is its place among the rows, so that `answer.weights[row.index] == row.weight`;
+    `record` has all its columns.
+    """
+
+    key: Any
+    value: Any
+    weight: float
+    index: int
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Share(NamedTuple):
+    """A value, and the weight of all rows that hold it."""
+
+    value: Any
+    weight: float
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows with their vectors: what it takes to ask them again elsewhere.
+
+    `keys` (r, d) and `query` (d) are what the score compares, or None where it compares the keys
+    themselves.
+    """
+
+    rows: list[Row]
+    keys: np.ndarray | None
+    query: np.ndarray | None
+    encoder: Any
+    score: Any
+    weighting: Any
+    names: tuple[str, str]
+    """What the key and the value are called."""
+
+
+class Behind(ABC):
+    """Who answered, to be asked for what an answer does not hold; by default from elsewhere, so
+    that the rows themselves are not there."""
+
+    @abstractmethod
+    def weights(self) -> np.ndarray:
+        """α of every row, (m,)."""
+
+    @abstractmethod
+    def spread(self) -> Any:
+        """What `Answer.spread` is."""
+
+    @abstractmethod
+    def above(self, weight: float) -> list[Row]:
+        """Every row of at least this weight, heaviest first."""
+
+    def set(self) -> list[Row]:
+        """The rows of which one is the right one, heaviest first."""
+        raise CombinationError(
+            "the database promises no set: it was not calibrated, or not for such questions"
+        )
+
+    def without(self, place: int) -> Any:
+        """The answer had the row at this place not been there."""
+        raise _elsewhere()
+
+    def influence(self) -> Any:
+        """What `Answer.influence` is."""
+        raise _elsewhere()
+
+    def source(self, most: int) -> Source | None:
+        """All rows that were asked, or the `most` heaviest; None where they are not there."""
+        return None
+
+
+class Nobody(Behind):
+    """Behind an answer from a pickle: what it said."""
+
+    def __init__(self, rows: list[Row], weights: np.ndarray, spread: Any):
+        self._rows, self._weights, self._spread = rows, weights, spread
+
+    def weights(self) -> np.ndarray:
+        return self._weights
+
+    def spread(self) -> Any:
+        return self._spread
+
+    def above(self, weight: float) -> list[Row]:
+        """Those of the rows that were named, if they are all of at least this weight."""
+        found = [row for row in self._rows if row.weight >= weight]
+        if len(found) < (self._weights >= weight).sum():
+            raise _elsewhere()
+        return found
+
+
+def _elsewhere() -> CombinationError:
+    return CombinationError(
+        "the answer came from a server or a pickle, without its rows: ask the database itself, "
+        "qkv.open(path), or a copy of it"
+    )
