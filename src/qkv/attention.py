@@ -144,8 +144,8 @@ def attend(
     if sign is not None:  # as most calls are: what `find` does, without it
         alike = score if type(score) is str else getattr(score, KIND, None)
         turned = weighting if type(weighting) is str else getattr(weighting, KIND, None)
-        rule: Any = None if mask is None else getattr(mask, KIND, mask)
-        if alike is not None and turned is not None and (rule is not mask or mask is None):
+        rule: Any = mask if mask is None or type(mask) is str else getattr(mask, KIND, None)
+        if alike is not None and turned is not None and (rule is not None or mask is None):
             try:
                 plan = plans.SEEN.get((sign, alike, turned, rule, flags, EDITION[0]))
             except TypeError:  # a flag that is none: the check of the arguments says so
