@@ -35,13 +35,12 @@ def answer(weights, *, keys=None, values=None, total=None, query="q"):
         value=values[0] if weights else None,
         rows=rows,
         values=[Share(v, w) for v, w in zip(values, weights, strict=True)],
-        entropy=entropy,
         lse=0.0,
         total=len(weights) if total is None else total,
         engine="scan",
         score="Dot",
         weighting="Softmax",
-        _behind=Nobody(rows, np.array(weights), None),
+        _behind=Nobody(rows, np.array(weights), entropy, None),
     )
 
 

@@ -52,7 +52,6 @@ class Answer(Shown):
     value: Any
     rows: list[Row]
     values: list[Share]
-    entropy: float
     lse: float | None
     total: int
     """Rows that were asked, after `where`."""
@@ -80,6 +79,11 @@ class Answer(Shown):
     def weights(self) -> np.ndarray:
         """α of every row, (m,), in the database's order."""
         return self._behind.weights()
+
+    @cached
+    def entropy(self) -> float:
+        """−Σᵢ αᵢ ln αᵢ of all rows."""
+        return self._behind.entropy()
 
     @cached
     def spread(self) -> Any:
@@ -114,7 +118,8 @@ class Answer(Shown):
                 "without: row must be one of answer.rows, or the index of one, such as "
                 f"answer.rows[0].index, not {place!r}"
             )
-        return self._behind.without(int(place))
+        found: Answer = self._behind.without(int(place))
+        return found
 
     def influence(self) -> Any:
         """value − value without row i, for every row: (m,), (m, d_v), or of several columns a
@@ -129,10 +134,9 @@ class Answer(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """What it said, with the weight of every row; the database stays behind."""
-        found = vars(self) | {"weights": self.weights, "spread": self.spread}
-        if self.coverage is not None:
-            found["set"] = self.set
-        return found | {"_behind": Nobody(self.rows, self.weights, self.spread)}
+        found = vars(self) | {"set": self.set} if self.coverage is not None else vars(self)
+        told = (self.rows, self.weights, self.entropy, self.spread)
+        return found | {"_behind": Nobody(*told)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Answer:
         own = ("query", "value", "rows", "values")

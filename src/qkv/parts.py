@@ -25,8 +25,8 @@ from qkv.weightings.base import of_rows
 Part = stored.Part
 Sums = stored.Sums
 resolved, finished = request.resolved, passes.finished
-sums, both, averaged, entropy_of = stored.sums, stored.both, stored.averaged, stored.entropy_of
-sums_by = stored.sums_by
+sums, both, averaged, sums_by = stored.sums, stored.both, stored.averaged, stored.sums_by
+entropy, entropy_of, entropy_in = stored.entropy, stored.entropy_of, stored.entropy_in
 
 TOGETHER = 1024
 """Queries that are asked together."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -272,3 +274,39 @@ def test_attend_holds_what_float32_does_not(asked):
     np.testing.assert_allclose(found, want, rtol=1e-6)
     np.testing.assert_allclose(drawn, want, rtol=1e-6)
     np.testing.assert_allclose(traced, want, rtol=1e-6)
+
+
+def test_questions_that_are_put_alike_are_answered_as_things_stand():
+    D, near = qkv.Database({"Li": 1.0, "Hu": 2.0, "Mu": 3.0}), {"value": 1.0}
+    assert D.ask("Li", where=near).total == 1
+    near["value"] = 4.0
+    assert D.ask("Li", where=near).total == 0  # the same object, and another condition
+    least = [1.0]
+    for least[0], rows in ((1.0, 2), (2.0, 1)):
+        assert D.ask("Li", where=lambda row: row["value"] > least[0]).total == rows
+    assert D.ask("Li", where="value < 3").total == D.ask("Hu", where="value < 3").total == 2
+    D.add("Ma", 2.5)
+    assert D.ask("Li", where="value < 3").total == 3
+    try:
+        for sharpness in (1.0, 50.0):  # a name that is given anew, as by a cell that runs again
+
+            @weightings.register("put_alike")
+            @dataclass(frozen=True)
+            class PutAlike(weightings.Softmax):
+                temperature: float = 1 / sharpness
+
+            assert D.ask("Ma", weighting="put_alike").weighting == "PutAlike"
+            found = D.ask("Ma", weighting="put_alike").weights
+            want = D.ask("Ma", weighting=weightings.Softmax(1 / sharpness)).weights
+            assert np.array_equal(found, want)
+    finally:
+        weightings.NAMES.pop("put_alike", None)
+
+
+def test_an_answer_from_a_server_or_a_pickle_can_be_copied():
+    answer = qkv.Database({"Li": 1.0, "Hu": 2.0}).ask("Li")
+    again = pickle.loads(pickle.dumps(answer))
+    copied = deepcopy(again)
+    for one in (again, copied):
+        assert (one.entropy, one.spread, one.rows) == (answer.entropy, answer.spread, answer.rows)
+        assert np.array_equal(one.weights, answer.weights)

@@ -202,6 +202,10 @@ class Framework:
         empty or holds what is not finite."""
         return None
 
+    def softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
+        """The same with the logarithm of the sum (…, 1), on the same terms."""
+        return None
+
     def tanh(self, x: Array, spend: bool = False) -> Array:
         """tanh x; `spend` says that x may be overwritten."""
         return self.xp.tanh(x)

@@ -163,16 +163,31 @@ class NumPy(Framework):
         return numpy.take_along_axis(x, order, axis=-1), order
 
     def softmax(self, x: Array, live: Array | None) -> Array | None:
+        found = self._exponentials(x, live)
+        if found is None:
+            return None
+        _, out, total = found
+        out /= total
+        return out
+
+    def softmax_and_lse(self, x: Array, live: Array | None) -> tuple[Array, Array] | None:
+        found = self._exponentials(x, live)
+        if found is None:
+            return None
+        top, out, total = found
+        out /= total
+        return out, top + numpy.log(total)
+
+    def _exponentials(self, x: Array, live: Array | None) -> Arrays | None:
+        """The largest of each row, exp(x − it), and their sum, where it is finite."""
         if not x.shape[-1]:
             return None
         x = self.keep(x, live, -math.inf)
-        out = x - numpy.maximum.reduce(x, axis=-1, keepdims=True)
+        top = numpy.maximum.reduce(x, axis=-1, keepdims=True)
+        out = x - top
         numpy.exp(out, out)
         total = numpy.add.reduce(out, axis=-1, keepdims=True)
-        if not math.isfinite(numpy.vdot(total, total)):
-            return None
-        out /= total
-        return out
+        return (top, out, total) if math.isfinite(numpy.vdot(total, total)) else None
 
     # The same as in base, by the shortest way there, and without its temporaries.
 

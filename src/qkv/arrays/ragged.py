@@ -228,10 +228,11 @@ class Wide:
         [[8.0], [4.0]]
         """
         width = self.dense.shape[1]
-        out: np.ndarray = query[:, :width] @ self.dense.astype(query.dtype, copy=False).T
+        dense = self.dense if self.dense.dtype == query.dtype else self.dense.astype(query.dtype)
+        out: np.ndarray = query[:, :width] @ dense.T
         if self.scale is not None:
             out *= self.scale
-        if query[:, -1].any():
+        if np.count_nonzero(query[:, -1]):
             beside = columns(self.vectors, self.asked)
         else:
             row, column, at = found(self.vectors, self.asked)

@@ -204,7 +204,7 @@ class Weighed(NamedTuple):
 
     out: np.ndarray
     weights: np.ndarray
-    entropy: np.ndarray
+    entropy: np.ndarray | None
     lse: np.ndarray | None
     best: np.ndarray
     error: np.ndarray | float = 0.0
@@ -249,15 +249,15 @@ class Cuts:
     def _groups(self, parts: Iterable[Stored]) -> Iterator[list[Cut]]:
         at, allowed = 0, self.rows.allowed
         for stored in parts:
-            step, group = self.size, []
+            rows, step, group = len(stored.key), self.size, []
             if not self.codes and (stored.scale is not None or isinstance(stored.key, Wide)):
                 step = min(step, max(CACHED // max(stored.key.shape[1], 1), 512))
-            rows = len(stored.key)
             for start in range(0, rows, step):
                 some = stored if rows <= step else stored.some(slice(start, start + step))
-                size = len(some.key) if some.live is None else int(np.count_nonzero(some.live))
-                if size == len(some.key) and some.live is not None:
-                    some = some._replace(live=None)
+                size = len(some.key)
+                if some.live is not None:
+                    size, whole = int(np.count_nonzero(some.live)), size
+                    some = some._replace(live=None) if size == whole else some
                 own = None if allowed is None else allowed[at : at + size]
                 if size:
                     group.append(Cut(at, size, some, own))
@@ -287,7 +287,10 @@ class Reader:
             return lift(cut)
 
         for group in cuts:
-            start = self.fw.reduce(checked, merge, start, group)  # type: ignore[arg-type]
+            if len(group) == 1:
+                start = merge(start, checked(group[0]))
+            else:
+                start = self.fw.reduce(checked, merge, start, group)  # type: ignore[arg-type]
         return start
 
     def tiled(self, pool: Callable[..., Arrays], tiling: Tiling) -> Arrays:

@@ -193,7 +193,7 @@ class Leaf:
             none = np.zeros(len(lse))
             bound = found.bound or Bound(none, none + 1, none, none)
             bound = Bound(lse, *(x / bound.total for x in bound[1:]))
-        told = parts.sums_by(found.weights.sum(axis=1), found.entropy)
+        told = parts.sums_by(found.weights.sum(axis=1), parts.entropy_in(found))
         heaviest = self._heaviest(told, found.sums, found.weights, found.best, top)
         return First(lse, bound, found.read, heaviest, found.refused)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv import attention
+from qkv import attention, parts, weightings
 from qkv.answer import Answer
 from qkv.arrays import is_array, to_numpy
 from qkv.arrays.ragged import Query
@@ -19,7 +20,7 @@ from qkv.database.encoding import at_words
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, counted
 from qkv.scores import Score
-from qkv.weightings import Weighting
+from qkv.weightings import WeightingLike
 
 if TYPE_CHECKING:
     from qkv.database.conformal import Promise
@@ -50,7 +51,7 @@ class Asked:
         self,
         view: View,
         score: Score,
-        weighting: Weighting,
+        weighting: WeightingLike,
         live: np.ndarray | None,
         top: int,
         tolerance: float | None,
@@ -58,7 +59,7 @@ class Asked:
         library: str | None = None,
         confidence: float | None = None,
     ):
-        self.view, self.score, self.weighting = view, score, weighting
+        self.view, self.score, self.weighting = view, score, weightings.resolve(weighting)
         self.top, self.tolerance, self.promise = top, tolerance, promise
         self.library, self.confidence = library, confidence
         self.live, self.missing = view.having_values(live)
@@ -69,14 +70,21 @@ class Asked:
         if self.live is not None and self.asked < len(view.ids):
             self.places = np.flatnonzero(self.live)
 
+    @cached_property
+    def named(self) -> dict[str, str]:
+        """The score and the weighting, as an answer tells of them."""
+        return {"score": named(self.score), "weighting": named(self.weighting)}
+
+    @cached_property
+    def _scanned(self) -> str:
+        return f"{counted(self.asked, 'row')} in {counted(self.view.pieces, 'piece')}"
+
     def answers(self, queries: Any) -> list[Answer]:
         pools, found = self.view.schema.pools, []
         keep = len(queries) * len(self.view) <= HELD
         for some, weighed, engine in self.batches(queries, pools):
-            how = {"engine": engine, "score": named(self.score)}
-            how["weighting"] = named(self.weighting)
             for i, query in enumerate(some):
-                found.append(self._answer(query, weighed, i, keep, **how))
+                found.append(self._answer(query, weighed, i, keep, engine=engine, **self.named))
         return found
 
     def batches(
@@ -103,8 +111,7 @@ class Asked:
         if self.score.compares_keys:
             matches, engine = self.matches(queries), "exact index"
         else:
-            code = self._encoded(queries)
-            engine = f"scan of {counted(self.asked, 'row')} in {counted(view.pieces, 'piece')}"
+            code, engine = self._encoded(queries), f"scan of {self._scanned}"
         found = attention.weigh(
             view.vectors(self.live, value=value, asked=code.asked),
             code.code,
@@ -115,7 +122,7 @@ class Asked:
             matches=matches,
         )
         if found.bound is not None:
-            engine = f"codes of {engine[8:]}, {found.read:,} of them read in full"
+            engine = f"codes of {self._scanned}, {found.read:,} of them read in full"
         elif found.refused:
             engine += f", exactly: {found.refused}"
         return found, engine
@@ -155,6 +162,7 @@ class Asked:
             held = self.view.schema.values_of(records[:SHARES])
             values = _shares(held, weights.tolist())
             value = values[0].value
+        entropy = None if found.entropy is None else float(found.entropy[at])
         fits = isinstance(self.promise, str) or found.best[at] >= self.promise.best
         return Answer(
             query=query,
@@ -165,14 +173,13 @@ class Asked:
             missing=self.missing,
             shares=self.weighting.convex,
             version=self.view.version,
-            entropy=float(found.entropy[at]),
             lse=None if found.lse is None else float(found.lse[at]),
             error_bound=float(error if isinstance(error, float) else error[at]),
             rows_read=found.read,
             statistical=found.statistical,
             coverage=None if isinstance(self.promise, str) else self.promise.coverage,
             **told,
-            _behind=Found(self, query, alpha if keep else None, value, fits),
+            _behind=Found(self, query, alpha if keep else None, value, entropy, fits),
             _library=self.library,
         )
 
@@ -219,7 +226,7 @@ class Asked:
         """Places of the heaviest rows; of equal ones the lowest comes first."""
         size = alpha if self.weighting.convex else np.abs(alpha)
         if top >= len(size):
-            near = np.argsort(-size, kind="stable")
+            near = (-size).argsort(kind="stable")
         else:
             # The heaviest lie where the maxima of short runs are among the largest.
             starts = np.arange(0, len(size), RUN)
@@ -230,7 +237,8 @@ class Asked:
             if len(near):
                 near = near[size[near] >= _largest(size[near], top)]
             near = near[np.argsort(-size[near], kind="stable")][:top]
-        return np.asarray(near[size[near] > 0])
+        found: np.ndarray = near[size[near] > 0]
+        return found
 
     def heaviest(self, alpha: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
         """The places of the heaviest rows, and their weights."""
@@ -246,9 +254,9 @@ class Asked:
     ) -> list[Row]:
         """The rows at some places, with these weights; the first records are theirs, if known."""
         records = self._records(places) if records is None else records
-        key_of, value_of = self.view.schema.key_of, self.view.schema.value_of
-        told = zip(weights.tolist(), places.tolist(), records, strict=False)
-        return [Row(key_of(r), value_of(r), weight, place, r) for weight, place, r in told]
+        records, schema = records[: len(places)], self.view.schema
+        told = (schema.keys_in(records), schema.values_of(records), weights.tolist())
+        return list(map(Row, *told, places.tolist(), records))
 
     def _records(self, places: np.ndarray) -> list[dict[str, Any]]:
         return self.view.rows(self.view.ids[places].tolist())
@@ -277,12 +285,14 @@ class Asked:
 
 
 class Found(Behind):
-    """The weights `alpha` of one query, or None where they are found again when asked for; its set
-    is empty where the query does not `fit` what was promised."""
+    """The weights `alpha` of one query and their entropy, None where they are found when asked
+    for; its set is empty where the query does not `fit` what was promised."""
 
-    def __init__(self, asked: Asked, query: Any, alpha: Any, value: Any, fits: bool):
-        self.asked, self.query, self.value, self.fits = asked, query, value, fits
-        self.alpha = alpha
+    def __init__(
+        self, asked: Asked, query: Any, alpha: Any, value: Any, entropy: float | None, fits: bool
+    ):
+        self.asked, self.query, self.alpha, self.value = asked, query, alpha, value
+        self.told, self.fits = entropy, fits
 
     def _alpha(self) -> Any:
         if self.alpha is not None:
@@ -291,6 +301,11 @@ class Found(Behind):
 
     def weights(self) -> np.ndarray:
         return self.asked.of_all(np.asarray(self._alpha()))
+
+    def entropy(self) -> float:
+        if self.told is not None:
+            return self.told
+        return float(parts.entropy(np.asarray(self._alpha())[None])[0])
 
     def spread(self) -> Any:
         asked, value = self.asked, self.value

@@ -87,7 +87,7 @@ class Database(Writing[K, V]):
     def __getstate__(self) -> dict[str, Any]:
         """All but the view of its rows, which is made anew: a copy of one on disk is the same rows,
         opened again, and one in memory goes with its rows."""
-        return {**vars(self), "_held": None}
+        return {**vars(self), "_held": None, "_last": None}
 
     @classmethod
     def from_columns(
@@ -229,13 +229,12 @@ class Database(Writing[K, V]):
         >>> D.valuate([(1.05, "low"), (1.15, "low"), (5.1, "high")]).worst(1)[0].key
         1.2
         """
-        from qkv import weightings
         from qkv.database.influence import valuate
 
-        view, alpha = self._filled(), weightings.resolve(weighting)
+        view = self._filled()
         near, sure = nearness(tolerance, confidence)
         how = (1, near, "", self._library, sure)
-        return valuate(self._asked(view, view.score(score), alpha, where, *how), pairs)
+        return valuate(self._asked(view, view.score(score), weighting, where, *how), pairs)
 
 
 def open(

@@ -48,11 +48,12 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
     """The queries, and whether there is only one."""
     kind, names = view.schema.key_kind, view.schema.key
     query = plain(query, "query") if is_array(query) else by_place(query)
-    if kind == "date" and is_array(query) and (times := to_numpy(query)).dtype.kind == "M":
-        query = times.astype("M8[us]").tolist()
-    if kind == "vector" or (is_array(query) and kind != "number"):
+    shaped = is_array(query)
+    if kind == "date" and shaped and (times := to_numpy(query)).dtype.kind == "M":
+        query, shaped = times.astype("M8[us]").tolist(), False
+    if kind == "vector" or (shaped and kind != "number"):
         try:
-            array = to_numpy(query) if is_array(query) else np.asarray(query, dtype=float)
+            array = to_numpy(query) if shaped else np.asarray(query, dtype=float)
         except (TypeError, ValueError, OverflowError):
             raise DtypeError(
                 "query must be a vector of numbers, as the keys are, or a list of such, not "
@@ -62,7 +63,7 @@ def as_queries(view: View, query: Any) -> tuple[Any, bool]:
             told = "a vector" if kind == "vector" else f"{kind}, as the keys are, or their vector"
             raise DtypeError(f"query must be {told}, not the number {array}")
         return (array[None], True) if array.ndim == 1 else (array, False)
-    if is_array(query):
+    if shaped:
         array = to_numpy(query)
         return array.reshape(-1).tolist(), array.ndim == 0
     many = isinstance(query, list) and not (kind == "json" and cells.is_numbers(query))

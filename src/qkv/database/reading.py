@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, Unpack, overload
 
@@ -19,11 +20,13 @@ from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, counted, printable
 from qkv.log import listener
+from qkv.names import EDITION
 from qkv.types import NOTHING, A, Array, Closing, K, Shaped, T, V
 
 # Loaded when something is asked or encoded: an exact look-up needs none of it.
 if TYPE_CHECKING:
     from qkv.answer import Answer
+    from qkv.database.ask import Asked
     from qkv.database.encoders import Encoder, EncoderLike
     from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
@@ -93,6 +96,7 @@ class Reading(Closing, Generic[K, V]):
 
             self._encoder_wish = encoders.resolve(encoder)
         self._held: View | None = None
+        self._last: tuple[tuple[Any, ...], Asked] | None = None
         self._library: str | None = None
 
     @classmethod
@@ -130,7 +134,7 @@ class Reading(Closing, Generic[K, V]):
             old, held = held, View(self._store.at(self._pin), self._encoder_wish)
             if old is not None:
                 held.inherit(old)
-            self._held = held
+            self._held, self._last = held, None
             if log := listener():
                 place = self.path or "a database in memory"
                 log.debug("read %s, version %d: %d rows", place, version, len(held))
@@ -273,26 +277,30 @@ class Reading(Closing, Generic[K, V]):
         >>> D.ask(3.55, score="gaussian", weighting="hard").value
         82.0
         """
-        from qkv import weightings
-        from qkv.database import conformal
+        from qkv.database.conformal import kept
 
-        known("ask()", other, Asking.__optional_keys__)
+        if other:
+            known("ask()", other, Asking.__optional_keys__)
         at_most(top)
-        alpha = weightings.resolve(weighting)
         view = self._filled()
         queries, single = as_queries(view, query)
         near, sure = nearness(tolerance, confidence)
-        promise = conformal.kept(view, score, weighting)
-        how = (top, near, promise, self._library, sure)
-        asked = self._asked(view, view.score(score), alpha, where, *how)
+        how = (top, near, kept(view, score, weighting), self._library, sure)
+        asked = self._asked(view, view.score(score), weighting, where, *how)
         answers = asked.answers(queries)
         return answers[0] if single else answers
 
     def _asked(self, view: View, score: Any, weighting: Any, where: Any, *how: Any) -> Any:
-        """What makes answers of queries."""
+        """What makes answers of queries; the last is kept, as most questions are put alike."""
         from qkv.database.ask import Asked
 
-        return Asked(view, score, weighting, view.where(where), *how)
+        given, last = (view, score, weighting, where, *how, EDITION[0]), self._last
+        if last is not None and all(map(is_, given, last[0])):
+            return last[1]
+        made = Asked(view, score, weighting, view.where(where), *how)
+        # A condition that is no text may mean something else the next time.
+        self._last = (given, made) if where is None or type(where) is str else None
+        return made
 
     @overload
     def attend(self, query: A, **options: Unpack[How]) -> A: ...

@@ -114,6 +114,12 @@ class Schema:
             return row.get(self.key[0])
         return tuple(row.get(name) for name in self.key)
 
+    def keys_in(self, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+        if len(self.key) == 1:
+            (name,) = self.key
+            return [row.get(name) for row in rows]
+        return list(map(self.key_of, rows))
+
     def digest(self, key: Any) -> bytes:
         """What a key is found by."""
         if self.hash == "sha256" and is_array(key) and key.ndim == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +125,11 @@ class View:
 
     def score(self, wish: ScoreLike | None) -> Score:
         """The score that is wished for; without a wish, as the encoder says."""
+        if wish is None:
+            return self._own_score
         from qkv import scores
 
-        return self._own_score if wish is None else scores.resolve(wish)
+        return scores.resolve(wish)
 
     @cached_property
     def _own_score(self) -> Score:
@@ -375,25 +377,26 @@ class View:
         if picked is not None:
             allowed, kept = None, {kind: x[picked] for kind, x in kept.items()}
 
-        def read(fields: Collection[str] = ()) -> Iterator[Stored]:
+        def read(fields: Collection[str] = ()) -> Iterable[Stored]:
+            parts = self._parts([name for field in fields for name in FIELDS[field]])
+            return map(stored, parts) if picked is None else some(parts, picked)
+
+        def some(parts: Iterable[Any], picked: np.ndarray) -> Iterator[Stored]:
             at = 0
-            for part in self._parts([name for field in fields for name in FIELDS[field]]):
-                live = part.live
-                if picked is not None:
-                    size = len(part.ids) if live is None else int(np.count_nonzero(live))
-                    some, at = picked[at : at + size], at + size
-                    if live is None:
-                        live = some
-                    else:
-                        live = live.copy()
-                        live[live] = some
-                tensors, scale = part.tensors, part.tensors.get("scale")
-                key, near = tensors["code"], None
-                if asked is not None:
-                    key, scale = Wide(key, tensors["sparse"], asked, scale), None
-                else:
-                    near = codes.found(tensors)
-                yield Stored(key, tensors.get(named), live, scale, near, part.check)
+            for part in parts:
+                live = np.ones(len(part.ids), bool) if part.live is None else part.live.copy()
+                size = int(np.count_nonzero(live))
+                live[live], at = picked[at : at + size], at + size
+                yield stored(part)._replace(live=live)
+
+        def stored(part: Any) -> Stored:
+            tensors, scale = part.tensors, part.tensors.get("scale")
+            key, near = tensors["code"], None
+            if asked is not None:
+                key, scale = Wide(key, tensors["sparse"], asked, scale), None
+            else:
+                near = codes.found(tensors)
+            return Stored(key, tensors.get(named), part.live, scale, near, part.check)
 
         named, (width, wide) = "value" if value else "", self._widths
         shape, wide = (count, width + beside(asked)), wide if value else 0
@@ -413,12 +416,12 @@ class View:
         scale = read("scale", ids) if self.rounded else None
         return Stored(read("code", ids), scale=scale).vectors()
 
-    def _parts(self, ahead: Collection[str] = ()) -> Iterator[Any]:
+    def _parts(self, ahead: Collection[str] = ()) -> Iterable[Any]:
         if self._few is None:
-            yield from self.snapshot.parts(ahead=ahead)
-        for part in self._few or ():
+            return self.snapshot.parts(ahead=ahead)
+        for part in self._few:
             part.check()
-            yield part
+        return self._few
 
     @cached_property
     def _few(self) -> list[Any] | None:

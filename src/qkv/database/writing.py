@@ -389,7 +389,7 @@ class Writing(Leaving, Reading[K, V]):
             if encoding.uncoded(view):
                 how = {"settings": view.settings, "arrays": view.snapshot.arrays()}
                 self._store.recode(encoding.coded(view, progress), what="codes", **how)
-        self._held = None  # it would keep an old version alive
+        self._held = self._last = None  # it would keep an old version alive
         return self._store.compact(progress)
 
 

@@ -124,11 +124,18 @@ class Call:
 
 def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
     """Whether the numbers of a record are of a size between these, 0 or infinite."""
-    if type(record) is float:
-        return least <= abs(record) <= most or abs(record) in (0.0, math.inf)
-    if type(record) is not tuple:
-        record = [getattr(record, name) for name in fields_of(record) or ()]
-    return all(within(x, least, most) for x in record if x is not None)
+    parts = [record]
+    while parts:
+        x = parts.pop()
+        if type(x) is float:
+            size = abs(x)
+            if not (least <= size <= most or size == 0 or size == math.inf):
+                return False
+        elif type(x) is tuple:
+            parts += x
+        elif x is not None:
+            parts += [getattr(x, name) for name in fields_of(x) or ()]
+    return True
 
 
 def all_rows(call: Call) -> Span:

@@ -315,7 +315,8 @@ def _finished(asked: Coded, doubt: Doubt, bound: Bound, error: np.ndarray) -> We
     if not empty.any():
         return _told(asked, alpha, entropy, lse, error, bound)
     found = _nothing(asked, error, empty)
-    alpha[empty], entropy[empty], error = found.weights, found.entropy, error.copy()
+    alpha[empty], entropy[empty] = found.weights, stored.entropy_in(found)
+    error = error.copy()
     error[empty] = found.error
     return _told(asked, alpha, entropy, lse, error, bound)
 

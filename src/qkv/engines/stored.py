@@ -37,15 +37,11 @@ def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -
     a temperature may be as narrow as a number can be."""
     query = query if calls.within((score, weighting)) else query.astype(float)
     found = run(rows, scored(rows, query, score), weighting)
-    known = _finite(found.best) and (found.lse is None or _finite(found.lse))
-    if known or query.dtype == np.float64:
+    told = found.best if found.lse is None else found.best + found.lse
+    if query.dtype == np.float64 or of(told).surely_finite(told) or np.isfinite(told).all():
         return found
     some = rows.shape[0] if rows.allowed is None else rows.allowed.any()
     return run(rows, scored(rows, query.astype(float), score), weighting) if some else found
-
-
-def _finite(x: np.ndarray) -> bool:
-    return of(x).surely_finite(x) or bool(np.isfinite(x).all())
 
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
@@ -68,13 +64,14 @@ def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
 
 def _weights(
     s: np.ndarray, allowed: np.ndarray | None, weighting: Weighting
-) -> tuple[np.ndarray, np.ndarray, Array | None]:
-    """The weights of scores, their entropy, and the log-sum-exp if there is one."""
+) -> tuple[np.ndarray, np.ndarray | None, Array | None]:
+    """The weights of scores, their entropy where it is found on the way, and the log-sum-exp if
+    there is one."""
     if s.size > CACHED:
         return _in_blocks(s, allowed, weighting)
     live, k = None if allowed is None else allowed[None], of(s).positions(0, s.shape[1], s)[None]
     alpha, lse = weighting.weights_and_lse(s, live, k)
-    return alpha, entropy_of(*sums_of(alpha, weighting.sparse)), lse
+    return alpha, None, lse
 
 
 def scored(rows: Rows, query: np.ndarray, score: Score) -> np.ndarray:
@@ -184,6 +181,11 @@ class Part:
         return np.asarray(self.fw.reduce(weight, np.add, start, self.spans))
 
 
+def entropy_in(found: Weighed) -> np.ndarray:
+    """The entropy (n,) of what was weighed."""
+    return entropy(found.weights) if found.entropy is None else found.entropy
+
+
 def entropy(alpha: np.ndarray) -> np.ndarray:
     """−Σ α ln α (n,) of weights (n, m)."""
     fw, m = of(alpha), alpha.shape[1]
@@ -193,7 +195,8 @@ def entropy(alpha: np.ndarray) -> np.ndarray:
     def sums(span: Span) -> np.ndarray:
         return np.asarray(sums_of(alpha[:, span.start : span.start + span.size]))
 
-    return entropy_of(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
+    with fw.quiet():
+        return entropy_of(*fw.reduce(sums, np.add, np.zeros((2, len(alpha))), spans))
 
 
 def sums_of(alpha: np.ndarray, sparse: bool = False) -> tuple[np.ndarray, np.ndarray]:

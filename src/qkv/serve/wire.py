@@ -16,7 +16,7 @@ from qkv.behind import Behind, Row, Share
 from qkv.database import cells
 from qkv.errors import ArgumentError, CombinationError
 
-ALWAYS = ("entropy", "lse", "total", "missing", "engine", "score", "weighting", "version")
+ALWAYS = ("lse", "total", "missing", "engine", "score", "weighting", "version")
 SOMETIMES = ("error_bound", "rows_read", "statistical", "shares", "coverage")
 """What an answer does not always say: a bound where none was asked for, nor what is newer than the
 server."""
@@ -90,6 +90,9 @@ class Server(Behind):
     def weights(self) -> np.ndarray:
         found: np.ndarray = self._then(weights=True)["weights"]
         return found
+
+    def entropy(self) -> float:
+        return float(self._told["entropy"])
 
     def spread(self) -> Any:
         return self._then(spread=True)["spread"]

@@ -99,7 +99,11 @@ class Softmax(Exponential):
         own = type(self).weights is Softmax.weights and type(self).lse_of is Softmax.lse_of
         if not own:  # of one that has others, they are what counts
             return super().weights_and_lse(scores, live, k)
-        fw, top = of(scores), finite(row_max(scores, live))
+        fw = of(scores)
+        quick = fw.softmax_and_lse(scores, live)
+        if quick is not None:
+            return quick
+        top = finite(row_max(scores, live))
         e = fw.exp_below(scores, top, live)
         total = row_sum(e)
         some = nonzero(total)

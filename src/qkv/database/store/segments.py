@@ -88,7 +88,7 @@ class Segment:
 
     def check(self) -> None:
         """Refuse to be read where the file was cut: the system would end the process for it."""
-        if self.cut:
+        if self._memory is not None and self.cut:
             raise self.damaged("it was cut while it was open")
 
     def damaged(self, what: str) -> Damaged:
