@@ -246,10 +246,12 @@ def test_the_weights_of_one_answer_do_not_wait_for_those_of_another():
     # As where a client asks a server of its own process, whose answer must be made meanwhile.
     both = threading.Barrier(2)
 
-    def met():
-        both.wait(timeout=30)
-        return np.ones(1)
+    class Met(Nobody):
+        def weights(self):
+            both.wait(timeout=30)
+            return super().weights()
 
-    found = [replace(answer([1.0]), _weights=met) for _ in range(2)]
+    behind = Met([], np.ones(1), 0.0, None)
+    found = [replace(answer([1.0]), _behind=behind) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         assert [list(x) for x in pool.map(lambda one: one.weights, found)] == [[1.0], [1.0]]
