@@ -86,6 +86,11 @@ class Answer(Shown):
         return self._behind.entropy()
 
     @cached
+    def hint(self) -> str:
+        """What to ask by instead, where the default score may not be what was meant; else empty."""
+        return self._behind.hint(self.rows)
+
+    @cached
     def spread(self) -> Any:
         """√(Σᵢ αᵢ (vᵢ − value)²): how far the values that were pooled lie from each other.
 
@@ -134,7 +139,9 @@ class Answer(Shown):
 
     def __getstate__(self) -> dict[str, Any]:
         """What it said, with the weight of every row; the database stays behind."""
-        found = vars(self) | {"set": self.set} if self.coverage is not None else vars(self)
+        found = vars(self) | {"hint": self.hint}
+        if self.coverage is not None:
+            found["set"] = self.set
         told = (self.rows, self.weights, self.entropy, self.spread)
         return found | {"_behind": Nobody(*told)}
 
@@ -217,6 +224,8 @@ class Answer(Shown):
             parts.append(f"{self.nearness}.")
         if self.missing:
             parts.append(f"Left out: {self._left_out}.")
+        if self.hint:
+            parts.append(f"{self.hint[0].upper()}{self.hint[1:]}.")
         parts.append(f"Scored by {self.score}, weighted by {self.weighting}; {self.engine}.")
         return " ".join(parts)
 
@@ -325,6 +334,8 @@ class Answer(Shown):
             lines.append(f"  {EXACT}")
         if self.coverage is not None:
             lines.append(f"  {self.fit}")
+        if self.hint:
+            lines.append(f"  {self.hint}")
         left = f"; {self._left_out} left out" if self.missing else ""
         lines.append(f"  effective rows {self.effective_rows:,.1f} of {self.total:,}{left}")
         return "\n".join([value, *lines])

@@ -86,6 +86,10 @@ class Behind(ABC):
     def above(self, weight: float) -> list[Row]:
         """Every row of at least this weight, heaviest first."""
 
+    def hint(self, rows: list[Row]) -> str:
+        """What `Answer.hint` is, of its heaviest rows."""
+        return ""
+
     def set(self) -> list[Row]:
         """The rows of which one is the right one, heaviest first."""
         raise CombinationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from operator import itemgetter
@@ -39,6 +40,9 @@ RUN = 512
 
 SHARES = 1024
 """Rows whose values are compared to find the heaviest value."""
+
+FLAT = 0.98
+"""The share of the rows that takes part where as good as all do alike."""
 
 Scatter = tuple[np.ndarray, np.ndarray]
 """A sum of squares, and the square root of what it is counted in."""
@@ -345,6 +349,13 @@ class Found(Behind):
         from qkv.database.influence import influence
 
         return influence(self.asked, self.query, np.asarray(self._alpha()), self.value)
+
+    def hint(self, rows: list[Row]) -> str:
+        asked = self.asked
+        if not rows or asked.score is not asked.view.score(None):
+            return ""
+        flat = asked.weighting.convex and self.entropy() > math.log(asked.total * FLAT)
+        return asked.view.encoder.hint(self.query, rows[0].key, flat)
 
     def source(self, most: int) -> Source:
         return self.asked.source(self.query, np.asarray(self._alpha()), most)

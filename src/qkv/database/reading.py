@@ -263,9 +263,13 @@ class Reading(Closing, Generic[K, V]):
         (or an array with a query in each row) gives a list of answers.
 
         `score` compares vectors of query and key (by default as the encoder says), "exact" the keys
-        themselves. `top` rows are named. `where` leaves some rows out: {"genre": "poetry"},
-        "year > 1950 and genre != 'poetry'", or a function of a row, which makes Python read every
-        row where conditions look at columns.
+        themselves. Vectors of your own, embeddings or measurements, are compared by q·k/√d, to
+        which length counts, so that a row asked by its own vector may come second: "cosine" goes
+        by direction, "gaussian" by distance. The answer's `hint` says where that matters.
+
+        `top` rows are named. `where` leaves some rows out: {"genre": "poetry"}, "year > 1950 and
+        genre != 'poetry'", or a function of a row, which makes Python read every row where
+        conditions look at columns.
 
         With a `tolerance` ε the weights are proven to lie that near to the exact ones (½ Σ |αᵢ −
         exact αᵢ| ≤ ε), which needs few of the keys in full: the answer says its `error_bound` and

@@ -16,6 +16,14 @@ from qkv.scores import ScaledDot, Score
 SOME = 512
 """Keys that are looked through at a time: what is found of them stays in the cache."""
 
+NEARLY = 1 + 1e-5
+"""What is more than this is no rounding."""
+LONG = (
+    "a long key outweighs what the query's very own would have: score='cosine' goes by direction, "
+    "score='gaussian' by distance"
+)
+ALIKE = "q·k/√d hardly tells these keys apart: score=scores.Cosine(0.05) goes by direction, sharply"
+
 
 @dataclass(frozen=True)
 class Arrays(Encoder):
@@ -51,6 +59,12 @@ class Arrays(Encoder):
 
     def score(self, rows: int) -> Score:
         return ScaledDot()
+
+    def hint(self, query: Any, key: Any, flat: bool) -> str:
+        # Of more than ‖q‖²: had the query been a key itself, this one would still come first.
+        if np.dot(query, key) > np.dot(query, query) * NEARLY:
+            return LONG
+        return ALIKE if flat else ""
 
     def reads(self, query: Any) -> bool:
         return not isinstance(query, str | bytes) and hasattr(query, "__len__")

@@ -96,6 +96,11 @@ class Encoder(ABC):
     def width(self) -> int:
         """Numbers in each vector."""
 
+    def hint(self, query: Any, key: Any, flat: bool) -> str:
+        """What to ask by instead, where its own score may not have done what was meant: it gave the
+        most weight to this key, or all rows alike."""
+        return ""
+
     def score(self, rows: int) -> Score:
         """How its vectors are compared unless the caller says otherwise, in so many rows."""
         return ScaledDot(sharpness(rows))
