@@ -319,6 +319,28 @@ def test_it_is_shown_as_a_database_is(tmp_path: Path) -> None:
             assert list(c.swap().items()) == list(D.swap().items())
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: bool) -> None:
+    # One shard has the texts of a column, another its numbers.
+    cells = ["a", "b", "a", None, 1, 2, 1, None]
+    rows = [{"key": float(i), "value": 1.0, "x": cell} for i, cell in enumerate(cells)]
+    with qkv.open(tmp_path / "mixed.qkv") as D:
+        D.extend(rows)
+        with cluster([str(tmp_path / "mixed.qkv")], 4, partial=lost) as c:
+            for where in ("x == 1", "x != 'a'", {"x": "b"}, "not x == 2"):
+                assert list(c.rows(where=where)) == list(D.rows(where=where))
+                assert c.count(where) == D.count(where)
+                near = pytest.approx(D.ask(2.0, where=where).weights)
+                assert list(c.ask(2.0, where=where).weights) == near
+            assert c.describe() == D.describe()
+            for where in ("x < 1", "key == 'a'"):
+                with pytest.raises(DtypeError, match="text is not compared with numbers"):
+                    c.ask(2.0, where=where)
+            if lost:
+                c._fleet.workers.lost = {3}  # type: ignore[attr-defined]
+                assert c.ask(2.0, where="x == 'a'").value == 1.0
+
+
 @pytest.mark.parametrize("stores", [1, 2])
 def test_rows_are_added_once_and_durably(tmp_path: Path, stores: int) -> None:
     whole, rng = str(tmp_path / "all.qkv"), np.random.default_rng(0)

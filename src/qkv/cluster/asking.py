@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
@@ -19,6 +20,7 @@ from qkv.database.ask import AT_ONCE, SHARES, Asked, Scatter, farther
 from qkv.database.conformal import Promise
 from qkv.database.faults import LostShard
 from qkv.database.view import View
+from qkv.database.where import Among
 from qkv.errors import CombinationError, counted
 from qkv.scores import Score
 from qkv.weightings import State, Weighting
@@ -46,7 +48,24 @@ class Spread(View):
         return self.values(found[-1:])[0] if found else default
 
     def where(self, wish: Any) -> np.ndarray | None:
-        return self._marked("where", wish)
+        return self._marked("where", self._among(wish))
+
+    def _among(self, wish: Any, without: Collection[int] = ()) -> Any:
+        """A condition as the leaves are told it: what may be compared is the same for all."""
+        if wish is None or callable(wish):
+            return wish
+        return Among(wish, self._counted(without) if without else self._kinds)
+
+    @cached_property
+    def _kinds(self) -> dict[str, np.ndarray]:
+        return self._counted()
+
+    def _counted(self, without: Collection[int] = ()) -> dict[str, np.ndarray]:
+        """The census of every column but those of vectors."""
+        schema = self.schema if self.begun else None
+        names = [x for x in schema.columns if x not in schema.vectors] if schema else []
+        found = self.snapshot.each("censuses", names, without=without)
+        return {name: sum(each[name] for each in found) for name in names}
 
     @cached_property
     def present(self) -> np.ndarray | None:
@@ -62,9 +81,9 @@ class Spread(View):
         return np.concatenate([some for some, _ in parts]) if any(x for _, x in parts) else None
 
     def census(self, name: str) -> np.ndarray:
-        if name not in self._censuses:
-            self._censuses[name] = sum(self.snapshot.each("census", name))
-        return self._censuses[name]
+        if name in self._kinds:
+            return self._kinds[name]
+        return sum(each[name] for each in self.snapshot.each("censuses", [name]))  # type: ignore[no-any-return]
 
     @cached_property
     def _widths(self) -> tuple[int, int]:
@@ -82,6 +101,7 @@ class Spread(View):
         weighting: Weighting,
         where: Any,
         but: int | None = None,
+        without: Collection[int] = (),
     ) -> Job:
         return Job(
             uuid4().hex,
@@ -90,7 +110,7 @@ class Spread(View):
             keys,
             score,
             weighting,
-            where,
+            self._among(where, without),
             len(self),
             self.schema.pools,
             but,
@@ -174,7 +194,7 @@ class Gathered(Asked):
         code = Query(None) if keyed else self._encoded(queries)
         code = code._replace(code=code.code.astype(float)) if wide else code
         keys = queries if keyed else None
-        job = view.job(code, keys, self._read_as, weighting, self.where, self._but)
+        job = view.job(code, keys, self._read_as, weighting, self.where, self._but, lost)
         asked = Sent(view.snapshot, job, lost)
         top = self.top if view.schema.pools else max(self.top, SHARES)
         near = None if keyed or (lost and not self._rounded) else self.tolerance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -301,8 +302,8 @@ class Leaf:
     def present(self) -> np.ndarray | None:
         return self.view.present
 
-    def census(self, name: str) -> np.ndarray:
-        return self.view.census(name)
+    def censuses(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        return {name: self.view.census(name) for name in names}
 
 
 def _fine(found: Weighed, weighting: Weighting) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,10 @@ TEXTS = 2**27
 class Piece:
     """Rows that lie together, whose columns are looked at."""
 
-    def __init__(self, view: View, part: Segment):
-        self._view, self._part, self.census = view, part, view.census
+    def __init__(
+        self, view: View, part: Segment, census: Callable[[str], np.ndarray] | None = None
+    ):
+        self._view, self._part, self.census = view, part, census or view.census
         self.ids = part.ids if part.live is None else part.ids[part.live]
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from qkv.database.faults import Damaged, UnknownRow
 from qkv.database.piece import Piece
 from qkv.database.schema import Cells, Schema
 from qkv.database.store import Snapshot, sizes
-from qkv.database.where import condition
+from qkv.database.where import Among, condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
 
 if TYPE_CHECKING:  # loaded when keys are encoded
@@ -268,6 +268,9 @@ class View:
 
     def where(self, wish: Any) -> np.ndarray | None:
         """Which rows pass a condition, (m,); None where all do."""
+        census = None
+        if isinstance(wish, Among):
+            wish, census = wish.where, wish.census.__getitem__
         if wish is None:
             return None
         if callable(wish):
@@ -277,7 +280,7 @@ class View:
         if known is not None:
             return known
         passes = condition(wish, self.schema.columns if self.begun else ())
-        parts = [passes(piece).true for piece in self._pieces()]
+        parts = [passes(Piece(self, part, census)).true for part in self._parts()]
         found = np.concatenate(parts) if parts else np.zeros(0, bool)
         if isinstance(wish, str):
             if (len(self._passed) + 1) * len(found) > CONDITIONS:

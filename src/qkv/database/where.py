@@ -6,7 +6,9 @@ import ast
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from qkv.database.compare import (
     Condition,
@@ -54,6 +56,14 @@ def condition(where: Any, names: Sequence[str]) -> Condition:
         'where must be a mapping of columns, an expression such as "year > 1950", or a function '
         f"of a row, not {type(where).__name__}"
     )
+
+
+class Among(NamedTuple):
+    """A condition on rows that are part of a table: how many cells of each kind its columns have
+    in all, which decides what may be compared."""
+
+    where: Any
+    census: Mapping[str, np.ndarray]
 
 
 class _Expression:
