@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 import qkv
 from qkv.answer import Answer
 from qkv.scores import Gaussian
-from qkv.serve import limits
+from qkv.serve import limits, wire
 from qkv.serve.app import app
 from qkv.serve.guard import Access
 from qkv.serve.served import Served, opened
@@ -189,6 +189,26 @@ def test_text_stays_text_in_a_column_of_several_kinds(tmp_path: Path) -> None:
     with TestClient(app(served, Access(write=True)), base_url=LOCAL) as client:
         post(client, "/v1/databases/mixed/rows", rows=[{"key": "c", "value": "more"}])
         assert served["mixed"]["c"] == "more"
+
+
+@pytest.mark.parametrize(
+    "row", ['{"$float": "inf"}', '{"$tuple": [1]}', '{"$bytes": ""}', '{"gpa": {"$dict": 5}}']
+)
+def test_a_row_that_is_tagged_as_a_cell_is_refused(client: TestClient, row: str) -> None:
+    how = {"content-type": wire.CELLS}
+    path = "/v1/databases/grades/rows"
+    answer = client.post(path, content=f'{{"rows": [{row}]}}', headers=how)
+    assert answer.status_code == 422 and answer.json()["kind"] in ("ArgumentError", "DtypeError")
+
+
+def test_numbers_that_no_float_holds_are_refused(client: TestClient, served: Served) -> None:
+    rows = len(served["grades"])
+    for body in ('{"rows": [{"gpa": 1.5, "salary": 1e400}]}', '{"rows": [{"gpa": -1e999}]}'):
+        answer = client.post(
+            "/v1/databases/grades/rows", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400 and "more than a float holds" in answer.json()["error"]
+    assert len(served["grades"]) == rows
 
 
 def test_rows_come_in_whole_or_not_at_all(client: TestClient, served: Served) -> None:

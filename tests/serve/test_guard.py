@@ -182,3 +182,8 @@ def test_a_wrong_token_is_told_from_none() -> None:
     none, wrong = (access.refuses(given, "read") for given in (None, "Bearer wrong"))
     assert none is not None and "a token is wanted" in str(none)
     assert wrong is not None and "this token is not one" in str(wrong)
+
+
+def test_two_hosts_are_refused(locked: TestClient) -> None:
+    head = [("host", "localhost"), ("host", "evil.example")]
+    assert locked.get("/healthz", headers=head).status_code == 421

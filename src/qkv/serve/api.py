@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from qkv.answer import Answer
 from qkv.database import spelled
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DtypeError
 from qkv.page import tables
 from qkv.serve import limits, wire
 from qkv.serve.bodies import (
@@ -127,6 +127,8 @@ def _added(kept: Kept, body: dict[str, Any], exactly: bool) -> dict[str, Any]:
     about = kept.about().info
     key, value = about["key"] or ["key"], about["value"] or ["value"]
     for i, row in enumerate(cells):
+        if not isinstance(row, dict):
+            raise DtypeError(f"rows[{i}] must be a mapping of columns, not {type(row).__name__}")
         for name in key:
             short(row.get(name), f"rows[{i}].{name}")
         if any(row.get(name) is None for name in key):

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -243,6 +244,12 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
 
 
+def _float(text: str) -> float:
+    if math.isinf(found := float(text)):
+        raise ValueError(f"{text[:40]} is more than a float holds")
+    return found
+
+
 NINES, LONG = bytes.maketrans(b"012345678", b"9" * 9), b"9" * 19
 
 
@@ -251,7 +258,7 @@ def _loaded(raw: bytearray) -> Any:
     if LONG not in raw.translate(NINES):
         with contextlib.suppress(ValueError):
             return orjson.loads(raw)
-    return json.loads(raw, parse_constant=_no_number)
+    return json.loads(raw, parse_constant=_no_number, parse_float=_float)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

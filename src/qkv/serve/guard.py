@@ -136,7 +136,7 @@ class Guard:
             self.metrics.request(method, route, status, time.perf_counter() - start)
 
     def _refuses(self, headers: Headers, scope: Scope) -> Refused | None:
-        host = headers.get("host", "")
+        host = ", ".join(headers.getlist("host"))  # of two, who stands before us may read the other
         name = re.sub(r":\d+$", "", host).lower()
         if name not in self.hosts and not _is_address(name.removeprefix("[").removesuffix("]")):
             return Refused(421, f"the Host {host[:80]!r} is not this server: use its address")
