@@ -160,3 +160,22 @@ def test_products_of_short_matrices(lead, mkl, monkeypatch):
         np.testing.assert_allclose(inner(*pair).detach(), x @ y.swapaxes(-1, -2), atol=1e-12)
         assert torch.autograd.gradcheck(inner, pair)
     assert torch.autograd.gradgradcheck(inner, (one[:1, :1], other[..., :1, :]))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_is_mapped_inside_a_graph_of_any_length(randomness):
+    def drop(x):
+        return qkv.attend(x, x, torch.eye(x.shape[-2]), score="laplace", dropout_p=0.5)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: torch.vmap(drop, randomness=randomness)(x), backend="eager", fullgraph=True
+    )
+    torch.manual_seed(0)
+    for n in (8, 13, 15):
+        x = torch.randn(n, 3)
+        found, alpha = compiled(x.expand(2, n, 3)), qkv.weights(x, x, score="laplace")
+        live = found != 0
+        torch.testing.assert_close(found[live], (2 * alpha).expand_as(found)[live])
+        assert 0.3 < live.float().mean() < 0.7
+        assert torch.equal(*live) == (randomness == "same")

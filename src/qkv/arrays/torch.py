@@ -223,8 +223,9 @@ class Torch(Framework):
     def kept(self, like: Array, p: float) -> Array:
         if p == 1:
             return torch.zeros_like(like)
-        if torch.compiler.is_compiling():  # drawn by the kernel that reads it
-            return torch.dropout(torch.ones_like(like), p, True)
+        if torch.compiler.is_compiling():
+            # Drawn by the kernel that reads it; of torch's draws the one that vmap can map there.
+            return (torch.rand_like(like, dtype=torch.float32) >= p).to(like.dtype) / (1 - p)
         if like.is_cpu and RARE <= p <= 1 - RARE and not self.tracing(like):
             live, share = survivors(like, p)
             return live.to(like.dtype).div_(share)
