@@ -8,9 +8,10 @@ import torch
 from qkv.engines.triton import COARSE, PAIRS
 from qkv.engines.triton.features import (
     Known,
-    features_grad,
     features_of,
+    fill_grad,
     fit_of,
+    parts_for,
     reach_of,
     tables,
 )
@@ -22,6 +23,15 @@ REACHES, OFF, SERIES = (torch.tensor(x, device=DEVICE) for x in table(PAIRS, COA
 REACH = GRID[0]
 LAST = len(REACH) - 1
 WIDEST = float(REACH[LAST])
+
+
+def features_grad(dphi, dpsi, moved_a, moved_b, known):
+    """da, db, and parts of dv."""
+    a, b, v = known[:3]
+    parts = torch.empty(parts_for(a, b, moved_a), v.shape[0], device=DEVICE)
+    into = torch.empty_like(a), torch.empty_like(b), parts
+    fill_grad(dphi, dpsi, moved_a, moved_b, known, into)
+    return into
 
 
 def bent(x):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from qkv.engines.triton import ahead, kept, launch, tiles
+from qkv.engines.triton import ahead, kept, launch, rooms, tiles
 from qkv.engines.triton.records import facts_of
 from tests.engines.triton import formulas
 
@@ -55,9 +55,9 @@ SAME = ((3, 2), (X, None), (0.5,), (16, 1, 7), {"A": 1}, PLAIN)
 
 
 def test_room_that_a_dry_run_makes_is_not_noted():
-    with launch.noted() as notes:
-        ahead.missing(lambda: launch.new(X, (3,)), False)
-        made = launch.new(X, (2,))
+    with rooms.noted() as notes:
+        ahead.missing(lambda: rooms.new(X, (3,)), False)
+        made = rooms.new(X, (2,))
     assert [x is made for x in notes.rooms] == [True]
 
 

@@ -17,6 +17,7 @@ from qkv.attention import request
 from qkv.engines import plan, triton
 from qkv.engines import weights as weights_engine
 from qkv.engines.triton import (
+    additive,
     ahead,
     arguments,
     exact,
@@ -28,12 +29,14 @@ from qkv.engines.triton import (
     launch,
     mend,
     norms,
+    rooms,
     thresholds,
     to_keys,
     to_queries,
     weigh,
     weights,
 )
+from qkv.engines.triton import wide as wide_products
 from tests.engines.triton import formulas
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -100,6 +103,7 @@ def counted(monkeypatch):
         (exact, "prepare"), (exact, "finish"), (exact, "fold"), (weigh, "inner"),
         (features, "_features_grad_kernel"), (to_keys, "to_keys"), (to_queries, "to_queries"),
         (norms, "_square_slope_kernel"), (weights, "weigh_pairs"),
+        (wide_products, "clear"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
     monkeypatch.setattr(launch, "COMPILED", {})
@@ -235,7 +239,8 @@ def test_descriptors_lie_in_the_room(counted, monkeypatch):
     first, size = room.data_ptr(), room.numel() * room.element_size()
     assert counted == [True]
     assert 0 <= asked[0] - first <= size - 384 * 2 and (asked[0] - first) % 128 == 0
-    assert asked[1] is launch._scratch is _allocation._allocator.get()
+    assert asked[1] == asked[0], "of which one is over when the next begins"
+    assert _allocation._allocator.get() is launch._scratch
 
 
 def test_split_keys_and_what_joins_them(counted, monkeypatch):
@@ -293,7 +298,7 @@ def test_additive_calls_of_other_strides_and_places(counted):
         thin = torch.stack([score.bias, -score.bias], 1)[:, 0]
         check_additive((q, k, v), replace(score, bias=thin))
         check_additive((q.mT.contiguous().mT, k, v), score)
-    assert not counted
+    assert all(counted), "never as a whole, but what follows a copy"
 
 
 def test_additive_calls_with_gradients_and_odd_lengths(counted):
@@ -322,7 +327,60 @@ def test_additive_calls_with_their_way_back(counted):
         for got, want in held:
             for x, y in zip(got, want, strict=True):
                 torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
-    assert counted == [True] * 18, "hidden, forward, and four of the way back, thrice"
+    assert counted == [True] * 12, "hidden and the rest, there and back, thrice"
+
+
+def test_the_way_back_in_pieces_is_one_repeat(counted, monkeypatch):
+    monkeypatch.setattr(additive, "ROOM", 1)
+    monkeypatch.setattr(triton, "PAIRS", 2)  # of which the interpreter is sooner done
+    monkeypatch.setattr(triton, "_TABLES", {})
+    for seed in range(2):
+        score = additive_of(seed, h=4)
+        given = [torch.cat([x[:, :1], -x[:, 1:]]) for x in arrays_of(seed, 8, 16)]
+        given += [score.w_query, score.w_key, score.v, score.bias]
+        along = torch.randn(2, 1, 8, 8).to(torch.bfloat16)
+        got = way_back(given, along, "triton")
+        want = way_back([x.double() for x in given], along.double(), "dense")
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=4e-2, rtol=4e-2)
+    assert counted == [True] * 4
+
+
+@pytest.mark.parametrize(("least", "known"), [(0, True), (2, False)])
+def test_what_is_done_in_turn_has_one_room(counted, least, known):
+    """Unless a result lies there, which may be smaller."""
+
+    @kept.by_launches
+    def squares(x):
+        for i in rooms.in_turn(range(3)):
+            part = rooms.cut(x, slice(i, i + 1))
+            lines = gradients.inner(part, None, part)[..., None]
+            gradients.inner(lines, None, lines)
+        for start in (0, 32):  # parts of a line, side by side in one of the two rooms
+            some = rooms.cut(x, (slice(2, 3), slice(0, 1), slice(start, start + 32)))
+            gradients.inner(some, None, some)
+        x = rooms.cut(x, slice(least, 3))
+        return gradients.inner(x, None, x)
+
+    for seed in range(2):
+        x = torch.cat([arrays_of(seed + i, 64)[0] for i in range(3)]).float()
+        torch.testing.assert_close(squares(x), x[least:].square().sum(-1))
+    assert counted == [True] * known
+    for steps in kept.KNOWN.values():
+        assert len(steps.launches) == 9 and len(steps.offsets) == 2
+        assert any(by == 128 for _, by in steps.cuts)
+
+
+def test_parts_of_arrays_that_overlap_are_told_from_others(counted):
+    @kept.by_launches
+    def each(x, y):
+        return gradients.inner(rooms.cut(x, slice(1, 2)), None, rooms.cut(y, slice(0, 1)))
+
+    x, y = (torch.cat([z[:, :1], z[:, 1:]]) for z in arrays_of(0, 16, 16)[:2])
+    for other in (x[1:], y, y, x[1:], y):
+        want = (x[1:2].float() * other[:1].float()).sum(-1)
+        torch.testing.assert_close(each(x, other), want, atol=1e-5, rtol=1e-5)
+    assert counted == [True] * 2, "those of y alone"
 
 
 def way_back(given, along, engine):
@@ -370,12 +428,37 @@ def slopes_of(arrays, **how):
     return torch.autograd.grad(sum((x * x.detach()).sum() for x in found), leaves)
 
 
+def test_a_launch_that_has_one_array(counted):
+    @kept.by_launches
+    def nothing(x):
+        return wide_products.cleared(rooms.new(x, x.shape, x.dtype))
+
+    for seed in range(2):
+        assert (nothing(arrays_of(seed)[0]) == 0).all()
+    assert counted == [True]
+
+
+def test_what_torch_makes_is_not_noted_twice(counted):
+    """Notes hold all that a call had until it ends: 8 MiB more of entmax over long rows."""
+    notes = []
+
+    @kept.by_launches
+    def inner(x):
+        notes.append(rooms.NOTES.get())
+        return gradients.inner(x + 1, None, x)
+
+    for seed in range(3):
+        x = arrays_of(seed)[0]
+        torch.testing.assert_close(inner(x), ((x + 1).float() * x.float()).sum(-1))
+    assert notes[0] is not None and notes[1:] == [None] * 2 and not counted
+
+
 def test_a_result_that_torch_made_is_made_anew(counted):
     """No launch fills it, and in inference mode torch does not count what it wrote."""
 
     @kept.by_launches
     def both(x):
-        filled = launch.new(x, x.shape[:1])
+        filled = rooms.new(x, x.shape[:1])
         return gradients.inner(x, None, x), filled.copy_(x.float().sum((1, 2, 3)))
 
     with torch.inference_mode():

@@ -25,3 +25,9 @@ def test_columns_up_to_the_width_are_the_products(monkeypatch):
     for one, two in zip((dphi, dpsi), want, strict=True):
         torch.testing.assert_close(one[..., :64].double(), two[..., :64], rtol=2e-3, atol=2e-2)
         assert (one[..., 64:] == 7).all()
+
+
+def test_cleared():
+    x = torch.full((3, 5000), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    wide.cleared(x[:2])
+    assert (x[:2] == 0).all() and x[2].isnan().all()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import exact, features, forward, gradients, launch
+from qkv.engines.triton import exact, features, forward, gradients, launch, rooms
 from qkv.engines.triton.arguments import Numbers
 from qkv.engines.triton.features import Known
 from qkv.engines.triton.kept import by_launches
@@ -70,7 +70,7 @@ def _arrays(known: Known, value: Tensor, lengths: Tensor | None) -> tuple[Arrays
     """A dot product's arrays for what `features.features_of` is given, and what each row adds."""
     phi, psi, of_query, of_key = features.features_of(known)
     width = features.width_for(known.a.shape[-1], known.pairs, known.width)
-    bias = launch.evenly(of_key[..., None])[..., 0]
+    bias = rooms.evenly(of_key[..., None])[..., 0]
     return Arrays(phi, psi, value, bias, lengths=lengths, width=width), of_query
 
 
@@ -78,37 +78,8 @@ def _backward_fake(grad: Tensor, grad_lse: Tensor | None, *arrays: Any) -> tuple
     return tuple(x.new_empty(x.shape) for x in arrays[:4])
 
 
-@by_launches
-def _middle(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
-    return gradients.inner(grad, grad_lse, out)
-
-
-@by_launches
-def _by_features(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, kept: Tensor, centre: Tensor,
-    value: Tensor, lengths: Tensor | None, da: Tensor, db: Tensor, dvalue: Tensor,
-    lower: int | None, upper: int | None, *known: Any,
-) -> Tensor:  # fmt: skip
-    """Parts of dv; da, db and dvalue are filled."""
-    rows, numbers = Known(*known), Numbers(1.0, lower=lower, upper=upper)
-    arrays = _arrays(rows, value, lengths)[0]
-    dphi, dpsi, _, dbias, *_ = gradients.attend_backward(
-        grad, grad_lse, out, kept, *arrays, *numbers, True, True, False, known=centre, dvalue=dvalue
-    )
-    del arrays
-    return features.features_grad(dphi, dpsi, grad_lse, dbias, rows, (da, db))[2]
-
-
-@by_launches
-def _exactly(
-    grad: Tensor, centre: Tensor, kept: Tensor, da: Tensor, db: Tensor, dvalue: Tensor,
-    others: Tensor | None, *given: Any,
-) -> Tensor:  # fmt: skip
-    """dv; the others are filled where they are not by features."""
-    return exact.backward(exact.Exact(*given), grad, centre, kept, (da, db, dvalue), others)
-
-
 @operator(_backward_fake, refuse)
+@by_launches
 def _additive_backward(
     grad: Tensor, grad_lse: Tensor | None, a: Tensor, b: Tensor, v: Tensor, value: Tensor,
     pairs: int, lower: int | None, upper: int | None, lengths: Tensor | None,
@@ -118,26 +89,31 @@ def _additive_backward(
     wide, and quick to make. They and their gradients are the most that is held, so they come in
     pieces.
     """
-    a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))
-    if grad_lse is not None:  # a row without keys has no score to move
-        grad_lse = torch.where(kept[1] == 0, 0.0, grad_lse)
+    grad, a, b, v = (x.contiguous() for x in (grad, a, b, v))
     da, db, dvalue = (x.new_empty(x.shape) for x in (a, b, value))
-    parts: list[Tensor] = []
-    pieces = _pieces(a, b, pairs) if pairs else []
+    pieces, numbers = _pieces(a, b, pairs) if pairs else [], Numbers(1.0, lower=lower, upper=upper)
+    ends, cut, others = [0], rooms.cut, None
+    for batches, heads, few in pieces:
+        ends.append(ends[-1] + features.parts_for(a[batches, heads], b[batches, few], grad_lse))
+    if pieces:
+        others = rooms.new(a, (ends[-1], a.shape[-1]))
     with launch.on(a.device):
-        centre = _middle(grad, grad_lse, out)
-        for batches, heads, few in pieces:
+        centre = gradients.inner(grad, grad_lse, out)
+        for i, (batches, heads, few) in rooms.in_turn(enumerate(pieces)):
             ours, theirs = (batches, heads), (batches, few)
-            part = _by_features(
-                grad[ours], None if grad_lse is None else grad_lse[ours].contiguous(), out[ours],
-                kept[:, *ours], centre[ours], value[theirs],
-                None if lengths is None else lengths[batches], da[ours], db[theirs], dvalue[theirs],
-                lower, upper, a[ours], b[theirs], v, fit, beyond, width, pairs,
+            known = Known(cut(a, ours), cut(b, theirs), v, fit, beyond, width, pairs)
+            arrays = _arrays(known, cut(value, theirs), cut(lengths, batches))[0]
+            moved = cut(grad_lse, ours)
+            dphi, dpsi, _, dbias, *_ = gradients.attend_backward(
+                cut(grad, ours), moved, cut(out, ours), cut(kept, (slice(None), *ours)),
+                *arrays, *numbers, True, True, False, known=cut(centre, ours),
+                dvalue=cut(dvalue, theirs),
             )  # fmt: skip
-            parts.append(part)
-        others = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
-        call = (a, b, v, value, lower, upper, lengths, beyond if pairs else None)
-        dv = _exactly(grad, centre, kept, da, db, dvalue, others, *call)
+            into = cut(da, ours), cut(db, theirs), cut(others, slice(*ends[i : i + 2]))
+            features.fill_grad(dphi, dpsi, moved, dbias, known, into)
+            del arrays, dphi, dpsi
+        call = exact.Exact(a, b, v, value, lower, upper, lengths, beyond if pairs else None)
+        dv = exact.backward(call, grad, centre, kept, (da, db, dvalue), others)
     return da, db, dv, dvalue
 
 
@@ -148,8 +124,8 @@ def _additive_fake(
     found = [a.new_empty(0) for _ in range(3)] if table is None else features.room(a, table)
     return (
         value.new_empty((*rows, value.shape[3])),
-        launch.new(a, rows),
-        launch.new(a, (2, *rows)),
+        rooms.new(a, rows),
+        rooms.new(a, (2, *rows)),
         *found,
     )
 
@@ -164,12 +140,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *rest: None
 ) -> tuple[Any, ...]:
-    a, b, v, value, lengths, *output = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(output[0])
-    grads = _additive_backward(
-        grad, grad_lse, a, b, v, value, ctx.pairs, ctx.lower, ctx.upper, lengths, *output
-    )
+    a, b, v, value, lengths, out, kept, *fit = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    if grad_lse is not None:  # a row without keys has no score to move
+        grad_lse = torch.where(kept[1] == 0, 0.0, grad_lse)
+    a, b, v, grad = (x.contiguous() for x in (a, b, v, grad))  # here, where launches are not noted
+    how = (ctx.pairs, ctx.lower, ctx.upper, lengths)
+    grads = _additive_backward(grad, grad_lse, a, b, v, value, *how, out, kept, *fit)
     return *grads, *(None,) * 6
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton import launch, support
+from qkv.engines.triton import launch, rooms, support
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays, Scales, Sizes, Strides
 from qkv.engines.triton.support import SHARED
@@ -157,7 +157,7 @@ class Arguments:
         return Strides(*self.strides, *of_out, *self.along)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return launch.new(self.query, shape, dtype)
+        return rooms.new(self.query, shape, dtype)
 
     def tile(self, name: str, rows: int) -> Tile:
         size, banded = self.query.element_size(), self.facts["LOWER"] or self.facts["UPPER"]

@@ -44,6 +44,6 @@ def rows_of(call: Call, x: Any, heads: int) -> Any:
     """(…, rows, 1) as float32 (batch, heads, rows, 1), each head's at a multiple of 16."""
     if x is None:
         return None
-    from qkv.engines.triton.launch import evenly
+    from qkv.engines.triton.rooms import evenly
 
     return evenly(four_axes(call, x.float(), heads))

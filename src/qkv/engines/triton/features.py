@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, rooms
 from qkv.engines.triton.tiles import launched
 from qkv.scores import separable
 
@@ -266,8 +266,8 @@ def pairs_of(table: Tensor) -> int:
 
 def room(a: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For a fit, `beyond` and `width`."""
-    fit = launch.new(a, (1 + table.shape[1] * table.shape[2], a.shape[-1]))
-    return fit, launch.new(a, (1,), torch.int32), launch.new(a, (1,), torch.int32)
+    fit = rooms.new(a, (1 + table.shape[1] * table.shape[2], a.shape[-1]))
+    return fit, rooms.new(a, (1,), torch.int32), rooms.new(a, (1,), torch.int32)
 
 
 def reach_of(a: Tensor, b: Tensor) -> Tensor:
@@ -314,31 +314,32 @@ def features_of(known: Known) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     rows = [x.contiguous() for x in known[:2]]
     columns = 2 * known.pairs * known.a.shape[-1]
-    phi, psi = (launch.new(x, (*x.shape[:-1], columns), x.dtype) for x in rows)
-    alone = tuple(launch.new(x, x.shape[:-1]) for x in rows)
+    phi, psi = (rooms.new(x, (*x.shape[:-1], columns), x.dtype) for x in rows)
+    alone = tuple(rooms.new(x, x.shape[:-1]) for x in rows)
     _each_tile(_features_kernel, known, (*rows, *known[2:6], phi, psi, *alone), 1)
     return phi, psi, *alone
 
 
-def features_grad(
+def fill_grad(
     dphi: Tensor, dpsi: Tensor, moved_a: Tensor | None, moved_b: Tensor, known: Known,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ + v∘m′(a) dM, db likewise, and parts (…, h) whose sum is dv.
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Fill, without gaps, da = Σⱼ eⱼ′(a) dEⱼ + oⱼ′(a) dOⱼ + v∘m′(a) dM, db likewise, and parts
+    (`parts_for`, h) whose sum is dv.
 
-    What `features_of` adds for rows alone has the gradients `moved`, those of a 0 if None. da and
-    db are the two contiguous arrays of `into`, if given.
+    What `features_of` adds for rows alone has the gradients `moved`, those of a 0 if None.
     """
     dphi, dpsi, a, b, moved_b = (x.contiguous() for x in (dphi, dpsi, *known[:2], moved_b))
-    h = a.shape[-1]
-    da, db = into or (torch.empty_like(a), torch.empty_like(b))
-    tall, wide = _tile(h)
-    moved_rows = _rows(b) if moved_a is None else -(-_rows(b) // tall) * tall + _rows(a)
-    parts = launch.new(a, (-(-moved_rows // tall), h))
     moved = (None if moved_a is None else moved_a.contiguous(), moved_b)
-    arrays = (dphi, dpsi, *moved, a, b, *known[2:6], da, db, parts)
-    _each_tile(_features_grad_kernel, known, arrays, -(-h // wide))
-    return da, db, parts
+    arrays = (dphi, dpsi, *moved, a, b, *known[2:6], *into)
+    h = a.shape[-1]
+    _each_tile(_features_grad_kernel, known, arrays, -(-h // _tile(h)[1]))
+
+
+def parts_for(a: Tensor, b: Tensor, moved_a: Tensor | None) -> int:
+    """How many parts of dv there are."""
+    tall = _tile(a.shape[-1])[0]
+    return -(-_rows(b) // tall) + (0 if moved_a is None else -(-_rows(a) // tall))
 
 
 def _each_tile(kernel: Any, known: Known, arrays: tuple[Tensor | None, ...], across: int) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch, tiles
+from qkv.engines.triton import launch, rooms, tiles
 from qkv.engines.triton.arguments import Arguments, rounded
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
@@ -326,4 +326,4 @@ def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor,
     """Room for what `attend` gives."""
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=value.dtype)
-    return out, launch.new(query, rows), launch.new(query, (2, *rows))
+    return out, rooms.new(query, rows), rooms.new(query, (2, *rows))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, launch, pairs, to_keys, to_queries, weigh, wide
+from qkv.engines.triton import ahead, launch, pairs, rooms, to_keys, to_queries, weigh, wide
 from qkv.engines.triton.arguments import Arguments, rounded, shared_strides
 from qkv.engines.triton.launch import Tile
 from qkv.engines.triton.records import ARRAYS, Arrays
@@ -94,7 +94,7 @@ def weights_backward(call: Arguments, along: Tensor, lse: Tensor) -> tuple[Tenso
     # Even lines are read 16 bytes at once: worth a copy where all heads read the same.
     shared = along.shape[1] < call.h
     if along.stride(3) != 1 or (shared and along.stride(2) % 16):
-        along = launch.even(along, along.shape, along.dtype).copy_(along)
+        along = rooms.even(along, along.shape, along.dtype).copy_(along)
     call.along = shared_strides(along)[:3]
     call.facts = call.facts | {"CENTRED": True, "QUICK": False, "ALONG": True}
     call.described, call.quick = call.described and not wide, 0
@@ -138,7 +138,7 @@ def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: 
         *(
             arrays.query.new_empty((0,))
             if x is None or not wish
-            else launch.new(x, x.shape, x.dtype)
+            else rooms.new(x, x.shape, x.dtype)
             for x, wish in zip(learned, wishes, strict=True)
         )
     )
@@ -167,7 +167,7 @@ def _centre(
 def inner(along: Tensor, along_lse: Tensor | None, out: Tensor) -> Tensor:
     """Σ ∂L/∂out · out − ∂L/∂lse of each row, (B, H, n)."""
     *rows, d = out.shape
-    centre = launch.new(out, rows)
+    centre = rooms.new(out, rows)
     facts = {"D": d, "BLOCK_D": launch.block_of(d, out.dtype), "ROWS": 64}
     arrays = (along, out, None if along_lse is None else along_lse.contiguous(), centre)
     lines, tile = centre.numel(), Tile(64, 1, 1, 4, 1)
@@ -196,7 +196,7 @@ def _to_queries(way: Way, fused: bool = False) -> Tensor:
         dquery: Tensor | None = None
         if grads is not None and call.facts["TANH"]:
             dquery = grads.query
-            one = two = launch.new(dquery, dquery.shape, dquery.dtype)
+            one = two = rooms.new(dquery, dquery.shape, dquery.dtype)
         else:
             one, two = call.new(splits, lines), call.new(splits, lines)
             if grads is not None and not wide:
@@ -291,7 +291,7 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
     if not for_keys:
         way = way._replace(grads=_places(call.inputs, False, True, False))
     total: Tensor | None = None
-    held = launch.new(phi, (count * min(keys_n, call.m) * call.group * line,), dtype)
+    held = rooms.new(phi, (count * min(keys_n, call.m) * call.group * line,), dtype)
     for pair in range(0, pairs, count):
         some = slice(pair, min(pair + count, pairs))
         size = some.stop - some.start
@@ -302,7 +302,7 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             width = span.stop - first
             shape = (size, width, call.group, line)
             ds = held[: math.prod(shape)].view(shape)
-            ds = ds.zero_() if call.masked else ds
+            ds = wide.cleared(ds) if call.masked else ds
             _to_keys(way, (pair, size), (first, width), ds=ds)
             if ours:
                 dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import exact, launch
+from qkv.engines.triton import exact, launch, rooms
 from qkv.engines.triton.arguments import row_major
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
@@ -139,8 +139,8 @@ def _fake(
     query: Tensor, key: Tensor, w_query: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     h = w_query.shape[0]
-    a, b = (launch.new(x, (*x.shape[:3], h), x.dtype) for x in (query, key))
-    return a, b, launch.new(query, (2 * LOOKS, h))
+    a, b = (rooms.new(x, (*x.shape[:3], h), x.dtype) for x in (query, key))
+    return a, b, rooms.new(query, (2 * LOOKS, h))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -168,8 +168,8 @@ def _back_fake(
     da: Tensor, db: Tensor, query: Tensor, key: Tensor, w_query: Tensor, w_key: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     h, d = w_query.shape
-    dquery, dkey = (launch.new(x, x.shape, x.dtype) for x in (query, key))
-    return dquery, dkey, launch.new(w_query, (h * (2 * d + biased),), w_query.dtype)
+    dquery, dkey = (rooms.new(x, x.shape, x.dtype) for x in (query, key))
+    return dquery, dkey, rooms.new(w_query, (h * (2 * d + biased),), w_query.dtype)
 
 
 def _facts(w: Tensor) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _hidden_backward(
     da, db, w_query, w_key = (x.contiguous() for x in (da, db, w_query, w_key))
     query, key = row_major(query), row_major(key)
     dquery, dkey, rest = _back_fake(da, db, query, key, w_query, w_key, biased)
-    parts, columns = launch.new(query, (LOOKS, rest.shape[0])), rest.shape[0]
+    parts, columns = rooms.new(query, (LOOKS, rest.shape[0])), rest.shape[0]
     arrays = (da, db, query, key, w_query, w_key, dquery, dkey, parts)
     whole = (*_sizes(query, key, w_query.shape[0]), columns)
     facts = _facts(w_query) | {"BIASED": biased}

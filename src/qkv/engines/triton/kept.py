@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import ahead, launch
-from qkv.engines.triton.launch import Launch, Notes
+from qkv.engines.triton import ahead, launch, rooms
+from qkv.engines.triton.launch import Launch
+from qkv.engines.triton.rooms import Notes
 
 Places = tuple[int | None, ...]
 """None and 0, then where arrays lie: those given, the results, and what is made between."""
 
 
 class Step(NamedTuple):
-    """A launch, what it takes of the places, those of its record of arrays first, where in the room
-    its scratch begins, if it has some, and what Triton launches it by."""
+    """A launch, what it takes of the places, those of its record of arrays first, and what Triton
+    launches it by."""
 
     made: Launch
     record: Callable[[Places], Any] | None
     rest: Callable[[Places], Any]
-    scratch: int | None
     run: Callable[..., None]
     how: tuple[Any, ...]
 
@@ -32,8 +32,8 @@ class Step(NamedTuple):
 class Steps(NamedTuple):
     """Launches, which device they are `at`, the results' shapes, with strides and dtypes where they
     are not contiguous and of the first array's, whether there is one `alone`, and whether that is
-    `like` the first array, and the room of what lies between: its size, and where in it each array
-    begins, in bytes."""
+    `like` the first array, the room of what lies between: its size, and where in it each array
+    and descriptors begin, in bytes; and of which places, and from which byte, parts are taken."""
 
     launches: tuple[Step, ...]
     at: int | None
@@ -42,6 +42,8 @@ class Steps(NamedTuple):
     like: bool
     size: int
     offsets: tuple[int, ...]
+    scratch: int | None
+    cuts: tuple[tuple[int, int], ...]
 
     def again(self, like: Tensor, given: tuple[int, ...], odd: int) -> Any:
         """The results; None where the arrays lie oddly or on a device that is not in use."""
@@ -61,34 +63,46 @@ class Steps(NamedTuple):
         room = like.new_empty(self.size) if self.size else like
         start, stream = room.data_ptr(), launch.current_stream(self.at)
         of_results = map(Tensor.data_ptr, found)
-        at = (None, 0, *given, *of_results, *[start + x for x in self.offsets])
+        at: Any = (None, 0, *given, *of_results, *[start + x for x in self.offsets])
+        at = (*at, *[at[i] + x for i, x in self.cuts]) if self.cuts else at
         hooked = launch.hooked()
-        for made, record, rest, scratch, run, how in self.launches:
-            arrays = rest(at) if record is None else (record(at), *rest(at))
-            if hooked:
-                made.send(stream, arrays)
-            elif scratch is None:
-                run(*made.grid, stream, *how, *arrays, *made.numbers)
-            else:
-                given = (*made.grid, stream, *how, *arrays, *made.numbers)
-                launch.lent(start + scratch, run, given)
+        if self.scratch is not None:
+            launch.lend(start + self.scratch)
+        try:
+            for made, record, rest, run, how in self.launches:
+                arrays = rest(at) if record is None else (record(at), *rest(at))
+                if hooked:
+                    made.send(stream, arrays)
+                else:
+                    run(*made.grid, stream, *how, *arrays, *made.numbers)
+        finally:
+            if self.scratch is not None:
+                launch.lend(None)
         return found[0] if self.alone else tuple(found)
 
 
 class Launches(dict[Any, Steps]):
-    """Steps by all that they depend on but where the arrays lie."""
+    """Steps by all that they depend on but where the arrays lie; and which calls have none."""
+
+    def __init__(self) -> None:
+        self.lost: set[Any] = set()
 
     def note(self, about: Any, run: Callable[[], Any], given: Sequence[Tensor]) -> Any:
-        """The results of `run()`, which had these arrays, and its launches for later, if all were
-        noted, had no arrays but those known here, and torch wrote to none of them."""
+        """The results of `run()`, which had these arrays, and its launches for later, if they alone
+        filled all that they and the caller read."""
+        if about in self.lost:  # what notes hold would be held for nothing
+            return run()
         before = [_version(x) for x in given]
-        with launch.noted() as notes:
+        with rooms.noted() as notes:
             results = run()
         alone = isinstance(results, Tensor)
         found = (results,) if alone else results or ()
-        after = [_version(x) for x in (*given, *notes.rooms, *found)]
-        written = after[: len(given)] != before or any(after[len(given) :])
-        steps = None if written or launch.OVERRIDE else _steps(notes, given, found, alone)
+        if [_version(x) for x in given] != before or _lost(notes, given, found):
+            if len(self.lost) >= launch.MOST:
+                self.lost.clear()
+            self.lost.add(about)
+            return results
+        steps = None if launch.OVERRIDE else _steps(notes, given, found, alone)
         if steps is not None:
             if len(self) >= launch.MOST:
                 self.clear()
@@ -101,33 +115,52 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def _lost(notes: Notes, given: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    """Whether torch made or wrote to an array that launches have or a result, or a result lies
+    where another array did, which may be larger; the interpreter's launches are not noted."""
+    used = notes.used
+    known = {None, 0, *[x.data_ptr() for x in (*given, *found, *notes.rooms)]}
+    known |= {x for x, base, _ in notes.cuts if base in known}
+    results = {x.data_ptr() for x in found if x.numel()}
+    ours = used and used <= known and results <= used and not results & notes.spare.keys()
+    return not ours or any(map(_version, (*notes.rooms, *found)))
+
+
 def _steps(
     notes: Notes, given: Sequence[Tensor], found: Sequence[Tensor], alone: bool
 ) -> Steps | None:
-    like, results = given[0], {x.data_ptr() for x in found}
-    used = {x for _, had in notes.launches for x in had}
-    rooms = [x for x in notes.rooms if x.data_ptr() in used - results]
+    """None where arrays lie oddly, or overlap here and may not elsewhere."""
+    like, used, results = given[0], notes.used, {x.data_ptr() for x in found}
+    parts = [x for x in notes.cuts if x[0] in used and x[2]]
+    wanted = used.union(base for _, base, _ in parts) - results
+    rooms = [x for x in notes.rooms if x.data_ptr() in wanted]
     offsets, size = [], 0
     for x in rooms:
         offsets.append(size)
         size += -(-x.untyped_storage().nbytes() // 128) * 128  # so that the next lies evenly
     at = (None, 0, *[x.data_ptr() for x in (*given, *found, *rooms)])
     places = {x: i for i, x in reversed([*enumerate(at)])}
-    if any(x.data_ptr() not in used for x in found if x.numel()):  # torch made it
+    cuts = {x: (places[base], by) for x, base, by in parts}
+    if len(cuts) < len(parts) or cuts.keys() & places or any((x or 0) % 16 for x in used):
         return None
-    if not used or any(x not in places or (x or 0) % 16 for x in used):
-        return None  # the interpreter's launches are not noted
+    places |= {x: i for i, x in enumerate(cuts, len(at))}
     steps = []
     for made, had in notes.launches:
-        taken, scratch = [places[x] for x in had], made.scratch
+        taken = [places[x] for x in had]
         record, rest = taken[: made.taken], taken[made.taken :]
-        parts = itemgetter(*record) if record else None, itemgetter(*rest)
-        steps.append(Step(made, *parts, size if scratch else None, made.compiled.run, made.how))
-        size += -(-scratch // 128) * 128
+        takes = _taking(record) if record else None, _taking(rest)
+        steps.append(Step(made, *takes, made.compiled.run, made.how))
+    scratch = max(made.scratch for made, _ in notes.launches)
+    room = -(-(size + scratch) // like.element_size()), tuple(offsets), size if scratch else None
     told = tuple((tuple(x.shape), _stride(x, like), x.dtype) for x in found)
     alike = alone and told[0][:2] == (like.shape, None) and like.is_contiguous()
-    room = size // like.element_size(), tuple(offsets)
-    return Steps(tuple(steps), like.device.index, told, alone, alike, *room)
+    about = (like.device.index, told, alone, alike)
+    return Steps(tuple(steps), *about, *room, tuple(cuts.values()))
+
+
+def _taking(at: list[int]) -> Any:
+    """What takes these of the places, as a tuple of one too."""
+    return itemgetter(*at) if len(at) > 1 else itemgetter(slice(at[0], at[0] + 1))
 
 
 def _stride(x: Tensor, like: Tensor) -> tuple[int, ...] | None:
@@ -136,7 +169,7 @@ def _stride(x: Tensor, like: Tensor) -> tuple[int, ...] | None:
 
 class Repeat:
     """Calls by launches alone: `run(*arrays)` gives the output, of the first array's dtype, and
-    makes what lies between by `launch.new`.
+    makes what lies between by `rooms.new`.
 
     What the launches depend on beside the sizes of the first two, strides and places must not
     change; no width is 0.
@@ -176,12 +209,12 @@ KNOWN = Launches()
 def by_launches(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays and numbers, an array first, by its launches alone where they are known.
 
-    It gives new arrays, one alone or several, and makes those that lie between by `launch.new`.
+    It gives new arrays, one alone or several, and makes those that lie between by `rooms.new`.
     """
 
     @wraps(function)
     def again(*given: Any) -> Any:
-        if launch.NOTES.get() is not None or ahead.LISTED.get() is not None:
+        if rooms.NOTES.get() is not None or ahead.LISTED.get() is not None:
             return function(*given)
         arrays: list[Tensor] = []
         about: list[Any] = [function]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qkv.engines.triton import ahead
+from qkv.engines.triton import ahead, rooms
 from qkv.engines.triton.records import INTERPRETED, TOLD, Facts, Scales, facts_of
 from qkv.errors import EngineError
 
@@ -167,13 +166,10 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def lent(at: int, run: Callable[..., None], given: Sequence[Any]) -> None:
-    """`run(*given)`, a launch whose descriptors lie here."""
-    triton.set_allocator(lambda *_: at)
-    try:
-        run(*given)
-    finally:
-        triton.set_allocator(_scratch)  # of later launches, which may be others'
+def lend(at: int | None) -> None:
+    """Launches have their descriptors here from now on: one is over when the next begins. None:
+    each has its own again, as others' must."""
+    triton.set_allocator(_scratch if at is None else lambda *_: at)
 
 
 @cache
@@ -192,25 +188,6 @@ def block_of(width: int, dtype: torch.dtype) -> int:
     64 right.
     """
     return max(power_of_2(width), 16 if dtype == torch.float32 else NARROWEST)
-
-
-def even(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Room for numbers, each line of which begins at a multiple of 16 of them.
-
-    So the strides are such whatever the length, and one compiled kernel reads them all.
-    """
-    if not shape:
-        return new(like, (), dtype)
-    *lead, length = shape
-    return new(like, (*lead, -(-length // 16) * 16), dtype)[..., :length]
-
-
-def evenly(x: Tensor) -> Tensor:
-    """x (B, H, rows, 1) in such room; as it is where it lies so."""
-    if not (x.stride(0) | x.stride(1)) % 16:
-        return x
-    short = -x.shape[2] % 16
-    return torch.nn.functional.pad(x, (0, 0, 0, short))[:, :, : x.shape[2]]
 
 
 class Launch(NamedTuple):
@@ -240,7 +217,7 @@ class Launch(NamedTuple):
         """Launch with just what the kernel takes. A pointer is taken as it is, where of a tensor
         the driver would be asked where it lies."""
         if self.described:
-            triton.set_allocator(_scratch)  # a thread has its own
+            lend(None)  # a thread has its own
         if hooked():
             self.compiled[self.grid](*arrays, *self.numbers)
             return
@@ -274,38 +251,6 @@ COMPILED: dict[Key, Any] = {}
 LARGE = 2**31 - 1
 MOST = 4096
 """Entries of a table of kernels or of launches."""
-
-
-class Notes(NamedTuple):
-    """Launches, with where their arrays lie; the arrays that were made for them by `new`; and all
-    that they had, so that none of those lies where another did."""
-
-    launches: list[tuple[Launch, Sequence[int | None]]]
-    rooms: list[Tensor]
-    held: list[Tensor | None]
-
-
-NOTES: ContextVar[Notes | None] = ContextVar("NOTES", default=None)
-
-
-@contextmanager
-def noted() -> Iterator[Notes]:
-    """What is launched meanwhile."""
-    notes = Notes([], [], [])
-    token = NOTES.set(notes)
-    try:
-        yield notes
-    finally:
-        NOTES.reset(token)
-
-
-def new(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Room that launches alone fill and read, beside results: where they are made again, it is
-    made with them."""
-    made, notes = like.new_empty(shape, dtype=dtype), NOTES.get()
-    if notes is not None and ahead.LISTED.get() is None:  # a dry run's is for nothing
-        notes.rooms.append(made)
-    return made
 
 
 def start(
@@ -368,7 +313,7 @@ def start(
     made = Launch(compiled, grid, (*numbers, known), tile.described, taken)
     places = (tuple(at[:taken]), *at[taken:]) if taken else at
     made.send(current_stream(device.index), places)
-    notes = NOTES.get()
+    notes = rooms.NOTES.get()
     if notes is not None:
         notes.launches.append((made, at))
         notes.held.extend(flat)

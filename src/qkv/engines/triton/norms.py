@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qkv.engines.triton import launch
+from qkv.engines.triton import launch, rooms
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.operators import operator, refuse
 from qkv.engines.triton.tiles import lanes_of, launched
@@ -122,7 +122,7 @@ def _launch(
 
 
 def _fake_rows(x: Tensor, factor: float) -> Tensor:
-    return launch.even(x, x.shape[:-1])[..., None]
+    return rooms.even(x, x.shape[:-1])[..., None]
 
 
 def _fake_slope(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:

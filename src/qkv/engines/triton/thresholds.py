@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engines.triton import launch, support
+from qkv.engines.triton import launch, rooms, support
 from qkv.engines.triton.arguments import GIVEN, Arguments, Numbers, rounded
 from qkv.engines.triton.kept import by_launches
 from qkv.engines.triton.launch import Tile
@@ -60,8 +60,8 @@ def _run(
 def _room(query: Tensor, key: Tensor, weighting: str, listed: bool) -> tuple[Tensor, ...]:
     """For the results of `found`, and the bits of queries from which lists are made."""
     rows, none = query.shape[:3], query.new_empty((0,), dtype=torch.int32)
-    row_a = launch.new(query, rows)
-    row_b = none if weighting == "entmax" else launch.new(query, rows, torch.int32)
+    row_a = rooms.new(query, rows)
+    row_b = none if weighting == "entmax" else rooms.new(query, rows, torch.int32)
     if not listed:
         return row_a, row_b, none.clone(), none.clone(), none
     marks, across = support.bits(query, key)

@@ -50,6 +50,19 @@ def grads_kernel(ds, phi, psi, dphi, dpsi, width, rows_a, rows_b, tiles_a, line,
         _product(ds, phi + of_a, dpsi + of_b, first, column, rows_b, rows_a, line, F, False)
 
 
+@launched
+def clear(x, count, F: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * F.BLOCK + tl.arange(0, F.BLOCK)
+    tl.store(x + at, tl.zeros((F.BLOCK,), x.dtype.element_ty), mask=at < count)
+
+
+def cleared(x: Tensor) -> Tensor:
+    """x (…) without gaps, filled with 0 by a launch, which is made again as others are."""
+    facts, count = {"BLOCK": 4096}, x.numel()
+    launch.start(clear, -(-count // 4096), (x,), (), (count,), facts, launch.Tile(1, 1, 1, 4, 1))
+    return x
+
+
 def fill(ds: Tensor, phi: Tensor, psi: Tensor, dphi: Tensor, dpsi: Tensor, width: Tensor) -> None:
     """ds (P, m, line), φ (P, n, W), ψ (P, m, W) → the first columns of their gradients."""
     (pairs, n, w), (_, m, line), tile = phi.shape, ds.shape, TILE
