@@ -22,23 +22,31 @@ class QkvError(Exception):
     """The base of every error that qkv raises on purpose."""
 
 
-class ShapeError(QkvError, ValueError):
+class _OfCalls(QkvError):
+    """What is wrong with a call, which a graph may be made of."""
+
+    # TensorFlow's AutoGraph makes an error again in its own words where it is built by this very
+    # function, and else raises one of its own in its place.
+    __init__ = Exception.__init__
+
+
+class ShapeError(_OfCalls, ValueError):
     """An array has the wrong shape, or two arrays do not fit each other."""
 
 
-class DtypeError(QkvError, TypeError):
+class DtypeError(_OfCalls, TypeError):
     """An array has the wrong element type, or an argument is no array at all."""
 
 
-class FrameworkError(QkvError, TypeError):
+class FrameworkError(_OfCalls, TypeError):
     """Arrays of two frameworks met in one call, or the framework lacks what was asked."""
 
 
-class ArgumentError(QkvError, ValueError):
+class ArgumentError(_OfCalls, ValueError):
     """An argument has a value that means nothing here."""
 
 
-class CombinationError(QkvError, ValueError):
+class CombinationError(_OfCalls, ValueError):
     """Each argument is valid, but together they do not make sense."""
 
 
@@ -54,7 +62,7 @@ def warn(told: str | Warning, kind: type[Warning] | None = None) -> None:
     warnings.warn(told, kind, stacklevel=level)
 
 
-class EngineError(QkvError, ValueError):
+class EngineError(_OfCalls, ValueError):
     """The engine that was asked for cannot serve the call."""
 
 

@@ -63,3 +63,35 @@ def test_a_batch_that_only_a_run_tells_may_be_one():
 
     want = qkv.attend(query, key, value, mask=mask)
     np.testing.assert_allclose(attend(query, key, value, mask), want, atol=1e-12)
+
+
+def test_the_mean_of_the_heads():
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 4))
+    want = qkv.attend(x, x, x, mask="causal", return_weights="mean")
+
+    def both(x):
+        return qkv.attend(x, x, x, mask="causal", return_weights="mean")
+
+    for call in (both, tf.function(both), tf.function(both, jit_compile=True)):
+        for got, truth in zip(call(tf.constant(x)), want, strict=True):
+            np.testing.assert_allclose(got, truth, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"mask": np.ones((3, 5), bool)}, qkv.errors.FrameworkError),
+        ({"mask": qkv.masks.lengths([1, 2, 3])}, qkv.errors.ShapeError),
+        ({"score": "dots"}, qkv.errors.ArgumentError),
+    ],
+)
+def test_an_error_within_a_graph_is_of_its_class(how, error):
+    """AutoGraph puts an error of its own in the place of one that it cannot make again."""
+    x = tf.ones((2, 5, 4))
+
+    @tf.function
+    def call(x):
+        return qkv.attend(x, x, x, **how)
+
+    with pytest.raises(error, match="in user code"):
+        call(x)

@@ -22,7 +22,7 @@ class _Namespace:
     float16, bfloat16, float32, float64 = tf.float16, tf.bfloat16, tf.float32, tf.float64
     exp, log, sqrt, abs, tanh, pow = tf.exp, tf.math.log, tf.sqrt, tf.abs, tf.tanh, tf.pow
     maximum, minimum = tf.maximum, tf.minimum
-    max, min, sum = tf.reduce_max, tf.reduce_min, tf.reduce_sum
+    max, min, sum, mean = tf.reduce_max, tf.reduce_min, tf.reduce_sum, tf.reduce_mean
     any, all = tf.reduce_any, tf.reduce_all
     isnan = staticmethod(tf.math.is_nan)
     isfinite = staticmethod(tf.math.is_finite)
