@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from hashlib import blake2b
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ from qkv.database.faults import (
 from qkv.database.store import Commit, Store, check, fork, lock, segments, shelf, sizes
 from qkv.database.store import store as store_module
 from qkv.database.store.catalogue import FORMAT
+from qkv.database.store.snapshot import rested
 from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, ShapeError
 
 
@@ -899,6 +902,27 @@ def test_damaged_arrays(tmp_path):
     path.unlink()
     with Store(tmp_path) as s, pytest.raises(Damaged, match=r"arrays.*missing"):
         s.at().arrays()
+
+
+@pytest.mark.parametrize("tensors", ["no bytes", 7])
+def test_a_resting_row_of_another_type(tmp_path, small, tensors):
+    # As a page of zeros in the catalogue makes them: SQLite reads cells of any type.
+    filled(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db, db:
+        db.execute("UPDATE resting SET tensors = ? WHERE id = 62", (tensors,))
+    [problem] = check(tmp_path)
+    assert problem.what == "the tensors of row 62 are not what was written"
+    with Store(tmp_path) as s, pytest.raises(Damaged, match="tensors of row 62"):
+        list(s.at().parts())
+
+
+def test_a_resting_row_that_stands_twice(tmp_path, small):
+    filled(tmp_path)
+    with Store(tmp_path) as s:
+        shot, good = s.at(), keys([1]).tobytes()
+        lines = [(1, good, crc32(good)), (1, good, 0)]
+        with pytest.raises(Damaged, match="tensors of row 1 "):
+            rested(shot._catalogue, shot._layout(), lines)
 
 
 def test_a_damaged_resting_row(tmp_path, small):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 from zlib import crc32
 
 from qkv.database.store.catalogue import FORMAT, SEGMENT, Catalogue
@@ -65,3 +66,9 @@ def discard(catalogue: Catalogue, entries: Sequence[Entry]) -> None:
         files = [(entry.file,) for entry in entries]
         catalogue.many("DELETE FROM segments WHERE file = ?", files)
         catalogue.many("INSERT OR IGNORE INTO discarded VALUES (?)", files)
+
+
+def intact(row: Any, packed: Any, crc: Any) -> bool:
+    """Whether a line of resting rows is what was written: where the catalogue is damaged, anything
+    may stand in it."""
+    return isinstance(row, int) and isinstance(packed, bytes) and crc32(packed) == crc

@@ -19,6 +19,7 @@ from typing import Any
 from zlib import crc32
 
 from qkv.database.faults import Damaged
+from qkv.database.store import ledger
 from qkv.database.store.bundles import GENERATION, LAYOUT, merged
 from qkv.database.store.catalogue import (
     FILE,
@@ -312,7 +313,7 @@ def _read_tables(connection: sqlite3.Connection, found: _Found) -> None:
 
         def rest(line: Any, generation: int = generation) -> None:
             row, packed, crc = line
-            if isinstance(packed, bytes) and crc32(packed) == crc:
+            if ledger.intact(row, packed, crc):
                 found.resting[generation, row] = packed
 
         tensors = f"SELECT id, tensors, crc FROM resting WHERE generation = {generation} AND id"

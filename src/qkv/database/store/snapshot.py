@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 
@@ -383,10 +382,10 @@ def rested(
     skip_damaged: bool = False,
 ) -> Segment:
     """Resting rows (id, tensors, crc) as a segment in memory."""
-    sound = [line for line in rows if crc32(line[1]) == line[2] and layout.holds(line[1])]
+    fine = [ledger.intact(*line) and layout.holds(line[1]) for line in rows]
+    sound = [line for line, whole in zip(rows, fine, strict=True) if whole]
     if len(sound) < len(rows):
-        kept = {line[0] for line in sound}
-        row = next(line[0] for line in rows if line[0] not in kept)
+        row = rows[fine.index(False)][0]
         fault = catalogue.damaged(f"the tensors of row {row} are not what was written")
         if not skip_damaged:
             raise fault
