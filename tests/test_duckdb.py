@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def test_ask_gives_the_rows_of_the_answer_as_columns(con, books):
 def test_a_missing_cell_is_null(con, books):
     sql = "SELECT year, seen, tags FROM qkv_ask(?, 'blood', top := 1)"
     assert con.execute(sql, [str(books)]).fetchone() == (None, False, '"00ff"')
+
+
+def test_numbers_keep_their_digits_and_nan_is_missing(con, tmp_path):
+    ints = [2**53 + 1, -(2**63), 5]
+    rows = [
+        {"key": x, "value": 1.0, "wide": ints[i], "few": [1, float("nan"), Decimal("NaN")][i]}
+        for i, x in enumerate("abc")
+    ]
+    with qkv.open(tmp_path / "wide.qkv") as D:
+        D.extend(rows)
+    sql = f"SELECT wide, few FROM qkv_ask('{D.path}', 'a') ORDER BY key"
+    assert con.sql(sql).fetchall() == [(ints[0], 1), (ints[1], None), (ints[2], None)]
+    assert [str(x) for x in con.sql(sql).types] == ["HUGEINT", "BIGINT"]
+
+
+def test_a_struct_names_columns_of_the_key(con, tmp_path):
+    with qkv.open(tmp_path / "two.qkv", key=("a", "b")) as D:
+        D.add([("x", 1), ("y", 2)], [1.0, 2.0])
+    says = refused(con, f"SELECT * FROM qkv_ask('{D.path}', {{'zz': 'x', 'b': 1}})")
+    assert "unknown column 'zz'" in says
 
 
 def test_questions_may_be_a_column(con, books):

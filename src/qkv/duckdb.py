@@ -18,8 +18,9 @@ import numpy as np
 
 from qkv.attention import attend
 from qkv.database import Database, encoders, open, spelled
+from qkv.database.cells import is_missing
 from qkv.database.sources.sql import literal, quoted
-from qkv.errors import ArgumentError, DtypeError, ShapeError, extra
+from qkv.errors import ArgumentError, DtypeError, ShapeError, extra, unknown
 from qkv.told import jsonable
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def _types(database: Database) -> dict[str, str]:
     found = {}
     for name, about in database.describe().items():
         if about["type"] == "number":
-            found[name] = "BIGINT" if database.whole(name) else "DOUBLE"
+            bits = {"BIGINT": 64, "HUGEINT": 127}
+            found[name] = next((x for x in bits if database.whole(name, bits[x])), "DOUBLE")
         else:
             found[name] = known.get(about["type"], "JSON")
     return found
@@ -153,6 +155,9 @@ def _rows(paths: Any, queries: Any, options: Any) -> Any:
 def _query(database: Database, given: Any) -> Any:
     """What SQL asks as a key; one of several columns is a struct that names them."""
     if isinstance(given, dict) and len(key := database.info()["key"]) > 1:
+        for name in given:
+            if name not in key:
+                raise unknown("column", name, key)
         given = [given.get(name) for name in key]
     return spelled.cell(given, next(iter(database), None))
 
@@ -164,9 +169,11 @@ def _how(wish: str) -> dict[str, Any]:
 
 def _spell(cell: Any, kind: str) -> str | None:
     """A cell as text from which DuckDB's cast makes it again."""
-    if cell is None or kind == "VARCHAR":
-        return cell if cell is None or isinstance(cell, str) else cell.isoformat()
-    if kind == "BIGINT":
+    if is_missing(cell):
+        return None
+    if kind == "VARCHAR":
+        return cell if isinstance(cell, str) else cell.isoformat()
+    if kind in ("BIGINT", "HUGEINT"):
         return str(int(cell))
     return repr(float(cell)) if kind == "DOUBLE" else json.dumps(jsonable(cell))
 

@@ -333,6 +333,7 @@ def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: b
                 near = pytest.approx(D.ask(2.0, where=where).weights)
                 assert list(c.ask(2.0, where=where).weights) == near
             assert c.describe() == D.describe()
+            assert c.whole("value") and c.whole("key") and not c.whole("key", 2)
             for where in ("x < 1", "key == 'a'"):
                 with pytest.raises(DtypeError, match="text is not compared with numbers"):
                     c.ask(2.0, where=where)

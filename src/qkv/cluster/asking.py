@@ -85,6 +85,9 @@ class Spread(View):
             return self._kinds[name]
         return sum(each[name] for each in self.snapshot.each("censuses", [name]))  # type: ignore[no-any-return]
 
+    def whole(self, name: str, bits: int = 64) -> bool:
+        return all(self.snapshot.each("whole", name, bits))
+
     @cached_property
     def _widths(self) -> tuple[int, int]:
         code, value = (self.snapshot.kind(name) for name in ("code", "value"))

@@ -302,6 +302,9 @@ class Leaf:
     def present(self) -> np.ndarray | None:
         return self.view.present
 
+    def whole(self, name: str, bits: int) -> bool:
+        return self.view.whole(name, bits)
+
     def censuses(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self.view.census(name) for name in names}
 

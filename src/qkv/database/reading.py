@@ -201,14 +201,14 @@ class Reading(Closing, Generic[K, V]):
         passed = self._view.where(where)
         return len(self) if passed is None else int(passed.sum())
 
-    def whole(self, name: str) -> bool:
-        """Whether a column of numbers has ints alone, of 64 bits each.
+    def whole(self, name: str, bits: int = 64) -> bool:
+        """Whether a column of numbers has ints alone, of so many bits each.
 
         >>> from qkv import Database
         >>> Database({"Li": 34, "Mu": None}).whole("value")
         True
         """
-        return self._view.whole(name)
+        return self._view.whole(name, bits)
 
     def __getitem__(self, key: K) -> V:
         """The value of the newest row with exactly this key."""

@@ -340,10 +340,11 @@ class View:
             self._censuses[name] = total
         return self._censuses[name]
 
-    def whole(self, name: str) -> bool:
-        """Whether each number of a column is an int of 64 bits, or equal to one."""
+    def whole(self, name: str, bits: int = 64) -> bool:
+        """Whether each number of a column is an int of so many bits, or equal to one."""
         codes = (piece.column(name).numbers for piece in self._pieces())
-        return all(bool(np.all((np.abs(x) < 2.0**63) & (x == np.trunc(x)))) for x in codes)
+        most = 2.0 ** (bits - 1)
+        return all(bool(np.all((np.abs(x) < most) & (x == np.trunc(x)))) for x in codes)
 
     def beside(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors of some rows beside their keys' vectors: of the values and of the columns,
