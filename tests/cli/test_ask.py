@@ -45,6 +45,15 @@ class TestAsk:
         assert qkv("ask", path, "1.5", "-k", "k", "-v", "v").stdout.splitlines()[0] == "inf"
         assert data("ask", path, "1.5", "-k", "k", "-v", "v")["value"] == "inf"
 
+    def test_vectors_are_told_where_length_decided(self, tmp_path: Path) -> None:
+        path = tmp_path / "vectors.jsonl"
+        path.write_text('{"k": [0.6, 0.7], "v": "short"}\n{"k": [3.0, 4.0], "v": "long"}\n')
+        asked = ["ask", path, "0.6,0.7", "-k", "k", "-v", "v"]
+        shown = qkv(*asked).stdout.splitlines()
+        assert shown[0] == "long" and "score='cosine' goes by direction" in shown[-1]
+        other = qkv(*asked, "--score", "cosine").stdout
+        assert other.startswith("short\n") and "goes by direction" not in other
+
     def test_words_need_no_quotes(self, table: Path) -> None:
         assert (
             data("ask", table, "the", "odyssey", "-k", "title", "-v", "author")["value"] == "Homer"

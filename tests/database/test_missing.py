@@ -116,7 +116,7 @@ def test_a_messy_table(tmp_path):
         "name": {"type": "text", "missing": 0},
         "age": {"type": "number", "missing": 1},
         "city": {"type": "text", "missing": 3},
-        "born": {"type": "text", "missing": 1},
+        "born": {"type": "date", "missing": 1},
     }
     answer = made.ask("Mu")
     assert answer.missing == 1 and 34 <= answer.value <= 70
@@ -231,3 +231,16 @@ def test_a_query_is_taken_as_attend_takes_it():
 
 class Own(np.ndarray):
     """An array of one's own class."""
+
+
+@pytest.mark.parametrize("path", [None, "days.qkv"])
+def test_a_column_of_dates_is_told_as_such_wherever_it_stands(path, tmp_path):
+    day = datetime.date(2024, 1, 1)
+    rows = {"name": ["a", "b"], "day": [None, day], "at": [day, day], "word": ["2024", "x"]}
+    where = None if path is None else tmp_path / path
+    D = Database.from_columns(rows | {"mixed": [day, 3]}, key="name", path=where)
+    told = {name: column["type"] for name, column in D.describe().items()}
+    assert told == {"name": "text", "day": "date", "at": "date", "word": "text",
+                    "mixed": "number, date"}  # fmt: skip
+    alone = Database.from_columns({"day": [day], "at": [day]}, key="day")
+    assert [column["type"] for column in alone.describe().values()] == ["date", "date"]

@@ -169,6 +169,8 @@ def draw(answer: Answer) -> None:
     screen.line(f" {dot} ".join(parts) + _left(answer), "dim")
     if answer.error_bound:
         screen.line(answer.nearness, "dim")
+    if answer.hint:
+        screen.line(answer.hint, "bold")
     if answer.coverage is not None:
         screen.line(answer.fit, "bold" if answer.abstains else "dim")
 

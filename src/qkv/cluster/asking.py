@@ -88,6 +88,9 @@ class Spread(View):
     def whole(self, name: str, bits: int = 64) -> bool:
         return all(self.snapshot.each("whole", name, bits))
 
+    def dated(self, name: str) -> bool:
+        return any(self.snapshot.each("dated", name))
+
     @cached_property
     def _widths(self) -> tuple[int, int]:
         code, value = (self.snapshot.kind(name) for name in ("code", "value"))

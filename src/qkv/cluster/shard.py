@@ -308,6 +308,9 @@ class Leaf:
     def censuses(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self.view.census(name) for name in names}
 
+    def dated(self, name: str) -> bool:
+        return self.view.dated(name)
+
 
 def _fine(found: Weighed, weighting: Weighting) -> np.ndarray:
     """The log-sum-exp (n,) of a softmax in float64, since shards are weighed by differences of it:

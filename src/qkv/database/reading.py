@@ -436,8 +436,9 @@ class Reading(Closing, Generic[K, V]):
                 found[name] = {"type": "vector", "missing": 0}
                 continue
             census = view.census(name)
-            kind = "date" if name in view.schema.dates else columns.told(census)
-            kind = "vector" if role else kind
+            kind = "vector" if role else columns.told(census)
+            if census[columns.TEXT] and view.dated(name):
+                kind = kind.replace(columns.KINDS[columns.TEXT], "date")
             found[name] = {"type": kind, "missing": int(census[columns.MISSING])}
         return found
 

@@ -97,12 +97,6 @@ class Schema:
         roles = {"key": (self.key_kind, self.key), "value": (self.value_kind, self.value)}
         return {names[0]: role for role, (kind, names) in roles.items() if kind == "vector"}
 
-    @property
-    def dates(self) -> set[str]:
-        """The columns of key and value that are dates."""
-        kinds = ((self.key_kind, self.key), (self.value_kind, self.value))
-        return {name for kind, names in kinds if kind == "date" for name in names}
-
     def keys_of(self, columns: Cells) -> Any:
         """The keys of some rows: a list, or an array of vectors."""
         if len(self.key) == 1:

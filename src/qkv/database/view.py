@@ -340,6 +340,14 @@ class View:
             self._censuses[name] = total
         return self._censuses[name]
 
+    def dated(self, name: str) -> bool:
+        """Whether what lies beside text in a column is dates: the first of them tells."""
+        for piece in self._pieces():
+            at = np.flatnonzero(piece.kinds(name) == columns.TEXT)[:1]
+            if len(at):
+                return not isinstance(piece.cells(name, at)[0], str)
+        return False
+
     def whole(self, name: str, bits: int = 64) -> bool:
         """Whether each number of a column is an int of so many bits, or equal to one."""
         codes = (piece.column(name).numbers for piece in self._pieces())
