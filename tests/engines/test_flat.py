@@ -156,7 +156,7 @@ def test_sharp_queries_beside_flat_ones_are_asked_of_codes(unread):
     found = over(rows, query, score="dot", weighting="softmax", tolerance=0.02)
     true = Softmax()(query.astype(float) @ keys.astype(float).T) @ value
     assert np.abs(found - true).max() <= 0.02 * np.ptp(value)
-    assert isinstance(rows.bounds["flat", 2], flat.Blocks)
+    assert isinstance(rows.bounds["flat", 2], flat.Means)
 
 
 def test_sums_are_made_when_as_many_flat_queries_have_come_as_pay_for_them():
@@ -166,7 +166,7 @@ def test_sums_are_made_when_as_many_flat_queries_have_come_as_pay_for_them():
         over(rows, size * keys[:1], **how, tolerance=0.02)
         assert rows.bounds["flat", 1].come == come < WIDTH / flat.PAID
     over(rows, 0.1 * keys[:1], **how, tolerance=0.02)
-    assert isinstance(rows.bounds["flat", 1], flat.Blocks)
+    assert isinstance(rows.bounds["flat", 1], flat.Means)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class Torch(Framework):
             return True
         return _wraps(x)
 
-    def functional(self, x: Array) -> bool:
+    def functional(self) -> bool:
         """Whether torch.func or forward mode is at work: what runs must have rules for mapping and
         for derivatives of both modes and any order, which fused kernels have not."""
         return _transforms() or forward_ad._current_level >= 0
@@ -354,7 +354,7 @@ class Torch(Framework):
         if NODES[name].back is None:
             x = x.detach()
             number = number.detach() if isinstance(number, torch.Tensor) else number
-        elif self.functional(x):  # its gradient has none of its own, forwards
+        elif self.functional():  # its gradient has none of its own, forwards
             return None
         live = None if live is None else live.expand(x.shape)
         array = number if isinstance(number, torch.Tensor) else None

@@ -183,7 +183,7 @@ class Asked:
             statistical=found.statistical,
             coverage=None if isinstance(self.promise, str) else self.promise.coverage,
             **told,
-            _behind=Found(self, query, alpha if keep else None, value, entropy, fits),
+            _behind=InProcess(self, query, alpha if keep else None, value, entropy, fits),
             _library=self.library,
         )
 
@@ -288,7 +288,7 @@ class Asked:
         return found
 
 
-class Found(Behind):
+class InProcess(Behind):
     """The weights `alpha` of one query and their entropy, None where they are found when asked
     for; its set is empty where the query does not `fit` what was promised."""
 

@@ -44,7 +44,7 @@ class Awaited(NamedTuple):
     come: int = 0
 
 
-class Blocks(NamedTuple):
+class Means(NamedTuple):
     """Of each block how many rows it has (b,), their mean key (b, d), √λ and r (b,), both rounded
     up, and Σ v (b, d_v); of all rows the least and the largest value (d_v,)."""
 
@@ -94,7 +94,7 @@ def run(
     if type(weighting) is not Softmax or any(x is not None for x in others):
         return None
     name = "flat", rows.width
-    found: Blocks | Awaited = rows.bounds.get(name) or Awaited(_narrow(rows))
+    found: Means | Awaited = rows.bounds.get(name) or Awaited(_narrow(rows))
     with np.errstate(all="ignore"):
         phi = np.asarray(form.query) / float(weighting.temperature)
         sigma = np.linalg.norm(phi, axis=1) * found.narrow
@@ -111,13 +111,13 @@ def run(
     return (out, proven) if proven.any() else None
 
 
-def summed(rows: Rows) -> Blocks:
+def summed(rows: Rows) -> Means:
     """The blocks of all rows, whose keys and values are read once."""
     cuts = rows.cuts(BLOCK, ahead=("key", "value") if rows.width else ("key",))
     found: list[tuple[np.ndarray, ...]] = Reader(of(np.zeros(0))).reduce(
         lambda cut: [_block(cut, rows.width)], lambda one, two: one + two, [], cuts
     )
-    each = Blocks(*map(np.array, zip(*found, strict=True)))
+    each = Means(*map(np.array, zip(*found, strict=True)))
     return each._replace(low=each.low.min(axis=0), high=each.high.max(axis=0))
 
 

@@ -77,7 +77,7 @@ class Slack(NamedTuple):
         return np.asarray(self.unit * (4 * np.abs(top) + 16))
 
 
-class Block(NamedTuple):
+class Tally(NamedTuple):
     """Sums over `size` rows from `start` on, for n queries, of weights w = e^(score − top): Σ w,
     Σ w ln w, Σ w δ of the residuals alone, Σ w². `most` are the largest terms and the spread. Where
     the largest δ is `wide`, Σ w (e^δ − 1) stands for Σ w δ. At the places `seen` is every row whose
@@ -121,7 +121,7 @@ class Scan:
         self.weights = np.empty((len(slack.residual), m), np.float32)
         self._settled = np.zeros(m, bool)
         self._mass = np.full(len(self.weights), -np.inf)  # ln Σ w of blocks so far, or less
-        found: list[Block] = Reader(of(self.weights)).reduce(
+        found: list[Tally] = Reader(of(self.weights)).reduce(
             lambda cut: [self._block(cut)], lambda one, two: one + two, [], cuts
         )
         self.starts, self.sizes = (np.array([x[i] for x in found], np.int64) for i in (0, 1))
@@ -142,7 +142,7 @@ class Scan:
             least = np.max([x.least for x in found], axis=0)
             self._seen, self._least = np.concatenate(seen), np.exp(least - self.peak) * CAREFUL
 
-    def _block(self, cut: Cut) -> Block:
+    def _block(self, cut: Cut) -> Tally:
         s, terms = self._lift(cut)
         if cut.allowed is not None:
             s[:, ~cut.allowed] = -np.inf
@@ -167,7 +167,7 @@ class Scan:
             most = (*most[:3], 0.0)
         alone, square = alone * CAREFUL, square * CAREFUL
         seen, least = self._light(cut.start, unit, w, total)
-        return Block(cut.start, cut.size, wide, seen, top, total, along, alone, square, least, most)
+        return Tally(cut.start, cut.size, wide, seen, top, total, along, alone, square, least, most)
 
     def _light(
         self, start: int, unit: np.ndarray, w: np.ndarray, total: np.ndarray

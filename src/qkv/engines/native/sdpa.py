@@ -35,7 +35,7 @@ FEW = 2**15
 
 
 def cannot(call: Call) -> str | None:
-    if call.fw.functional(call.query):  # type: ignore[attr-defined]
+    if call.fw.functional():  # type: ignore[attr-defined]
         return "the kernel has no rules for torch.func and for forward-mode derivatives"
     if is_parted(call.query) and call.query.is_cpu:
         return "torch has no rule for the CPU's kernel on DTensors"

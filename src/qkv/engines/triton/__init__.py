@@ -58,7 +58,7 @@ def cannot(call: Call) -> str | None:
         return "the kernels sum in float32"
     if isinstance(call.weighting, Tsallis):
         return "the kernels know an alpha from 1.05 to 2 that is not learned"
-    if fw.functional(call.query):  # type: ignore[attr-defined]
+    if fw.functional():  # type: ignore[attr-defined]
         return "torch.func and forward mode ask for rules that the kernels have not"
     if type(call.weighting) not in WEIGHTINGS:
         return f"the kernels do not know {type(call.weighting).__name__}"
