@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 OURS = f"{Path(__file__).parent}{os.sep}", functools.__file__, contextlib.__file__
 """Where this package lies, and what stands between two calls of it."""
@@ -26,8 +26,9 @@ class _OfCalls(QkvError):
     """What is wrong with a call, which a graph may be made of."""
 
     # TensorFlow's AutoGraph makes an error again in its own words where it is built by this very
-    # function, and else raises one of its own in its place.
-    __init__ = Exception.__init__
+    # function, and else raises one of its own in its place. A type checker would lose the class.
+    if not TYPE_CHECKING:
+        __init__ = Exception.__init__
 
 
 class ShapeError(_OfCalls, ValueError):
