@@ -37,6 +37,7 @@ from qkv.engines.triton import (
     weights,
 )
 from qkv.engines.triton import wide as wide_products
+from qkv.engines.triton.records import Arrays
 from tests.engines.triton import formulas
 
 pytestmark = pytest.mark.skipif(not triton.interpreted(), reason="launches are stood in for")
@@ -426,6 +427,13 @@ def slopes_of(arrays, **how):
     found = qkv.attend(*leaves, engine=engine, **how)
     found = found if isinstance(found, tuple) else (found,)
     return torch.autograd.grad(sum((x * x.detach()).sum() for x in found), leaves)
+
+
+def test_a_gradient_that_has_a_place_has_no_room():
+    query, key, value = arrays_of(0)
+    with rooms.noted() as notes:
+        grads = gradients._places(Arrays(query, key, value), True, True, False, value)
+    assert [x.shape for x in notes.rooms] == [query.shape, key.shape] and grads.value is value
 
 
 def test_a_launch_that_has_one_array(counted):

@@ -53,9 +53,7 @@ def attend_backward(
     """
     *given, for_queries, for_keys, for_pairs = rest
     call = Arguments(*rounded(given))
-    grads = _places(given, for_queries, for_keys, for_pairs)
-    if dvalue is not None:
-        grads = grads._replace(value=dvalue)
+    grads = _places(given, for_queries, for_keys, for_pairs, dvalue)
     if out.numel() == 0 or call.m == 0:
         for x in grads:
             x.zero_()
@@ -128,13 +126,16 @@ def _each_side(way: Way, for_queries: bool, for_keys: bool) -> None:
         _to_queries(way)
 
 
-def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool) -> Gradients:
+def _places(
+    given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: bool,
+    dvalue: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """Room for the gradients of these; none where there is no argument or no wish."""
-    keys = (for_keys,) * 3
+    keys = for_keys, for_keys and dvalue is None, for_keys
     wishes = (for_queries, *keys, for_queries, for_keys, for_pairs, for_queries)
     arrays = Arrays(*given[:ARRAYS])
     learned = (*arrays[:6], arrays.pairs, arrays.caps)
-    return Gradients(
+    made = Gradients(
         *(
             arrays.query.new_empty((0,))
             if x is None or not wish
@@ -142,6 +143,7 @@ def _places(given: Sequence[Any], for_queries: bool, for_keys: bool, for_pairs: 
             for x, wish in zip(learned, wishes, strict=True)
         )
     )
+    return made if dvalue is None else made._replace(value=dvalue)
 
 
 def fake(
