@@ -96,9 +96,9 @@ def test_numbers_keep_their_digits_and_nan_is_missing(con, tmp_path):
     ]
     with qkv.open(tmp_path / "wide.qkv") as D:
         D.extend(rows)
-    sql = f"SELECT wide, few FROM qkv_ask('{D.path}', 'a') ORDER BY key"
-    assert con.sql(sql).fetchall() == [(ints[0], 1), (ints[1], None), (ints[2], None)]
-    assert [str(x) for x in con.sql(sql).types] == ["HUGEINT", "BIGINT"]
+    found = con.execute(f"SELECT wide, few FROM qkv_ask('{D.path}', 'a') ORDER BY key")
+    assert [str(column[1]) for column in found.description] == ["HUGEINT", "BIGINT"]
+    assert found.fetchall() == [(ints[0], 1), (ints[1], None), (ints[2], None)]
 
 
 def test_a_struct_names_columns_of_the_key(con, tmp_path):
