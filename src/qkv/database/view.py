@@ -341,7 +341,7 @@ class View:
         return self._censuses[name]
 
     def dated(self, name: str) -> bool:
-        """Whether what lies beside text in a column is dates: the first of them tells."""
+        """Whether what a column holds of text and dates is dates: the first of them tells."""
         for piece in self._pieces():
             at = np.flatnonzero(piece.kinds(name) == columns.TEXT)[:1]
             if len(at):
