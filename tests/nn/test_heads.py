@@ -13,8 +13,14 @@ torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
 from qkv import masks, scores, weightings  # noqa: E402
-from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError  # noqa: E402
-from qkv.nn import Cache, MultiHeadAttention, Rotary, SelfAttention  # noqa: E402
+from qkv.errors import ArgumentError, DtypeError, FrameworkError, QkvError, ShapeError  # noqa: E402
+from qkv.nn import (  # noqa: E402
+    Cache,
+    MultiHeadAttention,
+    Rotary,
+    SelfAttention,
+    TransformerBlock,
+)
 
 L, S, N, H, E = 3, 4, 2, 2, 8
 F64 = {"dtype": torch.float64}
@@ -241,6 +247,51 @@ def test_nested_sequences_equal_torch():
         got, want = (layer(x, x, x, need_weights=False)[0] for layer in (ours, theirs))
         for a, b in zip(got.unbind(), want.unbind(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_sequences_under_a_rule(layout):
+    """Each sequence has it for itself; what is of one shape for all of them is refused."""
+    layer = MultiHeadAttention(E, H, batch_first=True, **F64)
+    parts = [torch.randn(n, E, **F64) for n in (4, 2)]
+    x = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    for mask in ("causal", masks.window(1) & masks.causal):
+        for causal in (False, True):
+            found = layer(x, x, x, mask=mask, is_causal=causal)[0].unbind()
+            for got, part in zip(found, parts, strict=True):
+                want = layer(part, part, part, mask=mask)[0]
+                torch.testing.assert_close(got, want)
+    block = TransformerBlock(E, H, 16, dropout=0.0, **F64)
+    for got, part in zip(block(x, mask=masks.causal).unbind(), parts, strict=True):
+        torch.testing.assert_close(got, block(part, mask=masks.causal))
+    whole = torch.ones(4, 4, dtype=torch.bool)
+    for name, given in {
+        "mask": whole,
+        "attn_mask": whole,
+        "key_padding_mask": whole[:2],
+        "cache": Cache(),
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^{name}.*nested"):
+            layer(x, x, x, **{name: given})
+    with pytest.raises(ShapeError):
+        layer(x, x, x, mask=masks.lengths(torch.tensor([3, 1])))
+
+
+@pytest.mark.parametrize("layout", ["jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_sequences_that_mean_nothing(layout):
+    layer, dense = MultiHeadAttention(E, H, batch_first=True), torch.randn(2, 4, E)
+    parts = [torch.randn(n, E) for n in (4, 2)]
+    x, fewer = (torch.nested.nested_tensor(y, layout=getattr(torch, layout))
+                for y in (parts, parts[:1]))  # fmt: skip
+    for key, value in ((x, x), (dense, x), (x, dense)):
+        with pytest.raises(ArgumentError, match="nest the query too"):
+            layer(dense, key, value)
+    with pytest.raises(ShapeError, match="query holds 2 sequences and key 1"):
+        layer(x, fewer, fewer)
+    with pytest.raises(FrameworkError, match="MultiHeadAttention"):
+        SelfAttention(E)(x)
 
 
 def test_torch_encoder_layer_runs_with_ours_inside():

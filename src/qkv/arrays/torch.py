@@ -129,8 +129,9 @@ class Torch(Framework):
     def plain(self, x: Array) -> Array:
         if x.is_nested:
             raise FrameworkError(
-                "a nested tensor, sequences of different lengths, goes to a layer or to "
-                "scaled_dot_product_attention; else x.to_padded_tensor(0) goes with masks.lengths"
+                "a nested tensor, sequences of different lengths, goes to nn.MultiHeadAttention, "
+                "to a block of it or to scaled_dot_product_attention; else x.to_padded_tensor(0) "
+                "goes with masks.lengths"
             )
         if x.layout != torch.strided:
             raise FrameworkError(f"a tensor of layout {x.layout} is not taken: pass x.to_dense()")

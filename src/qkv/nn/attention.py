@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor, nn
 
 from qkv import attention
+from qkv.arrays import framework
 from qkv.errors import fraction, sizes
 from qkv.masks import MaskLike
 from qkv.names import guided
@@ -14,6 +15,8 @@ from qkv.nn import weightings
 from qkv.nn.scores import LayerScore, built, checked, parameter, told
 from qkv.nn.tensors import called_as, check_dtype, check_tensors, check_width
 from qkv.weightings import WeightingLike
+
+TORCH = framework("torch")
 
 
 def attended(
@@ -157,6 +160,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: MaskLike | None = None, need_weights: bool = False) -> Any:
         """The output; with `need_weights` a pair with α (…, n, n) beside it."""
         check_tensors(x=x)
+        TORCH.plain(x)
         check_dtype(self.w_query, x=x)
         check_width(self.w_query.shape[0], x)
         query, key, value = (x @ w for w in (self.w_query, self.w_key, self.w_value))

@@ -187,7 +187,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             if found is not None:
                 return found
         if query.is_nested:
-            return self._nested(query, key, value, need_weights, average_attn_weights, is_causal)
+            whole = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "cache": cache}
+            rest = (need_weights, average_attn_weights, is_causal)
+            return self._nested(query, key, value, rest, mask, whole)
         self._check(query, key, value, cache)
         batched = query.dim() == 3
         q, k, v = self._projected(query, key, value)
@@ -335,6 +337,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ArgumentError("key and value may be left out only with a cache that holds some")
         else:
             check_tensors(key=key, value=value)
+            if key.is_nested or value.is_nested:
+                raise ArgumentError("key and value are nested and query is not: nest the query too")
         check_dtype(self.out_proj.weight, **given)
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for name, x in given.items():
@@ -362,17 +366,32 @@ class MultiHeadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
-        need_weights: bool,
-        average: bool,
-        is_causal: bool,
+        how: tuple[bool, bool, bool],
+        mask: Any,
+        whole: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Sequences of different lengths, (N, ·, embed_dim): each by itself, as torch has it."""
         if not self.batch_first or key is None or value is None:
             raise ArgumentError("a nested query needs batch_first=True, and a nested key and value")
+        if isinstance(mask, torch.Tensor):
+            whole = {"mask": mask, **whole}
+        for name, x in whole.items():
+            if x is not None:
+                raise ArgumentError(
+                    f"{name}: the sequences of a nested query differ in length and have none in "
+                    "common: pass a rule of qkv.masks or is_causal, or call once for each"
+                )
+        check_tensors(key=key, value=value)
+        parts = {"query": query.unbind(), "key": key.unbind(), "value": value.unbind()}
+        for name, x in parts.items():
+            if len(x) != len(parts["query"]):
+                raise ShapeError(f"query holds {len(parts['query'])} sequences and {name} {len(x)}")
+        need_weights, average, is_causal = how
+        rest = (None, need_weights, None, average, is_causal)
         out, alpha = zip(
             *(
-                self.forward(q, k, v, None, need_weights, None, average, is_causal)
-                for q, k, v in zip(query.unbind(), key.unbind(), value.unbind(), strict=True)
+                self.forward(q, k, v, *rest, mask=mask)
+                for q, k, v in zip(*parts.values(), strict=True)
             ),
             strict=True,
         )
