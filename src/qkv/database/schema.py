@@ -122,6 +122,8 @@ class Schema:
 
     def digest_before(self, key: Any) -> bytes | None:
         """What an older row of this key may be found by, if that is another."""
+        if isinstance(key, str):  # as most are
+            return None
         if self.hash != "sha256":
             return cells.local_digest(key)
         if type(key) is np.ndarray and key.dtype == np.float32:
