@@ -95,3 +95,19 @@ def test_an_error_within_a_graph_is_of_its_class(how, error):
 
     with pytest.raises(error, match="in user code"):
         call(x)
+
+
+def test_rows_that_differ_in_length_are_told_the_next_step():
+    rows = tf.ragged.constant([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], ragged_rank=1)
+    for given in ((rows,) * 3, (tf.ones((2, 3, 2)), rows, rows)):
+        with pytest.raises(qkv.errors.DtypeError, match=r"to_tensor\(\).*masks.lengths"):
+            qkv.attend(*given)
+    key = rows.to_tensor()
+    found = qkv.attend(key, key, key, mask=qkv.masks.lengths(rows.row_lengths()))
+    np.testing.assert_allclose(found[0, 0], [1.0, 2.0])
+
+
+def test_a_rank_that_only_a_run_tells_is_refused():
+    call = tf.function(lambda x: qkv.attend(x, x, x), input_signature=[tf.TensorSpec(None)])
+    with pytest.raises(qkv.errors.ShapeError, match=r"query.*number of axes.*ensure_shape"):
+        call(tf.eye(2))

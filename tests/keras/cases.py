@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import scores, weightings
+from qkv import masks, scores, weightings
 from qkv.arrays import to_numpy
 from qkv.errors import ArgumentError, DtypeError, QkvError, ShapeError
 from qkv.keras import (
@@ -375,7 +375,8 @@ def test_the_score_of_keras_alone_is_its_dot() -> None:
 def test_a_mask_by_name() -> None:
     ours, _ = both()
     q, v, k = numbers(2, 4, 4), numbers(2, 5, 5), numbers(2, 5, 6)
-    close(ours(q, v, k, attention_mask="causal"), ours(q, v, k, use_causal_mask=True))
+    for named in ("causal", masks.causal):
+        close(ours(q, v, k, attention_mask=named), ours(q, v, k, use_causal_mask=True))
     with pytest.raises(ArgumentError, match="did you mean 'causal'"):
         ours(q, v, k, attention_mask="casual")
 
@@ -771,6 +772,10 @@ def test_wrong_shapes_are_named() -> None:
     refused(ArgumentError, "num_query_heads", lambda: GroupedQueryAttention(3, 3, 2))
     beyond = MultiHeadAttention(2, 3, attention_axes=2)
     refused(ArgumentError, "attention_axes", lambda: beyond(x, x))
+    far = MultiHeadAttention(2, 3, attention_axes=7)
+    refused(ArgumentError, "attention_axes", lambda: far(x, x))
+    first = MultiHeadAttention(2, 3, attention_axes=1)
+    refused(ShapeError, "not attended over", lambda: first(x[:, :, None], numbers(2, 5, 3, 4)))
     two = MultiHeadAttention(2, 3)
     refused(ArgumentError, "order of one axis", lambda: two(x[None], x[None], use_causal_mask=True))
     refused(ShapeError, "key has 3", lambda: MultiHeadAttention(2, 3)(x, x, x[:, :3]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.errors import DtypeError, FrameworkError
+from qkv.errors import DtypeError, FrameworkError, ShapeError
 from qkv.types import Array
 
 if TYPE_CHECKING:
@@ -149,6 +149,13 @@ def plain(x: Array, name: str) -> Array:
             f"{name} must be an array of rows, and a {type(x).__name__} has none to read: pass its "
             "numbers as an array, or trace where a shape alone is known"
         )
+    if hasattr(x, "row_lengths"):
+        raise DtypeError(
+            f"{name} is ragged, its rows differ in length: fill them up, {name}.to_tensor(), and "
+            f"rule that out, masks.lengths({name}.row_lengths())"
+        )
+    if getattr(x.shape, "rank", 2) is None:
+        raise ShapeError(f"{name} must have a known number of axes: say so, tf.ensure_shape")
     return of(x).plain(x)
 
 

@@ -142,9 +142,9 @@ class Attention(AttentionLayer):
     query (…, n, d_q), value (…, m, d_v), key (…, m, d_k) → (…, n, d_v), and with
     `return_attention_scores` the weights (…, n, m). Without a key the value is the key.
 
-    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or the name of
-    a mask ("causal"); the masks that come with Keras's tensors and `use_causal_mask` narrow it. A
-    query that may attend to nothing gets 0.
+    `attention_mask`, (batch, n, m) or fewer axes, is True where a query may attend, or a mask of
+    `qkv.masks`, or its name ("causal"); the masks that come with Keras's tensors and
+    `use_causal_mask` narrow it. A query that may attend to nothing gets 0.
 
     The score is `score`, "scaled_dot" unless given. `use_scale` and `score_mode` say it as Keras's
     own layer does, which does not divide by √d: "dot" is qᵀk, "concat" is w Σ tanh(q + k), both

@@ -29,6 +29,15 @@ class Axes(NamedTuple):
         cut = len(axes) - len(self.attended)
         return tuple(shape[i] for i in axes[:cut]), tuple(shape[i] for i in axes[cut:])
 
+    def check(self, query: Shape, value: Shape) -> None:
+        """Refuse axes between the batch and the rows that a query and a value do not share."""
+        sides = (self.shape(x)[0][1:] for x in (query, value))
+        if any(None not in pair and pair[0] != pair[1] for pair in zip(*sides, strict=True)):
+            raise ShapeError(
+                f"query {tuple(query)} and value {tuple(value)} differ in an axis that is not "
+                f"attended over: attention_axes are {self.attended}"
+            )
+
     def rows(self, x: Array) -> Array:
         """(batch, …, heads, width) as (batch, …, heads, rows, width)."""
         lead, rows = self.shape(ops.shape(x))

@@ -172,14 +172,16 @@ class MultiHeadAttention(ManyHeads, keras.layers.MultiHeadAttention):  # type: i
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         query, value, key = three([query_shape, value_shape, key_shape or value_shape])
         check_shapes(query, value, key)
-        super().build(query, value, key)
-        self._query_mask = None
-        self._axes = Axes(tuple(self._attention_axes), len(query))
-        if not all(0 < axis < len(query) - 1 for axis in self._axes.attended):
+        asked, rank = self._attention_axes or (), len(query)
+        if not all(0 < (axis + rank if axis < 0 else axis) < rank - 1 for axis in asked):
             raise ArgumentError(
                 "attention_axes must lie between the batch, 0, and the width, the last of the "
-                f"query's {len(query)}; counted from the end −2 is the one before the width"
+                f"query's {rank}; counted from the end −2 is the one before the width"
             )
+        super().build(query, value, key)
+        self._query_mask = None
+        self._axes = Axes(tuple(self._attention_axes), rank)
+        self._axes.check(query, value)
         self._heads, self._window = self.num_heads, self._sliding_window
         self._build_score(self.key_dim, self.key_dim)
 

@@ -48,7 +48,7 @@ def merged(
             due = [tuple(like.shape[:-1]), *([(lead[0], *rows)] if len(rows) == 1 else [])]
             mask = _boolean(name, mask, *due, exact=True)
             rules.append(masks.array(axes.along(mask, name != "query_mask", heads)))
-    if isinstance(attention_mask, str):
+    if isinstance(attention_mask, str | masks.Mask):
         rules.append(masks.array(attention_mask))
     elif attention_mask is not None:
         full = axes.scores(tuple(query.shape), tuple(value.shape), heads)
