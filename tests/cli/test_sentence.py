@@ -31,6 +31,12 @@ class TestWeights:
         expected = scores / scores.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(found["weights"], expected, rtol=1e-5)
 
+    def test_marks_and_joiners_stay_with_what_they_join(self) -> None:
+        family, thumb, heart = "\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\u2764\ufe0f"
+        given = ["हिन्दी", family, "می\u200cخواهم", thumb, "cafe\u0301", heart, "!", "don’t"]
+        assert sentence.words_of(" ".join(given)) == given
+        assert sentence.words_of(f"{heart}!") == [heart, "!"]
+
     def test_masks(self) -> None:
         pytest.importorskip("wordllama")
         others = np.array(data("weights", self.SENTENCE, "--others")["weights"])
@@ -51,7 +57,7 @@ class TestWeights:
         assert png.read_bytes().startswith(b"\x89PNG")
         found = data("weights", "<b> & 'the' king")
         (words, alpha), text = drawn(page), page.read_text(encoding="utf-8")
-        assert words == found["words"] == sentence.WORD.findall("<b> & 'the' king")
+        assert words == found["words"] == sentence.words_of("<b> & 'the' king")
         np.testing.assert_allclose(alpha[0, 0], found["weights"], atol=0.005)
         assert "default-src 'none'" in text and "<b>" not in text.partition("<script")[0]
 
@@ -86,7 +92,7 @@ class TestWeights:
     @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
     @pytest.mark.parametrize("coloured", [False, True])
     def test_every_weight_is_drawn_within_the_width(self, width: int, coloured: bool) -> None:
-        words = sentence.WORD.findall("It was the best of times, it was the worst of 时间")
+        words = sentence.words_of("It was the best of times, it was the worst of 时间")
         alpha = np.full((len(words), len(words)), 1 / len(words))
         lines = sentence.heatmap(words, alpha, width, coloured, ascii_only=False)
         assert max(line.cell_len for line in lines) <= width

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     Weights: TypeAlias = "np.ndarray[Any, Any]"
     from qkv.transformers.captured import Captured
 
-WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 MOST_WORDS = 200
 TEMPERATURE = 0.3
 PALE, DEEP = (255, 245, 240), (165, 15, 21)
@@ -61,7 +60,7 @@ def weights(
     themselves; --model shows a head of a small transformer, and in files all of them.
     """
     text = " ".join(sentence)
-    words = WORD.findall(text)
+    words = words_of(text)
     if not words:
         raise ArgumentError(f"the sentence {text!r} has no words")
     if len(words) > MOST_WORDS:
@@ -96,6 +95,20 @@ def _figure(words: list[str], alpha: Weights) -> Figure:
     side = min(max(0.42 * len(words) + 1.2, 3.0), 14.0)
     ticks: dict[str, Any] = {"xticks": words, "yticks": words}
     return heatmaps(alpha, figsize=(side, side), annotate=True, **ticks)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, and the signs between them; marks and joiners stay with what they join.
+
+    >>> words_of("the dog's tail, हिन्दी")
+    ['the', "dog's", 'tail', ',', 'हिन्दी']
+    """
+    import unicodedata
+
+    marks = {c for c in text if unicodedata.category(c)[0] == "M" or c in "\u200c\u200d"}
+    own, tones = "".join(map(re.escape, sorted(marks))), "\U0001f3fb-\U0001f3ff"
+    word, sign = rf"\w[\w{own}]*", rf"[^\w\s](?:\u200d[^\w\s]|[{own}{tones}])*"
+    return re.findall(rf"{word}(?:['’-]{word})*|{sign}", text)
 
 
 def attend(words: list[str], temperature: float, *, others: bool, causal: bool) -> Weights:
