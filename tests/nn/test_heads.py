@@ -265,6 +265,12 @@ def test_nested_sequences_under_a_rule(layout):
     block = TransformerBlock(E, H, 16, dropout=0.0, **F64)
     for got, part in zip(block(x, mask=masks.causal).unbind(), parts, strict=True):
         torch.testing.assert_close(got, block(part, mask=masks.causal))
+    far = torch.randn(2, 3, E, **F64)
+    alpha = layer(x, far, far)[1]
+    assert alpha.shape == (2, 4, 3)  # the longest of each, and 0 beyond
+    for got, part, rows in zip(alpha, parts, far, strict=True):
+        torch.testing.assert_close(got[: len(part)], layer(part, rows, rows)[1])
+        assert not got[len(part) :].any()
     whole = torch.ones(4, 4, dtype=torch.bool)
     for name, given in {
         "mask": whole,

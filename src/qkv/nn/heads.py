@@ -398,8 +398,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         shut = TORCH.packed(list(out), query)
         if not need_weights:
             return shut, None
-        wide = max(max(x.shape[-2:]) for x in alpha)
-        padded = (pad(x, (0, wide - x.shape[-1], 0, wide - x.shape[-2])) for x in alpha)
+        n, m = (max(x.shape[axis] for x in alpha) for axis in (-2, -1))
+        padded = (pad(x, (0, m - x.shape[-1], 0, n - x.shape[-2])) for x in alpha)
         return shut, torch.stack(list(padded))
 
     def extra_repr(self) -> str:
