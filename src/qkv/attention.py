@@ -14,7 +14,7 @@ from qkv.arrays.rows import Rows, Weighed, taken
 from qkv.arrays.tree import KIND
 from qkv.engines import certified, native, sharded, stored, streaming
 from qkv.engines import plan as plans
-from qkv.engines.call import Call, results
+from qkv.engines.call import Call, reached, results
 from qkv.engines.choose import Choice, EngineName, Explanation, Warmed, choose
 from qkv.engines.native import Projected
 from qkv.engines.request import request, resolved
@@ -342,7 +342,11 @@ def over(
             found = certified.pooled(rows, given, score, weighting, tolerance, confidence)
             if not isinstance(found, str):
                 return taken(fw, found, query)
-        out = streaming.run(Call(query, rows.key, rows.value, score, weighting))[0]
+        call = Call(query, rows.key, rows.value, score, weighting)
+        if call.beyond and (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
+            best = streaming.nearest(Call(fw.detach(query), rows.key, None, score, Weighting()), 1)
+            reached(score, weighting, *map(to_numpy, (fw.detach(query), best[0][:, 0])))
+        out = streaming.run(call)[0]
         return fw.astype(out, fw.dtype(query))
 
 
@@ -390,9 +394,10 @@ def weigh(
     tolerance: float | None = None,
     confidence: float | None = None,
     matches: Array | None = None,
+    part: bool = False,
 ) -> Weighed:
     """The same with the weight of every row beside, on NumPy; `matches` (n, m) are the scores where
-    no vectors were compared.
+    no vectors were compared. Rows that are a `part` of more may all be out of a query's reach.
 
     With a `tolerance` the weights are proven to lie that near to the exact ones (½ Σ |difference|),
     or with a `confidence` shown to do so by rows that were drawn; where codes beside the keys
@@ -414,6 +419,7 @@ def weigh(
                 found = certified.run(rows, query, score, weighting, tolerance, confidence)
                 if isinstance(found, Weighed):
                     return found
-                return stored.weighed(rows, query, score, weighting)._replace(refused=found)
-            return stored.weighed(rows, query, score, weighting)
+                exact = stored.weighed(rows, query, score, weighting, part)
+                return exact._replace(refused=found)
+            return stored.weighed(rows, query, score, weighting, part)
         return stored.run(rows, matches, weighting)

@@ -319,6 +319,13 @@ def test_it_is_shown_as_a_database_is(tmp_path: Path) -> None:
             assert list(c.swap().items()) == list(D.swap().items())
 
 
+def test_a_key_that_is_met_answers_though_others_are_out_of_reach(tmp_path: Path) -> None:
+    with qkv.open(tmp_path / "far.qkv") as D:
+        D.add([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0])
+    with cluster([str(tmp_path / "far.qkv")], 4) as c:
+        assert c.ask(3.0, score=scores.Gaussian(1e-160)).value == 30.0
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_what_may_be_compared_is_the_same_for_all_shards(tmp_path: Path, lost: bool) -> None:
     # One shard has the texts of a column, another its numbers.

@@ -354,3 +354,21 @@ def test_a_function_s_own_array_has_its_gradient():
         )
     )
     np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("weighting", ["softmax", "hard", "sparsemax"])
+@pytest.mark.parametrize("allowed", [None, np.array([True, False, True])])
+def test_scores_that_float64_does_not_hold_are_refused_as_by_attend(weighting, allowed):
+    # They were answered as if there were nothing to look at.
+    key, how = np.array([[1.0], [2.0], [3.0]]), {"weighting": weighting}
+    rows = Rows(lambda: [Stored(key, 10 * key)], (3, 1), 1, allowed)
+    near, far = np.array([[3.0]]), np.array([[2.2]])
+    how["score"] = scores.Gaussian(1e-160)
+    assert attention.over(rows, near, **how).tolist() == [[30.0]]
+    assert attention.weigh(rows, near, **how).weights.tolist() == [[0.0, 0.0, 1.0]]
+    for door in (attention.over, attention.weigh):
+        with pytest.raises(ArgumentError, match="float64 does not hold the scores"):
+            door(rows, far, **how)
+    none = Rows(lambda: [Stored(key, key)], (3, 1), 1, np.zeros(3, bool))
+    assert attention.over(none, far, **how).tolist() == [[0.0]]
+    assert attention.weigh(none, far, **how).weights.tolist() == [[0.0] * 3]

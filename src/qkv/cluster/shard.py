@@ -187,7 +187,7 @@ class Leaf:
         need be asked twice."""
         job, bound = self.job, None
         how: dict[str, Any] = {"score": job.score, "weighting": job.weighting}
-        how |= {"tolerance": tolerance, "matches": self._matches}
+        how |= {"tolerance": tolerance, "matches": self._matches, "part": True}
         found = attention.weigh(self._rows, job.query, **how)
         self._lse = lse = _fine(found, job.weighting)
         if tolerance is not None:

@@ -119,7 +119,11 @@ class Call:
     @derived
     def beyond(self) -> bool:
         """Whether a bandwidth or a temperature is so small that float64 may not hold the scores."""
-        return not within((self.score, self.weighting), 1e-100, math.inf)
+        return not within((self.score, self.weighting), *HELD)
+
+
+HELD = 1e-100, math.inf
+"""Numbers of a score and a weighting with which float64 holds all scores."""
 
 
 def within(record: Any, least: float = 1e-9, most: float = 1e9) -> bool:
@@ -208,11 +212,23 @@ def held(call: Call, s: Array, alive: Live) -> None:
     top = np.where(seen, given[2], -np.inf).max(axis=-1)
     lost = np.isnan(top) | (np.isinf(top) & seen.any(axis=-1) & call.weighting.convex)
     if lost.any() and all(np.isfinite(x).all() for x in given[:2]):
-        raise ArgumentError(
-            f"float64 does not hold the scores of {brief(call.score)} and {brief(call.weighting)} "
-            f"for {count(int(lost.sum()))} of the queries: take a larger bandwidth or temperature, "
-            "for long before this the best key has all the weight"
-        )
+        raise unheld(call.score, call.weighting, int(lost.sum()))
+
+
+def unheld(score: Score, weighting: Weighting, queries: int) -> ArgumentError:
+    return ArgumentError(
+        f"float64 does not hold the scores of {brief(score)} and {brief(weighting)} "
+        f"for {count(queries)} of the queries: take a larger bandwidth or temperature, "
+        "for long before this the best key has all the weight"
+    )
+
+
+def reached(score: Score, weighting: Weighting, query: np.ndarray, best: np.ndarray) -> None:
+    """The same by the best score of each query (n,) among rows that it may look at."""
+    if within((score, weighting), *HELD) or not weighting.convex or not np.isfinite(query).all():
+        return
+    if lost := int((~np.isfinite(weighting.scale(best))).sum()):
+        raise unheld(score, weighting, lost)
 
 
 def clean(call: Call, rows: Array, alive: Live) -> Array:

@@ -32,16 +32,23 @@ Sums = tuple[Any, ...]
 """Σᵢ αᵢ vᵢ (n, d_v), and of a mean Σᵢ αᵢ (n,) and the value that all rows with weight have."""
 
 
-def weighed(rows: Rows, query: np.ndarray, score: Score, weighting: Weighting) -> Weighed:
+def weighed(
+    rows: Rows, query: np.ndarray, score: Score, weighting: Weighting, part: bool = False
+) -> Weighed:
     """What is known of all rows; in float64 where float32 does not hold the scores: a bandwidth or
     a temperature may be as narrow as a number can be."""
     query = query if calls.within((score, weighting)) else query.astype(float)
     found = run(rows, scored(rows, query, score), weighting)
     told = found.best if found.lse is None else found.best + found.lse
-    if query.dtype == np.float64 or of(told).surely_finite(told) or np.isfinite(told).all():
+    if of(told).surely_finite(told) or np.isfinite(told).all():
         return found
-    some = rows.shape[0] if rows.allowed is None else rows.allowed.any()
-    return run(rows, scored(rows, query.astype(float), score), weighting) if some else found
+    if not (rows.shape[0] if rows.allowed is None else rows.allowed.any()):
+        return found
+    if query.dtype != np.float64:
+        found = run(rows, scored(rows, query.astype(float), score), weighting)
+    if not part:
+        calls.reached(score, weighting, query, found.best)
+    return found
 
 
 def run(rows: Rows, scores: np.ndarray, weighting: Weighting) -> Weighed:
