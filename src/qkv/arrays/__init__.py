@@ -154,9 +154,10 @@ def plain(x: Array, name: str) -> Array:
             f"{name} is ragged, its rows differ in length: fill them up, {name}.to_tensor(), and "
             f"rule that out, masks.lengths({name}.row_lengths())"
         )
+    x = of(x).plain(x)  # first: what it refuses may have no shape to be asked for
     if getattr(x.shape, "rank", 2) is None:
         raise ShapeError(f"{name} must have a known number of axes: say so, tf.ensure_shape")
-    return of(x).plain(x)
+    return x
 
 
 def over(x: Array, divisor: Any) -> Array:
