@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from qkv.engines.triton import launch, wide
 from tests.engines.triton.test_features import DEVICE
 
 
-def test_columns_up_to_the_width_are_the_products(monkeypatch):
+@pytest.mark.parametrize("band", [(None, None), (None, 5), (-30, None), (-20, 10), (90, None)])
+def test_columns_up_to_the_width_are_the_products(band, monkeypatch):
     monkeypatch.setattr(wide, "TILE", launch.Tile(64, 64, 64, 4, 2, described=True))
     pairs, n, m, w, line = 2, 70, 100, 192, 80
     torch.manual_seed(0)
@@ -16,10 +18,13 @@ def test_columns_up_to_the_width_are_the_products(monkeypatch):
         torch.randn(shape).to(DEVICE, torch.float16)
         for shape in ((pairs, m, line), (pairs, n, w), (pairs, m, w))
     )
+    at = torch.arange(m, device=DEVICE)[:, None] - torch.arange(line, device=DEVICE)
+    lower, upper = (-line if band[0] is None else band[0]), (m if band[1] is None else band[1])
+    ds = torch.where((at >= lower) & (at <= upper), ds, 0.0)
     ds[..., n:] = float("nan")  # room that nobody wrote
     dphi, dpsi = torch.full_like(phi, 7), torch.full_like(psi, 7)
     width = torch.tensor([64], dtype=torch.int32, device=DEVICE)
-    wide.fill(ds, phi, psi, dphi, dpsi, width)
+    wide.fill(ds, phi, psi, dphi, dpsi, width, band)
     real = ds[..., :n].double()
     want = real.mT @ psi.double(), real @ phi.double()
     for one, two in zip((dphi, dpsi), want, strict=True):

@@ -308,7 +308,8 @@ def _through_scratch(way: Way, for_queries: bool, for_keys: bool) -> None:
             _to_keys(way, (pair, size), (first, width), ds=ds)
             if ours:
                 dphi, dpsi = (x.view(pairs, -1, call.w)[some] for x in grads[:2])
-                wide.fill(ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width)
+                band = call.band if call.group == 1 else (None, None)
+                wide.fill(ds.flatten(2), phi[some], psi[some], dphi, dpsi, call.width, band)
             if ours or ahead.LISTED.get() is not None:  # a dry run launches no other products
                 continue
             ds = ds[..., : call.n].flatten(2)

@@ -7,22 +7,23 @@ import triton.language as tl
 from torch import Tensor
 
 from qkv.engines.triton import launch
-from qkv.engines.triton.tiles import launched
+from qkv.engines.triton.tiles import bounds, launched
 
 TILE = launch.Tile(256, 128, 64, 8, 4, described=True)
 """Rows and columns of a tile of the result, terms at a time."""
 
 
 @triton.jit
-def _product(ds, other, out, first, column, rows, terms, there, F, TURNED: tl.constexpr):
-    """A tile of ds · other, or with TURNED of dsᵀ · other: ds (rows, terms) or (terms, rows)."""
+def _product(ds, other, out, first, column, rows, terms, there, lo, hi, F, TURNED: tl.constexpr):
+    """A tile of ds · other, or with TURNED of dsᵀ · other: ds (rows, terms) or (terms, rows), which
+    is 0 but for the terms of tiles lo … hi."""
     if TURNED:
         left = tl.make_tensor_descriptor(ds, [terms, rows], [there, 1], [F.TERMS, F.ROWS])
     else:
         left = tl.make_tensor_descriptor(ds, [rows, terms], [there, 1], [F.ROWS, F.TERMS])
     right = tl.make_tensor_descriptor(other, [terms, F.W], [F.W, 1], [F.TERMS, F.COLS])
     total = tl.zeros((F.ROWS, F.COLS), tl.float32)
-    for term in tl.range(0, terms, F.TERMS):
+    for term in tl.range(lo * F.TERMS, hi * F.TERMS, F.TERMS):
         if TURNED:
             a = tl.trans(left.load([term, first]))
         else:
@@ -33,7 +34,9 @@ def _product(ds, other, out, first, column, rows, terms, there, F, TURNED: tl.co
 
 
 @launched
-def grads_kernel(ds, phi, psi, dphi, dpsi, width, rows_a, rows_b, tiles_a, line, F: tl.constexpr):
+def grads_kernel(
+    ds, phi, psi, dphi, dpsi, width, rows_a, rows_b, tiles_a, lower, upper, line, F: tl.constexpr
+):
     column = tl.program_id(0) % F.ACROSS * F.COLS
     if column >= tl.load(width):
         return
@@ -44,16 +47,25 @@ def grads_kernel(ds, phi, psi, dphi, dpsi, width, rows_a, rows_b, tiles_a, line,
     of_b = pair * rows_b * F.W
     if tile < tiles_a:
         first = tile * F.ROWS
-        _product(ds, psi + of_b, dphi + of_a, first, column, rows_a, rows_b, line, F, True)
+        last = first + F.ROWS - 1
+        lo, _, _, hi = bounds(first, last, lower, upper, rows_b, F.TERMS, F.LOWER, F.UPPER)
+        _product(ds, psi + of_b, dphi + of_a, first, column, rows_a, rows_b, line, lo, hi, F, True)
     else:
         first = (tile - tiles_a) * F.ROWS
-        _product(ds, phi + of_a, dpsi + of_b, first, column, rows_b, rows_a, line, F, False)
+        last = first + F.ROWS - 1
+        lo, _, _, hi = bounds(first, last, -upper, -lower, rows_a, F.TERMS, F.UPPER, F.LOWER)
+        _product(ds, phi + of_a, dpsi + of_b, first, column, rows_b, rows_a, line, lo, hi, F, False)
 
 
 @launched
 def clear(x, count, F: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * F.BLOCK + tl.arange(0, F.BLOCK)
-    tl.store(x + at, tl.zeros((F.BLOCK,), x.dtype.element_ty), mask=at < count)
+    first = tl.program_id(0).to(tl.int64) * F.BLOCK
+    at = first + tl.arange(0, F.BLOCK)
+    zeros = tl.zeros((F.BLOCK,), x.dtype.element_ty)
+    if first + F.BLOCK <= count:  # 16 bytes at once, where a comparison has a number at a time
+        tl.store(x + at, zeros)
+    else:
+        tl.store(x + at, zeros, mask=at < count)
 
 
 def cleared(x: Tensor) -> Tensor:
@@ -63,11 +75,17 @@ def cleared(x: Tensor) -> Tensor:
     return x
 
 
-def fill(ds: Tensor, phi: Tensor, psi: Tensor, dphi: Tensor, dpsi: Tensor, width: Tensor) -> None:
-    """ds (P, m, line), φ (P, n, W), ψ (P, m, W) → the first columns of their gradients."""
+def fill(
+    ds: Tensor, phi: Tensor, psi: Tensor, dphi: Tensor, dpsi: Tensor, width: Tensor,
+    band: tuple[int | None, ...] = (None, None),
+) -> None:  # fmt: skip
+    """ds (P, m, line), φ (P, n, W), ψ (P, m, W) → the first columns of their gradients. Of a key j
+    and a query i, ds is 0 unless j − i is in the band."""
     (pairs, n, w), (_, m, line), tile = phi.shape, ds.shape, TILE
     across, tiles_a, tiles_b = -(-w // tile.cols), -(-n // tile.rows), -(-m // tile.rows)
     facts = {"W": w, "ROWS": tile.rows, "COLS": tile.cols, "TERMS": tile.chunk, "ACROSS": across}
-    arrays, whole = (ds, phi, psi, dphi, dpsi, width), (n, m, tiles_a, line)
+    facts |= {"LOWER": band[0] is not None, "UPPER": band[1] is not None}
+    arrays = (ds, phi, psi, dphi, dpsi, width)
+    whole = (n, m, tiles_a, band[0] or 0, band[1] or 0, line)
     programs = ((tiles_a + tiles_b) * across, pairs)
     launch.start(grads_kernel, programs, arrays, (), whole, facts, tile)
