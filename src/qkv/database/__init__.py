@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkv.database.absent import AbsentKey
     from qkv.database.database import Database, open
-    from qkv.database.reading import AbsentKey
     from qkv.database.store import check
 
 __all__ = ["AbsentKey", "Database", "check", "open"]
 
-_HOMES = {"AbsentKey": "reading", "Database": "database", "check": "store", "open": "database"}
+_HOMES = {"AbsentKey": "absent", "Database": "database", "check": "store", "open": "database"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 from qkv.arrays import threads
 from qkv.arrays.ragged import Ragged, Wide, joined, places
 from qkv.arrays.rows import Stored
-from qkv.database import codes
-from qkv.database.schema import Schema
+from qkv.database import cells, codes, columns
+from qkv.database.faults import Damaged, UnknownRow
+from qkv.database.schema import Cells, Schema
 from qkv.database.view import View
 from qkv.errors import ArgumentError
 from qkv.types import Progress
@@ -151,10 +152,31 @@ def anew(view: View, encoder: Encoder, keys: Any, progress: Progress | None) -> 
             made = tensors(encoder, fresh, kept, int(some[0]))
         if raw:
             made["key"] = fresh
-        made |= view.beside(some)
+        made |= _beside(view, some)
         if progress is not None:
             progress(start + len(some), len(ids))
         yield some, made
+
+
+def _beside(view: View, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of some rows beside their keys' vectors: of the values and of the columns, from
+    the records where there are none yet or their file is lost."""
+    snapshot, schema, apart = view.snapshot, view.schema, view.schema.vectors
+    kept = [x for x in snapshot.names if x == "value" or columns.is_column(x)]
+    try:
+        found = {name: snapshot.tensor(name, ids) for name in kept}
+    except (Damaged, UnknownRow):
+        if apart:  # what was a vector is in no record
+            raise
+        found = {}
+    if view.typed and found:
+        return found
+    rows = list(map(cells.loads, snapshot.records(ids)))
+    plain = [name for name in schema.columns if name not in apart]
+    read: Cells = {name: [row.get(name) for row in rows] for name in plain}
+    read |= {n: found["value"] for n, role in apart.items() if role == "value"}
+    pooled = found.get("value", schema.pooled(read))
+    return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
 
 def uncoded(view: View) -> bool:

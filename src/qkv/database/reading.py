@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import is_
 from pathlib import Path
@@ -13,12 +13,13 @@ import numpy as np
 from qkv.arrays import is_array, plain
 from qkv.arrays.ragged import Query
 from qkv.database import cells, codes, columns
+from qkv.database.absent import AbsentKey
 from qkv.database.faults import Closed
 from qkv.database.queries import Asking, How, as_queries, at_most, differentiable, known, nearness
 from qkv.database.schema import Schema, names
 from qkv.database.store import Store, folder
 from qkv.database.view import CHUNK, View
-from qkv.errors import ArgumentError, CombinationError, DtypeError, QkvError, counted, printable
+from qkv.errors import ArgumentError, CombinationError, DtypeError, counted, printable
 from qkv.log import listener
 from qkv.names import EDITION
 from qkv.types import NOTHING, A, Array, Closing, K, Shaped, T, V
@@ -30,31 +31,6 @@ if TYPE_CHECKING:
     from qkv.database.encoders import Encoder, EncoderLike
     from qkv.scores import Score, ScoreLike
     from qkv.weightings import WeightingLike
-
-
-class AbsentKey(QkvError, KeyError):
-    """No row has the key. Its text names the nearest keys, looked up when it is read."""
-
-    def __init__(self, key: Any, nearest: Callable[[], Sequence[Any]]):
-        super().__init__(key)
-        self.key, self._nearest = key, nearest
-
-    @property
-    def nearest(self) -> list[Any]:
-        try:
-            return list(self._nearest())
-        except QkvError:
-            return []
-
-    def __reduce__(self) -> Any:
-        return AbsentKey, (self.key, partial(list, self.nearest))
-
-    def __str__(self) -> str:
-        near, told = self.nearest, f"no row has the key {cells.shown(self.key)}"
-        if is_array(self.key) and any(np.array_equal(self.key, other) for other in near):
-            return f"{told}: a row is kept with it, rounded: find it by the numbers that were added"
-        hint = f": the nearest are {', '.join(map(cells.shown, near))}" if near else ""
-        return f"{told}{hint}"
 
 
 class Info(TypedDict):

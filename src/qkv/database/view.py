@@ -15,9 +15,8 @@ from qkv.arrays.rows import Rows, Stored
 from qkv.database import cells, codes, columns, spelled
 from qkv.database.columns import Column
 from qkv.database.compare import Texts
-from qkv.database.faults import Damaged, UnknownRow
 from qkv.database.piece import Piece
-from qkv.database.schema import Cells, Schema
+from qkv.database.schema import Schema
 from qkv.database.store import Snapshot, sizes
 from qkv.database.where import Among, condition
 from qkv.errors import ArgumentError, DtypeError, ShapeError
@@ -353,26 +352,6 @@ class View:
         codes = (piece.column(name).numbers for piece in self._pieces())
         most = 2.0 ** (bits - 1)
         return all(bool(np.all((np.abs(x) < most) & (x == np.trunc(x)))) for x in codes)
-
-    def beside(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of some rows beside their keys' vectors: of the values and of the columns,
-        from the records where there are none yet or their file is lost."""
-        snapshot, apart = self.snapshot, self.schema.vectors
-        kept = [x for x in snapshot.names if x == "value" or columns.is_column(x)]
-        try:
-            found = {name: snapshot.tensor(name, ids) for name in kept}
-        except (Damaged, UnknownRow):
-            if apart:  # what was a vector is in no record
-                raise
-            found = {}
-        if self.typed and found:
-            return found
-        rows = list(map(cells.loads, snapshot.records(ids)))
-        plain = [name for name in self.schema.columns if name not in apart]
-        read: Cells = {name: [row.get(name) for row in rows] for name in plain}
-        read |= {n: found["value"] for n, role in apart.items() if role == "value"}
-        pooled = found.get("value", self.schema.pooled(read))
-        return columns.tensors(read) | ({} if pooled is None else {"value": pooled})
 
     def _pieces(self) -> Iterator[Piece]:
         return (Piece(self, part) for part in self._parts())

@@ -11,11 +11,12 @@ from qkv.arrays import is_array, to_numpy
 from qkv.arrays.made import Late
 from qkv.database import cells, encoding
 from qkv.database import columns as typed
+from qkv.database.absent import AbsentKey
 from qkv.database.faults import DuplicateKey, StaleFit
 from qkv.database.leaving import Leaving
 from qkv.database.piece import some_value
 from qkv.database.queries import READ, listed
-from qkv.database.reading import AbsentKey, Reading
+from qkv.database.reading import Reading
 from qkv.database.schema import (
     Cells,
     Schema,

@@ -156,7 +156,7 @@ def _is_quiet(idle: socket.socket) -> bool:
 def _fault(status: int, told: Mapping[str, Any], url: str) -> QkvError:
     """The error that the server raised, with its sentence."""
     from qkv.database import faults
-    from qkv.database.reading import AbsentKey
+    from qkv.database.absent import AbsentKey
 
     sentence, kind = str(told.get("error") or f"{url} answers {status}"), str(told.get("kind"))
     if kind == "AbsentKey":
