@@ -17,6 +17,7 @@ from qkv.database import encoders
 from qkv.database.encoding import at_words, kept
 from qkv.errors import QkvError
 from qkv.page.file import module
+from qkv.parts import entropy_in
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -165,12 +166,13 @@ def expected(query: Any, key: Any, value: Any, how: Any) -> dict[str, Any] | Non
         query, key, value, score=score, weighting=weighting, engine="dense", return_weights=True
     )
     some = bool((np.abs(alpha[0]) > 0).any())
+    entropy = entropy_in(seen)[0]
     return {
         "scores": weighting.reads(score)(query, key)[0],
         "weights": alpha[0],
         "value": out[0],
-        "entropy": seen.entropy[0],
-        "effective": math.exp(seen.entropy[0]) if some else 0.0,
+        "entropy": entropy,
+        "effective": math.exp(entropy) if some else 0.0,
         "lse": None if seen.lse is None else seen.lse[0],
     }
 

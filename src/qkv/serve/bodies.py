@@ -81,6 +81,7 @@ ANSWER = record(
     },
     weights=list_of(NUMBER),
     spread={},
+    hint=typed("string", "What to ask by, where the default score may not be what was meant."),
     coverage=typed("number", "With what probability `set` has the right row."),
     abstains=typed("boolean", "Whether no row fits: `set` is empty."),
     set_rows={**COUNT, "description": "Rows in `set`."},

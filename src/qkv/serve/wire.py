@@ -65,6 +65,7 @@ def told(answer: Answer, records: bool) -> dict[str, Any]:
         "score": answer.score,
         "weighting": answer.weighting,
         "version": answer.version,
+        **({"hint": answer.hint} if answer.hint else {}),
     }
 
 
@@ -93,6 +94,9 @@ class Server(Behind):
 
     def entropy(self) -> float:
         return float(self._told["entropy"])
+
+    def hint(self, rows: list[Row]) -> str:
+        return str(self._told.get("hint", ""))
 
     def spread(self) -> Any:
         return self._then(spread=True)["spread"]

@@ -725,6 +725,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "SCORES": {"ieee"},
         "FAST": {False},  # one instruction of the device, which the interpreter has not
         "BLOCK_S": {64},
+        "BLOCK": {4096},
         "BASE": {1.0, LOG2E},
         "LISTED": {0},  # test_support has lists
         "MANY": {0},
@@ -755,6 +756,7 @@ def test_every_branch_of_the_kernels_is_reached(monkeypatch):
         "to_keys",
         "to_queries",
         "to_pairs",
+        "clear",
         "mend",
         "mend_queries",
     }
