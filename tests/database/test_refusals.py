@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.database.absent import AbsentKey
 from qkv.database.faults import UnknownVersion, Unwritable
-from qkv.database.reading import AbsentKey
 from qkv.errors import ArgumentError, CombinationError, DtypeError, ShapeError
 
 TEXT = qkv.Database({"a": 1.0, "b": 2.0})

@@ -15,8 +15,9 @@ from qkv.arrays.rows import taken
 from qkv.cluster.asking import Gathered, Spread
 from qkv.cluster.fleet import Attended, Fleet, owners
 from qkv.database import cells
+from qkv.database.absent import AbsentKey
 from qkv.database.leaving import Leaving
-from qkv.database.reading import AbsentKey, Reading
+from qkv.database.reading import Reading
 from qkv.database.schema import pairs_of, several
 from qkv.errors import ArgumentError, CombinationError, DtypeError, FrameworkError, sizes
 from qkv.scores import Score
