@@ -341,3 +341,5 @@ def test_an_answer_says_where_all_vectors_look_alike():
     sharp = D.ask(keys[7], score=scores.Cosine(0.05))
     assert sharp.value == "row 7" and sharp.rows[0].weight > 0.9 and sharp.hint == ""
     assert qkv.Database({"Li": 1.0, "Hu": 2.0}).ask("Li").hint == ""
+    alone = D.ask(keys[7], where="value == 'row 7'")  # one row is told from no other
+    assert alone.total == 1 and alone.hint == ""

@@ -354,7 +354,8 @@ class InProcess(Behind):
         asked = self.asked
         if not rows or asked.score is not asked.view.score(None):
             return ""
-        flat = asked.weighting.convex and self.entropy() > math.log(asked.total * FLAT)
+        several = asked.weighting.convex and asked.total > 1
+        flat = several and self.entropy() > math.log(asked.total * FLAT)
         return asked.view.encoder.hint(self.query, rows[0].key, flat)
 
     def source(self, most: int) -> Source:
